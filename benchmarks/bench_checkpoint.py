@@ -1,4 +1,4 @@
-"""Saving and loading through moecore.checkpoint against torch.distributed.checkpoint as it is.
+"""Saving and loading through moecore.io against torch.distributed.checkpoint as it is.
 
     python -m benchmarks.bench_checkpoint --gigabytes 1.5 --folder /dev/shm --folder /tmp
 
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks import blocking
 from benchmarks.records import Environment
-from moecore.checkpoint import Saver, load, save
+from moecore.io import Saver, load, save
 
 pytestmark = pytest.mark.proven_by(
     "tests/checkpoint/test_store.py",

@@ -62,8 +62,8 @@ from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.models import Decoder, preset
 from moecore.moe.forced import force_even_load
-from moecore.optim import AdamW
 from moecore.planning.trace import break_down
+from moecore.train import AdamW
 
 Call = Callable[[], Any]
 Row = dict[str, Any]

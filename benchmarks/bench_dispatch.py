@@ -68,11 +68,11 @@ from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.packed import pack_rows
 from moecore.kernels.rows.record import Rows
-from moecore.mesh import Meshes
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows
+from moecore.parallel.mesh import Meshes
 
 ROUTINGS = ["even", "skewed"]
 AGREEMENT = 0.02  # of the layer over nvlink with the layer over alltoall, relative

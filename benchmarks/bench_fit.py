@@ -31,10 +31,10 @@ import torch.distributed as dist
 
 from benchmarks.records import append_rows
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.memory.options import MemoryOptions
-from moecore.mesh import Meshes
+from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder, preset
-from moecore.optim import AdamW
+from moecore.parallel.mesh import Meshes
+from moecore.train import AdamW
 
 Row = dict[str, Any]
 RECOMPUTE = ("norm", "rope", "qkv_proj")

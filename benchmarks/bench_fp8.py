@@ -27,6 +27,7 @@ from benchmarks.layers import FP8_TESTS
 from benchmarks.ops import Inputs, Op, Work, params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
+from moecore.base.options.recipe import Recipe, Scaling
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.grouped.row_tiles import RowTiles, map_row_tiles
 from moecore.kernels.rows import quantised as q
@@ -34,7 +35,6 @@ from moecore.kernels.rows import quantised_activation as qa
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
 from moecore.precision.linear import Fp8Products
-from moecore.precision.recipe import Recipe, Scaling
 
 ROUTINGS = ("learned",)
 SWIGLU = ActivationOptions(kind="swiglu")

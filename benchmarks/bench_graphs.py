@@ -36,12 +36,12 @@ from benchmarks.harness import FULL, SMOKE, time_variants
 from benchmarks.records import RESULTS, append_rows
 from moecore import CapacityConfig, FSDPOptions, ParallelConfig, TrainStep, build_meshes
 from moecore import parallelize_moe as parallelize
-from moecore.graphs import GraphedForwardBackward
-from moecore.graphs.regions import graph_blocks
 from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.state import moe_state
+from moecore.train import GraphedForwardBackward
+from moecore.train.graphs.regions import graph_blocks
 
 VARIANTS: dict[str, dict[str, bool]] = {
     "eager": {},

@@ -47,11 +47,11 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.graphs import GraphedForwardBackward
-from moecore.hf import init_hf, use_causal_attention
+from moecore.families import use_causal_attention
+from moecore.io import init_hf
 from moecore.models import DecoderConfig, flops_per_token, preset
 from moecore.models.loss import linear_cross_entropy
-from moecore.optim import AdamW
+from moecore.train import AdamW, GraphedForwardBackward
 
 sys.path.insert(0, str(ROOT / "examples"))
 

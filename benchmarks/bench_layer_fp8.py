@@ -28,9 +28,9 @@ from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore import MoELayer
+from moecore.base.options.recipe import Recipe
 from moecore.kernels.common import has_hopper_kernels
 from moecore.moe.experts import Experts
-from moecore.precision.recipe import Recipe
 
 TESTS = [*(layers.GPU_TESTS if torch.cuda.is_available() else layers.CPU_TESTS), *layers.FP8_TESTS]
 if te_experts.is_available():

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks.records import append_rows
 from moecore import ParallelConfig, build_meshes
-from moecore.memory.options import MemoryOptions
+from moecore.base.options.memory import MemoryOptions
 
 Row = dict[str, Any]
 LEVERS = MemoryOptions(

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from benchmarks.records import append_rows
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
-from moecore.graphs.regions import compile_blocks, compiled_modules
-from moecore.memory.apply import apply_memory
-from moecore.memory.compiled import inductor_options
-from moecore.memory.options import MemoryOptions
+from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.moe.experts import Experts
-from moecore.shard.engine import free_units
-from moecore.shard.units import find_blocks
+from moecore.parallel.shard.engine import free_units
+from moecore.parallel.shard.units import find_blocks
+from moecore.train.graphs.regions import compile_blocks, compiled_modules
+from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.compiled import inductor_options
 
 Row = dict[str, Any]
 UP = ("norm", "activation", "mla_up_proj")

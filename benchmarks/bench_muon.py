@@ -1,7 +1,7 @@
 """A step of Muon over a whole model beside one of AdamW, and beside torch's Muon matrix by matrix.
 
-    muon         moecore.optim.Muon for the matrices, moecore.optim.AdamW for the rest
-    adamw        moecore.optim.AdamW for all
+    muon         moecore.train.Muon for the matrices, moecore.train.AdamW for the rest
+    adamw        moecore.train.AdamW for all
     torch_muon   torch.optim.Muon, each expert's gate, up and down a parameter; torch's fused AdamW
                  for the rest
 
@@ -23,8 +23,8 @@ from benchmarks import harness, records
 from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.optim import AdamW, Muon, assign_matrices
-from moecore.optim.matrices import MatrixAssignment, MatrixLayout
+from moecore.train import AdamW, Muon, assign_matrices
+from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout
 
 LAYERS = {"cuda": 6, "cpu": 2}
 PRESET = {"cuda": "qwen3-30b-a3b", "cpu": "tiny"}

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from benchmarks import harness
 from benchmarks.records import append_rows
 from moecore import FSDPOptions, Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.memory.offload import MIN_BYTES, Offload
-from moecore.memory.parts import find_parts
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.moe.experts import Experts
-from moecore.optim import AdamW
+from moecore.train import AdamW
+from moecore.train.memory.offload import MIN_BYTES, Offload
+from moecore.train.memory.parts import find_parts
 
 Row = dict[str, Any]
 NONE = "none"

@@ -28,8 +28,8 @@ from torch import Tensor
 from benchmarks.records import append_rows
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, preset
-from moecore.optim import AdamW
 from moecore.packing import PackedCollator, pack_lengths
+from moecore.train import AdamW
 
 Row = dict[str, Any]
 Batch = dict[str, Any]

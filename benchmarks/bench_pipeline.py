@@ -34,7 +34,7 @@ from moecore import (
 )
 from moecore.models import Decoder, preset
 from moecore.moe.forced import force_even_load
-from moecore.optim import AdamW
+from moecore.train import AdamW
 
 BASE = "data"
 Step = Callable[[], None]

@@ -29,13 +29,13 @@ import torch.distributed as dist
 
 from benchmarks.records import append_rows
 from moecore import FSDPOptions, MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
+from moecore.base.options.precision import Precision
 from moecore.models import preset
 from moecore.moe.forced import force_even_load
 from moecore.planning import OptimizerOptions, TrainingRun
 from moecore.planning.build import model_of, optimizer_of
 from moecore.planning.on_gpu import between, mark
-from moecore.precision.roles import Precision
-from moecore.step import TrainStep
+from moecore.train.step import TrainStep
 
 WARM_UP, TIMED = 3, 7
 GIB = 2**30

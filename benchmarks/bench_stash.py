@@ -31,10 +31,10 @@ from benchmarks.harness import FULL, SMOKE, time_variants
 from benchmarks.records import RESULTS, append_rows
 from moecore import FSDPOptions, ParallelConfig, StashOptions, TrainStep, build_meshes
 from moecore import parallelize_moe as parallelize
-from moecore.memory.stash import Stash
 from moecore.models import Decoder, preset
 from moecore.moe.layer import MoELayer
 from moecore.moe.state import moe_state
+from moecore.train.memory.stash import Stash
 
 VARIANTS = ("room", "pages", "exact")
 

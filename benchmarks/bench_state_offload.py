@@ -40,7 +40,7 @@ from benchmarks.gate import ROOT
 from benchmarks.records import append_rows
 from moecore import FSDPOptions, Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.optim import AdamW, HostAdamW, StateOffload
+from moecore.train import AdamW, HostAdamW, StateOffload
 
 sys.path.insert(0, str(ROOT / "examples"))
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from benchmarks.records import RESULTS, Environment
-from moecore.checkpoint import Saver
+from moecore.io import Saver
 
 # Of a rank of Qwen3-30B-A3B with ep=8: 16 of 128 experts, everything else whole.
 LAYER = {

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import harness
+from moecore.base.options.nvlink import NVLinkOptions
 from moecore.kernels.common import num_sms
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
-from moecore.mesh import Meshes
 from moecore.moe.dispatch.exchange_pool import ExchangePool, divide
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
+from moecore.parallel.mesh import Meshes
 
 Call = Callable[[], Any]
 

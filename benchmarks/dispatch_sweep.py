@@ -25,13 +25,13 @@ from benchmarks.dispatch_cases import (
     time_in_turn,
     timing_of,
 )
+from moecore.base.options.nvlink import NVLinkOptions
 from moecore.kernels.exchange.buffer import ExchangeLayout, SymmetricBuffer
-from moecore.mesh import Meshes
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import make_buffer
+from moecore.parallel.mesh import Meshes
 
 SHARES = (1 / 3, 5 / 12, 1 / 2)
 ROUNDS = (8, 16, 32)

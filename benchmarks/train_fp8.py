@@ -62,15 +62,15 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.size import num_params
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.router import Router
-from moecore.optim import AdamW
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
 from moecore.rl import RouterReplay
 from moecore.rl.choices import Choices
+from moecore.train import AdamW
 
 sys.path.insert(0, str(ROOT / "examples"))
 

@@ -100,7 +100,7 @@ def printed_once() -> Iterator[None]:
     def is_no_error(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR
 
-    logger, hook = logging.getLogger("moecore.checkpoint"), threading.excepthook
+    logger, hook = logging.getLogger("moecore.io"), threading.excepthook
     logger.addFilter(is_no_error)
     threading.excepthook = lambda e: None if issubclass(e.exc_type, OSError) else hook(e)
     try:

@@ -63,9 +63,8 @@ from schedule import is_due, lr_at
 from torch import Tensor
 
 from moecore import BalanceConfig, FSDPOptions, Meshes, TrainStep, build_meshes, parallelize_moe
-from moecore.checkpoint import Saver
-from moecore.hf import load_hf
-from moecore.optim import AdamW
+from moecore.io import Saver, load_hf
+from moecore.train import AdamW
 
 CPU_RANKS = 2
 EXPORT = "export"

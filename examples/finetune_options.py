@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from options import DEGREES, DTYPES, MOMENT_DTYPES, count, positive, whole
 
-from moecore.precision.roles import PrecisionName
+from moecore.base.options.precision import PrecisionName
 
 SHARDING = tuple(d for d in DEGREES if d not in ("pp", "tp"))  # of transformers models
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moecore import MoELayer
-from moecore.adapters import RoutedExperts
-from moecore.checkpoint.ranks import on_first_rank
-from moecore.hf import export_hf, use_causal_attention
-from moecore.hf.rows import why_whole
+from moecore.families import RoutedExperts, use_causal_attention
+from moecore.families.transformers.rows import why_whole
+from moecore.io import export_hf
+from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models.loss import linear_cross_entropy
 
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs

@@ -15,12 +15,12 @@ import torch
 from data import VOCAB_SIZE
 
 from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig, PipelineConfig
-from moecore.memory.options import RECOMPUTED, MemoryOptions, StashOptions
+from moecore.base.options.memory import RECOMPUTED, MemoryOptions, StashOptions
+from moecore.base.options.precision import PrecisionName
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
+from moecore.parallel.pipeline.orders import ScheduleName
 from moecore.parallelize import DispatcherName
-from moecore.pipeline.orders import ScheduleName
-from moecore.precision.roles import PrecisionName
 
 DEGREES = ("pp", "dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -10,8 +10,8 @@ import torch
 from report import CHECKPOINTS
 
 from moecore import TrainStep
-from moecore.checkpoint import latest, load
-from moecore.checkpoint.ranks import on_first_rank
+from moecore.io import latest, load
+from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.packing import PackedBatchSampler
 
 KEPT_CHECKPOINTS = 2

@@ -103,10 +103,9 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.checkpoint import Saver
-from moecore.graphs import GraphedForwardBackward
+from moecore.io import Saver
 from moecore.models import Decoder, DecoderConfig, flops_per_token
-from moecore.optim import AdamW, Muon, assign_matrices
+from moecore.train import AdamW, GraphedForwardBackward, Muon, assign_matrices
 
 CPU_RANKS = 2
 EVAL_BATCHES = 8  # of each data rank

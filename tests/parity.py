@@ -41,6 +41,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.options.precision import Precision
 from moecore.kernels.experts.triton_products import GATHER_FIRST
 from moecore.kernels.zigzag import held_tokens, row_borders
 from moecore.models import Decoder, DecoderConfig
@@ -52,9 +53,8 @@ from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.experts import Experts
 from moecore.moe.forced import force_even_load
 from moecore.moe.placement import ExpertPlacement
-from moecore.optim import AdamW
 from moecore.precision.apply import apply_precision
-from moecore.precision.roles import Precision
+from moecore.train import AdamW
 from tests.moe.reference import ReferenceOutput, moe_reference
 from tests.parts import on_parts
 from tests.shard.units import unit_of

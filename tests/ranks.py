@@ -45,7 +45,7 @@ RANKS_PER_GPU = int(os.environ.get("MOECORE_RANKS_PER_GPU", "1"))
 IMPORTED = (
     "tests.ranks",
     "moecore",
-    "moecore.checkpoint",
+    "moecore.io",
     "moecore.models",
     "pytest",
     "torch._dynamo",

@@ -13,14 +13,23 @@ import pytest
 import torch
 
 from moecore import BalanceConfig, LayerLayout, MoEConfig, MoELayer, ParallelConfig, build_meshes
-from moecore._fields import shown
-from moecore.checkpoint import UpcycleOptions, latest, load, read_manifest, set_latest, verify
-from moecore.hf import decoder_config_from_hf, hf_to_native, load_hf, native_to_hf
+from moecore.base.fields import shown
+from moecore.io import (
+    UpcycleOptions,
+    decoder_config_from_hf,
+    hf_to_native,
+    latest,
+    load,
+    load_hf,
+    native_to_hf,
+    read_manifest,
+    set_latest,
+    verify,
+)
 from moecore.models import Decoder, preset
 from moecore.moe.expert_layout import ExpertLayout
-from moecore.optim import assign_matrices
 from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
-from moecore.pipeline import Costs, LayoutCosts, Timeline, make_schedule
+from moecore.parallel import Costs, LayoutCosts, ShardPlan, Timeline, make_schedule
 from moecore.planning import (
     CostTable,
     DryRun,
@@ -32,7 +41,7 @@ from moecore.planning import (
     Work,
 )
 from moecore.rl import RouterReplay
-from moecore.shard import ShardPlan
+from moecore.train import assign_matrices
 from tests.test_api import SECTIONS
 from tests.test_fields import RECORDS
 

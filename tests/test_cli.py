@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moecore.checkpoint import latest, load, save
 from moecore.cli import main
-from moecore.hf.export import export_hf
+from moecore.io import latest, load, save
+from moecore.io.hf.export import export_hf
 from moecore.models import Decoder, preset
 from tests.hf.dirs import write_directory
 from tests.hf.test_config import TINY_JSON

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moecore import BalanceConfig, MoEConfig, ParallelConfig
-from moecore.config import CapacityConfig
+from moecore.base.options.layer import CapacityConfig
 
 LAYER: dict[str, Any] = dict(dim=64, hidden_dim=32, num_experts=8, top_k=2)
 

@@ -31,10 +31,10 @@ from moecore import (
     models,
     parallelize_moe,
 )
-from moecore.explain import _rows
-from moecore.memory.offload import Offload
-from moecore.memory.options import MemoryOptions
+from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder, preset
+from moecore.planning.explain import _rows
+from moecore.train.memory.offload import Offload
 
 PAGE = Path(__file__).parent.parent / "docs" / "parallelize.md"
 MEMORY_PAGE = PAGE.with_name("memory.md")
@@ -181,7 +181,10 @@ def test_the_page_shows_what_layers_keep() -> None:
 def test_what_layers_keep_by_kind() -> None:
     """A dense layer, MoE layers, and the last of them, which stays on the device."""
     memory = MemoryOptions(recompute="gemm_last", offload=("experts",))
-    with fake_world(3, 8), patch("moecore.memory.apply.Offload", partial(Offload, min_bytes=1)):
+    with (
+        fake_world(3, 8),
+        patch("moecore.train.memory.apply.Offload", partial(Offload, min_bytes=1)),
+    ):
         model = parallelized(FOLDED, memory=memory)
         with patch.multiple(dist, **dict.fromkeys(COLLECTIVES)):  # no function to call
             head, header, *rows, total = explain(model, batch=(2, 32)).splitlines()[-6:]

@@ -22,30 +22,30 @@ from moecore import (
     ParallelConfig,
     PipelineConfig,
 )
-from moecore._fields import Bound, Count, OneOf, Rules, check_fields, check_value, shown
 from moecore.attention.context_parallel.group import ContextOptions
-from moecore.config import CapacityConfig
+from moecore.base.fields import Bound, Count, OneOf, Rules, check_fields, check_value, shown
+from moecore.base.options.layer import CapacityConfig
+from moecore.base.options.memory import MemoryOptions, StashOptions
+from moecore.base.options.nvlink import NVLinkOptions
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
+from moecore.io.upcycle.models import MLPNames
+from moecore.io.upcycle.upcycle import UpcycleOptions
 from moecore.kernels.adamw import AdamWOptions
 from moecore.kernels.attention import AttentionMask
 from moecore.kernels.experts.contract import ExpertMLPOptions
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.memory.options import MemoryOptions, StashOptions
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 from moecore.moe.clones import CloneOptions
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
-from moecore.optim import AdamW, Cut
-from moecore.optim.matrices import MatrixLayout
 from moecore.packing import DocumentCost, MeasuredCost, PackedCollator
-from moecore.pipeline.layout import LayoutCosts
-from moecore.pipeline.simulate import Costs
+from moecore.parallel.pipeline.layout import LayoutCosts
+from moecore.parallel.pipeline.simulate import Costs
 from moecore.planning import CostTable, OptimizerOptions, SearchRequest, TrainingRun, Work
 from moecore.planning.costs import Point
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
-from moecore.upcycle.models import MLPNames
-from moecore.upcycle.upcycle import UpcycleOptions
+from moecore.train import AdamW, Cut
+from moecore.train.optim.matrices import MatrixLayout
 
 # --------------------------------------------------------------------------- the checker
 

@@ -30,7 +30,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.checkpoint import Saver
+from moecore.io import Saver
 from moecore.models import Decoder, preset
 from tests.test_api import SECTIONS
 
@@ -174,7 +174,8 @@ def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:
         ),
         (
             lambda model, meshes: build_meshes(ParallelConfig),
-            "parallel (<class 'moecore.mesh.ParallelConfig'>) must be a ParallelConfig: pass a ",
+            "parallel (<class 'moecore.parallel.mesh.ParallelConfig'>) must be a ParallelConfig: "
+            "pass a ",
         ),
         (
             lambda model, meshes: build_meshes(ParallelConfig(ep=8), "cpu"),
@@ -291,7 +292,7 @@ for name in {modules}:
     import_module(name)
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, preset
-from moecore.optim import AdamW
+from moecore.train import AdamW
 
 model = parallelize_moe(Decoder(preset("tiny")), build_meshes(ParallelConfig(), "cpu"))
 step = TrainStep(model, AdamW(model.parameters()), max_norm=1.0)

@@ -28,13 +28,13 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.checkpoint import load, save
-from moecore.loss_scale import LARGEST, SMALLEST, LossScale, check_loss_scale
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
+from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
-from moecore.optim import AdamW
 from moecore.precision.apply import apply_precision
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
+from moecore.train import AdamW
+from moecore.train.loss_scale import LARGEST, SMALLEST, LossScale, check_loss_scale
 from tests.ranks import run_ranks
 
 BALANCE = BalanceConfig(

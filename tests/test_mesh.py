@@ -198,7 +198,7 @@ def test_invalid_foldings_raise_before_any_group_is_made(monkeypatch: pytest.Mon
     rng = random.Random(7)
     with fake_world(0, 64):
         monkeypatch.setattr(dist, "new_group", forbidden)
-        monkeypatch.setattr("moecore.mesh.init_device_mesh", forbidden)
+        monkeypatch.setattr("moecore.parallel.mesh.init_device_mesh", forbidden)
         wrong = [ParallelConfig(tp=3), ParallelConfig(ep=128), ParallelConfig(pp=5)]
         while len(wrong) < 60:
             p, world = random_folding(rng)

@@ -29,12 +29,12 @@ from moecore import (
     parallelize_moe,
     plan_sharding,
 )
-from moecore.memory.options import MemoryOptions
+from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder, num_params, preset
 from moecore.moe.experts import Experts
 from moecore.moe.state import moe_state
-from moecore.shard.plan import plan_of
-from moecore.shard.units import find_blocks
+from moecore.parallel.shard.plan import plan_of
+from moecore.parallel.shard.units import find_blocks
 from tests.shard.units import is_unit
 
 pytestmark = pytest.mark.usefixtures("no_group_left")

@@ -31,12 +31,12 @@ from moecore import (
     clip_grad_norm_,
     parallelize_moe,
 )
-from moecore.checkpoint import load, save
-from moecore.memory.options import MemoryOptions
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
+from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.state import moe_state
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
 from tests.ranks import run_ranks
 from tests.shard.units import units
 

@@ -31,9 +31,9 @@ from moecore import (
     NVLinkOptions,
     StashOptions,
 )
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
 from moecore.kernels.common import has_hopper_kernels
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
 from tests.parity import Case, run_case
 from tests.ranks import num_gpu_ranks, run_ranks
 

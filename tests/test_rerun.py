@@ -26,11 +26,10 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.state import moe_state
-from moecore.optim import AdamW
 from moecore.rl import RouterReplay
+from moecore.train import AdamW, GraphedForwardBackward
 from tests.graphs.graph_fakes import fake_steps
 from tests.moe.emulated_exchange import emulated
 from tests.ranks import run_ranks

@@ -23,7 +23,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.checkpoint import latest, load, save
+from moecore.io import latest, load, save
 from moecore.models import Decoder, DecoderConfig
 from tests.ranks import run_ranks
 

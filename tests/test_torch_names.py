@@ -1,6 +1,6 @@
-"""The private names of torch: only `_torch.py` has them, and each means what it is used for.
+"""Private names of torch: `base/torch_names.py` alone has them; each means what it is used for.
 
-What counts is in the docstring of `_torch.py`; this file reads it off the syntax of all of src.
+What counts is in its docstring; this file reads it off the syntax of all of src.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import moecore
-from moecore import ParallelConfig, _torch, build_meshes
-from moecore.mesh import concatenate
+from moecore import ParallelConfig, build_meshes
+from moecore.base import torch_names as _torch
+from moecore.parallel.mesh import concatenate
 
 SRC = Path(moecore.__file__).parent
 MOST = 19
@@ -171,7 +172,7 @@ def names(node: ast.Assign) -> list[str]:
 def test_one_file_has_private_names_of_torch() -> None:
     trees, torchs = parse(), names_of_torch()
     own = {name for tree in trees.values() for name in defined(tree)}
-    counted = set(used(trees.pop("_torch.py"), own, torchs)) - MODULES - OPERATORS
+    counted = set(used(trees.pop("base/torch_names.py"), own, torchs)) - MODULES - OPERATORS
     assert counted - ALLOWED.keys() == set(NAMES) and len(NAMES) <= MOST
     elsewhere = {file: set(used(tree, own, torchs)) for file, tree in trees.items()}
     known = ALLOWED.keys() | FOREIGN.keys()

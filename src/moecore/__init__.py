@@ -1,34 +1,34 @@
 """moecore: PyTorch-native Mixture-of-Experts training. docs/api.md lists every public name."""
 
 from moecore.attention.context_parallel.group import ContextOptions
-from moecore.config import BalanceConfig, CapacityConfig, MoEConfig
-from moecore.explain import explain
-from moecore.loss_scale import DynamicLossScale
-from moecore.memory.options import MemoryOptions, StashOptions
-from moecore.mesh import Meshes, ParallelConfig, build_meshes
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
+from moecore.base.options.memory import MemoryOptions, StashOptions
+from moecore.base.options.nvlink import NVLinkOptions
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.clones import CloneOptions
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.order import place_experts, reorder_experts
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
-from moecore.parallelize import parallelize_moe, plan_sharding
-from moecore.pipeline.config import PipelineConfig
-from moecore.pipeline.transport import PipelineError
-from moecore.request import (
+from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
+from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.transport import PipelineError
+from moecore.parallel.request import (
     ContextParallelModel,
     DispatcherName,
     DynamicContextModel,
     LossConvention,
     TensorParallelModel,
 )
-from moecore.shard.clip import GradientNorm, clip_grad_norm_
-from moecore.shard.options import FSDPOptions
-from moecore.shard.plan import ShardPlan
-from moecore.step import StepResult, TrainStep
+from moecore.parallel.shard.clip import GradientNorm, clip_grad_norm_
+from moecore.parallel.shard.plan import ShardPlan
+from moecore.parallelize import parallelize_moe, plan_sharding
+from moecore.planning.explain import explain
+from moecore.train.loss_scale import DynamicLossScale
+from moecore.train.step import StepResult, TrainStep
 
 __version__ = "0.1.0"
 

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from moecore._fields import check_value
-from moecore.checkpoint.directory import Step, latest, prunable, prune, whole_directories
-from moecore.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
-from moecore.checkpoint.meter import Progress
+from moecore.base.fields import check_value
+from moecore.base.usage import UsageError
+from moecore.io.checkpoint.directory import Step, latest, prunable, prune, whole_directories
+from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
+from moecore.io.checkpoint.meter import Progress
 from moecore.planning.command import add_plan
 from moecore.planning.dry_run_command import add_dry_run
 from moecore.planning.measure import add_measure
 from moecore.planning.report_command import add_report
-from moecore.usage import UsageError
 
 DESCRIPTION = """\
 Work with checkpoints. A path is a step directory (runs/a/step-000100), a run (runs/a; its latest
@@ -212,9 +212,9 @@ def _native_facts(path: Path) -> dict[str, Any]:
 
 
 def _hf_facts(path: Path) -> dict[str, Any]:
-    from moecore.hf.files import CONFIG, HFFiles, read_json
-    from moecore.hf.names import find_layout
-    from moecore.hf.quant import find_sources
+    from moecore.io.hf.files import CONFIG, HFFiles, read_json
+    from moecore.io.hf.names import find_layout
+    from moecore.io.hf.quant import find_sources
 
     config = read_json(path / CONFIG)
     with HFFiles(path) as files:
@@ -237,8 +237,8 @@ def _hf_facts(path: Path) -> dict[str, Any]:
 
 
 def _dcp_facts(path: Path) -> dict[str, Any]:
-    from moecore.interchange.convert import names_in
-    from moecore.interchange.dcp import DCPFiles
+    from moecore.io.interchange.convert import names_in
+    from moecore.io.interchange.dcp import DCPFiles
 
     with DCPFiles(path) as files:
         names, stored = names_in(files), files.tensors
@@ -272,19 +272,19 @@ def _totals(tensors: dict[str, Any]) -> dict[str, Any]:
 def _verify(args: Any) -> int:
     path, kind = _find(args.path)
     if kind == "native":
-        from moecore.checkpoint.verify import verify
+        from moecore.io.checkpoint.verify import verify
 
         with _progress("hashing") as progress:
             manifest = verify(path, "sizes" if args.sizes else "full", progress=progress)
         print(f"{path}: whole, {len(manifest.files)} files, {_bytes(manifest.num_bytes)}")
         return 0
     if kind == "DCP":
-        from moecore.interchange.dcp import DCPFiles
+        from moecore.io.interchange.dcp import DCPFiles
 
         with DCPFiles(path) as files:
             print(f"{path}: whole, {len(files.tensors)} tensors (.metadata; no digests)")
         return 0
-    from moecore.hf.verify import verify_hf
+    from moecore.io.hf.verify import verify_hf
 
     problems = verify_hf(path)
     for problem in problems:
@@ -316,8 +316,8 @@ def _convert(args: Any) -> int:
 
 
 def _to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | None) -> Path:
-    from moecore.hf.convert import hf_to_native
-    from moecore.interchange.convert import dcp_to_native
+    from moecore.io.hf.convert import hf_to_native
+    from moecore.io.interchange.convert import dcp_to_native
 
     options: dict[str, Any] = dict(
         dtype=DTYPES.get(args.dtype),
@@ -330,8 +330,8 @@ def _to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | No
 
 
 def _from_native(args: Any, path: Path, _: str, to: str, progress: Progress | None) -> Path:
-    from moecore.hf.convert import native_to_hf
-    from moecore.interchange.convert import native_to_dcp
+    from moecore.io.hf.convert import native_to_hf
+    from moecore.io.interchange.convert import native_to_dcp
 
     target: Path = args.target
     options: dict[str, Any] = dict(

@@ -18,23 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecore._fields import check_arguments
-from moecore.adapters.base import Adapter, swap_blocks
-from moecore.agreement import check_equal_weights, check_same
 from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
-from moecore.config import BalanceConfig
-from moecore.graphs.regions import compile_blocks, compiled_modules, graph_blocks
-from moecore.hf.context import context_model
-from moecore.hf.device_map import refuse_accelerate
-from moecore.hf.guards import refuse_save_pretrained, warn_about_cache
-from moecore.hf.lora import adapt_experts, adapted, experts_unwrapped, refuse_peft_methods
-from moecore.hf.outputs import refuse_lost_outputs
-from moecore.hf.rows import tell_layers
-from moecore.memory.apply import apply_memory, apply_stash
-from moecore.memory.copies import copy_modules, on_meta
-from moecore.memory.offload import Offload
-from moecore.memory.options import MemoryOptions
-from moecore.mesh import Meshes, context_groups, split_context
+from moecore.base.agreement import check_equal_weights, check_same
+from moecore.base.copies import copy_modules, on_meta
+from moecore.base.fields import check_arguments
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.layer import BalanceConfig
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.nvlink import NVLinkOptions
+from moecore.base.options.precision import Precision, PrecisionName
+from moecore.base.options.recipe import Recipe
+from moecore.families.adapters import Adapter, swap_blocks
+from moecore.families.transformers.context import context_model
+from moecore.families.transformers.device_map import refuse_accelerate
+from moecore.families.transformers.guards import refuse_save_pretrained, warn_about_cache
+from moecore.families.transformers.lora import (
+    adapt_experts,
+    adapted,
+    experts_unwrapped,
+    refuse_peft_methods,
+)
+from moecore.families.transformers.outputs import refuse_lost_outputs
+from moecore.families.transformers.rows import tell_layers
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import CloneOptions, Cloner
@@ -43,25 +48,21 @@ from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
 from moecore.moe.state import STATE_NAME, MoEState
-from moecore.pipeline.across import ALL_STAGES, make_all_stages
-from moecore.pipeline.config import PipelineConfig
-from moecore.pipeline.layout import PipelineLayout, Stage
-from moecore.pipeline.orders import DEFERRING
-from moecore.pipeline.run import PIPELINE_NAME, Pipeline
-from moecore.pipeline.schedule import make_schedule
-from moecore.pipeline.stages import blocks_of, num_parts, take_stages
-from moecore.pipeline.transport import connect
-from moecore.precision.apply import apply_precision
-from moecore.precision.linear import Fp8Products
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision, PrecisionName
-from moecore.request import (
+from moecore.parallel.across import ALL_STAGES, make_all_stages
+from moecore.parallel.mesh import Meshes, context_groups, split_context
+from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.layout import PipelineLayout, Stage
+from moecore.parallel.pipeline.orders import DEFERRING
+from moecore.parallel.pipeline.run import PIPELINE_NAME, Pipeline
+from moecore.parallel.pipeline.schedule import make_schedule
+from moecore.parallel.pipeline.stages import blocks_of, num_parts, take_stages
+from moecore.parallel.pipeline.transport import connect
+from moecore.parallel.request import (
     REQUEST_NAME,
     DispatcherName,
     LossConvention,
@@ -71,12 +72,16 @@ from moecore.request import (
     check_stages,
     model_entries,
 )
-from moecore.shard.apply import shard_model
-from moecore.shard.deferred_linears import defer_linears
-from moecore.shard.late_parameters import refuse_added
-from moecore.shard.make import cut_model, make_plan
-from moecore.shard.options import FSDPOptions
-from moecore.shard.plan import PLAN_NAME, ShardPlan
+from moecore.parallel.shard.apply import shard_model
+from moecore.parallel.shard.deferred_linears import defer_linears
+from moecore.parallel.shard.late_parameters import refuse_added
+from moecore.parallel.shard.make import cut_model, make_plan
+from moecore.parallel.shard.plan import PLAN_NAME, ShardPlan
+from moecore.precision.apply import apply_precision
+from moecore.precision.linear import Fp8Products
+from moecore.train.graphs.regions import compile_blocks, compiled_modules, graph_blocks
+from moecore.train.memory.apply import apply_memory, apply_stash
+from moecore.train.memory.offload import Offload
 
 logger = logging.getLogger("moecore.parallelize")
 P = ParamSpec("P")
@@ -326,7 +331,7 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
     refuse_accelerate(model)
     compiled = set[nn.Module]()
     if request.compile_dense:
-        from moecore.memory.compiled import inductor_options  # which imports Inductor
+        from moecore.train.memory.compiled import inductor_options  # which imports Inductor
 
         options = inductor_options(blocks, request.memory)
         compile_blocks(blocks, dynamic=False, options=options)

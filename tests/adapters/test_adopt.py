@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
-from moecore.adapters import adopt
-from moecore.adapters.base import swap_blocks
+from moecore.families import adopt
+from moecore.families.adapters import swap_blocks
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 

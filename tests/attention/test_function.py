@@ -13,7 +13,7 @@ from torch import Tensor
 import moecore.attention.function as function
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
-from moecore.memory.recompute import recompute, sharing_outputs
+from moecore.train.memory.recompute import recompute, sharing_outputs
 
 LENGTHS = [5, 1, 4, 0]
 CU_SEQLENS = torch.tensor([0, 5, 6, 10, 10])

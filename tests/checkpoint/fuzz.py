@@ -27,10 +27,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moecore.checkpoint import load, save
-from moecore.checkpoint.manifest import MANIFEST, _digest, _dump
-from moecore.checkpoint.meter import Meter
-from moecore.checkpoint.shard_file import ShardWriter, layout_of
+from moecore.io import load, save
+from moecore.io.checkpoint.manifest import MANIFEST, _digest, _dump
+from moecore.io.checkpoint.meter import Meter
+from moecore.io.checkpoint.shard_file import ShardWriter, layout_of
 
 Model = tuple[nn.Module, torch.optim.Optimizer]
 SECONDS = 10

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecore.checkpoint import Saver, latest, load, save, verify
+from moecore.io import Saver, latest, load, save, verify
 from tests.ranks import forks
 
 FORKS = forks()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from moecore import BalanceConfig, CapacityConfig, MoEConfig
-from moecore.checkpoint import load, read_manifest, save
-from moecore.checkpoint.manifest import MANIFEST
+from moecore.io import load, read_manifest, save
+from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.models import Decoder, DecoderConfig
 from tests.checkpoint.fuzz import write_signed
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.checkpoint import load, read_manifest, save
-from moecore.checkpoint.config_differences import Difference, hf_differences, own_config
-from moecore.checkpoint.manifest import MANIFEST
+from moecore.io import load, read_manifest, save
+from moecore.io.checkpoint.config_differences import Difference, hf_differences, own_config
+from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.models import Decoder, preset
 from tests.checkpoint.fuzz import write_signed
 from tests.hf.hf_models import ARCHITECTURES, random_model

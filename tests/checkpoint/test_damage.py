@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from moecore.checkpoint import latest, load, read_manifest, save, set_latest, verify
-from moecore.checkpoint.directory import POINTER
-from moecore.checkpoint.manifest import MANIFEST, Chunk, check_grid
-from moecore.checkpoint.meter import Meter
-from moecore.checkpoint.shard_file import check_file, layout_of
+from moecore.io import latest, load, read_manifest, save, set_latest, verify
+from moecore.io.checkpoint.directory import POINTER
+from moecore.io.checkpoint.manifest import MANIFEST, Chunk, check_grid
+from moecore.io.checkpoint.meter import Meter
+from moecore.io.checkpoint.shard_file import check_file, layout_of
 from tests.checkpoint.fuzz import build, fuzz, in_two_files, same, tensors_of, write_signed
 
 FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moecore.checkpoint import latest, read_manifest
+from moecore.io import latest, read_manifest
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpointing.md"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moecore.checkpoint import Saver, latest, load, save, verify
+from moecore.io import Saver, latest, load, save, verify
 from tests.checkpoint.kills import build, loaded_step
 
 WIDTH = 256  # 3 MB with moments

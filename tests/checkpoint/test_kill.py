@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moecore.checkpoint import Saver, directory, latest, load, lock, save
+from moecore.io import Saver, latest, load, save
+from moecore.io.checkpoint import directory, lock
 from tests.checkpoint.kills import FORKS, build, kill_at_random, loaded_step
 
 CRASH_EXIT = 77

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
-from moecore._torch import HAS_SEPARATE_PIECES
-from moecore.checkpoint import load, read_manifest, save
+from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.io import load, read_manifest, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer

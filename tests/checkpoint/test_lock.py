@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from moecore.checkpoint import Saver, directory, latest, lock, prune, save, set_latest, verify
-from moecore.checkpoint.lock import LOCK, OWNER
+from moecore.io import Saver, latest, prune, save, set_latest, verify
+from moecore.io.checkpoint import directory, lock
+from moecore.io.checkpoint.lock import LOCK, OWNER
 from tests.checkpoint.kills import FORKS, all_is_whole, build, contend, loaded_step
 
 REFUSED = r"must be written to by one job, but 'pid \d+ on .* since .*' holds \.lock: close its"

@@ -17,9 +17,8 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR
 
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.checkpoint import Saver, load, read_manifest, save, verify
-from moecore.checkpoint.manifest import MANIFEST
-from moecore.hf import export_hf, native_to_hf
+from moecore.io import Saver, export_hf, load, native_to_hf, read_manifest, save, verify
+from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.models import Decoder, preset
 from moecore.moe.state import moe_state
 from tests.checkpoint.fuzz import write_signed

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from moecore.checkpoint import Saver, latest, load, read_manifest, save, storage, store, verify
-from moecore.checkpoint.ranks import gather
-from moecore.checkpoint.shard_file import ShardWriter
+from moecore.io import Saver, latest, load, read_manifest, save, verify
+from moecore.io.checkpoint import storage, store
+from moecore.io.checkpoint.ranks import gather
+from moecore.io.checkpoint.shard_file import ShardWriter
 from tests.checkpoint.kills import build, fill, loaded_step
 from tests.ranks import run_ranks
 
@@ -180,7 +181,7 @@ def test_the_group_waits_as_long_as_the_default_one(tmp_path: Path) -> None:
 
 
 def test_progress_and_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "moecore.checkpoint")
+    caplog.set_level("INFO", "moecore.io")
     seen: list[tuple[int, int]] = []
     with Saver(tmp_path, *build(1.0), progress=lambda *n: seen.append(n), config={"a": 1}) as saver:
         path = saver.save(1, {"step": 1}, wait=False)

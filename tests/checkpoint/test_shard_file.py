@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moecore.checkpoint import shard_file
-from moecore.checkpoint.manifest import DTYPE_NAMES
-from moecore.checkpoint.meter import Meter
-from moecore.checkpoint.shard_file import ShardReader, ShardWriter, layout_of, pieces
+from moecore.io.checkpoint import shard_file
+from moecore.io.checkpoint.manifest import DTYPE_NAMES
+from moecore.io.checkpoint.meter import Meter
+from moecore.io.checkpoint.shard_file import ShardReader, ShardWriter, layout_of, pieces
 
 
 @pytest.fixture(params=[256, 2**24], ids=["small-chunks", "real-chunks"])

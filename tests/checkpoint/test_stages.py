@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.checkpoint import Saver, load, read_manifest, save
+from moecore.io import Saver, load, read_manifest, save
 from tests.pipeline.stages import (
     TABLE,
     build,

@@ -29,10 +29,10 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.checkpoint import latest, load, prune, read_manifest, save, set_latest
-from moecore.checkpoint.directory import POINTER, new_draft, publish, whole_directories
-from moecore.checkpoint.manifest import MANIFEST
-from moecore.checkpoint.state import split_halves
+from moecore.io import latest, load, prune, read_manifest, save, set_latest
+from moecore.io.checkpoint.directory import POINTER, new_draft, publish, whole_directories
+from moecore.io.checkpoint.manifest import MANIFEST
+from moecore.io.checkpoint.state import split_halves
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import Cloner
 from moecore.moe.expert_layout import ExpertLayout
@@ -505,11 +505,11 @@ def test_unfinished_step_is_refused(tmp_path: Path) -> None:
 def test_one_line_is_logged_and_progress_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "moecore.checkpoint")
+    caplog.set_level("INFO", "moecore.io")
     path = save(tmp_path, 1, *build_linear(4))
     seen: list[tuple[int, int]] = []
     load(path, *build_linear(4), progress=lambda done, total: seen.append((done, total)))
-    lines = [r.message for r in caplog.records if r.name == "moecore.checkpoint"]
+    lines = [r.message for r in caplog.records if r.name == "moecore.io"]
     figures = r"0\.\d+ GB of rank 0 in \d+\.\d+ s, \d+\.\d+ GB/s"
     assert len(lines) == 2
     assert re.fullmatch(rf"saved .*step-000001: {figures}", lines[0])

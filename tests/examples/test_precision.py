@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from moecore.base.options.recipe import Recipe
 from moecore.precision.linear import Fp8Linear
-from moecore.precision.recipe import Recipe
 
 ARGUMENTS = (
     "--preset tiny --tokens random --layers 2 --batch-size 1 --seq-len 16 --sample-bytes 0"

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import Meshes, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
-from moecore.optim import AdamW
+from moecore.train import AdamW
 from tests.golden.paths import PATHS, Path
 from tests.parts import on_parts
 

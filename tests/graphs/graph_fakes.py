@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.graphs import forward_backward
-from moecore.graphs import graphed_part as module
-from moecore.graphs.forms import form_of
 from moecore.moe.state import moe_state
-from moecore.shard.engine import progress_of
+from moecore.parallel.shard.engine import progress_of
+from moecore.train.graphs import forward_backward
+from moecore.train.graphs import graphed_part as module
+from moecore.train.graphs.forms import form_of
 
 
 class FakeRecorder:

@@ -31,10 +31,10 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.graphs import GraphedForwardBackward
-from moecore.graphs import forward_backward as module
-from moecore.graphs.facts import facts_of
 from moecore.moe.state import moe_state
+from moecore.train import GraphedForwardBackward
+from moecore.train.graphs import forward_backward as module
+from moecore.train.graphs.facts import facts_of
 from tests.graphs.graph_fakes import fake_steps
 from tests.moe.emulated_exchange import emulated
 from tests.moe.moe_cases import make_layer

@@ -34,9 +34,9 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder, preset
 from moecore.moe.state import moe_state
+from moecore.train import GraphedForwardBackward
 from tests.ranks import RANKS_PER_GPU, run_ranks
 
 WORLD = next((n for n in (4, 2, 1) if n <= torch.cuda.device_count()), 0)

@@ -26,10 +26,10 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.graphs.graphed_part import WARM_UP, GraphedPart
+from moecore.base.options.recipe import Recipe
 from moecore.models import Decoder, preset
 from moecore.moe.state import moe_state
-from moecore.precision.recipe import Recipe
+from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart
 from tests.graphs.graph_fakes import fake_graphs
 from tests.ranks import run_ranks
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moecore.graphs import graphed_part as module
-from moecore.graphs.forms import filled, form_of
-from moecore.graphs.graphed_part import WARM_UP, GraphedPart, GraphMemory
+from moecore.base.saved import packing
 from moecore.kernels.experts.contract import SINK
-from moecore.memory.saved import packing
 from moecore.moe.micro_batch import MicroBatch
+from moecore.train.graphs import graphed_part as module
+from moecore.train.graphs.forms import filled, form_of
+from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart, GraphMemory
 from tests.graphs.graph_fakes import FakeRecorder, fake_graphs
 
 

@@ -22,9 +22,9 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.graphs import compile_blocks
-from moecore.memory.saved import packing
+from moecore.base.saved import packing
 from moecore.models import Decoder, preset
+from moecore.train import compile_blocks
 from tests.ranks import run_ranks
 
 WORLD = 2

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from moecore.hf.names import HEAD, HFLayout, find_layout, hf_copies, hf_plan
+from moecore.io.hf.names import HEAD, HFLayout, find_layout, hf_copies, hf_plan
 from moecore.models.config import DecoderConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moecore import BalanceConfig
-from moecore.hf.config import decoder_config_from_hf
+from moecore.io.hf.config import decoder_config_from_hf
 from moecore.models import preset
 from tests.checkpoint.fuzz import VALUES
 from tests.models.hf_pairs import PAIRS

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moecore.adapters.base import swap_blocks
-from moecore.checkpoint import load, save
-from moecore.checkpoint.directory import latest
-from moecore.checkpoint.manifest import read_manifest
-from moecore.hf.convert import hf_to_native, native_to_hf
-from moecore.hf.export import export_hf
+from moecore.families.adapters import swap_blocks
+from moecore.io import load, save
+from moecore.io.checkpoint.directory import latest
+from moecore.io.checkpoint.manifest import read_manifest
+from moecore.io.hf.convert import hf_to_native, native_to_hf
+from moecore.io.hf.export import export_hf
 from moecore.models import Decoder, preset
 from tests.hf.dirs import write_directory
 from tests.hf.hf_models import random_model

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moecore import BalanceConfig
-from moecore.hf import export as hf_export
-from moecore.hf.config import decoder_config_from_hf
-from moecore.hf.export import export_hf
-from moecore.hf.load import load_hf
-from moecore.hf.verify import verify_hf
+from moecore.io.hf import export as hf_export
+from moecore.io.hf.config import decoder_config_from_hf
+from moecore.io.hf.export import export_hf
+from moecore.io.hf.load import load_hf
+from moecore.io.hf.verify import verify_hf
 from moecore.models import Decoder, preset
 from tests.hf.hf_models import ARCHITECTURES, random_model, transformers
 from tests.hf.states import hf_state, native_state

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from moecore import CapacityConfig, MoEConfig, MoELayer
-from moecore.adapters import adopt
-from moecore.adapters.base import swap_blocks
-from moecore.checkpoint import UpcycleOptions, upcycle_modules
-from moecore.hf.blocks import STACKED
-from moecore.hf.export import export_hf
-from moecore.hf.export_check import published_shapes
+from moecore.families import adopt
+from moecore.families.adapters import swap_blocks
+from moecore.families.transformers.blocks import STACKED
+from moecore.io import UpcycleOptions, upcycle_modules
+from moecore.io.hf.export import export_hf
+from moecore.io.hf.export_check import published_shapes
 from tests.hf.hf_models import ARCHITECTURES, MODELS, qwen3_moe, random_model, transformers
 
 IDS = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(1))

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.checkpoint.ranks import gather
-from moecore.hf import collect as hf_collect
-from moecore.hf import export as hf_export
-from moecore.hf.export import export_hf
+from moecore.io.checkpoint.ranks import gather
+from moecore.io.hf import collect as hf_collect
+from moecore.io.hf import export as hf_export
+from moecore.io.hf.export import export_hf
 from moecore.models import Decoder, preset
 from tests.hf.test_config import TINY_JSON
 from tests.ranks import run_ranks

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.checkpoint import Saver, load
-from moecore.hf import export_hf, load_hf
-from moecore.memory.options import MemoryOptions
+from moecore.base.options.memory import MemoryOptions
+from moecore.io import Saver, export_hf, load, load_hf
 from moecore.moe.state import moe_state
 from tests.hf.family_models import (
     batch,

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moecore.hf.files import CONFIG, INDEX, HFFiles, listed
-from moecore.hf.quant import dequantize_fp8, dequantize_mxfp4, find_sources
-from moecore.hf.verify import verify_hf
+from moecore.io.hf.files import CONFIG, INDEX, HFFiles, listed
+from moecore.io.hf.quant import dequantize_fp8, dequantize_mxfp4, find_sources
+from moecore.io.hf.verify import verify_hf
 from tests.checkpoint.fuzz import VALUES
 from tests.hf.dirs import (
     plain_fp8,

@@ -340,7 +340,7 @@ def test_save_pretrained_of_a_parallelized_model(meshes: Meshes, tmp_path: Path)
     """Of shards it is refused, on every rank; whole tensors that the user gathered it writes."""
     model: Any = parallelize_moe(random_model("qwen3-moe"), meshes)
     for tensors in ({}, {"state_dict": model.state_dict()}):
-        with pytest.raises(NotImplementedError, match=r"use moecore.hf.export_hf\("):
+        with pytest.raises(NotImplementedError, match=r"use moecore.io.export_hf\("):
             model.save_pretrained(tmp_path / "refused", **tensors)
     assert not (tmp_path / "refused").exists()
     whole = {

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore import BalanceConfig, CapacityConfig
-from moecore.adapters.base import swap_blocks
-from moecore.hf import use_causal_attention
-from moecore.hf.attention import _causal_attention
+from moecore.families import use_causal_attention
+from moecore.families.adapters import swap_blocks
+from moecore.families.transformers.attention import _causal_attention
 from moecore.packing import PackedCollator
 from tests.hf.family_models import tiny_model
 from tests.hf.hf_models import (

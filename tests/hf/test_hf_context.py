@@ -27,8 +27,8 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.adapters.base import swap_blocks
-from moecore.hf import use_causal_attention
+from moecore.families import use_causal_attention
+from moecore.families.adapters import swap_blocks
 from tests.hf.family_models import tiny_model
 from tests.hf.hf_models import enable_checkpointing, random_model, whole_gradients, worst
 from tests.parts import on_parts
@@ -192,7 +192,7 @@ def far_shift() -> Any:
     def shifted(x_BT: Tensor, steps: int, fill: int) -> Tensor:
         return x_BT.roll(-2, 1)
 
-    return patch("moecore.hf.context.shift_left", shifted)
+    return patch("moecore.families.transformers.context.shift_left", shifted)
 
 
 TAMPERS: dict[str, Callable[[], Any]] = {"labels": far_shift}

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore._torch import HAS_SEPARATE_PIECES
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.moe.state import moe_state
-from moecore.shard.options import FSDPOptions
 from tests.hf.hf_models import (
     ARCHITECTURES,
     WITH_BALANCE_LOSS,

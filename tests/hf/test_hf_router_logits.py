@@ -20,9 +20,9 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.adapters import adopt
-from moecore.adapters.base import swap_blocks
-from moecore.hf.blocks import STACKED
+from moecore.families import adopt
+from moecore.families.adapters import swap_blocks
+from moecore.families.transformers.blocks import STACKED
 from moecore.moe.state import moe_state
 from tests.hf.hf_models import (
     ARCHITECTURES,

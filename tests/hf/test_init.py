@@ -26,7 +26,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 def filled(name: str, seed: int = 0) -> dict[str, Tensor]:
     """Of a plain model, all of it NaN before."""
-    from moecore.hf import init_hf
+    from moecore.io import init_hf
 
     model = MODELS[name]()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -37,7 +37,7 @@ def filled(name: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 def sharded(rank: int, device: torch.device, names: list[str]) -> dict[str, dict[str, Tensor]]:
-    from moecore.hf import init_hf
+    from moecore.io import init_hf
 
     found = {}
     for name in names:

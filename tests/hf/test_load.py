@@ -22,11 +22,11 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.hf import load as hf_load
-from moecore.hf.config import decoder_config_from_hf
-from moecore.hf.files import read_json
-from moecore.hf.load import load_hf
-from moecore.hf.names import find_layout
+from moecore.io.hf import load as hf_load
+from moecore.io.hf.config import decoder_config_from_hf
+from moecore.io.hf.files import read_json
+from moecore.io.hf.load import load_hf
+from moecore.io.hf.names import find_layout
 from moecore.models import Decoder, DecoderConfig, preset
 from tests.hf.dirs import fp8_state, mxfp4_state, write_directory
 from tests.hf.hf_models import ARCHITECTURES, random_model, transformers

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from moecore import ParallelConfig, PipelineConfig, build_meshes, parallelize_moe
-from moecore.hf.config import decoder_config_from_hf
-from moecore.hf.export import export_hf
-from moecore.hf.load import load_hf
+from moecore.io.hf.config import decoder_config_from_hf
+from moecore.io.hf.export import export_hf
+from moecore.io.hf.load import load_hf
 from moecore.models import Decoder
-from moecore.pipeline.across import ALL_STAGES, make_all_stages
+from moecore.parallel.across import ALL_STAGES, make_all_stages
 from tests.hf.hf_models import transformers
 from tests.models.hf_pairs import make_pair
 from tests.pipeline.stages import local

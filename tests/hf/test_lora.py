@@ -20,8 +20,8 @@ from moecore import (
     clip_grad_norm_,
     parallelize_moe,
 )
-from moecore.hf import export_hf, init_adapters, load_adapters, merge_adapters, save_adapters
-from moecore.memory.options import MemoryOptions
+from moecore.base.options.memory import MemoryOptions
+from moecore.io import export_hf, init_adapters, load_adapters, merge_adapters, save_adapters
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
@@ -233,7 +233,7 @@ def test_adapters_have_gradients_and_a_router_on_demand(meshes: Meshes) -> None:
         (
             lambda path: export_hf(peft.get_peft_model(one_layer(), lora_config()), path / "x"),
             ValueError,
-            r"adapters of \S+q_proj must be merged into the weights, .* moecore.hf.merge_adapters",
+            r"adapters of \S+q_proj must be merged into the weights, .* moecore.io.merge_adapters",
         ),
     ],
 )

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
-from moecore.checkpoint import load, save
-from moecore.hf import (
+from moecore.io import (
     export_hf,
     init_adapters,
+    load,
     load_adapters,
     load_hf,
     merge_adapters,
+    save,
     save_adapters,
 )
 from tests.hf.hf_models import transformers, worst
@@ -253,9 +254,9 @@ def test_the_life_of_adapters(results: dict[str, Any], folder: Path) -> None:
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        ("unmerged", r"must be merged .* call moecore.hf.merge_adapters\(model\) first"),
+        ("unmerged", r"must be merged .* call moecore.io.merge_adapters\(model\) first"),
         ("missing", r"adapter \('other'\) must be one of \['default'\]: choose one"),
-        ("method", r"merge_and_unload of peft must not .* use moecore.hf.merge_adapters\(model\)"),
+        ("method", r"merge_and_unload of peft must not .* use moecore.io.merge_adapters\(model\)"),
         ("disable", r"disable_adapter of peft must not be called after merge_adapters: use the"),
         ("again", r"model \(\w+\) must have active adapters that are not merged"),
     ],

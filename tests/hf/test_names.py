@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.hf.names import find_layout, hf_copies, hf_plan
+from moecore.io.hf.names import find_layout, hf_copies, hf_plan
 from moecore.models import Decoder, preset
 from tests.hf.states import hf_state, native_state
 from tests.models.hf_pairs import PAIRS, make_pair

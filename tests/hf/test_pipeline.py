@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from moecore.adapters.base import swap_blocks
-from moecore.hf import init_hf, use_causal_attention
-from moecore.pipeline.stages import run_stage, take_stages
+from moecore.families import use_causal_attention
+from moecore.families.adapters import swap_blocks
+from moecore.io import init_hf
+from moecore.parallel.pipeline.stages import run_stage, take_stages
 from tests.hf.family_models import tiny_model
 from tests.hf.hf_models import batch, padding_mask, random_model
 from tests.pipeline.emulated import assert_same, run_stages, stages_of

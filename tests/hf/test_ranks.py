@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore._torch import HAS_SEPARATE_PIECES
-from moecore.checkpoint import save as save_native
-from moecore.hf import export as hf_export
-from moecore.hf import files as hf_files
-from moecore.hf.convert import native_to_hf
-from moecore.hf.export import export_hf
-from moecore.hf.load import load_hf
+from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.io import save as save_native
+from moecore.io.checkpoint import files as hf_files
+from moecore.io.hf import export as hf_export
+from moecore.io.hf.convert import native_to_hf
+from moecore.io.hf.export import export_hf
+from moecore.io.hf.load import load_hf
 from moecore.models import Decoder, preset
 from moecore.moe.params import global_indices
 from tests.hf.dirs import fp8_state, mxfp4_state, write_directory

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from moecore.hf.names import Piece, hf_plan
-from moecore.hf.target import Overlap, overlaps, stored_plan
+from moecore.io.hf.names import Piece, hf_plan
+from moecore.io.hf.target import Overlap, overlaps, stored_plan
 from moecore.models import preset
 
 

@@ -155,7 +155,7 @@ def blocks(name: str) -> list[dict[str, Tensor]]:
     """What a stock block and its TitanMoE give: output, gradients, names; then each's own init."""
     from torchtitan.models.moe import MoE
 
-    from moecore.adapters.base import swap_blocks
+    from moecore.families.adapters import swap_blocks
     from moecore.integrations.torchtitan.v02.moe import titan_moe
 
     stock = stock_block(**BLOCKS[name])
@@ -356,7 +356,7 @@ def test_fused_adamw_is_moecores(implementation: str) -> None:
     from torchtitan.config.job_config import Optimizer
 
     from moecore.integrations.torchtitan.v02.specs import build_optimizers
-    from moecore.optim import AdamW
+    from moecore.train import AdamW
 
     config = Optimizer(implementation=implementation, lr=0.5, beta2=0.75, eps=0.25)
     (found,) = build_optimizers([nn.Linear(2, 2)], config, parallel_dims=None)

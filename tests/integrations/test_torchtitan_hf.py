@@ -119,7 +119,7 @@ def plain(name: str) -> nn.Module:
     """The model on one process as transformers makes it, with the weights of every run."""
     from transformers import AutoModelForCausalLM
 
-    from moecore.hf import init_hf
+    from moecore.io import init_hf
     from tests.integrations.titan_hf_specs import CONFIGS
 
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).train()
@@ -159,7 +159,7 @@ def gradient(param: Tensor) -> Tensor:
 
 def loaded(rank: int, folder: str) -> dict[str, Run]:
     """Runs of another seed that begin with the weights of the other runs, read from files."""
-    from moecore.hf import decoder_config_from_hf
+    from moecore.io import decoder_config_from_hf
     from tests.integrations.titan_hf_specs import register_decoder
 
     path = f"{folder}/assets"
@@ -210,8 +210,8 @@ def sizes(name: str, folder: str) -> list[tuple[int, int]]:
     """Parameters and FLOPs per token as torchtitan is told, and those of moecore's decoder."""
     from types import SimpleNamespace
 
-    from moecore.hf import decoder_config_from_hf
     from moecore.integrations.torchtitan.v02.hf import TitanHF, TitanHFArgs
+    from moecore.io import decoder_config_from_hf
     from moecore.models import flops_per_token, num_params
     from tests.integrations.titan_hf_specs import CONFIGS
 

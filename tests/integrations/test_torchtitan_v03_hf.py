@@ -83,7 +83,7 @@ def plain(config: str) -> nn.Module:
     """The model on one process as transformers makes it, with the weights of every run."""
     from transformers import AutoModelForCausalLM
 
-    from moecore.hf import init_hf
+    from moecore.io import init_hf
     from tests.integrations.titan_v03_hf_specs import CONFIGS
 
     model = AutoModelForCausalLM.from_config(CONFIGS[config]).train()

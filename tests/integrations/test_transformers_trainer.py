@@ -23,8 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.checkpoint import save
-from moecore.hf.device_map import ShardedDeviceMap
+from moecore.families.transformers.device_map import ShardedDeviceMap
 from moecore.integrations.transformers import MoETrainer
 from moecore.integrations.transformers.arguments import (
     REFUSED,
@@ -36,6 +35,7 @@ from moecore.integrations.transformers.run_state import (
     host_generators,
     set_host_generators,
 )
+from moecore.io import save
 from tests.hf.hf_models import random_model
 from tests.integrations.trainer_runs import padded, rows
 

@@ -24,7 +24,7 @@ pytest.importorskip("accelerate")
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
-from moecore.hf import use_causal_attention
+from moecore.families import use_causal_attention
 from moecore.integrations.transformers import MoETrainer
 from moecore.packing import PackedCollator
 from tests.hf.hf_models import random_model

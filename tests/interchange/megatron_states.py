@@ -1,6 +1,6 @@
 """Megatron-Core's tensors of a native decoder, put together head by head and expert by expert.
 
-Shares nothing with `moecore.interchange`: one loop for each tensor, by the definitions of its rows.
+Shares nothing with `moecore.io`: one loop for each tensor, by the definitions of its rows.
 """
 
 from __future__ import annotations

@@ -17,15 +17,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from moecore.adapters.base import swap_blocks
-from moecore.checkpoint import load, save
 from moecore.cli import main
-from moecore.hf.config import decoder_config_from_hf
-from moecore.hf.convert import native_to_hf
-from moecore.interchange import dcp as dcp_room
-from moecore.interchange.convert import dcp_to_native, native_to_dcp
-from moecore.interchange.dcp import DCPFiles, NewChunk, NewTensor, write_dcp
-from moecore.interchange.dcp_metadata import _Record, _Unpickler
+from moecore.families.adapters import swap_blocks
+from moecore.io import load, save
+from moecore.io.hf.config import decoder_config_from_hf
+from moecore.io.hf.convert import native_to_hf
+from moecore.io.interchange import dcp as dcp_room
+from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
+from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, write_dcp
+from moecore.io.interchange.dcp_metadata import _Record, _Unpickler
 from moecore.models import Decoder, DecoderConfig, preset
 from tests.hf.hf_models import random_model
 from tests.hf.states import hf_state
@@ -313,7 +313,7 @@ def test_metadata_expands_nothing_and_imports_nothing():
     for layout in (as_layout(nested(20)), as_layout(b"\x80\x04X\x07\x00\x00\x00strided")):
         assert isinstance(_Unpickler(io.BytesIO(layout)).load(), _Record)
     code = (
-        "import io, sys; from moecore.interchange.dcp_metadata import _Unpickler\n"
+        "import io, sys; from moecore.io.interchange.dcp_metadata import _Unpickler\n"
         "before = set(sys.modules)\n"
         "try: _Unpickler(io.BytesIO(b'\\x80\\x04ctorch\\nonnx\\n.')).load()\n"
         "except Exception as error: print(error, len(set(sys.modules) - before))"

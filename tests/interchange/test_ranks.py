@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.checkpoint import load
-from moecore.hf.export import export_hf
-from moecore.interchange.convert import dcp_to_native
+from moecore.io import load
+from moecore.io.hf.export import export_hf
+from moecore.io.interchange.convert import dcp_to_native
 from moecore.models import Decoder, preset
 from tests.hf.test_config import TINY_JSON
 from tests.hf.test_export_check import loaded, logits, upcycled

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import moecore.kernels
 from moecore import MoEConfig, MoELayer
-from moecore.config import BalanceConfig
+from moecore.base.options.layer import BalanceConfig
+from moecore.base.options.recipe import Recipe
 from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
 from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.exchange.limit_rows import limit_rows
@@ -55,7 +56,6 @@ from moecore.kernels.rows.shard_blocks import (
 )
 from moecore.kernels.rows.used import copy_used
 from moecore.kernels.rows.widen import widen_rows
-from moecore.precision.recipe import Recipe
 
 # What one GPU alone can not run: `tests/kernels/exchange` plays the ranks.
 OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"} | {

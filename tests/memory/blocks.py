@@ -15,14 +15,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moecore.memory.offload import Offload
-from moecore.memory.streams import CopyStream, Streams
 from moecore.models import Decoder
 from moecore.models.block import Block
 from moecore.models.layers import MLP, Attention, RMSNorm
 from moecore.models.mla import LatentAttention
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
+from moecore.train.memory.offload import Offload
+from moecore.train.memory.streams import CopyStream, Streams
 
 PARTS: dict[type[nn.Module], str] = {
     nn.LayerNorm: "norm",

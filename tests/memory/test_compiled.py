@@ -15,15 +15,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.profiler import ProfilerActivity, profile
 
-from moecore.graphs.regions import compile_blocks, compiled_modules
-from moecore.memory.apply import apply_memory
-from moecore.memory.compiled import inductor_options
-from moecore.memory.options import GEMM_LAST, MemoryOptions
+from moecore.base.options.memory import GEMM_LAST, MemoryOptions
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
 from moecore.models import Decoder, preset
 from moecore.models.block import Block
 from moecore.precision.apply import apply_precision
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
+from moecore.train.graphs.regions import compile_blocks, compiled_modules
+from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.compiled import inductor_options
 from tests.memory.test_recompute import CPU, equal, gradients, kept_bytes, tokens
 
 PRODUCTS = re.compile("aten::(mm|bmm|addmm|_scaled_dot_product_.*)")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.checkpoint import Saver, load
-from moecore.memory import host
-from moecore.memory.host_copies import HostCopies
+from moecore.io import Saver, load
+from moecore.train.memory import host
+from moecore.train.memory.host_copies import HostCopies
 from tests.checkpoint.kills import build, fill, loaded_step
 
 

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import CapacityConfig, MoEConfig
-from moecore.adapters.base import swap_blocks
-from moecore.memory.apply import apply_memory
-from moecore.memory.kept import kept_bytes
-from moecore.memory.offload import Offload
-from moecore.memory.options import GEMM_LAST, OFFLOADED, MemoryOptions
-from moecore.memory.saved import packing
+from moecore.base.options.memory import GEMM_LAST, OFFLOADED, MemoryOptions
+from moecore.base.options.recipe import Recipe
+from moecore.base.saved import packing
+from moecore.families.adapters import swap_blocks
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
-from moecore.precision.recipe import Recipe
-from moecore.shard.units import find_blocks
+from moecore.parallel.shard.units import find_blocks
+from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.kept import kept_bytes
+from moecore.train.memory.offload import Offload
 
 RECORDS = Path(__file__).parents[2] / "benchmarks/results/memory/2026-11-22-nvidia-h200.jsonl"
 TOKENS = torch.randint(0, 60, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -119,7 +119,7 @@ def test_a_forward_keeps_what_was_predicted(name: str, parts: str) -> None:
 @pytest.mark.parametrize("name", ["tiny-shared", "tiny-deepseek-v3"])
 def test_offload_moves_bytes_to_the_host(name: str, parts: tuple[Any, ...]) -> None:
     options = MemoryOptions(recompute="gemm_last", offload=parts, offload_fraction=0.5)
-    with patch("moecore.memory.apply.Offload", partial(Offload, min_bytes=1)):
+    with patch("moecore.train.memory.apply.Offload", partial(Offload, min_bytes=1)):
         model = build(name)
         whole, _ = predicted(model, MemoryOptions(recompute="gemm_last"))
         here, host = predicted(model, options)

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from moecore import MoEConfig, NVLinkOptions
-from moecore.memory.kept import KeptBytes, kept_bytes
-from moecore.memory.options import MemoryOptions, StashOptions
-from moecore.memory.saved import packing
+from moecore.base.options.memory import MemoryOptions, StashOptions
+from moecore.base.saved import packing
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
@@ -21,6 +20,7 @@ from moecore.moe.forced import force_even_load
 from moecore.moe.layer import MoELayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
+from moecore.train.memory.kept import KeptBytes, kept_bytes
 from tests.memory.test_kept import Saved
 from tests.moe.emulated_exchange import EmulatedExchangePool
 from tests.ranks import run_ranks

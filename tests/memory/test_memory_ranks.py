@@ -22,11 +22,11 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.kernels.rows.free_list import WANTED_WORD
-from moecore.memory.offload import Offload
-from moecore.memory.stash import Stash
 from moecore.models import Decoder, preset
 from moecore.moe.state import moe_state
-from moecore.shard import dispatcher
+from moecore.parallel.shard import dispatcher
+from moecore.train.memory.offload import Offload
+from moecore.train.memory.stash import Stash
 from tests.moe.emulated_exchange import EmulatedExchangePool
 from tests.ranks import run_ranks
 
@@ -59,7 +59,7 @@ def gradients(
         made.append(Offload(*args, **kwargs, min_bytes=1))
         return made[0]
 
-    with patch("moecore.memory.apply.Offload", offload):
+    with patch("moecore.train.memory.apply.Offload", offload):
         parallelize_moe(
             model,
             meshes,

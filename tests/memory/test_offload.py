@@ -18,19 +18,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from moecore import BalanceConfig, MoEConfig
-from moecore._torch import storage_key
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.saved import UsedRows, counting_rows, packing
+from moecore.base.torch_names import storage_key
 from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.memory import offload as offload_module
-from moecore.memory.apply import apply_memory
-from moecore.memory.offload import Offload
-from moecore.memory.options import MemoryOptions
-from moecore.memory.saved import UsedRows, counting_rows, packing
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.params import ParamReader
 from moecore.moe.records import ExpertInput
+from moecore.train.memory import offload as offload_module
+from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.offload import Offload
 from tests.memory.blocks import (
     LateStreams,
     Plain,
@@ -259,7 +259,7 @@ def test_host_memory_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     model = make("plain")
     want = gradients(model, in_order)
     offload = offloaded(model, max_host_bytes=50_000)
-    with caplog.at_level(logging.WARNING, "moecore.memory"):
+    with caplog.at_level(logging.WARNING, "moecore.train.memory"):
         for _ in range(2):
             assert_equal(gradients(model, in_order), want)
     assert 0 < offload.host_bytes <= 50_000 < offload.kept_bytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore.memory.streams import CopyStream, Mark, Streams
+from moecore.train.memory.streams import CopyStream, Mark, Streams
 from tests.memory.blocks import Plain, in_chunks, offloaded, part_of, part_or_block
 
 pytestmark = pytest.mark.gpu

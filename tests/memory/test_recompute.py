@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from moecore.memory.apply import apply_memory
-from moecore.memory.options import GEMM_LAST, OFFLOADED, RECOMPUTED, MemoryOptions
-from moecore.memory.recompute import recompute, sharing_outputs
-from moecore.memory.saved import Handle, packing
+from moecore.base.options.memory import GEMM_LAST, OFFLOADED, RECOMPUTED, MemoryOptions
+from moecore.base.saved import Handle, packing
 from moecore.models import Decoder, preset
+from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.recompute import recompute, sharing_outputs
 
 CPU = torch.device("cpu")
 PRESETS = ("tiny", "tiny-qwen3", "tiny-shared", "tiny-deepseek-v3")

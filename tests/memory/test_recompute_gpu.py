@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.memory.apply import apply_memory
-from moecore.memory.options import MemoryOptions, Recomputed
+from moecore.base.options.memory import MemoryOptions, Recomputed
 from moecore.models import Decoder, preset
+from moecore.train.memory.apply import apply_memory
 
 pytestmark = [
     pytest.mark.gpu,

@@ -30,21 +30,21 @@ from moecore import (
     parallelize,
     parallelize_moe,
 )
+from moecore.base.saved import counting_rows, is_packing, packing, used_rows
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import FREE_WORD, HOST_FREE_WORD, MOST_WORD, WANTED_WORD
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.memory import offload as offload_module
-from moecore.memory import page_store
-from moecore.memory.apply import apply_memory, apply_stash
-from moecore.memory.offload import Offload
-from moecore.memory.saved import counting_rows, is_packing, packing, used_rows
-from moecore.memory.stash import Stash
-from moecore.memory.streams import CopyStream
 from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.moe.state import moe_state
-from moecore.shard import dispatcher
+from moecore.parallel.shard import dispatcher
+from moecore.train.memory import offload as offload_module
+from moecore.train.memory import page_store
+from moecore.train.memory.apply import apply_memory, apply_stash
+from moecore.train.memory.offload import Offload
+from moecore.train.memory.stash import Stash
+from moecore.train.memory.streams import CopyStream
 from tests.memory.blocks import LateStreams
 from tests.memory.test_offload import (
     ORDERS,

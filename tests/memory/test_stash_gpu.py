@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.rows.free_list import FREE_WORD, MISSED_WORD, WANTED_WORD
-from moecore.memory.page_store import Dispatched
-from moecore.memory.stash import Stash
+from moecore.train.memory.page_store import Dispatched
+from moecore.train.memory.stash import Stash
 from tests.memory.test_offload_gpu import assert_equal, capture, grads_of
 from tests.memory.towers import RoomyDispatcher, Tower, make_tower, stashed
 

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, NVLinkOptions
-from moecore.config import CapacityConfig
+from moecore.base.options.layer import CapacityConfig
+from moecore.base.options.memory import StashOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.memory.options import StashOptions
-from moecore.memory.stash import Stash
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, ExpertInput, Routing
+from moecore.train.memory.stash import Stash
 from tests.moe.emulated_exchange import EmulatedExchangePool
 
 DIM, HIDDEN, EXPERTS, TOP_K, MAX_TOKENS = 16, 16, 4, 2, 160

@@ -33,13 +33,13 @@ from moecore import (
 from moecore.attention.context_parallel import ring
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
-from moecore.memory.offload import Offload
 from moecore.models import Decoder, DecoderConfig, layers
 from moecore.models.decoder import Backbone
 from moecore.models.rotary import rotary_table
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
-from moecore.optim import QKClip
+from moecore.train import QKClip
+from moecore.train.memory.offload import Offload
 from tests.attention.test_context_parallel import swapped, wrong_merge
 from tests.models.test_mtp import CONFIGS, make
 from tests.parts import on_parts
@@ -231,7 +231,7 @@ def run(case: Case, wanted: dict[str, Tensor]) -> dict[str, float]:
         made.append(Offload(*args, **kwargs, min_bytes=1))
         return made[0]
 
-    with patch("moecore.memory.apply.Offload", offload):
+    with patch("moecore.train.memory.apply.Offload", offload):
         parallelize_moe(model, meshes, loss=case.loss, context=context, memory=case.memory)
     clip = None if case.tau is None else QKClip(model, case.tau)
     owner = TrainStep(model)

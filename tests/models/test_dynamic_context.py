@@ -33,9 +33,9 @@ from moecore import (
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
-from moecore.optim import QKClip
 from moecore.packing import Group, PackedCollator, Schedule, schedule_documents
 from moecore.rl import RouterReplay
+from moecore.train import QKClip
 from tests.models.test_context_parallel import GROUPED, LATENT, dropping, relative, update
 from tests.models.test_mtp import make
 from tests.ranks import run_ranks

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moecore import BalanceConfig, CapacityConfig, MemoryOptions, MoEConfig, MoELayer
-from moecore.graphs.regions import compile_blocks
-from moecore.memory.apply import apply_memory
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.micro_batch import position_order
+from moecore.train.graphs.regions import compile_blocks
+from moecore.train.memory.apply import apply_memory
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
 from tests.models.test_padding import with_balance

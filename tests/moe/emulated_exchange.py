@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import all_gather_single
+from moecore.base.torch_names import all_gather_single
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.kernels.exchange.clones import (
     CloneBuffer,
@@ -140,7 +140,9 @@ def emulated() -> Iterator[None]:
     with (
         patch("moecore.parallelize.ExchangePool", EmulatedExchangePool),
         patch("moecore.parallelize.find_problem", lambda group, device_type: None),
-        patch("moecore.shard.dispatcher.find_known_problem", lambda ranks, device_type: None),
+        patch(
+            "moecore.parallel.shard.dispatcher.find_known_problem", lambda ranks, device_type: None
+        ),
     ):
         yield
 

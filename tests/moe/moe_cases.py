@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
-from moecore.config import CapacityConfig
+from moecore.base.options.layer import CapacityConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import LayerLayout
 from moecore.moe.state import MoEState

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from moecore import BalanceConfig, MoEConfig
-from moecore.config import CapacityConfig
+from moecore.base.options.layer import CapacityConfig
 
 Choice = dict[str, str]  # option -> value
 Pair = tuple[tuple[str, str], tuple[str, str]]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moecore.config import MoEConfig
+from moecore.base.options.layer import MoEConfig
 from tests.moe.reference_route import ReferenceRouting, route_reference
 
 

@@ -16,7 +16,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from moecore.config import CapacityConfig, MoEConfig
+from moecore.base.options.layer import CapacityConfig, MoEConfig
 
 Rows = list[list[float]]
 SINKHORN_ROUNDS = 32  # part of the definition: another number may choose otherwise

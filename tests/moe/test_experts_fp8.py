@@ -28,16 +28,16 @@ from moecore import (
     parallelize_moe,
 )
 from moecore import parallelize as parallelize_file
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
 from moecore.kernels.experts import fp8_products
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.memory.options import MemoryOptions
 from moecore.moe import experts as experts_file
 from moecore.moe.records import ExpertInput
-from moecore.optim import AdamW
 from moecore.precision.linear import Fp8Linear
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
+from moecore.train import AdamW
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 CONFIG = MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2)

@@ -35,12 +35,12 @@ from moecore import (
     build_meshes,
 )
 from moecore import parallelize_moe as parallelize
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.optim import AdamW
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
+from moecore.train import AdamW
 from tests.moe.emulated_exchange import EmulatedExchangePool
 from tests.moe.test_experts_fp8 import counted_quantisations
 from tests.ranks import run_ranks

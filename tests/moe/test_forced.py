@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moecore import BalanceConfig
-from moecore.config import CapacityConfig
+from moecore.base.options.layer import CapacityConfig
 from moecore.moe.forced import even_ids, force_even_load
 from tests.moe.moe_cases import (
     ALL_LOSSES,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
-from moecore.config import CapacityConfig
+from moecore.base.options.layer import CapacityConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.forced import force_even_load
 from moecore.moe.state import MoEState

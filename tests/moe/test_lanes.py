@@ -30,11 +30,11 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore._torch import is_recomputing
+from moecore.base.torch_names import is_recomputing
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.state import moe_state
-from moecore.pipeline.layout import parse_layout
-from moecore.shard.transport import Packed
+from moecore.parallel.pipeline.layout import parse_layout
+from moecore.parallel.shard.transport import Packed
 from tests.ranks import num_gpu_ranks, run_ranks
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.config import CapacityConfig
+from moecore.base.options.layer import CapacityConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.state import MoEState

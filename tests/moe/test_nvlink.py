@@ -27,12 +27,11 @@ from moecore import (
     parallelize,
     parallelize_moe,
 )
+from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.free_list import MOST_WORD, WANTED_WORD
 from moecore.kernels.rows.record import Rows
-from moecore.memory.options import MemoryOptions, StashOptions
-from moecore.memory.stash import Stash
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange_pool import ExchangePool, divide
@@ -41,8 +40,10 @@ from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
 from moecore.moe.state import MoEState, moe_state
-from moecore.shard import ShardPlan, dispatcher
-from moecore.shard.dispatcher import choose_dispatcher
+from moecore.parallel import ShardPlan
+from moecore.parallel.shard import dispatcher
+from moecore.parallel.shard.dispatcher import choose_dispatcher
+from moecore.train.memory.stash import Stash
 from tests.moe import test_dispatch_ranks as ranks
 from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchangePool
 from tests.moe.rounded import RoundedDispatcher

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
+from moecore.base.options.nvlink import NVLinkOptions
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows, summed_input

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore import BalanceConfig, MoELayer
-from moecore.config import CapacityConfig
+from moecore.base.options.layer import CapacityConfig
 from moecore.moe.balance import LOSS_NAMES, BalanceGroups
 from moecore.moe.forced import force_even_load
 from moecore.moe.state import MoEState

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moecore import MoELayer
-from moecore.config import CapacityConfig
+from moecore.base.options.layer import CapacityConfig
 from moecore.moe.micro_batch import MicroBatch
 from tests.moe.moe_cases import (
     BASE,

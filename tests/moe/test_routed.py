@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecore import MoEConfig, MoELayer
-from moecore.config import BalanceConfig
+from moecore.base.options.layer import BalanceConfig
 from moecore.moe.routed import RoutedExperts
 
 CONFIG = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)

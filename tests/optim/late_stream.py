@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.memory.streams import CopyStream
-from moecore.optim import host_step, state_offload
+from moecore.train.memory.streams import CopyStream
+from moecore.train.optim import host_step, state_offload
 
 
 @dataclass

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.checkpoint import load, save
+from moecore.io import load, save
 from moecore.kernels.adamw_formats import join_master_ref
 from moecore.models import Decoder, preset
-from moecore.optim import AdamW
-from moecore.shard.clip import step_clipped
+from moecore.parallel.shard.clip import step_clipped
+from moecore.train import AdamW
 from tests.ranks import run_ranks
 
 Optimizer = torch.optim.Optimizer

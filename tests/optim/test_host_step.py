@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.checkpoint import load, save
+from moecore.io import load, save
 from moecore.models import Decoder, preset
-from moecore.optim import AdamW, HostAdamW, StateOffload, host_step
+from moecore.train import AdamW, HostAdamW, StateOffload
+from moecore.train.optim import host_step
 from tests.optim.late_stream import late_copies  # noqa: F401, a fixture
 from tests.ranks import run_ranks
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.checkpoint import load, save
+from moecore.io import load, save
 from moecore.models import Decoder, preset
-from moecore.optim import AdamW, HostAdamW, host_step
+from moecore.train import AdamW, HostAdamW
+from moecore.train.optim import host_step
 from tests.optim.test_host_step import local, make_params, train
 from tests.ranks import run_ranks
 

@@ -23,11 +23,11 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore._torch import HAS_SEPARATE_PIECES
-from moecore.checkpoint import load, save
+from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.params import global_indices
-from moecore.optim import AdamW, Cut, Muon, QKClip, assign_matrices
+from moecore.train import AdamW, Cut, Muon, QKClip, assign_matrices
 from tests.ranks import run_ranks
 
 WORLD = 6

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.models.config import MLAConfig
-from moecore.optim import QKClip, qk_clip
+from moecore.train import QKClip
+from moecore.train.optim import qk_clip
 
 TAU = 4.5
 PLAIN = DecoderConfig(

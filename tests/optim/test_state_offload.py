@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.checkpoint import load, save
+from moecore.io import load, save
 from moecore.models import Decoder, preset
-from moecore.optim import AdamW, StateOffload, state_offload
-from moecore.optim.state_offload import largest_up_to
+from moecore.train import AdamW, StateOffload
+from moecore.train.optim import state_offload
+from moecore.train.optim.state_offload import largest_up_to
 from tests.optim.late_stream import late_copies  # noqa: F401, a fixture
 from tests.ranks import run_ranks
 

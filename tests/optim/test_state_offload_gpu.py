@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.checkpoint import load, save
-from moecore.graphs import GraphedForwardBackward
+from moecore.io import load, save
 from moecore.models import Decoder, preset
-from moecore.optim import AdamW, HostAdamW, StateOffload, state_offload
+from moecore.train import AdamW, GraphedForwardBackward, HostAdamW, StateOffload
+from moecore.train.optim import state_offload
 from tests.optim.test_state_offload import away, state_of
 from tests.ranks import RANKS_PER_GPU, run_ranks
 

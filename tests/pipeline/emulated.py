@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.pipeline.layout import Stage
-from moecore.pipeline.stages import hidden_shape, run_stage, take_stages
+from moecore.parallel.pipeline.layout import Stage
+from moecore.parallel.pipeline.stages import hidden_shape, run_stage, take_stages
 
 
 def stages_of(layout: str) -> list[Stage]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moecore import ParallelConfig, TrainStep, build_meshes, clip_grad_norm_, parallelize_moe
 from moecore.models import Decoder
-from moecore.pipeline.across import find_stages, sum_copies
+from moecore.parallel.across import find_stages, sum_copies
 from tests.pipeline.stages import (
     CONFIG,
     LAYOUTS,

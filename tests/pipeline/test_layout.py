@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.pipeline.layout import LayoutCosts, balanced_layout, even_layout, parse_layout
+from moecore.parallel.pipeline.layout import LayoutCosts, balanced_layout, even_layout, parse_layout
 
 PP8 = "Et*3|(tt|)*29m|L"  # DeepSeek-V3: 61 layers and one MTP module
 PP4 = "Et*4|(tttt|)*14tmL"

@@ -27,12 +27,12 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.memory.groups import Chunk
-from moecore.memory.offload import Offload
 from moecore.models import Decoder, DecoderConfig
-from moecore.pipeline import Costs, make_schedule, offload_fractions
-from moecore.pipeline.orders import Action
-from moecore.pipeline.run import _Run, pipeline_of
+from moecore.parallel import Costs, make_schedule, offload_fractions
+from moecore.parallel.pipeline.orders import Action
+from moecore.parallel.pipeline.run import _Run, pipeline_of
+from moecore.train.memory.groups import Chunk
+from moecore.train.memory.offload import Offload
 from tests.memory.blocks import LateStreams
 from tests.ranks import run_ranks
 
@@ -146,7 +146,7 @@ def trained(
 ) -> tuple[dict[str, Tensor], Offload | None]:
     """Return losses and gradients of a step on this rank, and what offloads."""
     model = Decoder(DECODER, device="meta")
-    with patch("moecore.memory.apply.Offload", partial(Offload, min_bytes=1)):
+    with patch("moecore.train.memory.apply.Offload", partial(Offload, min_bytes=1)):
         parallelize_moe(model, meshes, pipeline=config, memory=memory, dispatcher="alltoall")
     model.to_empty(device="cpu")
     model.init_weights(1)
@@ -169,7 +169,7 @@ def compared(
     assert nothing is None
     options = replace(plain, offload=PARTS, offload_fraction=fractions)
     watch = Watch()
-    with patch("moecore.memory.offload.Streams", LateStreams):
+    with patch("moecore.train.memory.offload.Streams", LateStreams):
         found, offload = trained(meshes, config, options, watch)
     assert found.keys() == want.keys() and offload is not None
     return {

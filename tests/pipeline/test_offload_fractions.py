@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.pipeline import Costs, offload_fractions
-from moecore.pipeline.offload import backwards_ahead, leaves_whole
-from moecore.pipeline.orders import Action, Overlap, ScheduleName, actions_of
-from moecore.pipeline.schedule import Schedule, make_schedule
-from moecore.pipeline.simulate import simulate
+from moecore.parallel import Costs, offload_fractions
+from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
+from moecore.parallel.pipeline.orders import Action, Overlap, ScheduleName, actions_of
+from moecore.parallel.pipeline.schedule import Schedule, make_schedule
+from moecore.parallel.pipeline.simulate import simulate
 
 Spans = list[tuple[float, float]]
 

@@ -28,11 +28,11 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder, DecoderConfig
-from moecore.pipeline.orders import Action
-from moecore.pipeline.run import _Run, pipeline_of
-from moecore.pipeline.schedule import make_schedule
+from moecore.parallel.pipeline.orders import Action
+from moecore.parallel.pipeline.run import _Run, pipeline_of
+from moecore.parallel.pipeline.schedule import make_schedule
+from moecore.train import GraphedForwardBackward
 from tests.hf.hf_models import random_model
 from tests.parity import Case, run_case, worst_error
 from tests.parts import on_parts

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from moecore.pipeline.orders import (
+from moecore.parallel.pipeline.orders import (
     DEFERRING,
     PAIRING,
     RULES,
@@ -21,8 +21,8 @@ from moecore.pipeline.orders import (
     ScheduleName,
     actions_of,
 )
-from moecore.pipeline.schedule import Schedule, make_schedule
-from moecore.pipeline.simulate import Costs, simulate
+from moecore.parallel.pipeline.schedule import Schedule, make_schedule
+from moecore.parallel.pipeline.simulate import Costs, simulate
 
 ONLY = {"1f1b": 1, "zero-bubble": 1, "zbv": 2, "dualpipe-v": 2}  # chunks
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "D", "BACKWARD_WEIGHT": "W"}

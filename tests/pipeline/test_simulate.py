@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.pipeline.layout import LayoutCosts, balanced_layout, even_layout, parse_layout
-from moecore.pipeline.orders import Overlap, ScheduleName, actions_of
-from moecore.pipeline.schedule import Schedule, make_schedule
-from moecore.pipeline.simulate import Costs, simulate
+from moecore.parallel.pipeline.layout import LayoutCosts, balanced_layout, even_layout, parse_layout
+from moecore.parallel.pipeline.orders import Overlap, ScheduleName, actions_of
+from moecore.parallel.pipeline.schedule import Schedule, make_schedule
+from moecore.parallel.pipeline.simulate import Costs, simulate
 
 
 def bubble(name: Any, pp: int, chunks: int, number: int, **times: float) -> float:

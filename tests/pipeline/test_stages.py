@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from moecore import FSDPOptions
-from moecore.memory.copies import copy_modules, on_meta
+from moecore.base.copies import copy_modules, on_meta
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.pipeline.stages import Elsewhere, hidden_shape, run_stage, take_stages
-from moecore.shard.units import find_blocks, find_units
+from moecore.parallel.pipeline.stages import Elsewhere, hidden_shape, run_stage, take_stages
+from moecore.parallel.shard.units import find_blocks, find_units
 from tests.pipeline.emulated import assert_same, run_stages, stages_of
 
 TABLE = "model.embed_tokens.weight"

@@ -10,11 +10,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from moecore._torch import mark
-from moecore.pipeline.orders import Action, Overlap, ScheduleName
-from moecore.pipeline.schedule import make_schedule
-from moecore.pipeline.simulate import Costs, simulate
-from moecore.pipeline.timeline import Timeline, boxes, draw, mark_name
+from moecore.base.torch_names import mark
+from moecore.parallel.pipeline.orders import Action, Overlap, ScheduleName
+from moecore.parallel.pipeline.schedule import make_schedule
+from moecore.parallel.pipeline.simulate import Costs, simulate
+from moecore.parallel.pipeline.timeline import Timeline, boxes, draw, mark_name
 
 
 def timeline_of(name: Any) -> Timeline:

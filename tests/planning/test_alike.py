@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moecore import FSDPOptions, MemoryOptions, ParallelConfig, PipelineConfig
+from moecore.base.options.precision import Precision
 from moecore.models import preset
 from moecore.planning import OptimizerOptions, TrainingRun, memory, plan_memory
 from moecore.planning.alike import few_layers, lone_rank
-from moecore.precision.roles import Precision
 
 DEEP = replace(preset("tiny-deepseek-v3"), num_layers=7, dense_layers=(0, 1))
 TIED = replace(preset("tiny-shared"), num_layers=6)

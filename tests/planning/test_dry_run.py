@@ -23,6 +23,8 @@ from moecore import (
     PipelineConfig,
     StashOptions,
 )
+from moecore.base.options.precision import Precision
+from moecore.base.tables import shown_bytes
 from moecore.cli import main
 from moecore.models import flops_per_token, preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
@@ -37,8 +39,6 @@ from moecore.planning import (
     plan_peak,
     time_step,
 )
-from moecore.precision.roles import Precision
-from moecore.tables import shown_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30

@@ -22,10 +22,10 @@ from moecore import (
 )
 from moecore.cli import main
 from moecore.models import Decoder, preset
-from moecore.optim import AdamW
-from moecore.pipeline import make_schedule
+from moecore.parallel import make_schedule
 from moecore.planning import OptimizerOptions, TrainingRun, fake_world, plan_memory
 from moecore.planning.memory import in_flight_at_most
+from moecore.train import AdamW
 from tests.ranks import run_ranks
 
 WORLD = 4

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore import FSDPOptions, MemoryOptions, ParallelConfig, PipelineConfig
-from moecore._torch import all_gather_single, reduce_scatter_single
+from moecore.base.torch_names import all_gather_single, reduce_scatter_single
 from moecore.cli import main
 from moecore.models import preset
 from moecore.moe.dispatch import alltoall

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from moecore import FSDPOptions, MemoryOptions, ParallelConfig
-from moecore.memory.kept import kept_bytes
 from moecore.models import preset
-from moecore.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning import OptimizerOptions, RankMemory, TrainingRun, plan_memory
 from moecore.planning.memory import state_bytes
+from moecore.train.memory.kept import kept_bytes
 from tests.planning.report_layer import BF16, ReportLayer
 
 CONFIG = preset("deepseek-v3")

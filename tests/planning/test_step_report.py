@@ -378,7 +378,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.gpu
 def test_a_step_of_a_gpu() -> None:
-    from moecore._torch import mark
+    from moecore.base.torch_names import mark
 
     weight = torch.nn.Parameter(torch.randn(1024, 1024, device="cuda"))
     optimizer = torch.optim.AdamW([weight], fused=True)

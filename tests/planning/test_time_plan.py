@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
+from moecore.base.options.precision import Precision
 from moecore.cli import main
 from moecore.models import preset
-from moecore.pipeline.orders import actions_of
+from moecore.parallel.pipeline.orders import actions_of
 from moecore.planning import (
     CostTable,
     OptimizerOptions,
@@ -26,7 +27,6 @@ from moecore.planning.pieces import Pieces
 from moecore.planning.step_time import run_queue
 from moecore.planning.time_plan import pieces_of
 from moecore.planning.work import placed
-from moecore.precision.roles import Precision
 
 TABLE = CostTable.of("h200-141")
 QWEN = preset("qwen3-30b-a3b")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moecore.pipeline import Action, Overlap, Timeline, make_schedule
-from moecore.pipeline.orders import Item, actions_of
+from moecore.parallel import Action, Overlap, Timeline, make_schedule
+from moecore.parallel.pipeline.orders import Item, actions_of
 from moecore.planning.timeline import simulate
 
 SECONDS = {"F": 1.0, "B": 2.0, "D": 1.0, "W": 1.0}

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from moecore.precision.recipe import Recipe
+from moecore.base.options.recipe import Recipe
 
 RECIPES = {
     "blockwise": Recipe(),

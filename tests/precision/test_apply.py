@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore.config import MoEConfig
+from moecore.base.options.layer import MoEConfig
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
 from moecore.models import Decoder, DecoderConfig, MLAConfig
 from moecore.models.layers import Linear
 from moecore.moe.experts import Experts
@@ -19,8 +21,6 @@ from moecore.precision.apply import (
     role_of,
 )
 from moecore.precision.linear import Fp8Linear
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
 
 MOE = MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2, shared_hidden_dim=32)
 

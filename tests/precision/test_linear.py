@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from moecore.base.options.recipe import Recipe
 from moecore.precision.history import AmaxHistory
 from moecore.precision.linear import Fp8Products, InputCast, fp8_linear
-from moecore.precision.recipe import Recipe
 from tests.precision.plain import (
     RECIPES,
     linear_and_gradients,

@@ -3,8 +3,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
 
 REFUSED = {
     "grad_format": dict(grad_format="e5m2"),

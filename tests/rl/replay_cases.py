@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from moecore import BalanceConfig, MoELayer
-from moecore.config import CapacityConfig
+from moecore.base.options.layer import CapacityConfig
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.models.block import Block
 from moecore.rl import Choices, RouterReplay

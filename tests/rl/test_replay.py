@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig
-from moecore.adapters.base import swap_blocks
-from moecore.config import CapacityConfig
+from moecore.base.options.layer import CapacityConfig
+from moecore.families.adapters import swap_blocks
 from moecore.rl import RouterReplay
 from tests.hf.hf_models import MODELS as HF_MODELS
 from tests.moe.moe_cases import ALL_LOSSES, leaves, make_layer

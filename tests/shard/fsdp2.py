@@ -12,10 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from moecore import parallelize
-from moecore._torch import is_gloo
-from moecore.mesh import Meshes
+from moecore.base.torch_names import is_gloo
 from moecore.moe.params import ParamReader
-from moecore.shard.plan import ShardPlan, UnitPlan
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.shard.plan import ShardPlan, UnitPlan
 
 INNER_FIRST = ("routers", "experts", "block", "head", "root")  # an outer unit takes what is left
 

@@ -22,10 +22,10 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.state import moe_state
-from moecore.shard import rank_bytes
-from moecore.shard.clip import clip_grad_norm_
-from moecore.shard.plan import plan_of
-from moecore.step import drop_step
+from moecore.parallel import rank_bytes
+from moecore.parallel.shard.clip import clip_grad_norm_
+from moecore.parallel.shard.plan import plan_of
+from moecore.train.step import drop_step
 from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.shard.units import recorded, units

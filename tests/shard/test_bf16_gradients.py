@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.router import Router
-from moecore.optim import AdamW
+from moecore.train import AdamW
 from tests.ranks import run_ranks
 
 MICRO_BATCHES = 3

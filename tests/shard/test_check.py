@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
-from moecore.mesh import Meshes
-from moecore.shard.options import FSDPOptions
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.parallel.mesh import Meshes
 
 LOW = FSDPOptions(param_dtype=torch.bfloat16)
 KEPT = FSDPOptions()

@@ -24,7 +24,7 @@ from moecore import (
 )
 from moecore import parallelize_moe as parallelize
 from moecore.moe.state import moe_state
-from moecore.shard.clip import GradientNorm, step_clipped
+from moecore.parallel.shard.clip import GradientNorm, step_clipped
 from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)

@@ -34,11 +34,11 @@ from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.rows.record import Rows
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe import deferred_linear
+from moecore.parallel.shard.apply import shard_model
+from moecore.parallel.shard.deferred_linears import defer_linears
+from moecore.parallel.shard.engine import engines_of
+from moecore.parallel.shard.weight_gradients import Product, WeightGradients
 from moecore.precision import linear as fp8_linear
-from moecore.shard.apply import shard_model
-from moecore.shard.deferred_linears import defer_linears
-from moecore.shard.engine import engines_of
-from moecore.shard.weight_gradients import Product, WeightGradients
 from tests.ranks import run_ranks
 from tests.shard.test_unit import BLOCKS, DIM, Model, freed_is_nan
 from tests.shard.test_unit import one_rank as one_rank  # a fixture of this module too

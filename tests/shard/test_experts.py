@@ -26,11 +26,11 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.memory.options import MemoryOptions
+from moecore.base.options.memory import MemoryOptions
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
-from moecore.shard.unit import Unit
+from moecore.parallel.shard.unit import Unit
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 

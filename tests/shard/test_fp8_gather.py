@@ -26,19 +26,19 @@ from moecore import (
     explain,
     parallelize_moe,
 )
-from moecore._torch import local_of
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
+from moecore.base.torch_names import local_of
 from moecore.kernels.rows.cast import cast
 from moecore.kernels.rows.quantised import quantise_weights
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.params import gathered_blocks, global_indices
-from moecore.optim import AdamW
+from moecore.parallel import rank_bytes
+from moecore.parallel.shard.formats import Blocks
+from moecore.parallel.shard.transport import Packed
+from moecore.parallel.shard.unit import Unit
 from moecore.precision.linear import Fp8Products
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
-from moecore.shard import rank_bytes
-from moecore.shard.formats import Blocks
-from moecore.shard.transport import Packed
-from moecore.shard.unit import Unit
+from moecore.train import AdamW
 from tests.ranks import run_ranks
 from tests.shard.test_plan import planned
 from tests.shard.units import units

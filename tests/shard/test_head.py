@@ -28,8 +28,8 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.shard.unit import State
-from moecore.shard.units import find_blocks, find_heads
+from moecore.parallel.shard.unit import State
+from moecore.parallel.shard.units import find_blocks, find_heads
 from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.shard.units import recorded, unit_names, unit_of

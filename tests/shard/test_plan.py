@@ -25,12 +25,12 @@ from moecore import (
     explain,
     plan_sharding,
 )
+from moecore.base.options.precision import Precision
+from moecore.base.options.recipe import Recipe
 from moecore.models import Decoder, DecoderConfig, num_params, preset
-from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
-from moecore.shard import rank_bytes
-from moecore.shard.layout import flat_layouts
-from moecore.shard.plan import ParamPlan, UnitPlan
+from moecore.parallel import rank_bytes
+from moecore.parallel.shard.layout import flat_layouts
+from moecore.parallel.shard.plan import ParamPlan, UnitPlan
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)

@@ -22,7 +22,7 @@ from moecore import (
     plan_sharding,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.shard.plan import plan_of
+from moecore.parallel.shard.plan import plan_of
 from tests.ranks import run_ranks
 from tests.shard.units import units as units_of
 

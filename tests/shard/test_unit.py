@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore._torch import is_recomputing, local_of
-from moecore.shard import params as params_module
-from moecore.shard import unit as unit_module
-from moecore.shard.buffers import Buffer
-from moecore.shard.streams import Mark
-from moecore.shard.unit import State, Unit
-from moecore.step import drop_step
+from moecore.base.torch_names import is_recomputing, local_of
+from moecore.parallel.shard import params as params_module
+from moecore.parallel.shard import unit as unit_module
+from moecore.parallel.shard.buffers import Buffer
+from moecore.parallel.shard.streams import Mark
+from moecore.parallel.shard.unit import State, Unit
+from moecore.train.step import drop_step
 from tests.parts import on_parts
 from tests.shard.units import unit_of, units
 

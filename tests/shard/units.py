@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 from torch import nn
 
-from moecore._torch import local_of
-from moecore.shard.engine import engines_of
-from moecore.shard.transport import Packed
-from moecore.shard.unit import State, Unit
+from moecore.base.torch_names import local_of
+from moecore.parallel.shard.engine import engines_of
+from moecore.parallel.shard.transport import Packed
+from moecore.parallel.shard.unit import State, Unit
 
 
 def units(model: nn.Module) -> list[Unit]:

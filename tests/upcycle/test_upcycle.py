@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from moecore import BalanceConfig, MoEConfig, MoELayer, ParallelConfig, build_meshes
-from moecore.config import CapacityConfig
-from moecore.upcycle.upcycle import UpcycleOptions, check_upcycle, upcycle_mlp, weight_sum
+from moecore.base.options.layer import CapacityConfig
+from moecore.io.upcycle.upcycle import UpcycleOptions, check_upcycle, upcycle_mlp, weight_sum
 from tests.moe.moe_cases import assert_equal_to_scale, assert_twice_as_good, error
 from tests.moe.reference import moe_reference
 

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore import BalanceConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
-from moecore.models import Decoder, DecoderConfig
-from moecore.upcycle.models import (
+from moecore.io.upcycle.models import (
     MLPNames,
     upcycle_config,
     upcycle_decoder,
     upcycle_modules,
     upcycle_state_dict,
 )
-from moecore.upcycle.upcycle import UpcycleOptions
+from moecore.io.upcycle.upcycle import UpcycleOptions
+from moecore.models import Decoder, DecoderConfig
 from tests.moe.moe_cases import assert_equal_to_scale, assert_twice_as_good
 
 DENSE = DecoderConfig(

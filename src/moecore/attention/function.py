@@ -21,9 +21,9 @@ from torch import Tensor
 from moecore.attention.context_parallel.attend import attend_over_ranks
 from moecore.attention.sequence import Sequence
 from moecore.attention.sinks import add_sinks, sinks_gradient
+from moecore.base.regions import as_scores
 from moecore.kernels.attention import attention_backward, attention_forward
 from moecore.kernels.ops import Op
-from moecore.memory.products import as_scores
 
 
 def attend(

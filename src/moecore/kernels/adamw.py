@@ -19,8 +19,8 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore._fields import Bound, PositiveOrZero, check_fields
-from moecore._torch import fused_adamw_
+from moecore.base.fields import Bound, PositiveOrZero, check_fields
+from moecore.base.torch_names import fused_adamw_
 from moecore.kernels.adamw_formats import (
     GOLDEN,
     MOMENT_BLOCK,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._torch import inside_operations
+from moecore.base.torch_names import inside_operations
 
 try:
     import triton

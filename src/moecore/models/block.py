@@ -65,7 +65,7 @@ class Block(nn.Module):
 
     @property
     def compile_regions(self) -> tuple[str, ...]:
-        """Methods without an MoE layer inside: see `graphs/regions.py`.
+        """Methods without an MoE layer inside: see `train/graphs/regions.py`.
 
         The norm before an MoE layer stays outside: its output is what `MemoryOptions` drops.
         """

@@ -1,6 +1,6 @@
 """DecoderConfig: one frozen record that describes a decoder.
 
-Types, ranges and cross-field rules are checked at construction (`_fields.py`). Meshes and groups
+Types, ranges and cross-field rules are checked at construction (`fields.py`). Meshes and groups
 are arguments elsewhere, never fields here.
 """
 
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moecore._fields import (
+from moecore.base.fields import (
     Bound,
     Count,
     CountOrZero,
@@ -19,7 +19,7 @@ from moecore._fields import (
     Rules,
     check_fields,
 )
-from moecore.config import MoEConfig
+from moecore.base.options.layer import MoEConfig
 
 QKNorm = Literal["head", "full"]
 

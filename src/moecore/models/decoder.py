@@ -9,7 +9,7 @@ A pipeline stage runs a part of this line (`pipeline/stages.py`); the whole of i
 
 Parameter names follow Hugging Face decoders (model.layers.0.self_attn.q_proj.weight), except
 inside an MoE layer, which keeps moecore's own (model.layers.0.mlp.experts.w1), and for multi-token
-prediction (mtp.0); `hf/names.py` translates.
+prediction (mtp.0); `io/hf/names.py` translates.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moecore._fields import Count, CountOrZero, PositiveOrZero, Seed, check_arguments
 from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
 from moecore.attention.context_parallel.held import HeldTokens, check_documents
 from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.base.fields import Count, CountOrZero, PositiveOrZero, Seed, check_arguments
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
 from moecore.models.head import Head
@@ -39,8 +39,8 @@ from moecore.models.rotary import rotary_table
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name, init_normal_, local_param
-from moecore.pipeline.layout import Stage
-from moecore.pipeline.stages import StageParts, check_held, check_hidden, runs_norm
+from moecore.parallel.pipeline.layout import Stage
+from moecore.parallel.pipeline.stages import StageParts, check_held, check_hidden, runs_norm
 
 INIT_STD = 0.02
 

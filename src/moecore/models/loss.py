@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._fields import Count, check_arguments
-from moecore._torch import autocast_dtype
+from moecore.base.fields import Count, check_arguments
+from moecore.base.torch_names import autocast_dtype
 from moecore.kernels.common import is_gpu, no_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_
 from moecore.kernels.rows.scaled_cast import scaled_cast

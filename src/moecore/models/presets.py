@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from moecore._fields import check_arguments
-from moecore.config import BalanceConfig, MoEConfig
+from moecore.base.fields import check_arguments
+from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 
 

@@ -9,8 +9,8 @@ Multi-token prediction counts, because training runs it; published sizes leave i
 
 from __future__ import annotations
 
-from moecore._fields import CountOrZero, check_arguments
-from moecore.config import MoEConfig
+from moecore.base.fields import CountOrZero, check_arguments
+from moecore.base.options.layer import MoEConfig
 from moecore.models.config import DecoderConfig, MLAConfig
 
 

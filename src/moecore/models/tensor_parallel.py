@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moecore._torch import is_silent
-from moecore.memory.products import once
+from moecore.base.regions import once
+from moecore.base.torch_names import is_silent
 from moecore.models.config import DecoderConfig
 from moecore.moe.dispatch.collectives import gather_ranks, sum_ranks
 from moecore.moe.layer import MoELayer

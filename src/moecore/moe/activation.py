@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from moecore.config import MoEConfig
+from moecore.base.options.layer import MoEConfig
 from moecore.kernels.rows.activation import ActivationOptions, activation
 
 

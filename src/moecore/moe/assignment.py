@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.config import DropOrder
+from moecore.base.options.layer import DropOrder
 
 SINKHORN_ITERATIONS = 32
 

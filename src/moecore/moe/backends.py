@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from moecore._streams import wait_on_host
+from moecore.base.streams import wait_on_host
 from moecore.kernels.common import warn_plain
 from moecore.kernels.experts.contract import (
     ExpertSpec,

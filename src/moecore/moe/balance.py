@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import autocast_dtype, is_recomputing
-from moecore.config import MoEConfig
+from moecore.base.options.layer import MoEConfig
+from moecore.base.torch_names import autocast_dtype, is_recomputing
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import add_expert_counts, count_experts_and_tokens

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore._torch import storage_key
+from moecore.base.saved import Handle, packing
+from moecore.base.torch_names import storage_key
 from moecore.kernels.experts.contract import (
     ComputeGrad,
     ExpertWeights,
@@ -25,7 +26,6 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     LowRankUpdate,
 )
-from moecore.memory.saved import Handle, packing
 from moecore.moe.clones import AnyClones, carried
 
 

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._fields import Bound, Count, check_fields
-from moecore._torch import all_gather_single, is_recomputing
+from moecore.base.fields import Bound, Count, check_fields
+from moecore.base.torch_names import all_gather_single, is_recomputing
 from moecore.kernels.exchange.clones import Places
 from moecore.kernels.routing.clones import ClonePlan, physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts

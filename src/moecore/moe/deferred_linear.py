@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore._torch import autocast_dtype, is_plain_eager
+from moecore.base.regions import as_product
+from moecore.base.torch_names import autocast_dtype, is_plain_eager
 from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.memory.products import as_product
 from moecore.moe.params import local_param
 
 

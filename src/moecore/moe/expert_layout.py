@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moecore._fields import Rules, check_fields
-from moecore.config import MoEConfig
+from moecore.base.fields import Rules, check_fields
+from moecore.base.options.layer import MoEConfig
 
 GateUp = Literal["split", "concatenated", "interleaved", "separate"]
 

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from moecore._torch import StridedShard, is_plain_eager, storage_key
-from moecore.config import MoEConfig
+from moecore.base.options.layer import MoEConfig
+from moecore.base.options.recipe import Recipe
+from moecore.base.saved import UsedRows, counting_rows
+from moecore.base.torch_names import StridedShard, is_plain_eager, storage_key
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertSpec,
@@ -32,7 +34,6 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices
-from moecore.memory.saved import UsedRows, counting_rows
 from moecore.moe.activation import activation_options
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.clone_weights import with_clones
@@ -40,7 +41,6 @@ from moecore.moe.expert_layout import ExpertLayout, expert_shapes
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import ParamReader, check_values, init_normal_, shard_parameter
 from moecore.moe.records import ExpertInput, UnsummedRows
-from moecore.precision.recipe import Recipe
 
 OwnActivation = Callable[[Tensor], Tensor]
 

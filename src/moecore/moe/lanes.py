@@ -40,7 +40,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moecore._streams import is_dry
+from moecore.base.streams import is_dry
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.config import MoEConfig
+from moecore.base.options.layer import MoEConfig
 from moecore.moe.params import init_normal_, local_param
 
 

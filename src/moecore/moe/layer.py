@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore._fields import PositiveOrZero, Seed, check_arguments, check_fields
-from moecore._torch import autocast_dtype, mark
-from moecore.config import BalanceConfig, MoEConfig
+from moecore.base.fields import PositiveOrZero, Seed, check_arguments, check_fields
+from moecore.base.options.layer import BalanceConfig, MoEConfig
+from moecore.base.torch_names import autocast_dtype, mark
 from moecore.moe.balance import LoadTracker
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.local import LocalDispatcher

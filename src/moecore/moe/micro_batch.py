@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import all_gather_single, is_silent
+from moecore.base.torch_names import all_gather_single, is_silent
 from moecore.kernels.documents import documents_of
 from moecore.kernels.zigzag import held_tokens, row_borders
 

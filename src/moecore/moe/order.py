@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore._fields import Count, check_arguments
+from moecore.base.fields import Count, check_arguments
 from moecore.moe.layer import MoELayer
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from moecore._torch import local_of, storage_key, tree_leaves, version
+from moecore.base.saved import Handle, Kept, is_packing, packing
+from moecore.base.torch_names import local_of, storage_key, tree_leaves, version
 from moecore.kernels.rows.shard_blocks import GatheredBlocks
-from moecore.memory.saved import Handle, Kept, is_packing, packing
 
 T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`

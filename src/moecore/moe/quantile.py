@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.config import MoEConfig
+from moecore.base.options.layer import MoEConfig
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.moe.micro_batch import MicroBatch
 

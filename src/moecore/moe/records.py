@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moecore._torch import register_dataclass
+from moecore.base.torch_names import register_dataclass
 from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
@@ -146,7 +146,7 @@ class UnsummedRows:
 class Dispatcher(Protocol):
     """Brings tokens to the ranks that own their experts, and their outputs home.
 
-    On meta nothing is sent, and shapes are those of even loads (`memory/kept.py`).
+    On meta nothing is sent, and shapes are those of even loads (`train/memory/kept.py`).
 
     Attributes:
         waits_on_host: every forward waits for sizes on the host, unless each expert's rows are

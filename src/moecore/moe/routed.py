@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._fields import check_arguments
-from moecore.config import MoEConfig
+from moecore.base.fields import check_arguments
+from moecore.base.options.layer import MoEConfig
 from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.config import MoEConfig
+from moecore.base.options.layer import MoEConfig
 from moecore.kernels.common import no_autocast
 from moecore.kernels.routing.route import RouteOptions, route
 from moecore.kernels.routing.route_weights import route_weights

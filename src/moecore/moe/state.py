@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore._fields import Count, check_value
-from moecore._torch import foreach_add_
+from moecore.base.fields import Count, check_value
+from moecore.base.torch_names import foreach_add_
 from moecore.kernels.routing.entropy import UNIT
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.dispatch.exchange_pool import ExchangePool
@@ -93,7 +93,7 @@ class MoEState:
         return None if self._loss_scale is None else self._loss_scale()
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
-        """Set what auxiliary losses are multiplied by as the main loss is: see `loss_scale.py`.
+        """Set what auxiliary losses are multiplied by as the main loss is: `loss_scale.py`.
 
         Args:
             scale: fp32 scalar on the device, read by each backward; it ends with its owner.

@@ -22,7 +22,7 @@ from typing import Literal
 
 import numpy as np
 
-from moecore._fields import Count, check_arguments
+from moecore.base.fields import Count, check_arguments
 from moecore.packing.documents import (
     Document,
     Integers,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore._fields import Count, CountOrZero, Rules, check_arguments, check_fields, shown
+from moecore.base.fields import Count, CountOrZero, Rules, check_arguments, check_fields, shown
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.packing.documents import Document, length_of
 

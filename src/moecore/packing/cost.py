@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from moecore._fields import (
+from moecore.base.fields import (
     Count,
     Positive,
     PositiveOrZero,

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 from torch import Tensor
 
-from moecore._fields import Count, check_arguments, shown
+from moecore.base.fields import Count, check_arguments, shown
 
 KEYS = ("input_ids", "labels", "assistant_masks")  # values of one number per token
 

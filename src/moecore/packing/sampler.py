@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecore._fields import Count, CountOrZero, Seed, check_arguments, shown
+from moecore.base.fields import Count, CountOrZero, Seed, check_arguments, shown
 from moecore.packing.bins import Bins, pack_lengths
 from moecore.packing.documents import Integers, Lengths, as_lengths, check_fits
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moecore._fields import Count, CountOrZero, check_arguments
+from moecore.base.fields import Count, CountOrZero, check_arguments
 from moecore.packing.cost import DocumentCost, MeasuredCost
 from moecore.packing.documents import Integers, Lengths, as_lengths
 from moecore.packing.rounds import Blocks, Documents, make_rounds

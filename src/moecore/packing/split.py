@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from moecore._fields import Count, CountOrZero, check_arguments, shown
+from moecore.base.fields import Count, CountOrZero, check_arguments, shown
 from moecore.kernels.cross_entropy import IGNORE_INDEX
 from moecore.kernels.zigzag import held_tokens
 from moecore.packing.collate import PackedBatch

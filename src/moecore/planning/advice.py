@@ -165,7 +165,7 @@ TABLE = (
     ),
     Advice(
         parts=("optimizer",),
-        lever="moecore.optim.AdamW(moment_dtype=torch.bfloat16)",
+        lever="moecore.train.AdamW(moment_dtype=torch.bfloat16)",
         page="performance.md#adamw",
         most=3 / 8,  # 20 bytes per parameter in place of the 32 of torch's with clipping
     ),

@@ -17,12 +17,12 @@ from dataclasses import replace
 from math import lcm
 from typing import Literal
 
-from moecore.memory.options import MemoryOptions
+from moecore.base.options.memory import MemoryOptions
 from moecore.models.config import DecoderConfig
-from moecore.pipeline.config import PipelineConfig
-from moecore.pipeline.layout import Stage
+from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.layout import Stage
+from moecore.parallel.shard.size import RankBytes, RoleBytes
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.shard.size import RankBytes, RoleBytes
 
 Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
 LAYERS = 4  # of a kind, from which on each adds as much as the one before

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moecore.mesh import build_meshes
 from moecore.models import Decoder
-from moecore.optim.adamw import AdamW
-from moecore.optim.state_offload import StateOffload
+from moecore.parallel.mesh import build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.planning.run import TrainingRun
+from moecore.train.optim.adamw import AdamW
+from moecore.train.optim.state_offload import StateOffload
 
 
 def model_of(run: TrainingRun, device_type: str) -> Decoder:

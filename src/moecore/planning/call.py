@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any, get_args
 
-from moecore._fields import check_arguments
+from moecore.base.fields import check_arguments
+from moecore.base.options.precision import Precision, PrecisionName
 from moecore.models.presets import PRESETS
 from moecore.planning.run import TrainingRun
-from moecore.precision.roles import Precision, PrecisionName
 
 
 def call_of(run: TrainingRun) -> str:
@@ -35,7 +35,7 @@ def call_of(run: TrainingRun) -> str:
         "",
         "from moecore import *",
         "from moecore.models import Decoder, preset",
-        f"from moecore.optim import AdamW{', StateOffload' if away else ''}",
+        f"from moecore.train import AdamW{', StateOffload' if away else ''}",
         *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
         "",
         f"meshes = build_meshes({_shown(run.parallel)})",

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from moecore._fields import NumBytes, check_arguments
-from moecore.memory.options import MemoryOptions
-from moecore.pipeline.config import PipelineConfig
+from moecore.base.fields import NumBytes, check_arguments
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.precision import Precision
+from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning.costs import CostTable
 from moecore.planning.foldings import TWICE
 from moecore.planning.gpus import GPUS
@@ -27,7 +28,6 @@ from moecore.planning.levers import has_fp8
 from moecore.planning.peak import plan_peak
 from moecore.planning.run import TrainingRun
 from moecore.planning.time_plan import TimePlan, plan_time
-from moecore.precision.roles import Precision
 
 LEAST = 0.01  # of the tokens per second that are worth a change
 NO_TIME = 1e-12

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore._fields import check_arguments
-from moecore.pipeline.timeline import ACTION
+from moecore.base.fields import check_arguments
+from moecore.parallel.pipeline.timeline import ACTION
 from moecore.planning.trace import UNMARKED, Kernel
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -10,13 +10,16 @@ from typing import Any, get_args
 
 import torch
 
-from moecore.memory.options import MemoryOptions, StashOptions
-from moecore.mesh import ParallelConfig
+from moecore.base.options.fsdp import FSDPOptions, Strategy
+from moecore.base.options.memory import MemoryOptions, StashOptions
+from moecore.base.options.nvlink import NVLinkOptions
+from moecore.base.options.precision import Precision, PrecisionName
+from moecore.base.tables import shown_bytes
 from moecore.models import PRESETS
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.pipeline.config import PipelineConfig
-from moecore.pipeline.orders import ScheduleName
-from moecore.pipeline.timeline import draw
+from moecore.parallel.mesh import ParallelConfig
+from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.orders import ScheduleName
+from moecore.parallel.pipeline.timeline import draw
 from moecore.planning.call import call_of
 from moecore.planning.changes import next_change
 from moecore.planning.costs import CostTable
@@ -29,9 +32,6 @@ from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun
 from moecore.planning.search import Fitting, explain_folding, search, shown_levers
 from moecore.planning.time_plan import TimePlan, plan_time
 from moecore.planning.world import new_garbage
-from moecore.precision.roles import Precision, PrecisionName
-from moecore.shard.options import FSDPOptions, Strategy
-from moecore.tables import shown_bytes
 
 EXAMPLE = """\
 examples:
@@ -92,7 +92,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--stash", action="store_true", help="experts' rows in pages, with dispatcher nvlink")
     help = "room of dispatcher nvlink; default: alltoall, in a search 2.0 within nodes"
     add("--row-factor", type=float, help=help)
-    add("--master-remainder", action="store_true", help="bf16 weights, see moecore.optim.AdamW")
+    add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
     add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
 
 

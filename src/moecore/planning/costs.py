@@ -30,7 +30,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from moecore._fields import (
+from moecore.base.fields import (
     Bound,
     CountOrZero,
     OneOf,

@@ -22,20 +22,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore._fields import CountOrZero, check_arguments
-from moecore._streams import dry_streams
+from moecore.base.fields import CountOrZero, check_arguments
+from moecore.base.streams import dry_streams
 from moecore.kernels.common import launches_on_meta
-from moecore.memory.on_meta import OnMeta
-from moecore.memory.stash import Stash
 from moecore.moe.state import moe_state
-from moecore.optim.adamw import AdamW
 from moecore.planning.build import model_of, optimizer_of
 from moecore.planning.pieces import END, Start, cut
 from moecore.planning.recorder import Recorder
 from moecore.planning.run import TrainingRun
 from moecore.planning.work import Queued, Work
 from moecore.planning.world import fake_world, new_garbage, quiet
-from moecore.step import TrainStep
+from moecore.train.memory.on_meta import OnMeta
+from moecore.train.memory.stash import Stash
+from moecore.train.optim.adamw import AdamW
+from moecore.train.step import TrainStep
 
 ADAMW = "_adamw_kernel"
 

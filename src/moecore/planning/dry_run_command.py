@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import asdict
 from typing import Any
 
+from moecore.base.tables import columns, shown_bytes
 from moecore.planning.command import add_run_options, run_of_options
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
@@ -15,7 +16,6 @@ from moecore.planning.gpus import GPUS
 from moecore.planning.on_gpu import run_on_gpu
 from moecore.planning.peak import plan_peak
 from moecore.planning.step_time import time_step
-from moecore.tables import columns, shown_bytes
 
 EXAMPLE = """\
 example:

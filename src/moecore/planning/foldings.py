@@ -17,20 +17,20 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Literal, NamedTuple
 
-from moecore._fields import Bound, Count, OneOf, Rules, check_fields
 from moecore.attention.context_parallel.group import ContextOptions
-from moecore.memory.options import MemoryOptions
-from moecore.mesh import ParallelConfig
+from moecore.base.fields import Bound, Count, OneOf, Rules, check_fields
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.nvlink import NVLinkOptions
+from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
 from moecore.models.tensor_parallel import check_tensor_parallel
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.pipeline.config import PipelineConfig
-from moecore.pipeline.orders import RULES
+from moecore.parallel.mesh import ParallelConfig
+from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.gpus import GPUS, NODE
 from moecore.planning.levers import Levers, ladder
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.precision.roles import Precision
-from moecore.shard.options import FSDPOptions
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
 BATCH_SIZES = (1, 2, 4)  # rows of a micro-batch that are tried

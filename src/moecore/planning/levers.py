@@ -15,11 +15,11 @@ from typing import Literal
 
 import torch
 
-from moecore.memory.options import MemoryOptions, Recomputed
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.memory import MemoryOptions, Recomputed
+from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
 from moecore.planning.run import OptimizerOptions
-from moecore.precision.roles import Precision
-from moecore.shard.options import FSDPOptions
 
 Overhead = Literal["low", "medium", "high"]
 OVERHEADS: tuple[Overhead, ...] = ("low", "medium", "high")

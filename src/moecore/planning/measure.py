@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn.functional import grouped_mm, rms_norm
 
-from moecore._torch import foreach_norm
+from moecore.base.torch_names import foreach_norm
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward, cudnn
 from moecore.kernels.attention.attention import choose_kernel
 from moecore.kernels.common import has_hopper_kernels
@@ -39,7 +39,6 @@ from moecore.kernels.grouped import cooperative, pingpong, row_tiles, wgrad
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.models import preset
-from moecore.optim.adamw import AdamW
 from moecore.planning.costs import CostTable, Point
 from moecore.planning.dry_run import dry_run
 from moecore.planning.gpus import GPUS, NODE
@@ -47,6 +46,7 @@ from moecore.planning.on_gpu import started
 from moecore.planning.operations import SUMS
 from moecore.planning.run import TrainingRun
 from moecore.planning.work import Work
+from moecore.train.optim.adamw import AdamW
 
 Call = Callable[[], Any]
 WARM_UP_S, ROUNDS, MOST = 0.3, 15, 1000

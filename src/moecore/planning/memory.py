@@ -22,23 +22,23 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from moecore._fields import check_arguments
+from moecore.base.fields import check_arguments
+from moecore.base.tables import columns, shown_bytes
 from moecore.kernels.common import meta_as
-from moecore.memory.kept import KeptBytes, ModelKept, kept_bytes
-from moecore.mesh import build_meshes
 from moecore.models import Decoder
 from moecore.moe.state import moe_state
-from moecore.optim.adamw import AdamW
+from moecore.parallel.mesh import build_meshes
+from moecore.parallel.pipeline.layout import Stage
+from moecore.parallel.pipeline.orders import actions_of
+from moecore.parallel.pipeline.schedule import Schedule, make_schedule
+from moecore.parallel.shard.plan import ShardPlan
+from moecore.parallel.shard.size import RankBytes, rank_bytes
 from moecore.parallelize import parallelize_moe, plan_sharding
-from moecore.pipeline.layout import Stage
-from moecore.pipeline.orders import actions_of
-from moecore.pipeline.schedule import Schedule, make_schedule
 from moecore.planning.alike import deeper, few_layers, lone_rank, shallow
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.world import fake_world, quiet
-from moecore.shard.plan import ShardPlan
-from moecore.shard.size import RankBytes, rank_bytes
-from moecore.tables import columns, shown_bytes
+from moecore.train.memory.kept import KeptBytes, ModelKept, kept_bytes
+from moecore.train.optim.adamw import AdamW
 
 WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
 WITHIN_STEP = ("gradients", "sums over micro-batches")  # what is stored, but not between steps

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._torch import storage_key
-from moecore.memory.on_meta import tensors_of
+from moecore.base.torch_names import storage_key
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
 from moecore.planning.work import Kind, Work
+from moecore.train.memory.on_meta import tensors_of
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
 GROUPED_PRODUCT = "scaled_grouped_mm"  # torch's in FP8

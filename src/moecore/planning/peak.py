@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from moecore._fields import check_arguments
-from moecore.pipeline.layout import Stage
-from moecore.pipeline.orders import Action, Item, actions_of
-from moecore.pipeline.schedule import make_schedule
+from moecore.base.fields import check_arguments
+from moecore.parallel.pipeline.layout import Stage
+from moecore.parallel.pipeline.orders import Action, Item, actions_of
+from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.planning.memory import (
     WHOLE,
     buffer_bytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from moecore._fields import NumBytes, check_arguments
+from moecore.base.fields import NumBytes, check_arguments
 from moecore.planning.memory import MemoryPlan
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch import Tensor, nn
 
 from moecore.models import Decoder
-from moecore.pipeline.layout import Stage
+from moecore.parallel.pipeline.layout import Stage
 from moecore.planning.alike import Likes
 from moecore.planning.work import Placed, Queued
 

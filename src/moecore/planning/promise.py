@@ -16,7 +16,7 @@ from math import gcd
 from typing import NamedTuple
 
 from moecore.models.size import num_params
-from moecore.pipeline.layout import Stage
+from moecore.parallel.pipeline.layout import Stage
 from moecore.planning.costs import CostTable
 from moecore.planning.foldings import Folding, SearchRequest, run_of, rungs_of
 from moecore.planning.levers import OVERHEADS, Levers

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from moecore._fields import check_arguments
-from moecore.memory.options import MemoryOptions, Recomputed
-from moecore.mesh import ParallelConfig
+from moecore.base.fields import check_arguments
+from moecore.base.options.memory import MemoryOptions, Recomputed
+from moecore.base.options.precision import Precision
 from moecore.models.presets import PRESETS
-from moecore.pipeline.config import PipelineConfig
+from moecore.parallel.mesh import ParallelConfig
+from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning.levers import WHOLE
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.precision.roles import Precision
 
 GB200, GB300 = "GB200, 192 GB", "GB300, 288 GB"
 NO_MXFP8 = "MXFP8: blocks of 32 do not exist here"

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore._streams import Queues, wait_on_host
-from moecore._torch import (
+from moecore.base.streams import Queues, wait_on_host
+from moecore.base.torch_names import (
     DispatchMode,
     is_host_memory,
     phases,
@@ -28,11 +28,11 @@ from moecore._torch import (
     tree_map_only,
 )
 from moecore.kernels.ops import PLAIN_TYPES
-from moecore.memory.on_meta import tensors_of
 from moecore.planning.gpus import NODE
 from moecore.planning.operations import work_of_collective, work_of_kernel, work_of_operation
 from moecore.planning.pieces import Pass, Start
 from moecore.planning.work import Queued, Work
+from moecore.train.memory.on_meta import tensors_of
 
 ALIGNMENT = 512  # bytes: what torch's allocator rounds to
 FOREACH = "foreach"

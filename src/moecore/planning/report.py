@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moecore._fields import Count, check_arguments
+from moecore.base.fields import Count, check_arguments
+from moecore.base.tables import columns
 from moecore.planning.advice import LIMIT_OF, PARTS, TABLE
 from moecore.planning.chrome import Range, Trace, read_trace
 from moecore.planning.trace import (
@@ -30,7 +31,6 @@ from moecore.planning.trace import (
     category_of,
     covered,
 )
-from moecore.tables import columns
 
 MOST_LEVERS = 3
 LEAST_SHARE = 0.01  # of a step that a lever is worth

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moecore.base.usage import UsageError
 from moecore.planning.report import report_trace
-from moecore.usage import UsageError
 
 EXAMPLE = """\
 example, for a trace of rank 0 that prof.export_chrome_trace("trace.json.gz") has written:

@@ -7,15 +7,15 @@ from typing import Annotated, Literal
 
 import torch
 
-from moecore._fields import Bound, Count, Rules, check_fields
-from moecore.memory.options import MemoryOptions
-from moecore.mesh import ParallelConfig
+from moecore.base.fields import Bound, Count, Rules, check_fields
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.nvlink import NVLinkOptions
+from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.pipeline.config import PipelineConfig
+from moecore.parallel.mesh import ParallelConfig
+from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning.gpus import NODE
-from moecore.precision.roles import Precision
-from moecore.shard.options import FSDPOptions
 
 MomentDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
@@ -24,7 +24,7 @@ BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerOptions:
-    """What AdamW keeps between steps (`moecore.optim.AdamW`).
+    """What AdamW keeps between steps (`moecore.train.AdamW`).
 
     Attributes:
         moment_dtype: of both moments.

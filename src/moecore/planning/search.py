@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from moecore._fields import Count, check_arguments
+from moecore.base.fields import Count, check_arguments
+from moecore.base.tables import columns, shown_bytes
 from moecore.planning.costs import CostTable
 from moecore.planning.foldings import (
     ANY,
@@ -38,7 +39,6 @@ from moecore.planning.peak import plan_peak
 from moecore.planning.promise import Promise
 from moecore.planning.run import TrainingRun
 from moecore.planning.time_plan import TimePlan, plan_time, plan_times, small_of
-from moecore.tables import columns, shown_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

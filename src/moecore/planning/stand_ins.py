@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import all_gather_operator, reduce_scatter_operator
+from moecore.base.torch_names import all_gather_operator, reduce_scatter_operator
 
 
 @contextmanager

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from moecore._fields import check_arguments
-from moecore.pipeline.layout import Stage
-from moecore.pipeline.orders import Action, Item, Overlap, actions_of
-from moecore.pipeline.schedule import make_schedule
-from moecore.pipeline.timeline import Timeline
+from moecore.base.fields import check_arguments
+from moecore.parallel.pipeline.layout import Stage
+from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
+from moecore.parallel.pipeline.schedule import make_schedule
+from moecore.parallel.pipeline.timeline import Timeline
 from moecore.planning.alike import Likes, timed_layers
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run

@@ -2,18 +2,18 @@
 
     (Schedule, seconds of each item) -> Timeline
 
-`moecore.pipeline.simulate` takes a cost per stage; here each action has its own.
+`moecore.parallel.pipeline.simulate` takes a cost per stage; here each action has its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from moecore._fields import PositiveOrZero, check_arguments
-from moecore.pipeline.orders import Item
-from moecore.pipeline.schedule import Schedule
-from moecore.pipeline.simulate import spans_of
-from moecore.pipeline.timeline import Timeline
+from moecore.base.fields import PositiveOrZero, check_arguments
+from moecore.parallel.pipeline.orders import Item
+from moecore.parallel.pipeline.schedule import Schedule
+from moecore.parallel.pipeline.simulate import spans_of
+from moecore.parallel.pipeline.timeline import Timeline
 
 
 def simulate(

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from moecore._fields import Bound, CountOrZero, Rules, check_fields
+from moecore.base.fields import Bound, CountOrZero, Rules, check_fields
 
 Kind = Literal["product", "grouped product", "attention", "rows", "collective", "copy"]
 Many = Annotated[int, Bound(">=", 0), Bound("<", 2**63)]

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from moecore._fields import Count, CountOrZero, check_arguments
-from moecore._torch import clear_sharding_caches
+from moecore.base.fields import Count, CountOrZero, check_arguments
+from moecore.base.torch_names import clear_sharding_caches
 
 
 @contextmanager

@@ -29,18 +29,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from moecore._torch import autocast_dtype, is_plain_eager, unsafe_view, version
+from moecore.base.options.recipe import Recipe
+from moecore.base.regions import as_product
+from moecore.base.torch_names import autocast_dtype, is_plain_eager, unsafe_view, version
 from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import Both, amax, cast, operand
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Operand
 from moecore.kernels.rows.shard_blocks import transpose_operand
-from moecore.memory.products import as_product
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
 from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
 from moecore.precision.products import product
-from moecore.precision.recipe import Recipe
 
 Parts = tuple[Tensor, Tensor]  # values as bytes, scales
 

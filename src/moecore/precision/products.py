@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from moecore._torch import scaled_mm
+from moecore.base.torch_names import scaled_mm
 from moecore.kernels.common import has_hopper_kernels, no_autocast
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import operand

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._fields import check_arguments, shown
+from moecore.base.fields import check_arguments, shown
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore._fields import Count, CountOrZero, check_arguments
+from moecore.base.fields import Count, CountOrZero, check_arguments
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name
 from moecore.moe.router import Router

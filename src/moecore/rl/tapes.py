@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from moecore._torch import (
+from moecore.base.torch_names import (
     call_after_backward,
     current_node,
     is_recomputing,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from moecore.base.options.recipe import Recipe
 from moecore.kernels.experts.contract import (
     ComputeGrad,
     ExpertMLPOptions,
@@ -24,7 +25,6 @@ from moecore.kernels.rows.activation import KINDS, ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.record import Rows
-from moecore.precision.recipe import Recipe
 
 NAMES = ("x", "w1", "w2", "weights")
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from moecore.base.options.recipe import Recipe
 from moecore.kernels.experts import fp8_products
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
@@ -32,7 +33,6 @@ from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.packed import pack_rows
 from moecore.kernels.rows.record import Rows
-from moecore.precision.recipe import Recipe
 from tests.kernels.experts.test_expert_mlp import NAMES, Sink, make, rows_of
 from tests.moe.fp8_reference import Result, experts_fp8
 

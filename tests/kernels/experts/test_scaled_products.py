@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moecore.base.options.recipe import Recipe, Scaling
 from moecore.kernels.experts.contract import ExpertMLPOptions, UnsummedInput
 from moecore.kernels.grouped import scaled
 from moecore.kernels.grouped.scaled import (
@@ -21,7 +22,6 @@ from moecore.kernels.grouped.scaled import (
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import sum_rows
-from moecore.precision.recipe import Recipe, Scaling
 from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
 from tests.kernels.experts.test_fp8_products import OUTPUTS, apply, check, gradient_of, run
 from tests.moe.fp8_reference import Result, experts_scaled

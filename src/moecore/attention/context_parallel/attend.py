@@ -18,7 +18,7 @@ from moecore.attention.context_parallel.heads import gather_heads, scatter_heads
 from moecore.attention.context_parallel.held import HeldTokens
 from moecore.attention.context_parallel.ring import RingAttention
 from moecore.attention.sequence import Sequence
-from moecore.memory.products import as_scores
+from moecore.base.regions import as_scores
 
 
 @torch.compiler.disable  # what is before and behind is compiled

@@ -24,7 +24,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from moecore._fields import Count, Rules, check_fields
+from moecore.base.fields import Count, Rules, check_fields
 
 Way = Literal["allgather", "a2a", "p2p", "a2a+p2p"]
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import is_silent
 from moecore.attention.context_parallel.layout import Layout
-from moecore.memory.products import once
+from moecore.base.regions import once
+from moecore.base.torch_names import is_silent
 
 
 def scatter_heads(

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import all_gather_single, is_silent
 from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.layout import Layout
-from moecore.memory.products import once
+from moecore.base.regions import once
+from moecore.base.torch_names import all_gather_single, is_silent
 
 
 class HeldTokens:

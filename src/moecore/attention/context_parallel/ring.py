@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import is_silent
 from moecore.attention.context_parallel.layout import Half, Layout
 from moecore.attention.sinks import add_sinks, sinks_gradient
+from moecore.base.torch_names import is_silent
 from moecore.kernels.attention import (
     AttentionMask,
     attention_backward,

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from moecore.adapters.base import swap_blocks
-from moecore.config import BalanceConfig
+from moecore.base.options.layer import BalanceConfig
+from moecore.families.adapters import swap_blocks
 from moecore.integrations.torchtitan.shared import load_weights
 from moecore.models.loss import linear_cross_entropy
 from moecore.moe.forced import force_even_load
@@ -63,7 +63,7 @@ class HFModel(nn.Module):
             ValueError: on every rank, for files that do not fit the model.
         """
         if self.hf_weights is None:
-            from moecore.hf.init import init_hf
+            from moecore.io.hf.init import init_hf
 
             init_hf(self.hf, torch.initial_seed())
         else:

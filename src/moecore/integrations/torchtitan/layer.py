@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from moecore.config import BalanceConfig, MoEConfig
+from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
 from moecore.moe.params import shard_parameter
 from moecore.moe.router import Router

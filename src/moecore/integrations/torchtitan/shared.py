@@ -14,12 +14,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from moecore.graphs import compile_blocks
+from moecore.base.options.fsdp import FSDPOptions
 from moecore.integrations.torchtitan.options import memory_options, moecore_options, nvlink_options
-from moecore.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.moe.state import moe_state
+from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
-from moecore.shard.options import FSDPOptions
+from moecore.train import compile_blocks
 
 Rule = tuple[str, Any, bool, str]  # a field, its value, whether that is refused, what it must be
 
@@ -151,7 +151,7 @@ def load_weights(path: str, model: nn.Module) -> None:
     Raises:
         ValueError, OSError: see `load_hf`.
     """
-    from moecore.hf import load_hf
+    from moecore.io import load_hf
 
     report = load_hf(path, model, cast=True)
     logger.info(

@@ -9,7 +9,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.step import TrainStep
+from moecore.train.step import TrainStep
 
 
 class ShardedAccelerator(Accelerator):
@@ -44,7 +44,7 @@ class ShardedAccelerator(Accelerator):
         return gathered.unflatten(0, (self.num_processes, self.cp, -1))[:, 0].flatten(0, 1)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return False: the model is not placed by accelerate (see `hf/device_map.py`)."""
+        """Return False: the model is not placed by accelerate (see `device_map.py`)."""
         return False
 
     def prepare_model(

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from moecore.checkpoint.ranks import on_first_rank
-from moecore.hf import export_hf, save_adapters
-from moecore.hf.lora_merge import unmerged
+from moecore.io import export_hf, save_adapters
+from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.io.hf.lora_merge import unmerged
 
 
 def export_into(model: nn.Module, folder: Path) -> None:

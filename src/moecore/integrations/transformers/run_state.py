@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerState
 
-from moecore.checkpoint import latest, read_manifest
-from moecore.checkpoint.ranks import on_first_rank
+from moecore.io import latest, read_manifest
+from moecore.io.checkpoint.ranks import on_first_rank
 
 STATE = "trainer_state"
 GENERATORS = "host_generators"
@@ -72,7 +72,7 @@ def read_state_text(path: Path) -> str:
     if STATE not in extra:
         raise ValueError(
             f"resume_from_checkpoint ({path}) must be a checkpoint of MoETrainer: load any other "
-            "with moecore.checkpoint.load before training"
+            "with moecore.io.load before training"
         )
     return extra[STATE]
 

@@ -36,8 +36,6 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from moecore.checkpoint import Saver, load
-from moecore.checkpoint.directory import directory_of
 from moecore.integrations.transformers.accelerator import ShardedAccelerator
 from moecore.integrations.transformers.arguments import (
     check_accelerator,
@@ -54,10 +52,12 @@ from moecore.integrations.transformers.run_state import (
     set_host_generators,
     state_text,
 )
-from moecore.loss_scale import DynamicLossScale, is_fp16
+from moecore.io import Saver, load
+from moecore.io.checkpoint.directory import directory_of
 from moecore.moe.state import moe_state
-from moecore.shard.late_parameters import refuse_earlier
-from moecore.step import StepResult, TrainStep
+from moecore.parallel.shard.late_parameters import refuse_earlier
+from moecore.train.loss_scale import DynamicLossScale, is_fp16
+from moecore.train.step import StepResult, TrainStep
 
 
 class MoETrainer(Trainer):

@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moecore._fields import Count, CountOrZero, Rules, check_fields
+from moecore.base.fields import Count, CountOrZero, Rules, check_fields
 from moecore.kernels.common import is_gpu
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore._torch import flash_attention, flash_attention_backward
+from moecore.base.torch_names import flash_attention, flash_attention_backward
 from moecore.kernels.attention.contract import AttentionMask, refuse_half
 
 

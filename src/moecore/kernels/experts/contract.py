@@ -13,11 +13,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from moecore._fields import Rules, check_fields
+from moecore.base.fields import Rules, check_fields
+from moecore.base.options.recipe import Recipe
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
-from moecore.precision.recipe import Recipe
 
 ProductsName = Literal["auto", "triton", "torch"]
 ComputeGrad = Callable[..., Tensor]  # (*operands, GradTarget) -> the gradient

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._torch import have_tangents, is_plain_eager, will_run
+from moecore.base.torch_names import have_tangents, is_plain_eager, will_run
 from moecore.kernels.experts.backward import Saved, Wants, differentiate
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moecore.base.options.recipe import Recipe
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.grouped.row_tiles import map_row_tiles
@@ -40,7 +41,6 @@ from moecore.kernels.rows.quantised_activation import (
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.shard_blocks import transpose_values
 from moecore.kernels.rows.widen import widen_rows
-from moecore.precision.recipe import Recipe
 
 # Smallest F from which a layer in FP8 was faster: "Layers in FP8", docs/findings/fp8.md
 FASTER_FROM = 384

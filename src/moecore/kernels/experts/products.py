@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from moecore.base.options.recipe import Recipe, Scaling
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
@@ -31,7 +32,6 @@ from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.experts.triton_products import HopperProducts, TritonProducts
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
-from moecore.precision.recipe import Recipe, Scaling
 
 
 class Products(Protocol):

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moecore.base.options.recipe import Recipe
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
@@ -34,7 +35,6 @@ from moecore.kernels.rows.activation import (
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows_plain
 from moecore.kernels.rows.record import Rows
-from moecore.precision.recipe import Recipe
 
 
 class ScaledProducts:

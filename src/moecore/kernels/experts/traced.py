@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moecore.base.options.recipe import Recipe
 from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, ProductsName
 from moecore.kernels.experts.products import make_products
@@ -23,7 +24,6 @@ from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.record import Rows
-from moecore.precision.recipe import Recipe
 
 _INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e"
 _OPTIONS = (

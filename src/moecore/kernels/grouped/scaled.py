@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore._torch import is_silent, scaled_grouped_mm
+from moecore.base.torch_names import is_silent, scaled_grouped_mm
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import FP8, block_scale_ref, magnitude_ref
 from moecore.kernels.rows.quantised import quantise_ref

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore._torch import in_forward_mode
+from moecore.base.torch_names import in_forward_mode
 from moecore.kernels.common import (
     INTERPRET,
     cdiv,

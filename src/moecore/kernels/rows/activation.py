@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore._fields import OneOf, Positive, check_fields
+from moecore.base.fields import OneOf, Positive, check_fields
 from moecore.kernels.common import (
     all_used,
     cdiv,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from moecore._torch import register_dataclass
+from moecore.base.torch_names import register_dataclass
 from moecore.kernels.rows.packed import packed_views, unpack_rows
 
 

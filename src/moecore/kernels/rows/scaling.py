@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moecore.base.options.recipe import Block
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import BLOCK, FP8, MAX, block_scale_ref, magnitude_ref
-from moecore.precision.recipe import Block
 
 ALIGNED = 16  # of which sizes are multiples: 16 bytes
 SCALE_COLUMNS = 4  # of which the row length of a "block" operand's scales is a multiple

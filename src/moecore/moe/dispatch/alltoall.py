@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._streams import wait_on_host
-from moecore._torch import is_silent
+from moecore.base.streams import wait_on_host
+from moecore.base.torch_names import is_silent
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import all_gather_single, assert_async, is_silent
+from moecore.base.torch_names import all_gather_single, assert_async, is_silent
 from moecore.moe.lanes import Lanes, exchange
 
 

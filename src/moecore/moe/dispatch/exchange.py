@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._streams import Stream, current_stream, new_stream, on_stream
+from moecore.base.options.nvlink import NVLinkOptions
+from moecore.base.streams import Stream, current_stream, new_stream, on_stream
 from moecore.kernels.common import record_launch
 from moecore.kernels.exchange import copies
 from moecore.kernels.exchange import operations as kernels
@@ -21,7 +22,6 @@ from moecore.kernels.exchange.buffer import (
 )
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
 from moecore.kernels.exchange.limit_rows import limit_rows
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.placement import balanced_tokens
 
 # Operations of a `MetaExchange`, by the names of their kernels.

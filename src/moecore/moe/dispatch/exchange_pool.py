@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.options.nvlink import NVLinkOptions
 from moecore.kernels.common import num_sms, on_device
 from moecore.kernels.exchange.buffer import (
     ROW_ALIGNMENT,
@@ -29,7 +30,6 @@ from moecore.kernels.exchange.buffer import (
 )
 from moecore.moe.dispatch.clone_exchange import CloneExchange
 from moecore.moe.dispatch.exchange import Exchange, MetaExchange
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
 from moecore.moe.room import larger, warn_of_skipped
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore._torch import version
+from moecore.base.torch_names import version
 from moecore.kernels.exchange.operations import SpreadChoices
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex, build_index

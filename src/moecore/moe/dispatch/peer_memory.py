@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import symmetric_memory
+from moecore.base.torch_names import symmetric_memory
 from moecore.kernels.common import HAS_TRITON, INTERPRET, meta_is_gpu
 from moecore.kernels.exchange.buffer import (
     MAX_RANKS,

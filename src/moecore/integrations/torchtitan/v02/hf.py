@@ -9,7 +9,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 
-from moecore.config import BalanceConfig
+from moecore.base.options.layer import BalanceConfig
 from moecore.integrations.torchtitan.hf_model import (
     HFModel,
     Source,

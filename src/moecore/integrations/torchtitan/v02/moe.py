@@ -19,7 +19,7 @@ from torchtitan.models.moe import MoE
 from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.models.utils import trunc_normal_
 
-from moecore.adapters.adopt import adopt
+from moecore.families.adopt import adopt
 from moecore.integrations.torchtitan.layer import TitanLayer, block_config, check_class
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.forced import force_even_load

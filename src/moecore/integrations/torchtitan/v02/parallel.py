@@ -22,8 +22,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.moe import MoE
 
-from moecore._torch import attention_overloads, grouped_mm_overload, reduce_scatter_overload
-from moecore.adapters.base import swap_blocks
+from moecore.base.torch_names import (
+    attention_overloads,
+    grouped_mm_overload,
+    reduce_scatter_overload,
+)
+from moecore.families.adapters import swap_blocks
 from moecore.integrations.torchtitan.layer import cut_dense_parts
 from moecore.integrations.torchtitan.options import moecore_options
 from moecore.integrations.torchtitan.shared import (
@@ -36,7 +40,7 @@ from moecore.integrations.torchtitan.shared import (
     without_router,
 )
 from moecore.integrations.torchtitan.v02.moe import titan_moe
-from moecore.mesh import Meshes
+from moecore.parallel.mesh import Meshes
 
 DenseTensorParallel = Callable[[nn.Module, DeviceMesh, JobConfig], None]
 # What selective checkpointing of single operations keeps: every matrix product and attention.

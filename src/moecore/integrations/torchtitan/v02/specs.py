@@ -50,7 +50,7 @@ from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as qwen3_
 from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
 from torchtitan.protocols import BaseModelArgs
 
-from moecore.config import BalanceConfig
+from moecore.base.options.layer import BalanceConfig
 from moecore.integrations.torchtitan.hf_model import HFNames, Source
 from moecore.integrations.torchtitan.step import MoEMetricsProcessor, finish_before_step
 from moecore.integrations.torchtitan.v02.decoder import (
@@ -63,7 +63,7 @@ from moecore.integrations.torchtitan.v02.decoder import (
 from moecore.integrations.torchtitan.v02.hf import TitanHF, TitanHFArgs, parallelize_hf
 from moecore.integrations.torchtitan.v02.parallel import parallelize_titan
 from moecore.models import PRESETS, DecoderConfig
-from moecore.optim import AdamW
+from moecore.train import AdamW
 
 
 def accelerated(spec: TrainSpec) -> TrainSpec:

@@ -9,7 +9,7 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModel
 
-from moecore.config import BalanceConfig
+from moecore.base.options.layer import BalanceConfig
 from moecore.integrations.torchtitan.hf_model import (
     HFModel,
     check_config,

@@ -44,7 +44,7 @@ from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.protocols.model import BaseModel
 from torchtitan.trainer import Trainer
 
-from moecore.config import BalanceConfig
+from moecore.base.options.layer import BalanceConfig
 from moecore.integrations.torchtitan.hf_model import HFNames, Source
 from moecore.integrations.torchtitan.step import finish_before_step
 from moecore.integrations.torchtitan.v03.decoder import TitanDecoder

@@ -25,7 +25,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRou
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 from torchtitan.protocols.module import Module
 
-from moecore.adapters.adopt import adopt
+from moecore.families.adopt import adopt
 from moecore.integrations.torchtitan.layer import (
     TitanLayer,
     block_config,

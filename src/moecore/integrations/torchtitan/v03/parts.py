@@ -20,8 +20,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
-from moecore._torch import grouped_mm_overload
-from moecore.adapters.base import swap_blocks
+from moecore.base.torch_names import grouped_mm_overload
+from moecore.families.adapters import swap_blocks
 from moecore.integrations.torchtitan.options import MoECore
 from moecore.integrations.torchtitan.shared import (
     Rule,
@@ -34,7 +34,7 @@ from moecore.integrations.torchtitan.shared import (
 )
 from moecore.integrations.torchtitan.step import MoEMetricsProcessor
 from moecore.integrations.torchtitan.v03.moe import titan_moe
-from moecore.mesh import Meshes
+from moecore.parallel.mesh import Meshes
 
 LABELS = "labels"  # the keyword under which a model that makes its own loss gets them
 

@@ -1,0 +1,153 @@
+"""What must be equal on every rank, compared before anything is sharded.
+
+Ranks that differ would otherwise mix shards, compute other gradients in silence, or issue other
+collectives and wait for each other. An entry costs 16 bytes of one all-reduce, whatever its value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moecore.base.fields import shown
+
+Group = dist.ProcessGroup | None  # None = all ranks
+
+
+def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
+    """Raise on every rank when an entry is not the same on all of them. Collective, a host sync.
+
+    Args:
+        entries: name -> value, equal where its `repr` is; every rank must bring the same names in
+            the same order. A mapping among the values is opened to name what in it differs: an
+            entry before it must have compared its keys.
+        device_type: of the group's collectives.
+        group: the ranks that share the entries; every rank calls it with its own group.
+
+    Raises:
+        ValueError: names the first entry that differs, and its value on this rank.
+    """
+    names, problem = _differing(entries, device_type, group), None
+    if names:
+        name, more = names[0], len(names) - 1
+        value = entries[name]
+        if isinstance(value, Mapping):
+            inner = _differing(value, device_type, group)
+            name, value, more = f"{name} of {inner[0]}", value[inner[0]], more + len(inner) - 1
+        others = f" and {more} more" if more else ""
+        problem = (
+            f"{name} ({shown(value)} on rank {dist.get_rank()}){others} must be the same on every "
+            f"rank{_of_stage(group)}: build the model and call moecore alike everywhere"
+        )
+    raise_on_all(problem, device_type, group=group)
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as entries, by "Class.field"."""
+    cls = type(record).__name__
+    return {f"{cls}.{field.name}": getattr(record, field.name) for field in fields(record)}
+
+
+@torch.no_grad()
+def check_equal_weights(
+    tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
+) -> None:
+    """Raise on every rank when real weights differ: they would be mixed shard by shard.
+
+    Args:
+        tensors: parameters and buffers, with the same names and shapes on every rank.
+        device_type: of the group's collectives.
+        group: the ranks that share them; every rank calls it with its own group.
+
+    Raises:
+        ValueError: names the first parameter or buffer that differs.
+    """
+    # Of what is cut over tp already every rank holds another part.
+    whole = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
+    different, problem = differing_tensors(whole, device_type, group=group), None
+    if different:
+        problem = (
+            f"weights of {different[0]} (and {len(different) - 1} more) must be equal on every "
+            f"rank{_of_stage(group)} before sharding: seed every rank alike or load one checkpoint"
+        )
+    raise_on_all(problem, device_type, group=group)
+
+
+@torch.no_grad()
+def differing_tensors(
+    tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
+) -> list[str]:
+    """Return the names of tensors that are not the same on all ranks of a group. Collective.
+
+    Args:
+        tensors: plain, with the same names, shapes and dtypes on every rank of the group; those on
+            meta are left out.
+        device_type: of the group's collectives.
+        group: the ranks.
+    """
+    real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
+    if not real or not _has_others(group):
+        return []
+    sums = torch.stack([_checksum(t).to(device_type) for t in real.values()])
+    names = list(real)
+    return [names[i] for i in _where_different(sums, group)]
+
+
+def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) -> None:
+    """Raise a ValueError on every rank of the world when some have a problem.
+
+    Args:
+        problem: of this rank, in one line; None = it has none.
+        device_type: of the default group's collectives.
+        group: the ranks that have a problem together, if at all. All ranks of the world need no
+            communication, parts of it one all-reduce and a host sync.
+    """
+    if dist.is_initialized() and dist.get_world_size(group) < dist.get_world_size():
+        found = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if found.item() and problem is None:
+            problem = "ranks of another pipeline stage must agree with each other: see their errors"
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _of_stage(group: Group) -> str:
+    is_part = group is not None and dist.get_world_size(group) < dist.get_world_size()
+    return " of a pipeline stage" if is_part else ""
+
+
+def _differing(entries: Mapping[str, Any], device_type: str, group: Group) -> list[str]:
+    if not entries or not _has_others(group):
+        return []
+    digests = [hashlib.sha256(repr(value).encode()).digest()[:7] for value in entries.values()]
+    numbers = torch.tensor([int.from_bytes(d, "little") for d in digests], device=device_type)
+    names = list(entries)
+    return [names[i] for i in _where_different(numbers, group)]
+
+
+def _where_different(values: Tensor, group: Group) -> list[int]:
+    """Return the positions at which ranks hold different int64. One collective, a host sync."""
+    bounds = torch.stack([values, ~values])  # ~ turns the order round and cannot overflow
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    return (bounds[0] != ~bounds[1]).nonzero().flatten().tolist()
+
+
+def _has_others(group: Group) -> bool:
+    return dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return an int64 sum of the tensor's bytes, each times a number that depends on its place."""
+    bits = tensor.detach().contiguous().flatten().view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for i, chunk in enumerate(bits.split(1 << 22)):
+        places = torch.arange(1, chunk.numel() + 1, device=tensor.device)
+        total += (places * places % 1000003 * (i + 1) * (chunk.to(torch.int64) + 1)).sum()
+    return total

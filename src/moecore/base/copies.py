@@ -1,0 +1,61 @@
+"""Copies of a model's modules without memory, on which a question can be answered by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base.torch_names import HOOKS
+
+NewParameter = Callable[[nn.Parameter], nn.Parameter]
+
+
+def copy_modules(
+    model: nn.Module, new_parameter: NewParameter, *, unwrapped: bool = False
+) -> dict[nn.Module, nn.Module]:
+    """Return a copy of each module of a model. What is no module, parameter or hook is shared.
+
+    Args:
+        model: plain or parallelized, on any device.
+        new_parameter: makes a parameter of the copy, once of each.
+        unwrapped: whether hooks, and forwards that were put in the place of the class's own, stay
+            behind.
+    """
+    copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
+    params = {param: new_parameter(param) for param in model.parameters()}
+    for module, twin in copies.items():
+        state = {n: v for n, v in vars(module).items() if not (unwrapped and _shadows(module, n))}
+        for name in HOOKS & state.keys():
+            state[name] = type(state[name])(() if unwrapped else state[name])
+        state["_buffers"] = dict(module._buffers)
+        state["_parameters"] = {
+            n: p if p is None else params[p] for n, p in module._parameters.items()
+        }
+        state["_modules"] = {n: m if m is None else copies[m] for n, m in module._modules.items()}
+        vars(twin).update(state)
+    return copies
+
+
+def on_meta(param: nn.Parameter) -> nn.Parameter:
+    """Return a parameter on meta that is sharded as this one."""
+    local = param.to_local() if isinstance(param, DTensor) else param
+    empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
+    if isinstance(param, DTensor):
+        empty = DTensor.from_local(
+            empty,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+    return nn.Parameter(empty, requires_grad=param.requires_grad)
+
+
+def _shadows(module: Any, name: str) -> bool:
+    """Whether an attribute stands in the place of a method of its class: wrapped, or compiled."""
+    return callable(vars(module)[name]) and callable(getattr(type(module), name, None))

@@ -1,0 +1,1 @@
+"""Every record of options, each checked where it is made."""

@@ -1,0 +1,55 @@
+"""Options of the `nvlink` dispatcher; docs/dispatchers.md has what they cost."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from moecore.base.fields import Bound, Count, Positive, Rules, check_fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NVLinkOptions:
+    """Choices of the `nvlink` dispatcher.
+
+    Attributes:
+        max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
+        row_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
+            rank would give. None = room for every routing.
+        overflow: what more rows than that are. "rerun": `TrainStep.forward_backward` runs the step
+            again with the factor that was needed, which stays; it waits for the device once per
+            step. A loop of `micro_batch()` skips the step on every rank, without a wait, and so
+            does a CUDA graph, which is captured anew then. Steps that nobody clips have an error.
+            "error": an error everywhere.
+        exact_rows: room for exactly the expert rows that come, so that nothing overflows, at one
+            host sync per dispatch; not with a row_factor, not in CUDA graphs.
+        num_sms: programs of one operation, of which half push and half receive; None = one per
+            multiprocessor.
+        overlap_weight_grads: copy engines bring the tokens' gradients home while the experts
+            compute those of their weights.
+        keep_rows: whether backward finds the rows that came. False sends the tokens once more
+            there; for experts "triton" and "torch" without biases.
+        fp8_dispatch: the tokens of a dispatch travel, and are kept for backward, as float8_e4m3fn
+            with a scale per 128 columns; experts multiply them in the dtype that they had. Sums and
+            gradients travel as they are, and the rounding has the gradient of an identity.
+        timeout_s: seconds that a rank waits for another one before it is an error.
+    """
+
+    max_tokens: Count | None = None
+    row_factor: Positive | None = None
+    overflow: Literal["rerun", "error"] = "rerun"
+    exact_rows: bool = False
+    num_sms: Annotated[int, Bound(">=", 2)] | None = None
+    overlap_weight_grads: bool = True
+    keep_rows: bool = True
+    fp8_dispatch: bool = False
+    timeout_s: Positive = 300.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.exact_rows and self.row_factor is not None:
+            yield (
+                "row_factor",
+                "be None with exact_rows (True), which needs no room beyond the rows: leave one "
+                "of them out",
+            )

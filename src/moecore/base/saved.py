@@ -1,0 +1,185 @@
+"""What a forward keeps for its backward, as handles, and who decides their form.
+
+Autograd hands every tensor that an operation saves to one function. Here that function asks the
+packers of the running code, the innermost first, and the first that answers decides: a weight is
+kept, an activation is computed again (`recompute.py`) or lies in host memory. What nobody takes is
+kept too.
+
+Note "other hooks": torch asks the innermost pair of hooks alone. Under hooks of the caller's own
+(activation checkpointing, `save_on_cpu`) nothing is packed here: those decide.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moecore.base.torch_names import saved_tensor_hooks, storage_key, version
+
+
+class Handle(Protocol):
+    """Stands for a tensor that an operation has saved."""
+
+    def unpack(self) -> Tensor:
+        """Return the tensor as it was saved. A retained graph asks more than once."""
+        ...
+
+
+Packer = Callable[[Tensor], Handle | None]
+
+
+def changed_in_place(shape: torch.Size, now: int, then: int) -> RuntimeError:
+    """Return the error for a saved tensor that has another version than at forward."""
+    return RuntimeError(
+        f"a tensor {tuple(shape)} that backward needs was changed in place since forward "
+        f"(version {now}, not {then}): change a clone"
+    )
+
+
+class Kept:
+    """The tensor itself; a change in place before backward is an error, as without hooks.
+
+    Of what has a node its alias without: an operation that saves its own output would hold itself,
+    and a graph that is dropped would stay.
+    """
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self._version = version(tensor)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: when it was changed in place since forward.
+        """
+        if version(self._tensor) != self._version:
+            raise changed_in_place(self._tensor.shape, version(self._tensor), self._version)
+        return self._tensor
+
+
+@dataclass(frozen=True, slots=True)
+class UsedRows:
+    """Which rows of a matrix are in use, where only the device knows.
+
+    What lies in the others means nothing, and need not come back.
+
+    Attributes:
+        length: of the matrix.
+        num_rows: 0-dim int32 on the device: the first so many; None = those that have a slot.
+        slots: int32 [length, K] on the device: a row all of whose slots are negative has none.
+        balanced: how many rows that are with even loads; None = nobody has planned for them.
+        storage: `storage_key` of the only matrix that is meant; None = all of this length.
+    """
+
+    length: int
+    num_rows: Tensor | None = None
+    slots: Tensor | None = None
+    balanced: int | None = None
+    storage: int | None = None
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage is a matrix with these rows, of which it holds columns."""
+        if tensor.ndim != 2 or not tensor.dtype.is_floating_point:
+            return False
+        if tensor.shape[0] != self.length or not self.length:
+            return False
+        row_bytes = tensor.stride(0) * tensor.element_size()
+        is_whole = row_bytes * self.length == tensor.untyped_storage().nbytes()
+        return is_whole and self.storage in (None, storage_key(tensor))
+
+
+class _Packers(threading.local):
+    """The packers of this thread, in the order in which they are asked."""
+
+    first: tuple[Packer, ...] = ()
+    inner: tuple[Packer, ...] = ()
+    rows: tuple[UsedRows, ...] = ()  # of matrices that have room for more
+
+
+_here = _Packers()
+
+
+@contextmanager
+def packing(packer: Packer, *, is_first: bool = False, rows_alone: bool = False) -> Iterator[None]:
+    """Within, ask a packer about each tensor that an operation saves.
+
+    Args:
+        packer: returns a handle, or None for a tensor that it leaves to the next one.
+        is_first: ask it before all that are on within, too; else inner ones are asked before it.
+        rows_alone: it takes nothing but what is saved within `counting_rows`: elsewhere nobody is
+            asked because of it, which would take the host longer.
+    """
+    hooks = saved_tensor_hooks()
+    if hooks is not None and hooks[0] is not keep:
+        yield
+        return
+    before = _here.first, _here.inner
+    if is_first:
+        _here.first = (packer, *_here.first)
+    else:
+        _here.inner = (packer, *_here.inner)
+    try:
+        with nullcontext() if rows_alone else _asking():
+            yield
+    finally:
+        _here.first, _here.inner = before
+
+
+@contextmanager
+def counting_rows(*rows: UsedRows) -> Iterator[None]:
+    """Within, saved matrices have rows that are not in use.
+
+    Args:
+        rows: of the matrices; of several that are of one matrix the first counts.
+    """
+    before, _here.rows = _here.rows, rows
+    try:
+        with _asking():
+            yield
+    finally:
+        _here.rows = before
+
+
+def _asking() -> AbstractContextManager[Any]:
+    """Return a context within which packers are asked, if there are any and no other hooks."""
+    if saved_tensor_hooks() is not None or not is_packing():
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(keep, _unpack)
+
+
+def used_rows(tensor: Tensor) -> UsedRows | None:
+    """Return which rows of the storage of a tensor that is being saved are in use; None = all."""
+    for rows in _here.rows:
+        if rows.is_of(tensor):
+            return rows
+    return None
+
+
+def is_packing() -> bool:
+    """Whether saved tensors are asked about: a packer is on, and no hooks of the caller's own."""
+    hooks = saved_tensor_hooks()
+    if hooks is None:
+        return bool(_here.first or _here.inner)
+    return hooks[0] is keep
+
+
+def keep(tensor: Tensor) -> Handle:
+    """Return the handle of a tensor for backward, by the packers of the running code."""
+    for packer in (*_here.first, *_here.inner):
+        handle = packer(tensor)
+        if handle is not None:
+            return handle
+    return Kept(tensor)
+
+
+def _unpack(handle: Handle) -> Tensor:
+    return handle.unpack()

@@ -1,0 +1,210 @@
+"""Find a model's MoE blocks and swap each for a MoELayer that keeps its parameters and names.
+
+An adapter is a function `(block, model) -> MoELayer`. moecore brings those of Hugging Face models;
+a user's own block gets one through `parallelize_moe(..., adapters={MyBlock: my_adapter})`.
+`adopt` does the common part: build the layer without memory and hand it the block's parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from moecore.base.torch_names import hooks_around
+from moecore.families.transformers.blocks import find_hf_adapter, why_refused
+from moecore.moe.layer import RoutedLayer
+
+CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+RECORDING = (
+    "transformers.utils.output_capturing"  # its hooks are handed on, see transformers/outputs.py
+)
+
+Adapter = Callable[[nn.Module, nn.Module], RoutedLayer]
+
+
+def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:
+    """Replace every known MoE block in place and return all MoE layers by qualified name.
+
+    Args:
+        model: any module.
+        adapters: block class -> adapter; comes before the built-in ones.
+
+    Raises:
+        ValueError: when a block looks like MoE and has no adapter, an adapter returns something
+            else than a MoELayer, or a block that would be swapped has hooks. The model is then
+            unchanged.
+
+    Warns of experts that are sharded as dense modules: see `_routes_densely`. They are refused in a
+    list whose other entries hold known MoE blocks.
+    """
+    found = _find_blocks(model, adapters)
+    used = {type(model.get_submodule(name)) for name in found}
+    for cls in adapters:
+        if cls not in used:
+            warnings.warn(
+                f"adapter of {cls.__name__} is not used: no block is of this very class",
+                stacklevel=3,
+            )
+    # All adapters before any swap: one may raise.
+    swaps = {model.get_submodule(n): _make_layer(n, model, adapter) for n, adapter in found.items()}
+    for parent in list(model.modules()):
+        for child, module in parent._modules.items():
+            if module in swaps:
+                parent._modules[child] = swaps[module]
+    return {n: m for n, m in model.named_modules() if isinstance(m, RoutedLayer)}
+
+
+def _find_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, Adapter]:
+    """Return qualified name -> adapter of each block to swap; refuse or warn of look-alikes."""
+    found: dict[str, Adapter] = {}
+    unknown: list[str] = []
+    dense: list[str] = []
+    inside: list[str] = []
+
+    def adapter_of(module: nn.Module) -> Adapter | None:
+        return adapters.get(type(module)) or find_hf_adapter(module)
+
+    for name, module in model.named_modules():
+        if any(name.startswith(outer) for outer in inside):
+            continue
+        adapter = adapter_of(module)
+        if isinstance(module, RoutedLayer) or adapter:
+            inside.append(f"{name}." if name else "")
+            if adapter:
+                found[name] = adapter
+        elif any(isinstance(m, RoutedLayer) or adapter_of(m) for m in module.children()):
+            continue  # a block whose experts are swapped alone
+        elif why_refused(module) is not None:
+            raise NotImplementedError(
+                f"MoE block {name} ({type(module).__name__}) must have stacked matrices that "
+                f"moecore can take: {why_refused(module)}; pass an adapter, see docs/adapters.md"
+            )
+        elif _looks_like_moe(module):
+            unknown.append(f"{name or 'the model'} ({type(module).__name__})")
+        elif _routes_densely(module):
+            dense.append(f"{name or 'the model'} ({type(module).__name__})")
+    if unknown:
+        raise ValueError(
+            f"MoE block {unknown[0]}{_more(unknown)} has no adapter: pass parallelize_moe(..., "
+            "adapters={BlockClass: fn(block, model) -> MoELayer}), see docs/adapters.md"
+        )
+    _refuse_beside(dense, inside)
+    if dense:
+        warnings.warn(
+            f"{dense[0]}{_more(dense)} looks like a router and a list of experts without an "
+            "adapter, so every rank computes all of them: pass parallelize_moe(..., adapters={...})"
+            ", see docs/adapters.md",
+            stacklevel=4,
+        )
+    if "" in found:
+        raise ValueError(
+            "model (a MoE block itself) must be held by a parent module to be swapped: wrap it in "
+            "nn.Sequential, or build a MoELayer"
+        )
+    return found
+
+
+def _refuse_beside(dense: Sequence[str], inside: Sequence[str]) -> None:
+    """Raise for a look-alike in an entry of a list whose other entries hold known MoE blocks."""
+    known = [name.rstrip(".").split(".") for name in inside]
+    for name in dense:
+        path = name.partition(" ")[0].split(".")
+        # The outermost entry of a list that holds the look-alike and no known block.
+        places = [i for i, part in enumerate(path) if part.isdecimal()]
+        alone = (i for i in places if not any(k[: i + 1] == path[: i + 1] for k in known))
+        i = next(alone, None)
+        beside = [k for k in known if i is not None and k[:i] == path[:i] and k[i].isdecimal()]
+        if beside:
+            raise ValueError(
+                f"MoE block {name} must have an adapter, as {'.'.join(beside[0])} of the same list "
+                "has: pass parallelize_moe(..., adapters={BlockClass: fn(block, model) -> "
+                "MoELayer}), see docs/adapters.md"
+            )
+
+
+def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
+    """Return the layer that takes a block's place; the model is unchanged."""
+    block = model.get_submodule(name)
+    layer = adapter(block, model)
+    if not isinstance(layer, RoutedLayer):
+        raise ValueError(
+            f"adapter of {name} ({type(block).__name__}) must return a MoELayer, not a "
+            f"{type(layer).__name__}: see docs/adapters.md"
+        )
+    _refuse_hooks(name, block, layer)
+    layer.train(block.training)
+    _keep_order(layer, block)
+    return layer
+
+
+def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
+    """Refuse hooks of all that the swap leaves behind: they would never run again.
+
+    The router and the experts are left behind too: a layer takes their tensors. Modules that it
+    keeps (a shared expert) keep their hooks.
+    """
+    kept = set(layer.modules())
+    for path, module in block.named_modules(prefix=name):
+        hooks = [] if module in kept else hooks_around(module)
+        if any(getattr(hook, "__module__", None) != RECORDING for hook in hooks):
+            raise ValueError(
+                f"{path} must have no hooks, because a MoELayer takes its place: remove them, or "
+                "register them after parallelize_moe"
+            )
+
+
+def _keep_order(layer: RoutedLayer, block: nn.Module) -> None:
+    """Give the layer's children the block's order: optimizer state dicts are positional."""
+    order = [name for name in block._modules if name in layer._modules]
+    for name in [*order, *(n for n in layer._modules if n not in order)]:
+        layer._modules[name] = layer._modules.pop(name)
+
+
+def _looks_like_moe(module: nn.Module) -> bool:
+    return any(name in ("experts", "expert") for name, _ in module.named_children())
+
+
+def _routes_densely(module: nn.Module) -> bool:
+    """Whether a module is a router over feed-forward experts, by names and shapes.
+
+    A child named router or gate with a matrix [E, D], E >= 2, beside a ModuleList of E modules of
+    one class and of equal shapes, whose first matrix reads D and whose last one writes D. Or a
+    child named router beside stacks of E such matrices.
+    """
+    for name, child in module.named_children():
+        if "router" in name or "gate" in name or "gating" in name:
+            others = [m for m in module.children() if m is not child]
+            if any(_has_experts(others, *s, stacked="router" in name) for s in _shapes(child, 2)):
+                return True
+    return False
+
+
+def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacked: bool) -> bool:
+    if num_experts < 2:
+        return False
+    for experts in modules:
+        if isinstance(experts, nn.ModuleList) and len(experts) == num_experts:
+            shapes = [(type(e), *_shapes(e, 2)) for e in experts]
+            if shapes.count(shapes[0]) == num_experts and _maps(shapes[0][1:], dim):
+                return True
+    stacks = [s for m in modules if not isinstance(m, CONVOLUTIONS) for s in _shapes(m, 3)]
+    return stacked and _maps([s[1:] for s in stacks if s[0] == num_experts], dim)
+
+
+def _maps(matrices: Sequence[Any], dim: int) -> bool:
+    """Whether the first of at least two matrices reads the dim and the last one writes it."""
+    return len(matrices) > 1 and matrices[0][1] == dim == matrices[-1][0]
+
+
+def _shapes(module: nn.Module, ndim: int) -> list[tuple[int, ...]]:
+    return [tuple(p.shape) for p in module.parameters() if p.ndim == ndim]
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,0 +1,131 @@
+"""A layer made of another block's own parameters: what every adapter calls.
+
+`adopt` makes a MoELayer of a block, `adopt_experts` RoutedExperts of its experts module alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from moecore.base.fields import check_arguments
+from moecore.base.options.layer import MoEConfig
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.experts import Experts, OwnActivation
+from moecore.moe.layer import LayerLayout, MoELayer, add_part
+from moecore.moe.routed import RoutedExperts
+from moecore.moe.router import Router
+
+
+def adopt(
+    config: MoEConfig,
+    layout: LayerLayout,
+    *,
+    router: Mapping[str, Tensor],
+    experts: Mapping[str, Tensor],
+    shared: nn.Module | None = None,
+    shared_gate: nn.Module | None = None,
+    own_activation: OwnActivation | None = None,
+    layer_class: type[MoELayer] = MoELayer,
+) -> MoELayer:
+    """Return a MoELayer that holds the given parameters themselves, not copies.
+
+    Args:
+        config: the layer; `shared_hidden_dim` stays 0 when `shared` is given.
+        layout: the names under which the model knows its parts.
+        router: "weight" [E, D], and "bias" [E] and the selection bias buffer if the config has
+            them.
+        experts: parameter name -> stacked tensor, by `expert_shapes(config, layout)`.
+        shared: any module that maps [T, D] to [T, D], kept as it is.
+        shared_gate: any module that maps [T, D] to [T, 1], kept as it is; the sigmoid of what it
+            returns multiplies the shared output. Its name is `layout.shared_gate`.
+        own_activation: see `Experts`.
+        layer_class: a subclass whose forward returns what the model expects of its block.
+
+    Raises:
+        ValueError: when a tensor is missing or has another shape than the config's; when a
+            shared gate comes without its name, without `shared`, or the other way round.
+        NotImplementedError: for latent experts.
+    """
+    check_arguments(adopt, locals())
+    if bool(layout.shared_gate) != (shared_gate is not None):
+        raise ValueError(
+            f"LayerLayout.shared_gate ({layout.shared_gate!r}) must name the shared_gate "
+            f"({_class_name(shared_gate)}) of adopt: pass both or neither"
+        )
+    if shared_gate is not None and shared is None:
+        raise ValueError(
+            f"shared_gate ({_class_name(shared_gate)}) must come with shared (None) in adopt: pass "
+            "the block's shared module"
+        )
+    if config.latent_dim:
+        raise NotImplementedError(
+            f"MoEConfig.latent_dim ({config.latent_dim}) must be 0 in adopt: its two matrices have "
+            "no argument yet"
+        )
+    layer = layer_class(config, layout=layout, device="meta")
+    if config.shared_hidden_dim and shared is None:
+        raise ValueError(
+            f"MoEConfig.shared_hidden_dim ({config.shared_hidden_dim}) must be 0 in adopt without "
+            "shared (None): pass the block's shared module"
+        )
+    layer.part("experts").own_activation = own_activation
+    _fill(layer.part("router"), router)
+    _fill(layer.part("experts"), experts)
+    if shared is not None:
+        add_part(layer, layout.shared, shared)
+    if shared_gate is not None:
+        add_part(layer, layout.shared_gate, shared_gate)
+    return layer
+
+
+def adopt_experts(
+    config: MoEConfig,
+    layout: ExpertLayout,
+    experts: Mapping[str, Tensor],
+    *,
+    own_activation: OwnActivation | None = None,
+) -> RoutedExperts:
+    """Return RoutedExperts that hold the given parameters themselves, not copies.
+
+    Args:
+        config: sizes, activation and biases; see `RoutedExperts`.
+        layout: the names under which the model knows the parameters.
+        experts: parameter name -> stacked tensor, by `expert_shapes(config, layout)`.
+        own_activation: see `Experts`.
+
+    Raises:
+        ValueError: when a tensor is missing or has another shape than the config's.
+    """
+    check_arguments(adopt_experts, locals())
+    module = RoutedExperts(config, layout=layout, own_activation=own_activation, device="meta")
+    _fill(module, experts)
+    return module
+
+
+def _class_name(module: nn.Module | None) -> str:
+    return "None" if module is None else type(module).__name__
+
+
+def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    assert isinstance(module, Router | Experts)
+    expected = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
+    if expected.keys() != tensors.keys():
+        raise ValueError(
+            f"{type(module).__name__} tensors {sorted(tensors)} must be {sorted(expected)}: "
+            "match the adapter's config and layout to the block"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{type(module).__name__} {name} {tuple(tensor.shape)} must have the shape "
+                f"{tuple(expected[name].shape)} that the adapter's config gives"
+            )
+        if module._parameters.pop(name, None) is None:
+            # The selection bias: small steps need fp32, and a Parameter would leave the buffers.
+            setattr(module, name, tensor.detach().float())
+            continue
+        # Registered anew, so that the block's order stays.
+        parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach())
+        module.register_parameter(name, parameter)

@@ -1,0 +1,1 @@
+"""Models of transformers, and peft's adapters in them, as they are."""

@@ -1,0 +1,206 @@
+"""Adapters of transformers (>= 5) MoE blocks whose rule `MoEConfig` has: moecore's router chooses.
+
+Blocks of all other families keep their router, see `experts.py`. Parameter names, shapes and the
+order of stored weights stay those of the model, so its checkpoints load and its optimizer sees what
+it knew. Blocks are found by class name: transformers is not imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from moecore.base.options.layer import MoEConfig
+from moecore.families.adopt import adopt
+from moecore.families.transformers.experts import find_experts_adapter, read_experts
+from moecore.families.transformers.outputs import record_logits
+from moecore.families.transformers.stock import is_hf, refuse_customised
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
+
+STACKED = LayerLayout(
+    router="gate",
+    shared="shared_experts",
+    expert_bias="e_score_correction_bias",
+    expert_layout=ExpertLayout(w1="gate_up_proj", w2="down_proj", gate_up="concatenated"),
+)
+QWEN2_MOE = replace(STACKED, shared="shared_expert", shared_gate="shared_expert_gate")
+GPT_OSS = LayerLayout(
+    expert_layout=ExpertLayout(
+        w1="gate_up_proj",
+        w2="down_proj",
+        b1="gate_up_proj_bias",
+        b2="down_proj_bias",
+        transposed=True,
+        gate_up="interleaved",
+    )
+)
+LLAMA4 = LayerLayout(
+    shared="shared_expert",
+    expert_layout=ExpertLayout(
+        w1="gate_up_proj", w2="down_proj", transposed=True, gate_up="concatenated"
+    ),
+)
+REFUSED = {
+    "DbrxFFN": "the matrices of all experts are one of two dims",
+    "JetMoeAttention": "experts are parts of attention",
+    "JetMoeMoE": "its model has experts in attention, too",
+    "LongcatFlashMoE": "experts that return their input have rows of gate_up_proj, but no others",
+    "NllbMoeSparseMLP": "experts are a dict of modules",
+    "SwitchTransformersSparseMLP": "experts are a dict of modules",
+}
+
+
+def find_hf_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedLayer] | None:
+    """Return the adapter of a transformers MoE block or experts module, or None for any other."""
+    own = _ADAPTERS.get(type(module).__name__) if is_hf(module) else None
+    if own is not None and not getattr(module, "jitter_noise", 0):
+        return own
+    return find_experts_adapter(module)
+
+
+def why_refused(module: nn.Module) -> str | None:
+    """Return why a transformers block cannot be taken, or None for any other module."""
+    return REFUSED.get(type(module).__name__) if is_hf(module) else None
+
+
+def _softmax_block(block: Any, model: nn.Module) -> MoELayer:
+    """Qwen3-MoE, OLMoE and Mixtral: softmax over all experts, then the best K."""
+    refuse_customised(block, STACKED)
+    normalize = getattr(block.gate, "norm_topk_prob", True)  # Mixtral and Qwen3-VL always do
+    return _adopt_stacked(block, STACKED, top_k=block.gate.top_k, normalize_weights=normalize)
+
+
+def _qwen2_moe(block: Any, model: nn.Module) -> MoELayer:
+    """Qwen2-MoE: softmax routing, and a shared expert with a sigmoid gate."""
+    refuse_customised(block, QWEN2_MOE)
+    normalize = getattr(block.gate, "norm_topk_prob", True)  # Qwen3.5 always does
+    return _adopt_stacked(block, QWEN2_MOE, top_k=block.gate.top_k, normalize_weights=normalize)
+
+
+def _deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
+    """DeepSeek-V3: sigmoid scores, a selection bias, group-limited top-k, shared experts."""
+    refuse_customised(block, STACKED)
+    return _adopt_stacked(
+        block,
+        STACKED,
+        top_k=_option(block, "top_k", "num_experts_per_tok"),
+        score_function="sigmoid",
+        expert_bias=True,
+        normalize_weights=_option(block, "norm_topk_prob"),
+        routed_scaling_factor=_option(block, "routed_scaling_factor"),
+        num_groups=_option(block, "num_group", "n_group"),
+        top_groups=_option(block, "topk_group"),
+    )
+
+
+def _option(block: Any, *names: str) -> Any:
+    """Return what forward reads: of the router, or of the block in early releases of 5.
+
+    Both hold copies of the config's, which forward never sees again.
+    """
+    owners = (block.gate, block, block.config)
+    return next(getattr(o, n) for o in owners for n in names if hasattr(o, n))
+
+
+def _gpt_oss(block: Any, model: nn.Module) -> MoELayer:
+    """gpt-oss: softmax over the K chosen logits, biases everywhere, interleaved gate and up."""
+    refuse_customised(block, GPT_OSS)
+    routing = {"top_k": block.router.top_k, "score_order": "post", "router_bias": True}
+    routing["normalize_weights"] = True  # also where K = 1
+    return _adopt_stacked(block, GPT_OSS, layer_class=_WithScores, **routing)
+
+
+def _llama4(block: Any, model: nn.Module) -> MoELayer:
+    """Llama 4: the sigmoid of the best logit weighs what its expert reads; a shared expert."""
+    refuse_customised(block, LLAMA4)
+    routing = {"top_k": block.router.top_k, "score_function": "sigmoid", "weights_on_input": True}
+    return _adopt_stacked(block, LLAMA4, layer_class=_WithScores, **routing)
+
+
+class _WithScores(MoELayer):
+    """Decoder layers of gpt-oss and Llama 4 expect (output, scores) and read the output only."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        return super().forward(x, *args, **kwargs), None
+
+
+def _adopt_stacked(
+    block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **routing: Any
+) -> MoELayer:
+    """Return a layer of a block's own parts; `routing` has the fields of `MoEConfig` on it."""
+    router, experts = (block.get_submodule(n) for n in (layout.router, layout.experts))
+    read = read_experts(experts, layout.expert_layout)
+    layer = adopt(
+        MoEConfig(**read.fields, **routing),
+        layout,
+        router=_tensors(router),
+        experts=_tensors(experts),
+        shared=getattr(block, layout.shared, None),
+        shared_gate=getattr(block, layout.shared_gate) if layout.shared_gate else None,
+        own_activation=read.own_activation,
+        layer_class=layer_class,
+    )
+    return record_logits(layer, router)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    parameters = dict(module.named_parameters(recurse=False))
+    return parameters | dict(module.named_buffers(recurse=False))
+
+
+def _deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
+    """DeepSeek-V2: softmax scores, of the best groups where asked for, shared experts."""
+    refuse_customised(block, STACKED)
+    gate = block.gate
+    routing = {"top_k": gate.top_k, "normalize_weights": False}
+    routing["routed_scaling_factor"] = gate.routed_scaling_factor
+    if gate.topk_method == "group_limited_greedy" and gate.topk_group < gate.num_group:
+        routing |= {"num_groups": gate.num_group, "top_groups": gate.topk_group, "group_experts": 1}
+    return _adopt_stacked(block, STACKED, **routing)
+
+
+# Blocks whose code, router included, is that of the function's family but for names.
+_FORMS: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
+    _softmax_block: (
+        "FlexOlmoSparseMoeBlock",
+        "MellumSparseMoeBlock",
+        "MiniMaxSparseMoeBlock",
+        "MixtralSparseMoeBlock",
+        "OlmoeSparseMoeBlock",
+        "Qwen3MoeSparseMoeBlock",
+        "Qwen3OmniMoeThinkerTextSparseMoeBlock",
+        "Qwen3VLMoeTextSparseMoeBlock",
+    ),
+    _qwen2_moe: (
+        "Qwen2MoeSparseMoeBlock",
+        "Qwen3NextSparseMoeBlock",
+        "Qwen3OmniMoeTalkerTextSparseMoeBlock",
+        "Qwen3_5MoeSparseMoeBlock",
+        "Qwen4ExpTextSparseMoeBlock",
+    ),
+    _deepseek_v2: ("DeepseekOcr2TextMoe", "DeepseekV2Moe", "UnlimitedOcrTextMoe"),
+    _deepseek_v3: (
+        "BailingHybridMoE",
+        "DeepseekV32MoE",
+        "DeepseekV3MoE",
+        "Dots1MoE",
+        "Dots3NoteTextMoE",
+        "Glm4MoeLiteMoE",
+        "Glm4MoeMoE",
+        "Glm4vMoeTextMoE",
+        "Glm5NextTextMoE",
+        "GlmMoeDsaMoE",
+        "HYV4MoE",
+        "KimiLinearMoE",
+        "SolarOpenMoE",
+    ),
+    _gpt_oss: ("GptOssMLP",),
+    _llama4: ("Llama4TextMoe",),
+}
+_ADAPTERS = {name: adapter for adapter, names in _FORMS.items() for name in names}

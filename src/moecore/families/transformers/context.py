@@ -1,0 +1,139 @@
+"""CausalContext: a causal language model of transformers over context parallel ranks.
+
+Every cp rank passes the same whole rows. Labels are shifted in whole rows, then cut, and the model
+computes the loss of this rank's tokens with them; tokens are cut before its base model
+(`rows.py`), and attention communicates (`attention.py`). The losses of the ranks are added.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.attention.sequence import Sequence, shift_left
+from moecore.families.transformers.attention import use_causal_attention
+from moecore.families.transformers.rows import READER, SEQUENCE, RowReader, tokens_of, why_whole
+from moecore.models.loss import IGNORE_INDEX, count_labels
+from moecore.models.tensor_parallel import sum_value
+
+KEYS_TRAVEL = ("p2p", "a2a+p2p")  # ways without windows
+
+
+class CausalContext:
+    """What `ContextParallelModel` asks of a model, for one of transformers.
+
+    Args:
+        model: a causal language model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+
+    def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
+        """Return the way of attention over cp ranks; see `ContextOptions.resolve`.
+
+        Raises:
+            ValueError: for a way that its heads or windows cannot go, and where the loss has a part
+                that is no sum over tokens.
+            NotImplementedError: for a model that mixes tokens beside its attention, or computes its
+                loss otherwise than causal language models do.
+        """
+        name, other = type(self.model).__name__, why_whole(self.model)
+        problem = None if other is None else f"{other} needs whole rows on a rank"
+        if "loss_function" not in inspect.unwrap(type(self.model).forward).__code__.co_names:
+            problem = "its forward has no loss of transformers' loss_function"
+        if problem is not None:
+            raise NotImplementedError(
+                f"ParallelConfig.cp ({cp}) must be 1 for {name}, because {problem}"
+            )
+        config = self.model.config.get_text_config()
+        _refuse_router_logits(getattr(config, "output_router_logits", False))
+        num_heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        if getattr(config, "kv_lora_rank", None):  # keys of all heads are made before attention
+            kv_heads = num_heads
+        found = options.resolve(cp, num_heads, kv_heads, has_latents=False)
+        if found.way in KEYS_TRAVEL and _has_windows(self.model):
+            if options.way != "auto":
+                raise ValueError(
+                    f"ContextOptions.way ({options.way!r}) must be 'a2a' or 'allgather' for "
+                    f"{name}, whose layers have sliding windows"
+                )
+            return replace(options, way="allgather")
+        return found
+
+    def apply_context_parallel(self, cp: ContextParallel) -> None:
+        """Take whole rows, and work on the tokens that this rank holds, from now on."""
+        use_causal_attention(self.model)
+        reader: RowReader = getattr(self.model, READER)
+        reader.cp = cp
+        self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        self.model.register_forward_hook(self._leave, with_kwargs=True)
+
+    def _enter(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give the model's loss the labels of this rank's tokens, shifted before they were cut."""
+        _refuse_router_logits(kwargs.get("output_router_logits"))
+        is_stage = (
+            SEQUENCE in kwargs
+        )  # of a pipeline: `families/transformers/pipeline.py` has read the whole rows
+        for field in ("logits_to_keep", *(() if is_stage else ("inputs_embeds",))):
+            if kwargs.get(field) is not None:
+                raise ValueError(
+                    f"{field} must be left out under context parallelism: pass input_ids of whole "
+                    "rows, and read the logits of this rank's tokens"
+                )
+        reader: RowReader = getattr(self.model, READER)
+        sequence = kwargs.get(SEQUENCE) or reader.sequence_of(tokens_of(args, kwargs), kwargs)
+        kwargs = kwargs | {SEQUENCE: sequence}
+        labels_BT: Tensor | None = kwargs.get("labels")
+        if labels_BT is None:
+            return args, kwargs
+        shifted_BT = kwargs.get("shift_labels")
+        if shifted_BT is None:
+            shifted_BT = shift_left(labels_BT, 1, IGNORE_INDEX)
+        if kwargs.get("num_items_in_batch") is None:
+            kwargs["num_items_in_batch"] = count_labels(shifted_BT)
+        own_BT = sequence.own(shifted_BT)
+        return args, kwargs | {"labels": own_BT, "shift_labels": own_BT}
+
+    def _leave(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Add the losses of the ranks."""
+        sequence: Sequence = kwargs[SEQUENCE]
+        assert sequence.held is not None, "the pre-hook has made it"
+        if kwargs.get("labels") is None:
+            return output
+        group = sequence.held.cp.group
+        if isinstance(output, tuple):
+            return (sum_value(output[0], group), *output[1:])
+        output.loss = sum_value(output.loss, group)
+        return output
+
+
+def context_model(model: nn.Module) -> Any:
+    """Return what applies context parallelism to a model: itself, unless it is of transformers."""
+    if any(hasattr(model, f"apply_context_{what}") for what in ("parallel", "groups")):
+        return model
+    is_hf = all(hasattr(type(model), name) for name in ("loss_function", "get_output_embeddings"))
+    return CausalContext(model) if is_hf else model
+
+
+def _refuse_router_logits(asked: Any) -> None:
+    if asked:
+        raise ValueError(
+            "output_router_logits (True) must be False under context parallelism, where that "
+            "balance loss would see a rank's tokens alone: use parallelize_moe(balance=...)"
+        )
+
+
+def _has_windows(model: nn.Module) -> bool:
+    own = (getattr(module, "sliding_window", None) for module in model.modules())
+    of_config = getattr(getattr(model, "config", None), "sliding_window", None)
+    return of_config is not None or any(window is not None for window in own)

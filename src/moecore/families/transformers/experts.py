@@ -1,0 +1,185 @@
+"""Experts modules of transformers, by structure: any class on its common experts interface.
+
+The interface (`transformers.integrations.moe`) is stacked matrices, an activation and a forward
+that is given ids and weights. Flags on the module have the order of the matrices. The module alone
+is replaced: router, shared experts and buffers of its block stay transformers' own code.
+
+Legend: E experts, D model dim, F hidden dim of an expert, C columns of FC1 (2F with a gate).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from moecore.base.options.layer import Activation, MoEConfig
+from moecore.families.adopt import adopt_experts
+from moecore.families.transformers.stock import is_hf, refuse_customised_experts
+from moecore.kernels.rows.activation import ActivationOptions, activation
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.experts import OwnActivation
+from moecore.moe.routed import RoutedExperts
+
+FLAGS = ("is_transposed", "has_bias")  # which the interface sets on every module
+UNFLAGGED = ("Step3p7Experts",)  # the interface without its decorator
+ACTIVATION = "act_fn"
+SLOPES, LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadExperts:
+    """What an experts module of transformers holds.
+
+    Attributes:
+        layout: names and order of its matrices.
+        fields: those of `MoEConfig` on experts: sizes, activation and biases.
+        own_activation: its activation where `MoEConfig` has none with the same values, or None.
+    """
+
+    layout: ExpertLayout
+    fields: dict[str, Any]
+    own_activation: OwnActivation | None
+
+
+def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedExperts] | None:
+    """Return the adapter of an experts module on the common interface, or None for any other."""
+    has_flags = all(hasattr(module, flag) for flag in FLAGS)
+    is_known = has_flags or type(module).__name__ in UNFLAGGED
+    return route_experts if is_hf(module) and is_known else None
+
+
+def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
+    """Return moecore's routed experts with the parameters of a transformers experts module.
+
+    Args:
+        experts: on the common interface.
+        model: not used; part of an adapter's signature.
+
+    Raises:
+        NotImplementedError: for a class that was changed, a norm on each expert's output, and an
+            activation with parameters or that mixes columns.
+    """
+    refuse_customised_experts(experts, children=(ACTIVATION,))
+    gated = getattr(experts, "has_gate", True)
+    concatenated = getattr(experts, "is_concatenated", True)
+    w1 = "gate_up_proj" if gated else "up_proj"
+    layout = ExpertLayout(
+        w1=w1,
+        w2="down_proj",
+        b1=f"{w1}_bias",
+        b2="down_proj_bias",
+        transposed=getattr(experts, "is_transposed", False),
+        gate_up="concatenated" if concatenated else "interleaved",
+    )
+    read = read_experts(experts, layout)
+    config = MoEConfig(**read.fields, top_k=1)  # not used: the model's router chooses
+    tensors = dict(experts.named_parameters(recurse=False))
+    return adopt_experts(config, layout, tensors, own_activation=read.own_activation)
+
+
+def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
+    """Return sizes, activation and biases of an experts module.
+
+    Args:
+        experts: of transformers.
+        layout: names and order of its matrices.
+
+    Raises:
+        NotImplementedError: for an activation with parameters or that mixes columns.
+    """
+    num_experts, *sizes = getattr(experts, layout.w1).shape
+    fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
+    gated = getattr(experts, "has_gate", True)
+    interleaved = layout.gate_up == "interleaved"
+    own = _activation_of(experts, gated=gated)
+    options = _known_options(own, experts, gated, interleaved)
+    if options is None:
+        if not _is_elementwise(own, gated, interleaved):
+            raise NotImplementedError(
+                f"activation of {type(experts).__name__} must compute each column from its own "
+                "gate and up columns, along which experts may be cut: pass an adapter of yours, "
+                "see docs/adapters.md"
+            )
+        kind = "swiglu" if gated else "silu"  # has or has no gate, like the module's own
+        options = ActivationOptions(kind=kind, function=own)
+    fields: dict[str, Any] = {
+        "dim": dim,
+        "hidden_dim": fc1_dim // 2 if gated else fc1_dim,
+        "num_experts": num_experts,
+        "activation": options.kind,
+        "activation_limit": options.limit,
+        "activation_alpha": options.alpha,
+        "fc1_bias": hasattr(experts, layout.b1),
+        "fc2_bias": hasattr(experts, layout.b2),
+    }
+    return ReadExperts(layout, fields, options.function)
+
+
+def _activation_of(experts: Any, *, gated: bool) -> Callable[[Tensor], Tensor]:
+    """Return the module's own activation, [R, C] -> [R, F], without holding its matrices."""
+    shell = copy.copy(experts)
+    shell._parameters = {}
+    act = shell._modules.get(ACTIVATION)
+    if act is not None and [*act.parameters(), *act.buffers()]:
+        raise NotImplementedError(
+            f"{ACTIVATION} ({type(act).__name__}) of {type(experts).__name__} must have no "
+            "parameters: an activation that is trained is not built yet"
+        )
+    if hasattr(shell, "_apply_gate") and gated:
+        return shell._apply_gate
+    return partial(_gate, shell.act_fn) if gated else shell.act_fn
+
+
+def _gate(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) -> Tensor:
+    """What releases without a gate of the interface compute."""
+    gate, up = h_RC.chunk(2, dim=-1)
+    return act_fn(gate) * up
+
+
+def _known_options(
+    own: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
+) -> ActivationOptions | None:
+    """Return moecore's activation with the same values as the module's own, or None."""
+    h_RC = _samples(gated)
+    expected = own(h_RC)
+    limit, alpha = (_number_of(experts, names) for names in (LIMITS, SLOPES))
+    for kind in get_args(Activation):
+        options = ActivationOptions(
+            kind=kind, limit=limit or 7.0, alpha=alpha or 1.702, interleaved=interleaved
+        )
+        if options.gated != gated:
+            continue
+        if torch.allclose(activation(h_RC, options), expected, rtol=1e-6, atol=1e-7):
+            return options
+    return None
+
+
+def _number_of(experts: Any, names: Sequence[str]) -> float | None:
+    """Return a clamp or a slope by the names that transformers has."""
+    values = (getattr(experts, name, None) for name in names)
+    return next((v for v in values if isinstance(v, int | float) and 0 < v < inf), None)
+
+
+def _is_elementwise(own: Callable[[Tensor], Tensor], gated: bool, interleaved: bool) -> bool:
+    """Whether columns have the same output without the columns beside them."""
+    h_RC = _samples(gated)
+    if not gated:
+        return torch.equal(own(h_RC[:, :3]), own(h_RC)[:, :3])
+    F_ = h_RC.shape[1] // 2
+    kept = range(6) if interleaved else [*range(3), *range(F_, F_ + 3)]
+    return torch.equal(own(h_RC[:, list(kept)]), own(h_RC)[:, :3])
+
+
+def _samples(gated: bool) -> Tensor:
+    """Return rows [R, C] with all pairs of gate and up, small and past any clamp, fp32."""
+    steps = torch.linspace(-12.0, 12.0, 97, dtype=torch.float32, device="cpu")
+    values = torch.cat([steps, steps / 64, steps * 64])
+    rows_R8 = torch.stack([values.roll(k * 37) for k in range(8)], dim=1)
+    return torch.cat([rows_R8, rows_R8.roll(101, 0)], dim=1) if gated else rows_R8

@@ -1,0 +1,68 @@
+"""Calls of transformers that a parallelized model cannot follow: refused, or warned of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.families.transformers.stock import is_hf
+
+
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """Make `save_pretrained` of transformers models raise on every rank alike.
+
+    It would read shards as whole tensors, and end on the rank that writes alone. It stays for a
+    `state_dict` of whole tensors and for transformers' own distributed checkpoints.
+    """
+    for module in model.modules():
+        if any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__):
+            hf: Any = module
+            hf.save_pretrained = partial(_save_pretrained, hf.save_pretrained)
+
+
+def _save_pretrained(
+    save: Callable[..., Any],
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Tensor] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand before transformers' own, with its arguments."""
+    is_whole = state_dict and not any(isinstance(t, DTensor) for t in state_dict.values())
+    if not is_whole and not kwargs.get("distributed_checkpoint"):
+        raise NotImplementedError(
+            f"state_dict ({'sharded' if state_dict else None}) of save_pretrained must hold the "
+            "parallelized model's whole tensors: use moecore.io.export_hf(model, path)"
+        )
+    return save(save_directory, is_main_process, state_dict, *args, **kwargs)
+
+
+def warn_about_cache(model: nn.Module) -> None:
+    """Warn at training forwards that keep keys and values, in a model that must not.
+
+    A compiled layer is compiled anew for its place in the cache, up to torch's limit of 8; the
+    others run as they are. What the cache keeps is not computed again.
+    """
+    for module in model.modules():
+        if is_hf(module) and getattr(module, "base_model", None) is module:
+            module.register_forward_pre_hook(_check_cache, with_kwargs=True)
+
+
+def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a base model."""
+    asked = kwargs.get("use_cache")
+    asked = getattr(module.config, "use_cache", False) if asked is None else asked
+    if asked and module.training and torch.is_grad_enabled():
+        warnings.warn(
+            f"use_cache (True) of {type(module).__name__} must be False to train it with "
+            "compile_dense=True, or most of its layers stay uncompiled, and with MemoryOptions, or "
+            "attention keeps all: pass use_cache=False, or set model.config.use_cache",
+            stacklevel=2,
+        )

@@ -1,0 +1,206 @@
+"""RowReader: tells a transformers model's attention and MoE layers which documents its rows hold.
+
+    arguments of a forward     what transformers' FlashAttention takes, or a `PackedBatch`
+    `Sequence`                 one record of them, an argument that reaches every layer's attention
+    attention                  reads it (`families/transformers/attention.py`)
+    MoE layers                 get its documents and padding when the attention before them is
+                               called, so once more where backward computes a layer again
+
+Under context parallelism the same whole rows come in on every cp rank, and this rank's tokens of
+them, with their positions, go on to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moecore.attention.context_parallel.group import ContextParallel
+from moecore.attention.context_parallel.held import HeldTokens, check_documents
+from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.families.adapters import CONVOLUTIONS
+from moecore.moe.layer import MoELayer, RoutedLayer
+
+SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
+READER = "_moecore_rows"  # attribute of a model that has a reader
+# Names of a `PackedBatch`, and of transformers' FlashAttention. Keys are those of the queries.
+DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q")
+LONGEST = ("max_seqlen", "max_length_q")
+READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "max_length_k")
+NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
+KINDS = ("full_attention", "sliding_attention")  # layers that mix tokens by attention alone
+Kwargs = dict[str, Any]
+
+
+class RowReader:
+    """What a model's forwards are told about their rows; a plain class with hooks.
+
+    Args:
+        model: of transformers.
+
+    Attributes:
+        cp: ranks that hold parts of the rows; None = this one has all.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.cp: ContextParallel | None = None
+        self._other = why_whole(model)
+        base: Any = model.base_model
+        base.register_forward_pre_hook(self._enter, with_kwargs=True)
+        self.attach(model)
+
+    def attach(self, model: Any) -> None:
+        """Tell the MoE layers that a model has, from now on; without any nothing is done."""
+        for block in _listed(model.base_model):
+            layers = [m for m in block.modules() if isinstance(m, RoutedLayer)]
+            layers = [layer for layer in layers if not hasattr(layer, SEQUENCE)]
+            for child in block.children() if layers else ():
+                child.register_forward_pre_hook(partial(_show, layers), with_kwargs=True)
+            for layer in layers:
+                setattr(layer, SEQUENCE, Sequence())
+                layer.register_forward_pre_hook(_tell, with_kwargs=True)
+
+    def sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
+        """Return where the tokens of whole rows stand.
+
+        Args:
+            tokens: ids [B, T], or embeddings of them.
+            given: arguments of the forward.
+
+        Raises:
+            ValueError: for documents that are not those of the tokens or cannot be cut over cp,
+                documents in a model that does not keep them apart, and positions without documents.
+        """
+        shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
+        cu_seqlens, longest = _of(given, DOCUMENTS), _of(given, LONGEST)
+        sequence, mask_BT = Sequence(), given.get("padding_mask")
+        if cu_seqlens is not None:
+            if self._other is not None:
+                raise ValueError(
+                    f"cu_seqlens must be None for a model with {self._other}, which does not keep "
+                    "documents apart: give rows of one sequence each"
+                )
+            sequence = packed_sequence(cu_seqlens, longest, shape, device)
+        elif given.get("position_ids") is not None:
+            raise ValueError(
+                "position_ids must be None after use_causal_attention without cu_seq_lens_q, "
+                "because documents are not looked for in them: pass both, or rows of one sequence "
+                "each"
+            )
+        if self.cp is not None:
+            if cu_seqlens is not None:
+                check_documents(cu_seqlens, self.cp.size)
+            held = HeldTokens(self.cp, shape, sequence.cu_seqlens, sequence.max_seqlen)
+            sequence = replace(sequence, held=held)
+        if mask_BT is not None:
+            mask_BT = sequence.own(mask_BT.to(device))
+        return replace(sequence, padding_mask_BT=mask_BT)
+
+    def _enter(
+        self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    ) -> tuple[tuple[Any, ...], Kwargs]:
+        """Refuse what would be ignored, and put a `Sequence` in the place of what says the rest."""
+        tokens = tokens_of(args, kwargs)
+        sequence = kwargs.get(SEQUENCE) or self.sequence_of(tokens, kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in READ}
+        kwargs[SEQUENCE] = sequence
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = sequence.positions_BT
+        if sequence.held is not None:
+            (B, T), is_own = tokens.shape[:2], kwargs.get("inputs_embeds") is not None
+            T *= sequence.held.cp.size if is_own else 1  # hidden states of a pipeline stage
+            if positions is None:
+                positions = torch.arange(T, device=tokens.device)[None]
+            positions = sequence.own(positions.expand(B, T))
+            if not is_own:
+                args, kwargs = (), kwargs | {"input_ids": sequence.own(tokens)}
+        if positions is not None:
+            kwargs["position_ids"] = positions
+        return args, kwargs
+
+
+def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
+    """Return what a forward of the model gets as tokens, and refuse what would be ignored."""
+    if kwargs.get("attention_mask") is not None:
+        raise ValueError(
+            "attention_mask must be None after use_causal_attention, which would ignore it: give "
+            "rows without padding, or leave the model's own attention"
+        )
+    if len(args) > 1:
+        raise ValueError(
+            "arguments after input_ids must be given by name after use_causal_attention: a mask "
+            "among them would be ignored"
+        )
+    given = [*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+    found: Tensor = next(x for x in given if x is not None)
+    return found
+
+
+def why_whole(model: nn.Module) -> str | None:
+    """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing.
+
+    Such are state space and linear attention layers, convolutions, towers, indexed and compressed
+    attention, encoders, and options that `attend` does not compute.
+
+    Args:
+        model: of transformers.
+    """
+    config: Any = model.config
+    text = config.get_text_config()
+    for place, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if kind not in KINDS:
+            return f"layer_types[{place}] ({kind!r})"
+    for owner, field in [(config, "is_encoder_decoder"), *((text, name) for name in NOT_COMPUTED)]:
+        if getattr(owner, field, None):
+            return f"{field} ({getattr(owner, field)})"
+    for name, module in model.named_modules():
+        is_convolution = isinstance(module, CONVOLUTIONS)
+        if is_convolution or getattr(module, "is_causal", True) is False:
+            return f"{name} ({type(module).__name__})"
+    return None
+
+
+def _of(given: Kwargs, names: tuple[str, ...]) -> Any:
+    return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the entries of the outermost lists in a module, such as its decoder layers."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _listed(child)
+
+
+def _show(
+    layers: list[RoutedLayer], child: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+) -> None:
+    """Let the MoE layers of a block know what a child of it is told, which is its attention."""
+    if SEQUENCE in kwargs:
+        for layer in layers:
+            setattr(layer, SEQUENCE, kwargs[SEQUENCE])
+
+
+def _tell(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, Kwargs] | None:
+    """Pass documents and padding to a MoE layer, behind a router of transformers' own padding."""
+    sequence: Sequence = getattr(layer, SEQUENCE)
+    mask_BT = sequence.padding_mask_BT
+    if isinstance(layer, MoELayer):
+        padding = {} if mask_BT is None else {"padding_mask": mask_BT}
+        return args, {"cu_seqlens": sequence.cu_seqlens} | padding | kwargs
+    if mask_BT is None:
+        return None
+    x_TD, ids_TK, *rest = args
+    return (x_TD, ids_TK.masked_fill(mask_BT.reshape(-1, 1), -1), *rest), kwargs
+
+
+def tell_layers(model: nn.Module) -> None:
+    """Tell MoE layers that have taken the place of a model's own, where it has a reader."""
+    for module in list(model.modules()):
+        reader: RowReader | None = getattr(module, READER, None)
+        if reader is not None:
+            reader.attach(module)

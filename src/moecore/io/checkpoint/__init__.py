@@ -1,0 +1,1 @@
+"""Distributed checkpoints: save, load on any layout, find the newest."""

@@ -1,0 +1,266 @@
+"""Whether a checkpoint fits what is to be loaded: found out in full before anything is changed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moecore.io.checkpoint.config_differences import saved_differences
+from moecore.io.checkpoint.hyperparameters import (
+    all_groups,
+    group_classes,
+    group_problems,
+    optimizer_class,
+    option_problems,
+)
+from moecore.io.checkpoint.manifest import Manifest, StoredTensor
+from moecore.io.checkpoint.snapshot import (
+    Scheduler,
+    Schedulers,
+    one_scheduler,
+    scheduler_state,
+)
+from moecore.io.checkpoint.stages import Part
+from moecore.io.checkpoint.state import (
+    ModelView,
+    Optimizers,
+    listed_optimizers,
+    optimizer_state_to_fill,
+    rng_tensors,
+)
+
+SHOWN = 10  # differences in one error
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What will be loaded, and what differs.
+
+    Attributes:
+        model: names of the model's tensors that are loaded.
+        optimizers: those of the caller; empty = none.
+        matrices: "<slot>.<fqn>" -> dtype of the optimizer state laid out like its parameter.
+        scalars: "<slot>.<fqn>" -> dtype of the scalar optimizer state.
+        groups: whether hyperparameters are set, of all optimizers.
+        scheduler: what is set of schedulers; None = nothing.
+        left_out: differences that `strict=False` passes over.
+        refused: differences that it does not.
+    """
+
+    model: set[str] = field(default_factory=set)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    matrices: dict[str, torch.dtype] = field(default_factory=dict)
+    scalars: dict[str, torch.dtype] = field(default_factory=dict)
+    groups: bool = False
+    scheduler: Scheduler | None = None
+    left_out: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+def compare(
+    manifest: Manifest,
+    view: ModelView,
+    whole: Part,
+    optimizer: Optimizers | None,
+    scheduler: Schedulers | None,
+    *,
+    cast: bool,
+) -> Comparison:
+    """Return how a checkpoint fits.
+
+    Args:
+        manifest: of the checkpoint.
+        view: of the model.
+        whole: what all pipeline stages have together, this rank's among them.
+        optimizer: one or several; None = their state is not asked for.
+        scheduler: one or several; None = their state is not asked for.
+        cast: let the model's dtypes differ.
+    """
+    fit = Comparison()
+    fit.left_out += [  # first, because it explains tensors that differ
+        f"config.{d.name} ({d.ours}) must be {d.theirs} as in the checkpoint"
+        for d in saved_differences(view.config, manifest.facts.config)
+    ]
+    _compare_model(fit, view, whole, below("model.", manifest), cast=cast)
+    fit.optimizers = listed_optimizers(optimizer, view)
+    if fit.optimizers:
+        _compare_optimizers(fit, view, whole, manifest, cast=cast)
+    schedule = one_scheduler(scheduler, fit.optimizers)
+    if schedule is not None:
+        _compare_scheduler(fit, schedule, manifest)
+    return fit
+
+
+def check_fit(fit: Comparison, path: Path, *, strict: bool) -> None:
+    """Raise one ValueError with all differences that matter."""
+    found = fit.refused + (fit.left_out if strict else [])
+    if found:
+        advice = "build them as when it was saved"
+        if strict and not fit.refused:
+            advice += ", or load what fits with strict=False"
+        raise ValueError(
+            f"path ({path}) must fit the model, optimizer and scheduler, but {summary(found)}: "
+            f"{advice}"
+        )
+
+
+def summary(differences: list[str]) -> str:
+    """Return how many there are, and the first of them."""
+    more = len(differences) - SHOWN
+    tail = f"; and {more} more" if more > 0 else ""
+    return f"{len(differences)} differ: {'; '.join(differences[:SHOWN])}{tail}"
+
+
+def below(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
+    """Return the tensors of one kind, without the prefix in their names."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in manifest.tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def optimizer_target(
+    fit: Comparison, view: ModelView
+) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
+    """Return the state of each optimizer to load into, and the same by its stored names."""
+    states = [optimizer_state_to_fill(o, view, fit.matrices, fit.scalars) for o in fit.optimizers]
+    target = {}
+    for param, slots in (item for state in states for item in state.items()):
+        name = view.name_of(param)
+        for slot, value in slots.items():
+            key = f"{slot}.{name}"
+            stored = value if key in fit.scalars else view.view(name, value)
+            target[f"optimizer.{key}"] = stored
+    return states, target
+
+
+def rng_target(manifest: Manifest) -> dict[str, Tensor]:
+    """Return this rank's generator states to load into, as far as they were saved and fit."""
+    mine = rng_tensors()
+    return {
+        name: tensor
+        for name, tensor in mine.items()
+        if name in manifest.tensors
+        and manifest.tensors[name].shape == tuple(tensor.shape)
+        and manifest.tensors[name].dtype == tensor.dtype
+    }
+
+
+def _compare_model(
+    fit: Comparison,
+    view: ModelView,
+    whole: Part,
+    stored: dict[str, StoredTensor],
+    *,
+    cast: bool,
+) -> None:
+    for name, tensor in sorted(view.stored.items()):
+        if name not in stored:
+            fit.left_out.append(f"{name} of the model is not in the checkpoint")
+            continue
+        found, wanted = stored[name], tuple(tensor.shape)
+        if found.shape != wanted:
+            fit.left_out.append(f"{name} {found.shape} must be {wanted} as in the model")
+        elif found.dtype != tensor.dtype and not cast:
+            fit.refused.append(
+                f"{name} {found.dtype} must be {tensor.dtype} as in the model, or use cast=True"
+            )
+        else:
+            fit.model.add(name)
+    for name in sorted(stored.keys() - whole.names):
+        fit.left_out.append(f"{name} of the checkpoint is not in the model")
+
+
+def _compare_optimizers(
+    fit: Comparison, view: ModelView, whole: Part, manifest: Manifest, *, cast: bool
+) -> None:
+    groups, before = manifest.facts.optimizer, manifest.facts.optimizer_class
+    if groups is None or before is None:
+        fit.left_out.append("optimizer state is not in the checkpoint")
+        return
+    now, present = optimizer_class(fit.optimizers), all_groups(fit.optimizers)
+    if len(present) != len(whole.groups):
+        fit.refused.append(
+            f"optimizer.param_groups ({len(present)}) must be as many on every pipeline stage "
+            f"({len(whole.groups)})"
+        )
+        return
+    joined = zip(present, whole.groups, strict=True)
+    named = [{**group, "params": names} for group, names in joined]
+    mine, saved = _owners(now, named), _owners(before, groups)
+    both = [name for name in mine if name in saved and saved[name][0] == mine[name][0]]
+    options = {name: option_problems(mine[name][1], saved[name][1]) for name in both}
+    if now != before:
+        problems = [f"optimizer ({now}) is a {before} in the checkpoint"]
+    else:
+        problems = group_problems(named, groups)
+    problems += dict.fromkeys(itertools.chain(*options.values()))
+    fit.left_out += problems
+    fit.groups = not problems
+    kinds = set(group_classes(now, len(named)))
+    weights = below("model.", manifest)
+    slots: dict[str, dict[str, StoredTensor]] = {}
+    for key, tensor in below("optimizer.", manifest).items():
+        slots.setdefault(key.partition(".")[2], {})[key] = tensor
+    for name, stored in sorted(slots.items()):
+        kind = saved[name][0] if name in saved else None
+        # All slots of a parameter or none: an optimizer cannot step with some of them.
+        if kind is not None and kind not in kinds:
+            pass  # reported above, once for all parameters
+        elif name not in mine:
+            fit.left_out.append(f"optimizer state of {name} is of no parameter of the optimizer")
+        elif name in whole.names and name not in view.stored:
+            pass  # of another stage
+        elif name not in fit.model:
+            fit.left_out.append(f"optimizer state of {name} belongs to a tensor that differs")
+        elif options.get(name) or kind not in (None, mine[name][0]):
+            pass  # likewise
+        elif wrong := [k for k, t in stored.items() if t.shape not in ((), weights[name].shape)]:
+            found, shape = stored[wrong[0]].shape, weights[name].shape
+            fit.left_out.append(f"optimizer state {wrong[0]} {found} must be {shape} or a scalar")
+        else:
+            _take_slots(fit, stored, weights[name], view.stored[name].dtype, cast=cast)
+
+
+def _owners(classes: str, groups: list[dict[str, Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return name of each parameter -> class of its optimizer, its group."""
+    return {
+        name: (kind, group)
+        for kind, group in zip(group_classes(classes, len(groups)), groups, strict=True)
+        for name in group["params"]
+    }
+
+
+def _take_slots(
+    fit: Comparison,
+    stored: dict[str, StoredTensor],
+    weight: StoredTensor,
+    dtype: torch.dtype,
+    *,
+    cast: bool,
+) -> None:
+    for key, found in stored.items():
+        if not found.shape:
+            fit.scalars[key] = found.dtype
+        else:
+            # State that had its parameter's dtype keeps doing so, as in torch's own loading.
+            fit.matrices[key] = dtype if cast and weight.dtype == found.dtype else found.dtype
+
+
+def _compare_scheduler(fit: Comparison, scheduler: Scheduler, manifest: Manifest) -> None:
+    values = manifest.facts.scheduler
+    if values is None:
+        fit.left_out.append("scheduler state is not in the checkpoint")
+        return
+    try:
+        scheduler_state(scheduler, values)
+        fit.scheduler = scheduler
+    except ValueError as error:
+        fit.left_out.append(str(error))

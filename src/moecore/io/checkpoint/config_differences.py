@@ -1,0 +1,261 @@
+"""Whether two configs of a model give the same numbers from the same weights.
+
+Names and shapes do not suffice: another top_k, score function or rope_theta fits every tensor. What
+only training reads may differ, because it changes between runs that go on from each other.
+
+Note "transformers": its configs are compared field by field where both name one, but for those in
+`BOOKKEEPING` and dropout. What is not known counts: a field that should not is an error with its
+name, one that should and did not would be silent. Rotary options are one thing in two spellings,
+with defaults that not every release writes out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import nn
+
+from moecore.base.options.layer import MoEConfig
+from moecore.models.config import DecoderConfig
+from moecore.models.decoder import Decoder
+
+# num_mtp_layers is here because names differ with it.
+TRAINING = frozenset(
+    {
+        *("num_mtp_layers", "mtp_loss_coef", "ce_chunk_tokens", "max_seq_len"),
+        *("moe.balance", "moe.router_jitter", "moe.router_dtype", "moe.capacity"),
+    }
+)
+# Fields of a transformers config that change no output of a model from the same weights.
+BOOKKEEPING = frozenset(
+    {
+        *("transformers_version", "_name_or_path", "architectures", "auto_map"),
+        *("dtype", "torch_dtype", "quantization_config", "pretraining_tp", "ep_size"),
+        *("attn_implementation", "_attn_implementation", "experts_implementation"),
+        *("_experts_implementation", "gradient_checkpointing", "chunk_size_feed_forward"),
+        *("use_cache", "return_dict", "output_hidden_states", "output_attentions"),
+        *("output_router_logits", "id2label", "label2id", "problem_type"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
+        *("initializer_range", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha"),
+        *("seq_aux", "num_nextn_predict_layers", "num_mtp_layers"),
+    }
+)
+THETA, LENGTH = "rope_theta", "max_position_embeddings"
+ROPE = (THETA, "partial_rotary_factor", "rope_scaling", "rope_parameters")
+ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True}
+# None is computed from others, and shapes differ with it.
+DERIVED = ("head_dim", "num_key_value_heads")
+Config = DecoderConfig | dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which two configs differ.
+
+    Attributes:
+        name: its path, such as moe.top_k.
+        ours: how the first config has it; of a record only whether it is given.
+        theirs: likewise, of the second.
+    """
+
+    name: str
+    ours: str
+    theirs: str
+
+
+def differences(
+    ours: DecoderConfig,
+    theirs: DecoderConfig | Mapping[str, Any] | None,
+    *,
+    skipped: Collection[str] = TRAINING,
+) -> list[Difference]:
+    """Return the fields that differ; none where `theirs` describes no native decoder.
+
+    Args:
+        ours: of a decoder.
+        theirs: likewise, or what JSON made of one. A field that it lacks has its default: it was
+            written before the field was there.
+        skipped: paths of fields that may differ.
+    """
+    values = asdict(theirs) if isinstance(theirs, DecoderConfig) else theirs
+    required = {field.name for field in fields(DecoderConfig) if field.default is MISSING}
+    if values is None or not required <= values.keys():
+        return []
+    return list(_differing(ours, values, "", skipped))
+
+
+def training_only(moe: MoEConfig | None) -> frozenset[str]:
+    """Return the paths of fields that only training reads: of capacity, unless eval drops too."""
+    drops = moe is not None and moe.capacity is not None and moe.capacity.eval_factor is not None
+    return TRAINING - {"moe.capacity"} if drops else TRAINING
+
+
+def moe_differences(ours: MoEConfig, theirs: MoEConfig) -> list[Difference]:
+    """Return the fields in which a layer computes differently in eval; see `TRAINING`."""
+    return list(_differing(ours, asdict(theirs), "moe.", training_only(ours)))
+
+
+def hf_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
+    """Return the fields in which two transformers configs differ; see the note "transformers".
+
+    Args:
+        ours: what `to_dict` gives, or a config.json holds.
+        theirs: likewise.
+    """
+    kinds = [values.get("model_type") for values in (ours, theirs)]
+    if kinds[0] != kinds[1]:  # then other fields mean other things
+        return [Difference("model_type", *map(_shown, kinds))]
+    return list(_differing_hf(ours, theirs, ""))
+
+
+def saved_differences(ours: Config | None, saved: Mapping[str, Any] | None) -> list[Difference]:
+    """Return the fields in which a model differs from a saved config, if both are of one kind.
+
+    Args:
+        ours: as of `own_config`.
+        saved: what JSON made of one, or of the caller's own.
+    """
+    if isinstance(ours, DecoderConfig):
+        return differences(ours, saved)
+    if ours is None or saved is None or "model_type" not in saved:
+        return []
+    return hf_differences(ours, saved)
+
+
+def own_config(model: nn.Module) -> Config | None:
+    """Return the config of the one native decoder or transformers model that a model is or holds.
+
+    Of a transformers model what JSON makes of it, without fields that JSON cannot hold. None where
+    there is no such model, or more than one.
+    """
+    found = {id(part): part for part in _configured(model)}
+    if len(found) != 1:
+        return None
+    config: Any = next(iter(found.values())).config
+    if isinstance(config, DecoderConfig):
+        return config
+    return {str(name): json.loads(t) for name, v in config.to_dict().items() if (t := _json(v))}
+
+
+def _configured(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that have a config of a known kind."""
+    is_hf = any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__)
+    if isinstance(module, Decoder) or (is_hf and hasattr(module, "config")):
+        yield module
+        return
+    for child in module.children():
+        yield from _configured(child)
+
+
+def _json(value: Any) -> str | None:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _differing_hf(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str
+) -> Iterator[Difference]:
+    mine, other = _comparable(ours), _comparable(theirs)
+    for name in sorted(mine.keys() & other.keys()):
+        a, b = mine[name], other[name]
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from _differing_hf(a, b, f"{prefix}{name}.")
+        elif _plain(a) != _plain(b):
+            yield Difference(prefix + name, _shown(a), _shown(b))
+    yield from _differing_rope(ours, theirs, prefix)
+
+
+def _differing_rope(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str
+) -> Iterator[Difference]:
+    mine, other = _rope(ours), _rope(theirs)
+    for where in sorted(mine.keys() & other.keys()):
+        a, b = mine[where], other[where]
+        names = a.keys() | b.keys()
+        if a["rope_type"] != b["rope_type"]:  # then the others mean other things
+            names = {"rope_type", THETA}
+        for name in sorted(names):
+            # None is off; but a theta or a length that is not named has a default.
+            is_named = name not in (THETA, LENGTH) or None not in (a.get(name), b.get(name))
+            if is_named and _plain(a.get(name)) != _plain(b.get(name)):
+                path = prefix + (name if name == LENGTH else where + name)
+                yield Difference(path, _shown(a.get(name)), _shown(b.get(name)))
+
+
+def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that count, under one name each, but for rotary options."""
+    found = {
+        name: value
+        for name, value in values.items()
+        if name not in BOOKKEEPING
+        and name not in ROPE
+        and "dropout" not in name
+        and not name.endswith("drop")
+        and not (value is None and name in DERIVED)
+    }
+    local = found.pop("num_local_experts", None)  # transformers >= 5 writes one name for all
+    if found.get("num_experts") is None and local is not None:
+        found["num_experts"] = local
+    if values.get("use_sliding_window") is False:  # then its length is not read
+        found = {n: v for n, v in found.items() if n not in ("sliding_window", "max_window_layers")}
+    return found
+
+
+def _rope(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Where rotary options are -> those that are on; {} where a config has none.
+
+    There may be some for each kind of layer: rope_parameters.full_attention. and its like.
+    """
+    if all(values.get(name) is None for name in ROPE):
+        return {}
+    given: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given |= values[name] if isinstance(values.get(name), Mapping) else {}
+    kinds = {kind: options for kind, options in given.items() if isinstance(options, Mapping)}
+    if not kinds:
+        return {"rope_parameters.": _rope_options(given, values)}
+    return {f"rope_parameters.{k}.": _rope_options(o, values) for k, o in kinds.items()}
+
+
+def _rope_options(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: values.get(name) for name in (THETA, "partial_rotary_factor")}
+    found |= {name: value for name, value in options.items() if value is not None}
+    old = found.pop("type", None)
+    kind = found["rope_type"] = found.get("rope_type") or old or "default"
+    if kind == "default":  # reads nothing else
+        found = {name: found[name] for name in (THETA, "partial_rotary_factor", "rope_type")}
+    else:
+        found.setdefault(f"original_{LENGTH}", values.get(LENGTH))
+        if kind == "dynamic" or found.get("factor") is None:
+            found[LENGTH] = values.get(LENGTH)
+    found |= {n: value for n, value in ROPE_DEFAULTS.items() if found.get(n) is None}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _differing(
+    ours: Any, theirs: Mapping[str, Any], prefix: str, skipped: Collection[str]
+) -> Iterator[Difference]:
+    for field in fields(ours):
+        name = prefix + field.name
+        mine, other = getattr(ours, field.name), theirs.get(field.name, field.default)
+        if name in skipped or other is MISSING:
+            continue
+        if name == "moe.normalize_weights":  # None follows K, which is compared itself
+            mine, other = ours.normalizes, ours.choices_per_token > 1 if other is None else other
+        if is_dataclass(mine) and isinstance(other, Mapping):
+            yield from _differing(mine, other, f"{name}.", skipped)
+        elif _plain(mine) != _plain(other):
+            yield Difference(name, _shown(mine), _shown(other))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    return "given" if is_dataclass(value) or isinstance(value, Mapping) else f"{value!r:.80}"

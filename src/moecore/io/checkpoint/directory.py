@@ -1,0 +1,318 @@
+"""Which directories of a run are whole checkpoints, and how a new one becomes whole.
+
+    root/
+      .step-000200.tmp-5f3c0a12/   a draft: being written, or left behind by a kill
+      step-000100/                 whole
+        moecore.json               the manifest, written last
+        rank-00000.safetensors     tensors, one file for each rank that wrote any
+      latest                       name of the newest one, and the SHA-256 of its manifest
+      .lock/                       while a job may write; see `lock.py`
+
+A draft is never read. It becomes whole by one rename, after everything in it is on disk, and is
+announced by replacing the pointer file; so a kill at any moment leaves the previous one loadable.
+
+No function here communicates: a save calls those that write on one rank, which holds the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+from typing import Annotated
+
+from moecore.base.fields import Bound, Count, check_arguments
+from moecore.io.checkpoint.files import (
+    open_regular,
+    read_regular,
+    remove,
+    remove_leftovers,
+    sync,
+    write_new,
+)
+from moecore.io.checkpoint.lock import locked
+from moecore.io.checkpoint.manifest import MANIFEST, Manifest
+
+POINTER = "latest"
+_STEP_NAME = re.compile(r"step-([0-9]{6,18})")
+_POINTER_TEXT = re.compile(r"(step-[0-9]{6,18}) ([0-9a-f]{64})\n")
+
+Step = Annotated[int, Bound(">=", 0), Bound("<", 10**18)]  # that a directory can be named after
+Keep = Annotated[Count, "the newest must stay"]
+
+logger = logging.getLogger("moecore.io")
+
+
+def latest(root: str | os.PathLike[str]) -> Path | None:
+    """Return the newest whole checkpoint under `root`, or None when there is none.
+
+    That is the one the pointer file names. When the file or what it names is gone, it is the whole
+    directory of the highest step. Damage is never passed over: an older checkpoint is no answer to
+    a question about the newest.
+
+    Args:
+        root: what `save` got; need not exist.
+
+    Raises:
+        ValueError: when the pointer file is damaged, or the manifest of what it names.
+    """
+    check_arguments(latest, locals())
+    root = Path(root)
+    named = _pointed(root) or _pointed(root)  # again: a save may have replaced and pruned it
+    if named is not None:
+        return named
+    whole = whole_directories(root)
+    lost = _read_pointer(root)
+    if lost is not None and whole:
+        logger.warning(
+            "%s names %s, which is gone: taking %s, the highest step that is there",
+            root / POINTER,
+            lost[0],
+            whole[-1].name,
+        )
+    return whole[-1] if whole else None
+
+
+def set_latest(path: str | os.PathLike[str]) -> None:
+    """Make a whole checkpoint the one that `latest` names, such as to roll a run back.
+
+    Later steps stay until a save of the same step replaces them, or pruning removes them.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Raises:
+        ValueError: when it is not a whole checkpoint.
+        OSError: when another job writes to the run.
+    """
+    check_arguments(set_latest, locals())
+    path = Path(path)
+    if _step_of(path) is None or not is_whole(path):
+        raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
+    with locked(path.parent):
+        pointer = _new_pointer(path.parent, path.name, read_regular(path / MANIFEST))
+        pointer.replace(path.parent / POINTER)
+        sync(path.parent)
+
+
+def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
+    """Remove whole checkpoints but the newest, and return those removed.
+
+    The one that `latest` names always stays. Later steps than it, those of a run that was rolled
+    back, go first, then the lowest ones.
+
+    Args:
+        root: what `save` got. A step that is a symlink loses its link, not what it names.
+        keep: how many stay, >= 1.
+
+    Example: of 100 200 210 300 400 and latest 210, keep=2 leaves 200 210.
+
+    Raises:
+        ValueError: when `keep` is wrong, or the pointer file is damaged; nothing is removed then.
+        OSError: when another job writes to the run; or when one cannot be removed.
+    """
+    if not prunable(root, keep):
+        return []
+    with locked(Path(root)):
+        return _prune(Path(root), keep)
+
+
+def _prune(root: Path, keep: int) -> list[Path]:
+    old = prunable(root, keep)
+    for path in old:
+        remove(path)
+    return old
+
+
+def prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
+    """Return what `prune` would remove; see there."""
+    check_arguments(prunable, locals())
+    newest = latest(root)
+    if newest is None:
+        return []
+    # Later steps are of a run that was rolled back: they go first.
+    last = _step_of(newest) or 0
+    whole = whole_directories(Path(root))
+    order = [path for path in whole if (_step_of(path) or 0) > last]
+    order += [path for path in whole if (_step_of(path) or 0) <= last]
+    return order[:-keep]
+
+
+def check_unused(root: Path) -> None:
+    """Raise ValueError when a directory is a run already: it has checkpoints or drafts."""
+    if not root.is_dir():
+        return
+    for name in sorted(path.name for path in root.iterdir()):
+        if name == POINTER or name.startswith((".step-", "step-")):
+            raise ValueError(
+                f"root ({root}) must be no run yet, but holds {name}: choose another directory"
+            )
+
+
+def whole_directories(root: Path) -> list[Path]:
+    """Return all whole checkpoints under `root`, in rising order of their steps."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if _step_of(path) is not None and is_whole(path)]
+    return sorted(found, key=lambda path: _step_of(path) or 0)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether everything of this checkpoint was written."""
+    return (path / MANIFEST).is_file()
+
+
+def directory_of(root: Path, step: int) -> Path:
+    """Return the directory of a step's checkpoint."""
+    return root / f"step-{step:06d}"
+
+
+def new_draft(root: Path, step: int) -> Path:
+    """Make an empty draft directory, after removing those that killed saves left behind.
+
+    Raises:
+        ValueError: when `latest` names this step or a later one.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    final = directory_of(root, step)
+    _check_free(final)
+    remove_leftovers(root)
+    draft = root / f".{final.name}.tmp-{uuid.uuid4().hex[:8]}"
+    draft.mkdir()
+    return draft
+
+
+def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
+    """Make a written draft the newest checkpoint.
+
+    Args:
+        draft: from `new_draft`; the shard files are on disk.
+        manifest: of it.
+        keep: how many of the newest checkpoints stay; 0 = all.
+
+    Raises:
+        ValueError: when this step or a later one was saved meanwhile.
+        OSError: when a shard file is not there as it was written, or one could not be written.
+    """
+    root, final = draft.parent, directory_of(draft.parent, manifest.facts.step)
+    write_new(draft / MANIFEST, manifest.text)
+    sync(draft)
+    _check_free(final)
+    _check_written(draft, manifest)
+    # All that needs room comes before the rename, so a full disk leaves nothing half announced.
+    pointer = _new_pointer(root, final.name, manifest.text.encode("ascii"))
+    if os.path.lexists(final):  # of a run that was rolled back, or not whole
+        with contextlib.suppress(ValueError):
+            named = _read_pointer(root)
+            if named is not None and named[0] == final.name:  # with the digest of what goes now
+                (root / POINTER).unlink()
+        remove(final)
+    draft.rename(final)
+    sync(root)
+    pointer.replace(root / POINTER)
+    sync(root)
+    try:
+        if keep:
+            _prune(root, keep)
+    except OSError as error:  # the new one is safe, so the save has not failed
+        logger.warning("old checkpoints under %s could not be removed: %s", root, error)
+
+
+def _check_written(draft: Path, manifest: Manifest) -> None:
+    """Raise OSError when a shard file is not there as it was written."""
+    for name, file in manifest.files.items():
+        try:
+            descriptor = open_regular(draft / name)  # a network file system then asks its server
+        except (FileNotFoundError, ValueError):
+            raise OSError(f"{name} was written and is no longer there") from None
+        size = os.fstat(descriptor).st_size
+        os.close(descriptor)
+        if size != file.size:
+            raise OSError(f"{name} must have the {file.size} bytes that were written, not {size}")
+
+
+def _check_free(final: Path) -> None:
+    """Raise unless this step comes after the newest checkpoint: no save moves `latest` back.
+
+    Such as when a run is started anew in the directory of another, or goes on from an old step.
+    """
+    step, newest = _step_of(final) or 0, None
+    try:
+        newest = _newest_step(final.parent)
+    except ValueError as error:  # a run must be able to save although an older save is damaged
+        logger.warning("%s", error)
+    if newest is not None and newest > step:
+        raise ValueError(
+            f"step ({step}) must be > {newest}, the latest saved under {final.parent}: call "
+            "set_latest first to roll the run back, or choose another directory"
+        )
+    if is_whole(final) and newest in (None, step):
+        raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
+
+
+def discard(draft: Path) -> None:
+    """Remove a draft that will not become whole; what cannot be removed stays."""
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _pointed(root: Path) -> Path | None:
+    """Return what the pointer file names; None when one of both is gone."""
+    named = _read_pointer(root)
+    if named is None:
+        return None
+    name, digest = named
+    try:
+        manifest = read_regular(root / name / MANIFEST)
+    except FileNotFoundError:
+        return None
+    if hashlib.sha256(manifest).hexdigest() != digest:
+        raise ValueError(
+            f"path ({root / POINTER}) must hold the sha256 of {name}/{MANIFEST}, so one of "
+            "both is damaged: load an older checkpoint by its path, or use set_latest"
+        )
+    return root / name
+
+
+def _read_pointer(root: Path) -> tuple[str, str] | None:
+    """Return name and digest in the pointer file; None when it is gone."""
+    try:
+        text = read_regular(root / POINTER, most=200).decode("ascii", errors="replace")
+    except FileNotFoundError:
+        return None
+    match = _POINTER_TEXT.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"path ({root / POINTER}) must be '<checkpoint> <sha256 of its manifest>' but is "
+            f"{text!r:.120}: delete it to take the highest step, or use set_latest"
+        )
+    return match[1], match[2]
+
+
+def _newest_step(root: Path) -> int | None:
+    """Return the step of what `latest` names; its manifest, which may be large, is not read."""
+    named = _read_pointer(root)
+    if named is not None and is_whole(root / named[0]):
+        return _step_of(root / named[0])
+    whole = whole_directories(root)
+    return _step_of(whole[-1]) if whole else None
+
+
+def _step_of(path: Path) -> int | None:
+    match = _STEP_NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def _new_pointer(root: Path, name: str, manifest: bytes) -> Path:
+    """Write a pointer file under another name and return it, to replace the old one with."""
+    pointer = root / f".{POINTER}-{uuid.uuid4().hex[:8]}"
+    try:
+        write_new(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
+    return pointer

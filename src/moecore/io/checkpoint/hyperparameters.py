@@ -1,0 +1,167 @@
+"""Hyperparameters of optimizers: what of them a checkpoint keeps, and whether it fits others.
+
+Note "several optimizers": a parameter belongs to one at most, so their state needs no names of
+theirs. They are kept as one whose groups follow each other, with the class of each group. How
+groups of one class are spread over optimizers decides about nothing, and is not kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moecore.io.checkpoint.manifest import MAX_DEPTH, nests_deeper
+from moecore.io.checkpoint.state import ModelView
+
+OF_THE_RUN = {"fused", "foreach", "capturable", "differentiable"}  # how to compute, not what
+# What schedulers add to a group, and set anew when they are built.
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+# Numbers that decide about no state, so that 0 may become another number.
+VALUES = {"lr", "betas", "weight_decay", "eps"} | OF_SCHEDULERS
+MAX_NESTING = MAX_DEPTH - 10  # of a value, which lies in others
+
+
+def all_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """Return the parameter groups, in order; see the note "several optimizers"."""
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def optimizer_class(optimizers: Sequence[Optimizer]) -> str:
+    """Return the name of their class, or those of each group, such as "Muon, AdamW, AdamW"."""
+    names = [_class_name(one) for one in optimizers for _ in one.param_groups]
+    return ", ".join(names) if len(set(names)) > 1 else _class_name(optimizers[0])
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    """Return the class whose state it has; one that only computes it elsewhere declares that."""
+    return str(getattr(optimizer, "checkpoint_class", type(optimizer).__name__))
+
+
+def group_classes(name: str, num_groups: int) -> list[str]:
+    """Return the class of each group, from what `optimizer_class` gave."""
+    names = name.split(", ")
+    return names * num_groups if len(names) == 1 else names
+
+
+def optimizer_groups(optimizers: Sequence[Optimizer], model: ModelView) -> list[dict[str, Any]]:
+    """Return the hyperparameters of each parameter group, JSON-able, with its parameters' names.
+
+    Those that are `OF_THE_RUN` are left out: another machine may want others.
+
+    Raises:
+        ValueError: when one cannot be kept as JSON.
+    """
+    groups = []
+    for group in all_groups(optimizers):
+        values = {k: v for k, v in group.items() if k != "params" and k not in OF_THE_RUN}
+        values = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
+        check_json("optimizer hyperparameter", values)
+        groups.append({"params": [model.name_of(p) for p in group["params"]], **values})
+    return groups
+
+
+def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[str]:
+    """Return in words why saved hyperparameters do not fit; empty when they do.
+
+    Args:
+        present: groups of the optimizers, with names for their parameters.
+        groups: from the manifest.
+    """
+    # State goes by name, so the order within a group decides about nothing.
+    if [sorted(group["params"]) for group in present] != [sorted(g["params"]) for g in groups]:
+        return [
+            f"optimizer.param_groups ({len(present)}) hold other parameters, or in another order, "
+            f"than the {len(groups)} in the checkpoint"
+        ]
+    return [
+        f"optimizer hyperparameter {key} ({group.get(key)!r}) is {value!r:.40} in the checkpoint"
+        for group, saved in zip(present, groups, strict=True)
+        for key, value in saved.items()
+        if (key in group or key in VALUES) and not _may_become(key, group.get(key, 0.0), value)
+    ]
+
+
+def option_problems(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Return how two groups differ in what decides about the state of a parameter.
+
+    Names of options must agree, and whether each is on: amsgrad or a momentum bring state that an
+    optimizer without them lacks. Its amount may differ.
+
+    Args:
+        group: of the optimizer.
+        saved: from the manifest.
+    """
+    ignored = OF_SCHEDULERS | OF_THE_RUN | {"params"}
+    odd = sorted((group.keys() - ignored) ^ (saved.keys() - OF_SCHEDULERS - {"params"}))
+    problems = []
+    if odd:
+        problems.append(
+            f"optimizer hyperparameters {', '.join(odd)} are on one side only, checkpoint or "
+            "optimizer"
+        )
+    return problems + [
+        f"optimizer hyperparameter {key} ({group[key]!r}) is {saved[key]!r} in the checkpoint"
+        for key in sorted(group.keys() & saved.keys() - VALUES - OF_THE_RUN - {"params"})
+        if isinstance(group[key], int | float | None) and bool(group[key]) != bool(saved[key])
+    ]
+
+
+def restore_groups(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
+    """Set the hyperparameters of each group, in place; `group_problems` has found none."""
+    for group, saved in zip(all_groups(optimizers), groups, strict=True):
+        for key, value in saved.items():
+            current = group.get(key)
+            if key == "params" or key in OF_THE_RUN:
+                continue
+            if isinstance(current, Tensor):
+                current.fill_(value)  # a captured graph reads this very tensor
+            else:
+                group[key] = tuple(value) if isinstance(current, tuple) else value
+
+
+def check_json(what: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first value that the JSON of a manifest cannot hold."""
+    for name, value in values.items():
+        try:
+            json.dumps(value, sort_keys=True)
+            if nests_deeper(value, MAX_NESTING):
+                raise ValueError(f"it nests more than {MAX_NESTING} times")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{what} {name} ({type(value).__name__}) must be JSON-able or a tensor: {error}"
+            ) from None
+
+
+def _may_become(key: str, current: Any, saved: Any) -> bool:
+    """Whether a hyperparameter may have the saved value.
+
+    None is "off" of any kind, but of one in `VALUES`, which must be a finite number.
+    """
+    if current is None or saved is None:
+        return key not in VALUES or current is saved
+    if isinstance(current, bool) or isinstance(saved, bool):
+        return isinstance(current, bool) and isinstance(saved, bool)
+    if isinstance(current, tuple | list):
+        return (
+            isinstance(saved, list)
+            and len(current) == len(saved)
+            and all(_may_become(key, a, b) for a, b in zip(current, saved, strict=True))
+        )
+    if isinstance(current, int | float | Tensor):
+        return is_finite(saved) or (key not in VALUES and saved in (math.inf, -math.inf))
+    return isinstance(saved, type(current))
+
+
+def is_finite(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

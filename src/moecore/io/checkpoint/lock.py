@@ -1,0 +1,235 @@
+"""Which job may write to a run: the one whose lock is in its directory.
+
+    root/.lock/owner     JSON: host, machine, pid, started, since, token
+
+Note "exclusive": a lock is written under another name and renamed. A rename onto a directory that
+holds a file fails, so one of two jobs succeeds, and every lock that can be read has its owner. A
+save needs the same of its file system.
+
+Note "takeover": an owner on this machine (the same boot and pid namespace) is dead when its pid is
+gone or belongs to a process that started at another time. A live one is never replaced. For another
+machine there is the heartbeat: the owner's file is touched every `BEAT_SECONDS`, and a lock is
+stale when its file is `STALE_SECONDS` older than one made just now. Both times are those of the
+file system, so clocks of hosts do not matter. A dead lock is renamed to a name made of its own
+text, and stays there until the new one is released. So of two jobs that find the same dead lock,
+the slower one cannot rename the lock of the faster one. Drafts are renamed before the new owner
+goes on, so an old owner that was stopped cannot publish what it was writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+import threading
+import uuid
+import weakref
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from moecore.io.checkpoint.files import read_regular, remove_leftovers, write_new
+
+LOCK, OWNER = ".lock", "owner"
+BEAT_SECONDS = 10.0
+STALE_SECONDS = 120.0
+_ATTEMPTS = 5  # others may release or take over meanwhile
+_OWNER_BYTES = 4096
+
+
+class RunLock:
+    """The right to write to a run. It ends with `release`, with the object, or with the process.
+
+    Args:
+        root: directory of the run.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._text = b""
+        self._end: weakref.finalize[..., RunLock] | None = None  # runs once, at exit at the latest
+
+    def acquire(self) -> None:
+        """Take the lock, on one rank of a job; or see that it is still held.
+
+        Raises:
+            OSError: naming the owner, when there is another one, or one has taken it over; when the
+                lock could not be written.
+        """
+        if self._end is not None:
+            if not _holds(self.root, self._text):
+                raise OSError(
+                    f"root ({self.root}) must be written to by one job, but another one took it "
+                    f"over while this one stood still for {STALE_SECONDS:.0f} s: end one of them"
+                )
+            return
+        text = json.dumps(_this_process())
+        for _ in range(_ATTEMPTS):
+            draft = self.root / f"{LOCK}-{uuid.uuid4().hex[:8]}"
+            try:
+                now = _write_draft(draft, text)
+                if _renamed(draft, self.root / LOCK):
+                    self._keep(text.encode())
+                    return
+                _set_dead_aside(self.root, now)
+            except FileNotFoundError:  # a release also removes the drafts of other locks
+                continue
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        raise OSError(f"path ({self.root / LOCK}) must name its owner: remove it")
+
+    def release(self) -> None:
+        """Give the lock back, if it is held."""
+        if self._end is not None:
+            self._end()
+            self._end = None
+
+    def _keep(self, text: bytes) -> None:
+        stop = threading.Event()
+        self._text = text
+        self._end = weakref.finalize(self, _release, self.root, text, stop, os.getpid())
+        args = (self.root, text, stop)  # not the object, which may end while the thread runs
+        threading.Thread(target=_beat, args=args, name="moecore-lock", daemon=True).start()
+
+
+def _holds(root: Path, text: bytes) -> bool:
+    return _read_owner(root)[1] == text
+
+
+def _beat(root: Path, text: bytes, stop: threading.Event) -> None:
+    while not stop.wait(BEAT_SECONDS):
+        with contextlib.suppress(OSError, ValueError):  # such as when the root was removed
+            if _holds(root, text):
+                os.utime(root / LOCK / OWNER)
+
+
+def _release(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
+    stop.set()
+    if pid != os.getpid():  # of a process that was forked
+        return
+    with contextlib.suppress(OSError, ValueError):
+        if _holds(root, text):
+            (root / LOCK).rename(root / f"{LOCK}-{uuid.uuid4().hex[:8]}")
+            for path in root.glob(f"{LOCK}-*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the lock of a run, unless a `Saver` of this process does.
+
+    Raises:
+        OSError: as `RunLock.acquire`.
+    """
+    owner = _read_owner(root)[0]
+    mine = _this_process()
+    lock = RunLock(root)
+    if not all(owner.get(name) == mine[name] for name in ("machine", "pid", "started")):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _write_draft(draft: Path, text: str) -> float:
+    """Make a lock under another name; return what time it is for the file system."""
+    try:
+        draft.mkdir(parents=True)
+        write_new(draft / OWNER, text)
+        return (draft / OWNER).stat().st_mtime
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise OSError(f"root ({draft.parent}) could not be locked: {error}") from error
+
+
+def _set_dead_aside(root: Path, now: float) -> None:
+    """Make room where a lock's owner is dead; raise OSError where it is not."""
+    owner, text, touched = _read_owner(root)
+    if not text:
+        return  # released meanwhile
+    if owner.get("machine") and owner.get("machine") == _machine():
+        started = _started(owner.get("pid"))
+        is_dead = started is None or started != owner.get("started")
+    else:
+        is_dead = now - touched > STALE_SECONDS
+    if not is_dead:
+        who = f"pid {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
+        raise OSError(
+            f"root ({root}) must be written to by one job, but {who!r:.160} holds {LOCK}: close "
+            "its Saver, end that job, or save to another directory (a job that died on another "
+            f"host is taken over after {STALE_SECONDS:.0f} s)"
+        )
+    name = f"{LOCK}-{hashlib.sha256(text).hexdigest()[:16]}"
+    if _renamed(root / LOCK, root / name):
+        remove_leftovers(root)
+
+
+def _renamed(source: Path, target: Path) -> bool:
+    """Rename a directory; False where another one is there, or the source is gone."""
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        raise OSError(f"path ({target}) must be a lock's directory: remove the file") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
+    """Return the owner of a lock, the text of its file, and when the file was touched last.
+
+    An owner that cannot be read is {}; without a lock the text is empty.
+    """
+    path = root / LOCK / OWNER
+    try:
+        text = read_regular(path, most=_OWNER_BYTES)
+        touched = path.stat().st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return {}, b"", 0.0
+    try:
+        owner = json.loads(text)
+    except (ValueError, RecursionError):
+        owner = {}
+    return (owner if isinstance(owner, dict) else {}), text or b"\n", touched
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        "token": uuid.uuid4().hex,
+    }
+
+
+def _machine() -> str:
+    """Return the boot and pid namespace, in which a pid is one process; "" without /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: object) -> str | None:
+    """Return when a process started, in ticks since boot; None where there is none."""
+    if not isinstance(pid, int) or isinstance(pid, bool):
+        return None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

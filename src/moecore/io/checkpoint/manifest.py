@@ -1,0 +1,389 @@
+"""The manifest of a checkpoint: what it holds, in which files, and the digests that prove it.
+
+It is one line of JSON, written last. Strict both ways: a manifest that does not describe exactly
+what the format allows is neither written nor read.
+
+    format, step, world_size    whole numbers
+    meshes                      [{mesh dim: size}] of the saved model's DTensors
+    versions                    moecore, torch, python
+    config, scheduler, extra    the caller's JSON
+    optimizer_class             name of its class, or of several one for each group: "A, B", or null
+    optimizer                   [{params: [name], hyperparameter: value}], or null
+    files                       file name -> {size in bytes, sha256 of the whole file}
+    tensors                     name -> {shape, dtype, chunks: [{file, key, offsets, sizes}]}
+    sha256                      of this line without this entry
+
+The text must be byte for byte what Python's `json` makes of it, so one flipped bit anywhere is
+found: in a value by the digest, elsewhere by the comparison. The digest finds damage; it is no
+signature, so every field is checked as if it were forged.
+
+Note "grid": the chunks of a tensor must be the cells of a grid (each dim cut at some places, every
+cell there once). DTensor shards always are, and it makes "no gap, no overlap" a linear check.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moecore.base.fields import check_arguments
+from moecore.io.checkpoint.files import read_regular
+
+MANIFEST = "moecore.json"
+FORMAT = 3
+FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+MAX_DEPTH = 100  # of JSON: what reads it may recurse
+_MAX_BYTES = 2**62
+_FIELDS = {
+    *("format", "step", "world_size", "meshes", "versions", "config"),
+    *("optimizer_class", "optimizer", "scheduler", "extra", "files", "tensors", "sha256"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFile:
+    """One shard file: its size in bytes and the hex SHA-256 of all of it."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A block of a tensor: `sizes` from `offsets` on lie in `file` under `key`, row-major."""
+
+    file: str
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A whole tensor; see the note "grid". One without elements has no chunks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What is kept beside the tensors; every value is JSON-able.
+
+    Attributes:
+        step: of the run, >= 0.
+        world_size: ranks that saved.
+        meshes: the meshes of the model's DTensors, mesh dim -> size.
+        versions: of moecore, torch and python.
+        config: the caller's description of the model; None = none given.
+        optimizer_class: name of its class, or of several optimizers those of each group, with
+            commas; None = no optimizer.
+        optimizer: hyperparameters and parameter names of each group; None = no optimizer.
+        scheduler: its state; None = none given.
+        extra: the caller's values that are no tensors.
+    """
+
+    step: int
+    world_size: int
+    meshes: list[dict[str, int]]
+    versions: dict[str, str]
+    config: dict[str, Any] | None
+    optimizer_class: str | None
+    optimizer: list[dict[str, Any]] | None
+    scheduler: dict[str, Any] | None
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """A checked manifest. Build one with `make_manifest` or `read_manifest` only."""
+
+    facts: Facts
+    files: dict[str, StoredFile]
+    tensors: dict[str, StoredTensor]
+    text: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shard files."""
+        return sum(file.size for file in self.files.values())
+
+    def entries_of(self, file: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return key -> dtype and sizes of what a file holds."""
+        return {
+            chunk.key: (tensor.dtype, chunk.sizes)
+            for tensor in self.tensors.values()
+            for chunk in tensor.chunks
+            if chunk.file == file
+        }
+
+
+def make_manifest(
+    facts: Facts, files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
+) -> Manifest:
+    """Return the manifest, with its text.
+
+    Raises:
+        ValueError: for what `read_manifest` would refuse.
+    """
+    values = asdict(facts) | {
+        "format": FORMAT,
+        "files": {name: asdict(file) for name, file in files.items()},
+        "tensors": {
+            name: {
+                "shape": tensor.shape,
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "chunks": [asdict(chunk) for chunk in tensor.chunks],
+            }
+            for name, tensor in tensors.items()
+        },
+    }
+    return parse_manifest(_dump(values | {"sha256": _digest(values)}) + "\n")
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Return the manifest of a checkpoint directory.
+
+    Raises:
+        ValueError: when the directory is no whole checkpoint, or the manifest is damaged.
+        OSError: when it cannot be read.
+    """
+    check_arguments(read_manifest, locals())
+    path = Path(path)
+    try:
+        data = read_regular(path / MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"path ({path}) must be a whole checkpoint, with a {MANIFEST}: use latest(root)"
+        ) from None
+    try:
+        return parse_manifest(data.decode("ascii"))
+    except UnicodeDecodeError as error:
+        problem = f"is not ASCII at byte {error.start}"
+    except ValueError as error:
+        problem = str(error)
+    raise ValueError(
+        f"path ({path / MANIFEST}) must be a whole manifest: {problem}: load another checkpoint"
+    )
+
+
+def parse_manifest(text: str) -> Manifest:
+    """Return the manifest that a text is.
+
+    Raises:
+        ValueError: with the first thing that is wrong.
+    """
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    _must(not nests_deeper(values, MAX_DEPTH), "it nests too deep")
+    _must(isinstance(values, dict), "it is no JSON object")
+    _must(
+        values.get("format") == FORMAT,
+        f"format ({values.get('format')!r:.40}) must be {FORMAT}, or that of another moecore",
+    )
+    _must(
+        values.keys() == _FIELDS, f"its entries differ by {sorted(values.keys() ^ _FIELDS)!r:.200}"
+    )
+    digest = values.pop("sha256")
+    _must(digest == _digest(values), "its digest does not match, so it is damaged")
+    _must(text == _dump(values | {"sha256": digest}) + "\n", "its text is not what was written")
+    return Manifest(
+        facts=_facts(values),
+        files=_files(values["files"]),
+        tensors=_tensors(values["tensors"], values["files"]),
+        text=text,
+    )
+
+
+def nests_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects of JSON lie in each other more than so many times."""
+    level = [value]
+    while level and most >= 0:
+        level = [v for v in level if isinstance(v, dict | list | tuple)]
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+        most -= 1
+    return bool(level)
+
+
+def _facts(values: dict[str, Any]) -> Facts:
+    _must(_is_count(values["step"]), "step must be a whole number >= 0")
+    _must(_is_count(values["world_size"], least=1), "world_size must be a whole number >= 1")
+    meshes, groups = values["meshes"], values["optimizer"]
+    _must(
+        isinstance(meshes, list)
+        and all(isinstance(mesh, dict) and all(map(_is_count, mesh.values())) for mesh in meshes),
+        "meshes must be a list of dims and sizes",
+    )
+    versions = values["versions"]
+    _must(
+        isinstance(versions, dict) and all(isinstance(v, str) for v in versions.values()),
+        "versions must be strings",
+    )
+    for name in ("config", "scheduler"):
+        _must(isinstance(values[name], dict | None), f"{name} must be an object or null")
+    _must(isinstance(values["extra"], dict), "extra must be an object")
+    _must(
+        groups is None or (isinstance(groups, list) and all(map(_is_group, groups))),
+        "optimizer must be null or a list of groups with the names of their parameters",
+    )
+    kind = values["optimizer_class"]
+    _must(
+        isinstance(kind, str | None) and (kind is None) == (groups is None),
+        "optimizer_class must be a string beside groups, and null without",
+    )
+    _must(
+        kind is None or len(kind.split(", ")) in (1, len(groups)),
+        "optimizer_class must be one class, or one for each group",
+    )
+    return Facts(**{name: values[name] for name in Facts.__dataclass_fields__})
+
+
+def _is_group(group: Any) -> bool:
+    names = group.get("params") if isinstance(group, dict) else None
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _files(values: Any) -> dict[str, StoredFile]:
+    _must(isinstance(values, dict), "files must be an object")
+    for name, file in values.items():
+        _must(
+            FILE_NAME.fullmatch(name) is not None,
+            f"files: {name!r:.80} must be rank-<number>.safetensors",
+        )
+        _must_have(file, {"size", "sha256"}, f"files: {name}")
+        digest = file["sha256"]
+        _must(_is_count(file["size"], least=1), f"files: the size of {name} must be >= 1")
+        _must(
+            isinstance(digest, str) and SHA256.fullmatch(digest) is not None,
+            f"files: the sha256 of {name} must be 64 hex digits",
+        )
+    return {name: StoredFile(**file) for name, file in values.items()}
+
+
+def _tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    _must(isinstance(values, dict), "tensors must be an object")
+    seen: set[tuple[str, str]] = set()
+    found = {}
+    for name, value in values.items():
+        where = f"tensor {name!r:.120}"
+        _must_have(value, {"shape", "dtype", "chunks"}, where)
+        _must(isinstance(value["dtype"], str) and value["dtype"] in DTYPES, f"{where}: dtype")
+        shape, dtype = _sizes(value["shape"], where), DTYPES[value["dtype"]]
+        # As if no dim were 0: strides of such a tensor must not overflow either.
+        num_bytes = math.prod(max(1, n) for n in shape) * dtype.itemsize
+        _must(num_bytes < _MAX_BYTES, f"{where}: its shape is too large")
+        _must(isinstance(value["chunks"], list), f"{where}: chunks must be a list")
+        chunks = tuple(_chunk(chunk, len(shape), files, where) for chunk in value["chunks"])
+        check_grid(name, shape, chunks)
+        for chunk in chunks:
+            place = (chunk.file, chunk.key)
+            _must(place not in seen, f"{where}: {place!r:.200} is used twice")
+            seen.add(place)
+        found[name] = StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
+    used = {file for file, _ in seen}
+    _must(used == files.keys(), "files: every one must hold some tensor")
+    return found
+
+
+def _chunk(value: Any, num_dims: int, files: Mapping[str, Any], where: str) -> Chunk:
+    _must_have(value, {"file", "key", "offsets", "sizes"}, f"{where}: a chunk")
+    file, key = value["file"], value["key"]
+    _must(isinstance(file, str) and file in files, f"{where}: its file must be one of files")
+    _must(isinstance(key, str) and key != "__metadata__", f"{where}: a chunk's key")
+    offsets, sizes = _sizes(value["offsets"], where), _sizes(value["sizes"], where)
+    _must(len(offsets) == len(sizes) == num_dims, f"{where}: a chunk has another number of dims")
+    return Chunk(file=file, key=key, offsets=offsets, sizes=sizes)
+
+
+def check_grid(name: str, shape: Sequence[int], chunks: Sequence[Chunk]) -> None:
+    """Raise ValueError unless the chunks hold every element of a tensor exactly once.
+
+    Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
+    refused: the cut of dim 1 at 3 must go through all rows.
+    """
+    where = f"tensor {name!r:.120}"
+    if math.prod(shape) == 0:
+        _must(not chunks, f"{where} is empty and must have no chunks")
+        return
+    cells = 1
+    for dim, size in enumerate(shape):
+        spans = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
+        end = 0
+        for begin, length in spans:
+            _must(begin == end and length > 0, f"{where}: its chunks leave a gap or overlap")
+            end = begin + length
+        _must(end == size, f"{where}: its chunks end at {end} of {size} in dim {dim}")
+        cells *= len(spans)
+    distinct = len({chunk.offsets for chunk in chunks})
+    _must(
+        cells == distinct == len(chunks),
+        f"{where}: its {len(chunks)} chunks must be the {cells} cells of a grid",
+    )
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise NotImplementedError for a dtype that safetensors does not know."""
+    if dtype not in DTYPE_NAMES:
+        raise NotImplementedError(
+            f"tensor {name} ({dtype}) must have a dtype of safetensors to be saved: store a view"
+        )
+
+
+def _dump(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_dump(values).encode()).hexdigest()
+
+
+def _sizes(value: Any, where: str) -> tuple[int, ...]:
+    _must(isinstance(value, list) and all(map(_is_count, value)), f"{where}: sizes must be counts")
+    _must(len(value) <= 64, f"{where}: it has too many dims")
+    return tuple(value)
+
+
+def _is_count(value: Any, *, least: int = 0) -> bool:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return is_int and least <= value < _MAX_BYTES
+
+
+def _must_have(value: Any, keys: Iterable[str], where: str) -> None:
+    _must(isinstance(value, dict) and value.keys() == set(keys), f"{where} must have {list(keys)}")
+
+
+def _must(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)

@@ -1,0 +1,53 @@
+"""How many bytes have moved on this rank, how fast, and who wants to know."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from threading import Lock
+
+import torch.distributed as dist
+
+Progress = Callable[[int, int], None]
+
+logger = logging.getLogger("moecore.io")
+
+
+class Meter:
+    """Counts bytes. Safe to use from several threads.
+
+    Args:
+        progress: called with (bytes done, bytes expected so far) on this rank, from the thread that
+            moves them; None = none.
+    """
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self._progress, self._lock = progress, Lock()
+        self._start = time.perf_counter()
+        self.done = self.total = 0
+
+    def expect(self, num_bytes: int) -> None:
+        """Announce bytes to come."""
+        with self._lock:
+            self.total += num_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have moved."""
+        with self._lock:
+            self.done += num_bytes
+            if self._progress:
+                self._progress(self.done, self.total)
+
+    def log(self, what: str) -> None:
+        """Log one line on rank 0: bytes of this rank, seconds, GB/s."""
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        seconds, gigabytes = time.perf_counter() - self._start, self.done / 1e9
+        logger.info(
+            "%s: %.3f GB of rank 0 in %.2f s, %.2f GB/s",
+            what,
+            gigabytes,
+            seconds,
+            gigabytes / seconds,
+        )

@@ -1,0 +1,160 @@
+"""Whether ranks agree on what only one of them will write: found out before anything is written.
+
+That is all that a resume reads but DTensors, of which each rank writes its part, and generators, of
+which each rank has its own. Silently one rank's value would become everybody's: its step counts,
+its learning rate. Of `config` rank 0's is kept: a caller's own may name a rank or a host.
+
+Ranks of one pipeline stage agree in everything, those of different stages in what both have but the
+parameters of groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moecore.io.checkpoint.ranks import Group, gather, on_every_rank
+from moecore.io.checkpoint.shard_file import bytes_of
+from moecore.io.checkpoint.snapshot import Snapshot
+
+# Of a plain tensor of the model or the optimizer. Replicas that drift apart do so all over, and a
+# save must not wait for the hash of a whole model.
+HASHED_BYTES = 1 << 16
+FIXES = {
+    "extra": "gather what each rank has into one value",
+    "model": "make it equal, or a buffer with persistent=False",
+    "optimizer": "step on every rank with a gradient, zeros where it has none",
+    "param_groups": "set it on all ranks alike",
+    "scheduler": "step it on all ranks alike, such as with a loss that was reduced",
+    "save": "call it with the same arguments on every rank",
+}
+
+
+Key = tuple[str, str]  # kind of `FIXES`, name
+Hashes = dict[Key, str]
+
+
+def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
+    """Raise on every rank when ranks differ in what only one of them will write. Collective.
+
+    Hashes of values, not the values, travel. One host sync per device for those of small tensors.
+
+    Args:
+        snapshot: of this rank.
+        group: all ranks; None = the default group.
+
+    Raises:
+        ValueError: names the first value that differs.
+    """
+    if not dist.is_initialized():
+        return
+    mine = on_every_rank(lambda: _hashes(snapshot), group)
+    digests = gather(_hash(mine), group)
+    if len(set(digests)) == 1:
+        return
+    pp = 1 if snapshot.stages is None else snapshot.stages.pp
+    size = len(digests) // pp
+    firsts = range(0, len(digests), size)
+    if all(digest == digests[i // size * size] for i, digest in enumerate(digests)):
+        hashes = gather(mine if dist.get_rank() % size == 0 else {}, group)
+        _compare_stages([(rank, hashes[rank]) for rank in firsts])
+        return
+    hashes = gather(mine, group)
+    for first in firsts:
+        for rank in range(first, first + size):
+            for key in hashes[first] | hashes[rank]:
+                if hashes[first].get(key) != hashes[rank].get(key):
+                    is_there = key in hashes[first] and key in hashes[rank]
+                    _refuse(key, first, rank, is_there=is_there)
+
+
+def _compare_stages(hashes: list[tuple[int, Hashes]]) -> None:
+    """Raise for the first difference between stages; of each one rank with its hashes."""
+    seen: dict[Key, tuple[int, str]] = {}
+    for rank, theirs in hashes:
+        for key, value in theirs.items():
+            first, wanted = seen.setdefault(key, (rank, value))
+            if value != wanted and not _is_of_stage(key):
+                _refuse(key, first, rank, is_there=True)
+    first = hashes[0][0]
+    for rank, theirs in hashes:
+        for key in seen:
+            if key not in theirs and key[0] not in ("model", "optimizer"):
+                at = seen[key][0]
+                _refuse(key, at if at != rank else first, rank, is_there=False)
+
+
+def _is_of_stage(key: Key) -> bool:
+    return key[0] == "param_groups" and key[1].endswith("['params']")
+
+
+def _refuse(key: Key, first: int, rank: int, *, is_there: bool) -> None:
+    kind, name = key
+    wrong = f"of rank {rank} must equal that of rank {first}, because only one is kept"
+    if not is_there:
+        wrong = f"must be on every rank, but is on only one of rank {first} and rank {rank}"
+    raise ValueError(f"{name} {wrong}: {FIXES[kind]}")
+
+
+def _hashes(snapshot: Snapshot) -> Hashes:
+    facts = snapshot.facts
+    values: dict[Key, Any] = {
+        ("save", "step"): facts.step,
+        ("save", "optimizer"): facts.optimizer_class,
+    }
+    for i, options in enumerate(facts.optimizer or []):
+        for name, value in options.items():
+            values["param_groups", f"optimizer.param_groups[{i}][{name!r}]"] = value
+    for name, value in (facts.scheduler or {}).items():
+        values["scheduler", f"scheduler {name}"] = value
+    for name, value in facts.extra.items():
+        values["extra", f"extra {name}"] = value
+    return {key: _hash(value) for key, value in values.items()} | _tensor_hashes(snapshot.tensors)
+
+
+def _tensor_hashes(tensors: Mapping[str, Tensor]) -> Hashes:
+    found: Hashes = {}
+    parts: dict[Key, Tensor] = {}
+    for name, tensor in tensors.items():
+        kind = name.partition(".")[0]
+        if kind == "rng":
+            continue
+        key = (kind, name.replace("extra.", "extra ", 1) if kind == "extra" else name)
+        found[key] = f"{tensor.dtype} {tuple(tensor.shape)}"
+        if not isinstance(tensor, DTensor):  # its shards differ, and each is kept
+            parts[key] = _bytes(tensor, None if kind == "extra" else HASHED_BYTES)
+    for key, part in _on_host(parts).items():
+        found[key] += " " + hashlib.sha256(bytes_of(part)).hexdigest()
+    return found
+
+
+def _bytes(tensor: Tensor, limit: int | None) -> Tensor:
+    """Return the first bytes of a tensor, on its device."""
+    flat = tensor.detach().reshape(-1)
+    flat = flat[: None if limit is None else limit // tensor.dtype.itemsize]
+    if flat.stride(0) != 1:  # as of one that was expanded
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def _on_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
+    """Return the same bytes in host memory. One host sync per device: step counts are many."""
+    found = {key: part for key, part in parts.items() if part.device.type == "cpu"}
+    for device in {part.device for part in parts.values()} - {torch.device("cpu")}:
+        there = {key: part for key, part in parts.items() if part.device == device}
+        packed = torch.cat(list(there.values())).cpu()
+        found |= zip(there, packed.split([len(part) for part in there.values()]), strict=True)
+    return found
+
+
+def _hash(value: Any) -> str:
+    if isinstance(value, dict):
+        value = sorted([str(key), entry] for key, entry in value.items())
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

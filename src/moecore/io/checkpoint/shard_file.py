@@ -1,0 +1,293 @@
+"""One rank's shard file: safetensors, written as a stream and read in slices.
+
+    8 bytes little-endian: length of the header | header: JSON, padded with blanks to 8 | tensors
+
+Tensors lie without gaps, wider dtypes first, then by key; so each is aligned, and the header
+follows from the keys, dtypes and sizes alone. A reader therefore needs no header: it compares the
+bytes in the file with those that the manifest implies, and nothing parses what a file claims.
+
+Any safetensors reader opens such a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.io.checkpoint.files import open_regular
+from moecore.io.checkpoint.manifest import DTYPE_NAMES, StoredFile
+from moecore.io.checkpoint.meter import Meter
+
+CHUNK_BYTES = 16 * 2**20  # the memory that a save or load needs on top, per open file
+DIRECT_BYTES = 2**20  # host memory of at least this is written from where it lies
+HASH_BYTES = 2**20  # what is hashed while it is still in a core's cache
+RUN_BYTES = 256 * 2**10  # a contiguous run of at least this is read alone, without what is between
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a file with some tensors looks like.
+
+    Attributes:
+        header: the first bytes of the file, its length field included.
+        begins: key -> position of the first byte in the file.
+        size: bytes of the whole file.
+    """
+
+    header: bytes
+    begins: dict[str, int]
+    size: int
+
+
+def layout_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Layout:
+    """Return the layout of a file with these tensors, in file order.
+
+    Args:
+        entries: key -> dtype and sizes.
+    """
+    order = sorted(entries, key=lambda key: (-entries[key][0].itemsize, key))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    spans, end = {}, 0
+    for key in order:
+        dtype, sizes = entries[key]
+        spans[key] = (end, end := end + math.prod(sizes) * dtype.itemsize)
+        header[key] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(sizes),
+            "data_offsets": list(spans[key]),
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    begins = {key: start + begin for key, (begin, _) in spans.items()}
+    return Layout(len(text).to_bytes(8, "little") + text, begins, start + end)
+
+
+class ShardWriter:
+    """Writes one new file from front to back; a second thread hashes what is being written.
+
+    The host memory on top of the tensors is one buffer of `CHUNK_BYTES`: it gathers small tensors,
+    and takes what lies on a device or is not contiguous piece by piece.
+
+    Args:
+        path: must not exist.
+        header: the first bytes.
+        pinned: whether tensors come from a CUDA device.
+        meter: counts each write.
+    """
+
+    def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        self._fd = os.open(path, flags, 0o644)
+        self._sha256, self._size, self._meter = hashlib.sha256(), 0, meter
+        self._hasher = ThreadPoolExecutor(1)
+        self._filled = 0
+        try:
+            self._write(memoryview(header))
+        except BaseException:  # no other code can: there is no object yet
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hasher.shutdown()
+        os.close(self._fd)
+
+    def add(self, tensor: Tensor) -> None:
+        """Append a tensor's elements, row-major. Syncs with its device."""
+        for piece in pieces(tensor.detach()):
+            if piece.device.type == "cpu" and piece.is_contiguous() and piece.nbytes > DIRECT_BYTES:
+                self._flush()
+                self._write(bytes_of(piece))
+                continue
+            if self._filled + piece.nbytes > CHUNK_BYTES:
+                self._flush()
+            # Aligned, because wider dtypes come first and a flush starts at 0.
+            end = self._filled + piece.nbytes
+            room = self._buffer[self._filled : end].view(piece.dtype).view(piece.shape)
+            room.copy_(piece)
+            self._filled = end
+
+    def finish(self) -> StoredFile:
+        """Put all bytes on disk and return size and digest."""
+        self._flush()
+        os.fsync(self._fd)
+        return StoredFile(size=self._size, sha256=self._sha256.hexdigest())
+
+    def _flush(self) -> None:
+        if self._filled:
+            self._write(bytes_of(self._buffer[: self._filled]))
+            self._filled = 0
+
+    def _write(self, data: memoryview) -> None:
+        hashed = self._hasher.submit(self._sha256.update, data)
+        try:
+            left = data
+            while left:
+                left = left[os.write(self._fd, left) :]
+        finally:
+            hashed.result()  # the buffer may be reused only after it
+        self._size += len(data)
+        self._meter.add(len(data))
+
+
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield parts of at most `CHUNK_BYTES` that, one after the other, are the tensor row-major."""
+    if tensor.nbytes <= CHUNK_BYTES:
+        yield tensor
+    elif tensor.is_contiguous():
+        yield from tensor.view(-1).split(CHUNK_BYTES // tensor.itemsize)
+    else:
+        rows = CHUNK_BYTES * tensor.shape[0] // tensor.nbytes
+        for part in tensor.split(max(1, rows)):
+            yield from pieces(part[0] if rows < 1 else part)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    # view(-1) of a single element keeps its stride, which may be anything.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    data: Any = flat.view(torch.uint8).numpy()  # numpy's types hide that it is a buffer
+    return memoryview(data)
+
+
+class ShardReader:
+    """Reads slices of the tensors in one file.
+
+    Plain reads, no memory map: a failing disk is then an OSError and not the end of the process.
+
+    Args:
+        path: the file.
+        layout: what is in it.
+        buffer: uint8 host memory, for slices that are not contiguous.
+        meter: counts each read.
+    """
+
+    def __init__(self, path: Path, layout: Layout, buffer: Tensor, meter: Meter) -> None:
+        self._path, self._layout, self._buffer, self._meter = path, layout, buffer, meter
+        self._fd = open_regular(path)
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read(
+        self,
+        key: str,
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        out: Tensor,
+    ) -> None:
+        """Fill `out` with a slice.
+
+        Args:
+            key: names the tensor.
+            dtype: of the tensor.
+            sizes: of the tensor.
+            offsets: where the slice begins in it; `out` has its sizes.
+            out: any device, layout and dtype.
+        """
+        if out.numel() == 0:
+            return
+        strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+        first = sum(o * s for o, s in zip(offsets, strides, strict=True))
+        reach = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
+        begin = self._layout.begins[key] + first * dtype.itemsize
+        span, wanted = (reach + 1) * dtype.itemsize, out.numel() * dtype.itemsize
+        if span == wanted and _is_plain(out, dtype):
+            self._fill(bytes_of(out), begin, self._meter)
+            return
+        # What lies between short runs is read along, since a disk reads ahead anyway.
+        alone = span > 2 * wanted and _run(sizes, out.shape) * dtype.itemsize >= RUN_BYTES
+        if span <= self._buffer.numel() and not alone:
+            block = self._buffer[:span]
+            self._fill(bytes_of(block), begin)
+            out.copy_(block.view(dtype).as_strided(out.shape, strides))
+            self._meter.add(wanted)
+            return
+        dim = next(d for d, n in enumerate(out.shape) if n > 1)
+        half = out.shape[dim] // 2
+        after = [*offsets[:dim], offsets[dim] + half, *offsets[dim + 1 :]]
+        self.read(key, dtype, sizes, offsets, out.narrow(dim, 0, half))
+        self.read(key, dtype, sizes, after, out.narrow(dim, half, out.shape[dim] - half))
+
+    def _fill(self, target: memoryview, begin: int, meter: Meter | None = None) -> None:
+        done = 0
+        while done < len(target):
+            count = os.preadv(self._fd, [target[done : done + CHUNK_BYTES]], begin + done)
+            if count == 0:
+                raise OSError(f"{self._path} ended at byte {begin + done}: it was cut meanwhile")
+            done += count
+            if meter:
+                meter.add(count)
+
+
+def _is_plain(out: Tensor, dtype: torch.dtype) -> bool:
+    return out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
+
+
+def _run(sizes: Sequence[int], lengths: Sequence[int]) -> int:
+    """Number of neighbouring elements in a row-major tensor that a slice takes in one run."""
+    run = 1
+    for size, length in zip(reversed(sizes), reversed(lengths), strict=True):
+        run *= length
+        if length != size:
+            break
+    return run
+
+
+def check_file(
+    path: Path, layout: Layout, stored: StoredFile, *, full: bool, meter: Meter
+) -> str | None:
+    """Return in words what is wrong with a file, or None.
+
+    Args:
+        path: the file.
+        layout: its content by the manifest.
+        stored: size and digest by the manifest.
+        full: hash all of it; else only its size and header are looked at.
+        meter: counts what was hashed.
+
+    Raises:
+        OSError: when it cannot be read.
+    """
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
+        return "is missing"
+    except ValueError:
+        return "is no regular file"
+    sha256 = hashlib.sha256()
+    with open(descriptor, "rb", buffering=0) as file:
+        size = os.fstat(descriptor).st_size
+        if not size == stored.size == layout.size:
+            return f"has {size} bytes instead of {stored.size}, with {layout.size} of tensors"
+        header = file.read(len(layout.header))
+        if header != layout.header:
+            return "has a header that is not the manifest's"
+        if full:
+            sha256.update(header)
+            meter.add(len(header))
+        buffer = memoryview(bytearray(min(HASH_BYTES, stored.size) if full else 0))
+        while full and (count := file.readinto(buffer)):
+            sha256.update(buffer[:count])
+            meter.add(count)
+    if full and sha256.hexdigest() != stored.sha256:
+        return "has another sha256 than the manifest"
+    return None

@@ -1,0 +1,316 @@
+"""What one save keeps: the tensors by name, and the facts of the manifest."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from moecore.io.checkpoint.hyperparameters import (
+    check_json,
+    is_finite,
+    optimizer_class,
+    optimizer_groups,
+)
+from moecore.io.checkpoint.manifest import Facts, check_dtype
+from moecore.io.checkpoint.state import (
+    ModelView,
+    Optimizers,
+    listed_optimizers,
+    optimizer_tensors,
+    rng_tensors,
+)
+from moecore.moe.state import MoEState
+from moecore.parallel.across import AllStages, find_stages
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """What is asked of a learning rate scheduler; torch's own have it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state."""
+
+
+Schedulers = Scheduler | Sequence[Scheduler]
+
+
+class _Several:
+    """Several schedulers as one: its state has "0.last_epoch" for last_epoch of the first.
+
+    Args:
+        parts: at least two.
+    """
+
+    def __init__(self, parts: Sequence[Scheduler]) -> None:
+        self._parts = parts
+        self.kind = ", ".join(type(part).__name__ for part in parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all, side by side."""
+        states = [part.state_dict() for part in self._parts]
+        return {f"{i}.{key}": v for i, state in enumerate(states) for key, v in state.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state of each."""
+        states: list[dict[str, Any]] = [{} for _ in self._parts]
+        for name, value in state_dict.items():
+            i, _, key = name.partition(".")
+            states[int(i)][key] = value
+        for part, state in zip(self._parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+def one_scheduler(
+    scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
+) -> Scheduler | None:
+    """Return the scheduler that a caller has given, or all of them as one; None for None.
+
+    Raises:
+        ValueError: for an empty list, or where they do not follow the optimizers: another one's
+            learning rates would fit as well.
+    """
+    if not isinstance(scheduler, Sequence):
+        return scheduler
+    if not scheduler:
+        raise ValueError("scheduler ([]) must hold a scheduler: pass None where there is none")
+    order = {id(optimizer): i for i, optimizer in enumerate(optimizers)}
+    owners = [order.get(id(getattr(part, "optimizer", None))) for part in scheduler]
+    known = [i for i in owners if i is not None]
+    if known != sorted(known):
+        raise ValueError(
+            f"scheduler (of optimizers {', '.join(map(str, known))}) must be in the order of the "
+            "optimizers: sort the list"
+        )
+    return scheduler[0] if len(scheduler) == 1 else _Several(scheduler)
+
+
+def _kind(scheduler: Scheduler) -> str:
+    return scheduler.kind if isinstance(scheduler, _Several) else type(scheduler).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one save keeps. The tensors share memory with the model and the optimizer.
+
+    Attributes:
+        tensors: name -> plain tensor or DTensor.
+        facts: everything else, copied.
+        stages: of the model; None = this rank has all of it.
+    """
+
+    tensors: dict[str, Tensor]
+    facts: Facts
+    stages: AllStages | None
+
+
+def take_snapshot(
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    extra: Mapping[str, Any] | None,
+    *,
+    scheduler: Schedulers | None,
+    config: object,
+) -> Snapshot:
+    """Return what a save keeps; see `save` for the arguments.
+
+    Raises:
+        ValueError: for what cannot be kept, or a step that is not finished.
+        NotImplementedError: for optimizer state or dtypes that have no place in a checkpoint.
+    """
+    _check_finished(model)
+    view = ModelView(model)
+    tensors = {f"model.{name}": tensor for name, tensor in view.stored.items()}
+    optimizers = listed_optimizers(optimizer, view)
+    tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(optimizers, view).items()}
+    values = {}
+    for name, value in (extra or {}).items():
+        if isinstance(value, Tensor):
+            tensors[f"extra.{name}"] = value.detach()
+        else:
+            values[name] = value
+    _check_extra(values)
+    schedule = one_scheduler(scheduler, optimizers)
+    tensors |= rng_tensors()
+    for name, tensor in tensors.items():
+        check_dtype(name, tensor.dtype)
+    facts = Facts(
+        step=step,
+        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        meshes=_meshes(view),
+        versions=versions(),
+        config=_config_values(view.config if config is None else config),
+        optimizer_class=optimizer_class(optimizers) if optimizers else None,
+        optimizer=_copy(optimizer_groups(optimizers, view)) if optimizers else None,
+        scheduler=None if schedule is None else _scheduler_values(schedule),
+        extra=_copy(values),
+    )
+    return Snapshot(tensors, facts, find_stages(model)[1])
+
+
+def _check_extra(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for what JSON cannot hold, or would give back as something else."""
+    check_json("extra", values)
+    for name, value in values.items():
+        if not _survives_json({name: value}):
+            raise ValueError(
+                f"extra {name} ({type(value).__name__}) must be JSON-able or a tensor: JSON has "
+                "lists for tuples and strings for keys, so store it so"
+            )
+
+
+def _survives_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _survives_json(v) for k, v in value.items())
+    if isinstance(value, list):
+        return all(map(_survives_json, value))
+    return not isinstance(value, tuple)
+
+
+def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
+    """Return saved values with the types that this scheduler keeps.
+
+    Raises:
+        ValueError: when the saved scheduler was of another kind.
+    """
+    now = scheduler.state_dict()
+    if now.keys() != values.keys():
+        raise ValueError(
+            f"scheduler ({_kind(scheduler)}) must have the state of the saved one, but "
+            f"{', '.join(sorted(now.keys() ^ values.keys()))} differ"
+        )
+    for name, rates in _rates(values):
+        if not isinstance(rates, list) or not all(map(is_finite, rates)):
+            raise ValueError(
+                f"scheduler {name} must be a list of finite numbers, but is {rates!r:.40} in the "
+                "checkpoint"
+            )
+    return _like(now, values)
+
+
+def _rates(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what schedulers keep of learning rates, also of those in others."""
+    entries = value.items() if isinstance(value, dict) else ()
+    for name, entry in entries:
+        if name.endswith(("base_lrs", "_last_lr")):
+            yield name, entry
+        else:
+            yield from _rates(entry)
+    for entry in value if isinstance(value, list) else ():
+        yield from _rates(entry)
+
+
+def _scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
+    state = scheduler.state_dict()
+    name = _kind(scheduler)
+    numbers = _numbers(state)
+    check_json(f"scheduler {name}", numbers)
+    values = _copy(numbers)
+    if _like(state, values) != state:
+        raise ValueError(
+            f"scheduler ({name}) must have a state that JSON can hold: keep it in extra instead"
+        )
+    return values
+
+
+def _numbers(value: Any) -> Any:
+    """Return a value with numbers for scalar tensors, which is what schedulers of a tensor lr keep.
+
+    One host sync for each that is on a device.
+    """
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(entry) for entry in value]
+    return value
+
+
+def _like(template: Any, value: Any) -> Any:
+    """Give what JSON made of a value its types back: tuples, tensors, dicts with numbers as keys.
+
+    Tensors are new ones: the scheduler and its optimizer may share those of the template.
+    """
+    if isinstance(template, Tensor) and isinstance(value, int | float):
+        return torch.full_like(template, value)
+    if isinstance(template, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(template, list) and isinstance(value, list) and len(template) == len(value):
+        return [_like(a, b) for a, b in zip(template, value, strict=True)]
+    if isinstance(template, dict) and isinstance(value, dict):
+        if template and all(isinstance(key, int) for key in template):
+            return type(template)({int(key): entry for key, entry in value.items()})
+        return {key: _like(template.get(key), entry) for key, entry in value.items()}
+    return value
+
+
+def _check_finished(model: nn.Module) -> None:
+    """Raise when an optimizer step is half done: what it has counted and its gradients are lost.
+
+    Only where the counts decide about what follows: the next move of an expert bias, or the check
+    of the micro-batches. Else they are metrics, and a loop that never asks for them may save.
+    """
+    for state in (v for m in model.modules() for v in vars(m).values()):
+        if not isinstance(state, MoEState):
+            continue
+        for name, layer in state.layers.items():
+            balance, tracker = layer.config.balance, layer.tracker
+            if tracker.num_micro_batches and (balance.bias_update_rate or balance.needs_loss):
+                raise ValueError(
+                    f"{name}.tracker.num_micro_batches ({tracker.num_micro_batches}) must be 0 in "
+                    "a save, which comes between steps: call TrainStep.finish() first"
+                )
+
+
+def _meshes(view: ModelView) -> list[dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for tensor in view.tensors.values():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
+            sizes = dict(zip(names, mesh.shape, strict=True))
+            found[json.dumps(sizes)] = sizes
+    return [found[key] for key in sorted(found)]
+
+
+def versions() -> dict[str, str]:
+    """Return a manifest's facts about the software that wrote it."""
+    try:
+        own = version("moecore")
+    except PackageNotFoundError:  # run from a checkout
+        own = "unknown"
+    return {"moecore": own, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _config_values(config: object) -> dict[str, Any] | None:
+    if config is None:
+        return None
+    if is_dataclass(config) and not isinstance(config, type):
+        values = asdict(config)
+    elif isinstance(config, Mapping):
+        values = dict(config)
+    else:
+        raise ValueError(
+            f"config ({type(config).__name__}) must be a mapping or a dataclass instance"
+        )
+    check_json("config", values)
+    return _copy(values)
+
+
+def _copy(values: Any) -> Any:
+    """Return what JSON makes of it, so that no change reaches it while it is written."""
+    return json.loads(json.dumps(values))

@@ -1,0 +1,95 @@
+"""Pipeline stages in one checkpoint: who writes what, and what all of them have together.
+
+    save    names and groups of each stage -> one manifest; of copies the first stage's is written
+    load    names and groups of each stage -> what other stages have is not missed on this rank
+
+Names are those of the whole model, so neither knows how it was cut. One rank of each stage sends
+names; without stages nothing is sent.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch.distributed as dist
+
+from moecore.io.checkpoint.ranks import Group, gather
+from moecore.io.checkpoint.snapshot import Snapshot
+from moecore.parallel.across import AllStages
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a stage has, or all of them together.
+
+    Attributes:
+        names: of tensors.
+        groups: names of the parameters of each group of the optimizers.
+        meshes: as in `Facts`.
+    """
+
+    names: frozenset[str]
+    groups: list[list[str]]
+    meshes: list[dict[str, int]]
+
+
+def is_first_of_stage(stages: AllStages) -> bool:
+    """Whether this rank is the one that sends for its stage."""
+    return dist.get_rank() % (dist.get_world_size() // stages.pp) == 0
+
+
+def whole_of(part: Part, stages: AllStages | None, group: Group = None) -> Part:
+    """Return what all stages have together; collective where there are several."""
+    return part if stages is None else _joined(_parts(part, stages, group))
+
+
+def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
+    """Return what this rank writes, with the facts of all stages; collective with several.
+
+    Args:
+        snapshot: of this rank; ranks have agreed (`check_rank_agreement`).
+        group: all ranks; None = the default group.
+    """
+    stages, facts = snapshot.stages, snapshot.facts
+    if stages is None:
+        return snapshot
+    kept = ("model.", "optimizer.")
+    own = Part(
+        frozenset(name for name in snapshot.tensors if name.startswith(kept)),
+        [options["params"] for options in facts.optimizer or []],
+        facts.meshes,
+    )
+    parts = _parts(own, stages, group)
+    written = set(chain.from_iterable(part.names for part in parts[: stages.pp_rank]))
+    whole = _joined(parts)
+    optimizer = facts.optimizer
+    if optimizer is not None:
+        joined = zip(optimizer, whole.groups, strict=True)
+        optimizer = [{**options, "params": names} for options, names in joined]
+    return replace(
+        snapshot,
+        tensors={n: t for n, t in snapshot.tensors.items() if n not in written},
+        facts=replace(facts, optimizer=optimizer, meshes=whole.meshes),
+    )
+
+
+def _parts(part: Part, stages: AllStages, group: Group) -> list[Part]:
+    """Return the part of each stage."""
+    found = gather(part if is_first_of_stage(stages) else None, group)
+    return [one for one in found if one is not None]
+
+
+def _joined(parts: list[Part]) -> Part:
+    # A stage with fewer groups is refused where groups are compared.
+    groups = [
+        list(dict.fromkeys(chain.from_iterable(p.groups[i] for p in parts if i < len(p.groups))))
+        for i in range(max(len(p.groups) for p in parts))
+    ]
+    meshes = {json.dumps(sizes): sizes for part in parts for sizes in part.meshes}
+    return Part(
+        frozenset(chain.from_iterable(part.names for part in parts)),
+        groups,
+        [meshes[key] for key in sorted(meshes)],
+    )

@@ -1,0 +1,342 @@
+"""What of a model, its optimizer and this rank goes into a checkpoint, under which name.
+
+Legend: E experts, D model dim, F expert hidden dim.
+
+    model.<fqn>               parameters and persistent buffers
+    optimizer.<slot>.<fqn>    optimizer state, such as exp_avg
+    rng.<device>.<rank>       generator state of one rank, uint8
+    extra.<name>              the caller's tensors
+
+All are plain tensors or DTensors, whose placements give torch.distributed.checkpoint where a shard
+lies in the global tensor.
+
+Note "gate and up": a gated FC1 that is kept as [E, 2F, D], all of gate above all of up, gives each
+expert tensor parallel rank a piece of both, which is no single block of the global tensor, and a
+checkpoint can only store blocks. So it is stored as a view [E, 2, F, D], the shape of moecore's own
+layout, in which each rank's piece is a block; likewise its bias and their moments. That holds
+whether sharded or whole, so that any folding loads what another saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.optim import Optimizer
+
+from moecore.base.torch_names import StridedShard
+from moecore.io.checkpoint.config_differences import own_config
+from moecore.moe.experts import Experts
+from moecore.moe.params import clean_name
+
+StoredView = Callable[[Tensor], Tensor]
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+class ModelView:
+    """A model's tensors by name, as they are stored. The views share memory with the model.
+
+    Attributes:
+        tensors: name -> parameter or persistent buffer; a tied one only under its first name.
+        stored: name -> its view in the checkpoint.
+        config: of the native decoder or transformers model that the model is or holds; None =
+            there is none.
+
+    Args:
+        model: parallelized or plain.
+
+    Raises:
+        ValueError: for a tensor on the meta device.
+        NotImplementedError: for state that is no tensor.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.config = own_config(model)
+        self._names: dict[int, str] = {}
+        # state_dict, not named_parameters: with buffers that are saved.
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            name = clean_name(name)
+            if not isinstance(tensor, Tensor):
+                raise NotImplementedError(
+                    f"model state {name} ({type(tensor).__name__}) must be a tensor to be saved"
+                )
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} (meta) must have storage to be saved or loaded: call to_empty first"
+                )
+            if id(tensor) not in self._names:
+                self._names[id(tensor)] = name
+                self.tensors[name] = tensor
+        halves = _halved_dims(model)
+        self._views = {n: _half_view(halves.get(id(t))) for n, t in self.tensors.items()}
+        self.stored = {name: self.view(name, t.detach()) for name, t in self.tensors.items()}
+
+    def view(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the stored view of a tensor laid out like the parameter `name`."""
+        return self._views[name](tensor)
+
+    def name_of(self, param: Tensor) -> str:
+        """Return the name of a parameter.
+
+        Raises:
+            ValueError: when the model does not hold it.
+        """
+        if id(param) not in self._names:
+            raise ValueError(
+                f"optimizer parameter {tuple(param.shape)} must be one of the model's: build the "
+                "optimizer after parallelize_moe"
+            )
+        return self._names[id(param)]
+
+
+def listed_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
+    """Return the optimizers that a caller has given: one, several, or none for None.
+
+    State that is away comes back, as `moecore.train.StateOffload` declares: the caller is about to
+    read it, or to change it.
+
+    Raises:
+        ValueError: for an empty list, or parameters that are not the model's, or belong to two of
+            them.
+    """
+    if optimizer is None:
+        return []
+    found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not found:
+        raise ValueError(
+            "optimizer ([]) must be one of torch's, or a list of several: pass None where there is "
+            "none"
+        )
+    owners: dict[str, int] = {}
+    for i, one in enumerate(found):
+        for name in (model.name_of(p) for group in one.param_groups for p in group["params"]):
+            if owners.setdefault(name, i) != i:
+                raise ValueError(
+                    f"{name} must belong to one optimizer, but optimizer[{owners[name]}] and "
+                    f"optimizer[{i}] hold it: give each its own parameters"
+                )
+    for one in found:
+        getattr(one, "bring_state_back", lambda: None)()
+    return found
+
+
+def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict[str, Tensor]:
+    """Return "<slot>.<fqn>" -> stored view of the optimizers' state, sharing its memory.
+
+    Raises:
+        ValueError: when two hold state of one parameter.
+        NotImplementedError: for state that is neither a scalar nor laid out like its parameter.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[str] = set()
+    for owner, param in ((one, param) for one in optimizers for param in one.state):
+        name, state = model.name_of(param), _stored_state(owner, param)
+        if name in seen:
+            raise ValueError(
+                f"{name} must have state in one optimizer, but two have some: remove it from the "
+                "one that does not step it"
+            )
+        seen.add(name)
+        for slot, value in state.items():
+            if not isinstance(value, Tensor) or not _storable(value, param):
+                raise NotImplementedError(
+                    f"optimizer state {slot} of {name} must be a scalar tensor or have the shape "
+                    f"and placements of the parameter, {tuple(param.shape)}"
+                )
+            found[f"{slot}.{name}"] = value if value.ndim == 0 else model.view(name, value)
+    return found
+
+
+def optimizer_state_to_fill(
+    optimizer: Optimizer,
+    model: ModelView,
+    matrices: Mapping[str, torch.dtype],
+    scalars: Mapping[str, torch.dtype],
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Return state to load into: param -> slot -> tensor.
+
+    Tensors that the optimizer has are taken where they fit, so that memory need not hold a second
+    state, and a captured graph goes on reading them. New ones are not initialised.
+
+    Args:
+        optimizer: whose parameters it is for.
+        model: names them.
+        matrices: "<slot>.<fqn>" -> dtype of state laid out like its parameter.
+        scalars: likewise, of scalar state.
+    """
+    slots: dict[str, list[str]] = {}
+    for key in (*matrices, *scalars):
+        slot, name = key.split(".", 1)
+        slots.setdefault(name, []).append(slot)
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = model.name_of(param)
+            current = optimizer.state.get(param, {})
+            for slot in sorted(slots.get(name, ())):
+                key = f"{slot}.{name}"
+                if key in matrices:
+                    dtype = _moment_dtype(optimizer, param, matrices[key])
+                    place = _state_device(optimizer, param)
+                    value = _moment(current.get(slot), param, dtype, place)
+                else:
+                    # Moments of a parameter that is a scalar itself lie beside it.
+                    is_moment = param.ndim == 0 and slot != "step"
+                    device = param.device if is_moment else _scalar_device(group, param)
+                    value = _scalar(current.get(slot), scalars[key], device)
+                state.setdefault(param, {})[slot] = value
+    return state
+
+
+def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Tensor]]) -> None:
+    """Set what `optimizer_state_to_fill` gave and a checkpoint has filled; empties it."""
+    restore = getattr(optimizer, "restore_state", None)
+    while state:
+        param, slots = state.popitem()
+        if restore is not None:  # as moecore.train.AdamW declares
+            restore(param, slots)
+        else:
+            optimizer.state[param] = slots
+
+
+def _stored_state(optimizer: Optimizer, param: Tensor) -> Mapping[str, Any]:
+    """Return the state of a parameter, in forms that have a place in a checkpoint."""
+    own: Callable[[Tensor], dict[str, Tensor]] | None = getattr(optimizer, "stored_state", None)
+    # As moecore.train.AdamW declares.
+    return optimizer.state[param] if own is None else own(param)
+
+
+def _moment_dtype(optimizer: Optimizer, param: Tensor, stored: torch.dtype) -> torch.dtype:
+    """Return the dtype in which an optimizer keeps a moment, whatever that of the saved one."""
+    if not stored.is_floating_point:
+        return stored
+    own: Callable[[Tensor], torch.dtype] | None = getattr(optimizer, "moment_dtype_of", None)
+    if own is not None:  # as moecore.train.AdamW declares
+        return own(param)
+    if type(optimizer).__module__.startswith("torch.optim."):  # they step with no less
+        return torch.promote_types(stored, param.dtype)
+    return stored
+
+
+def _state_device(optimizer: Optimizer, param: Tensor) -> torch.device:
+    """Return where an optimizer keeps a moment."""
+    own: Callable[[Tensor], torch.device] | None = getattr(optimizer, "state_device_of", None)
+    return param.device if own is None else own(param)  # moecore.train.HostAdamW declares it
+
+
+def _moment(current: object, param: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if (
+        isinstance(current, Tensor)
+        and _storable(current, param)
+        and (current.dtype, current.device) == (dtype, device)
+        and _layout(current) == _layout(param)
+    ):
+        return current
+    return torch.empty_like(param, dtype=dtype, device=device, requires_grad=False)
+
+
+def _scalar(current: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if (
+        isinstance(current, Tensor)
+        and not isinstance(current, DTensor)
+        and (current.ndim, current.dtype, current.device) == (0, dtype, device)
+    ):
+        return current
+    return torch.empty((), dtype=dtype, device=device)
+
+
+def _layout(tensor: Tensor) -> object:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """Return "rng.<device>.<rank>" -> a copy of this rank's generator states."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng(states: Mapping[str, Tensor]) -> None:
+    """Set this rank's generators from what `rng_tensors` gave."""
+    for name, state in states.items():
+        set_state = torch.set_rng_state if name.startswith("rng.cpu.") else torch.cuda.set_rng_state
+        set_state(state)
+
+
+def _storable(value: Tensor, param: Tensor) -> bool:
+    if value.ndim == 0:
+        return not isinstance(value, DTensor)
+    return value.shape == param.shape and isinstance(value, DTensor) == isinstance(param, DTensor)
+
+
+def _scalar_device(group: Mapping[str, Any], param: Tensor) -> torch.device:
+    """Where torch's optimizers keep their step counts."""
+    on_device = group.get("fused") or group.get("capturable")
+    return param.device if on_device else torch.device("cpu")
+
+
+def _halved_dims(model: nn.Module) -> dict[int, int]:
+    """Id of each parameter that holds gate above up in one dim -> that dim."""
+    dims: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(module, Experts) and module.is_strided:
+            w1 = getattr(module, module.layout.w1)
+            model_dim = module.model_dim_of(w1)
+            assert model_dim is not None, "FC1 is a matrix"
+            dims[id(w1)] = 3 - model_dim
+            if module.config.fc1_bias:
+                dims[id(getattr(module, module.layout.b1))] = 1
+    return dims
+
+
+def _half_view(dim: int | None) -> StoredView:
+    if dim is None:
+        return lambda tensor: tensor
+    return lambda tensor: split_halves(tensor, dim)
+
+
+def split_halves(tensor: Tensor, dim: int) -> Tensor:
+    """Return a view with `dim` split into (2, half); see the note "gate and up".
+
+    Example: [E, 8, D] over etp=2, placed _StridedShard(1, split_factor=2): rank 1 holds rows
+    2 3 6 7. The view is [E, 2, 4, D], placed Shard(2): rank 1 holds the block [:, :, 2:4].
+
+    Args:
+        tensor: whole, or a DTensor that has each rank's part of `dim` cut from both halves.
+        dim: an even dim.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.unflatten(dim, (2, tensor.shape[dim] // 2))
+    local = tensor.to_local()
+    shape = torch.Size((*tensor.shape[:dim], 2, tensor.shape[dim] // 2, *tensor.shape[dim + 1 :]))
+    return DTensor.from_local(
+        local.unflatten(dim, (2, local.shape[dim] // 2)),
+        tensor.device_mesh,
+        tuple(_shifted(p, dim) for p in tensor.placements),
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _shifted(placement: Placement, dim: int) -> Placement:
+    """Return the placement on the split view."""
+    cut = getattr(placement, "dim", None)
+    if cut is None or cut < dim:
+        return placement
+    parts = getattr(placement, "split_factor", 1)
+    if cut > dim:
+        return Shard(cut + 1) if parts == 1 else StridedShard(cut + 1, split_factor=parts)
+    if parts != 2:
+        raise NotImplementedError(
+            f"FC1 of gated experts with placement {placement} cannot be saved: its dim {dim} must "
+            "be cut as gate and up, _StridedShard(dim, split_factor=2)"
+        )
+    return Shard(dim + 1)

@@ -1,0 +1,284 @@
+"""What torch.distributed.checkpoint writes to and reads from: shard files and a manifest.
+
+DCP's default planners decide which rank writes which block (replicas once) and which blocks a rank
+needs (resharding). Here is only where the bytes go. No pickle is written or read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from moecore.io.checkpoint.directory import publish
+from moecore.io.checkpoint.manifest import (
+    Chunk,
+    Facts,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    make_manifest,
+)
+from moecore.io.checkpoint.meter import Meter
+from moecore.io.checkpoint.shard_file import (
+    CHUNK_BYTES,
+    ShardReader,
+    ShardWriter,
+    layout_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Where one block went; travels to the coordinator."""
+
+    chunk: Chunk
+    file: StoredFile
+
+
+class Writer(StorageWriter):
+    """Writes one save into a draft directory; the coordinator publishes it.
+
+    Args:
+        draft: from `new_draft`.
+        rank: this process; names its file.
+        facts: of the manifest.
+        keep: how many of the newest checkpoints stay; 0 = all.
+        meter: counts what this rank writes.
+    """
+
+    def __init__(self, draft: Path, rank: int, facts: Facts, *, keep: int, meter: Meter) -> None:
+        self._draft, self._facts, self._keep = draft, facts, keep
+        self._file, self._meter = f"rank-{rank:05d}.safetensors", meter
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up; the draft is there."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Keep the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Keep the plans."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's blocks into its file."""
+        items = _by_key(plan.items)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(items, planner) if items else [])
+        return done
+
+    def _write(self, items: dict[str, WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        blocks = {}
+        for key, item in items.items():
+            data = item.tensor_data
+            assert data is not None, "everything saved is a tensor"
+            blocks[key] = (data.properties.dtype, tuple(data.chunk.sizes))
+        layout = layout_of(blocks)
+        tensors = {key: planner.resolve_data(items[key]) for key in layout.begins}
+        pinned = any(isinstance(t, Tensor) and t.is_cuda for t in tensors.values())
+        self._meter.expect(layout.size)
+        path = self._draft / self._file
+        with ShardWriter(path, layout.header, pinned=pinned, meter=self._meter) as file:
+            for key, tensor in tensors.items():
+                assert isinstance(tensor, Tensor)
+                assert (tensor.dtype, tuple(tensor.shape)) == blocks[key], f"{key} has changed"
+                file.add(tensor)
+            stored = file.finish()
+        return [self._result(key, item, stored) for key, item in items.items()]
+
+    def _result(self, key: str, item: WriteItem, stored: StoredFile) -> WriteResult:
+        data = item.tensor_data
+        assert data is not None
+        chunk = Chunk(
+            file=self._file,
+            key=key,
+            offsets=tuple(data.chunk.offsets),
+            sizes=tuple(data.chunk.sizes),
+        )
+        return WriteResult(index=item.index, size_in_bytes=0, storage_data=_Written(chunk, stored))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the manifest and publish; the coordinator comes here when every rank has written."""
+        chunks: dict[str, list[Chunk]] = {}
+        files = {}
+        for result in (one for many in results for one in many):
+            written: _Written = result.storage_data
+            chunks.setdefault(result.index.fqn, []).append(written.chunk)
+            files[written.chunk.file] = written.file
+        tensors = {
+            name: StoredTensor(
+                shape=tuple(entry.size),
+                dtype=entry.properties.dtype,
+                chunks=tuple(chunks.get(name, ())),
+            )
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        publish(self._draft, make_manifest(self._facts, files, tensors), keep=self._keep)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """DCP never has to guess this writer from a path."""
+        return False
+
+
+def _by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
+    """Key in the file -> block. The key is the tensor's name, unless a rank has several blocks."""
+    found: dict[str, WriteItem] = {}
+    for item in items:
+        assert item.tensor_data is not None, "everything saved is a tensor"
+        if item.tensor_data.chunk.sizes.numel() == 0:
+            continue
+        key, count = item.index.fqn, 1
+        while key in found:
+            key, count = f"{item.index.fqn}#{count}", count + 1
+        found[key] = item
+    return found
+
+
+class SavePlannerOfLocals(dcp.DefaultSavePlanner):
+    """The default planner over the live tensors' layouts, with data taken from elsewhere.
+
+    So a background save plans with DTensors whose contents move on, and writes their copies.
+
+    Args:
+        locals_: name -> this rank's part, a plain tensor on any device.
+    """
+
+    def __init__(self, locals_: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._locals = locals_
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the data of a block."""
+        return self._locals[index.fqn]
+
+
+class Reader(StorageReader):
+    """Reads slices of a checkpoint whose files have been verified.
+
+    Args:
+        path: the checkpoint.
+        manifest: of it.
+        meter: counts what this rank reads.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, meter: Meter) -> None:
+        self._path, self._manifest, self._meter = path, manifest, meter
+        self._chunks = {
+            MetadataIndex(name, chunk.offsets): (chunk, tensor.dtype)
+            for name, tensor in manifest.tensors.items()
+            for chunk in tensor.chunks
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the manifest's tensors in DCP's terms."""
+        entries: dict[str, Any] = {
+            name: TensorStorageMetadata(
+                properties=TensorProperties(dtype=tensor.dtype),
+                size=torch.Size(tensor.shape),
+                chunks=[
+                    ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                    for chunk in tensor.chunks
+                ],
+            )
+            for name, tensor in self._manifest.tensors.items()
+        }
+        return Metadata(entries)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Keep the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Keep the plans."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for straight into the tensors to load, file after file."""
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            chunk, dtype = self._chunks[item.storage_index]
+            by_file.setdefault(chunk.file, []).append((item, chunk, dtype))
+            self._meter.expect(math.prod(item.lengths) * dtype.itemsize)
+        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        for file, requests in by_file.items():
+            layout = layout_of(self._manifest.entries_of(file))
+            with ShardReader(self._path / file, layout, buffer, self._meter) as shard:
+                # In file order: one pass forward over the disk.
+                for item, chunk, dtype in sorted(requests, key=lambda r: layout.begins[r[1].key]):
+                    target = planner.resolve_tensor(item).detach()
+                    shard.read(chunk.key, dtype, chunk.sizes, item.storage_offsets, target)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """DCP never has to guess this reader from a path."""
+        return False
+
+
+def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
+    """Run a torch.distributed.checkpoint call; its own exception is no Exception and many lines.
+
+    Raises:
+        OSError: on every rank, with the first failing rank and its error; or, when a rank has ended
+            meanwhile, with the process group's error.
+    """
+    try:
+        if not dist.is_initialized():
+            # A plain model in one process is what the caller has, not an oversight. No
+            # catch_warnings: it changes what belongs to all threads, and this may be a second one.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        action()
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise OSError(f"path ({path}): rank {rank} could not {verb} it: {cause!r}") from error
+    except RuntimeError as error:  # a rank's own errors come as the above, so a collective failed
+        if not dist.is_initialized():
+            raise
+        reason = str(error).partition("\n")[0]
+        raise OSError(
+            f"path ({path}): ranks could not {verb} it together, one may have ended: {reason}"
+        ) from error

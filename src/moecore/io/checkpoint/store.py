@@ -1,0 +1,308 @@
+"""save and load: one directory per step, written and read by all ranks together.
+
+Both are the short form of what `Saver` also does in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base.fields import CountOrZero, check_arguments
+from moecore.io.checkpoint.buffers import fresh_buffers
+from moecore.io.checkpoint.comparison import (
+    Comparison,
+    below,
+    check_fit,
+    compare,
+    optimizer_target,
+    rng_target,
+    summary,
+)
+from moecore.io.checkpoint.directory import Step, directory_of, discard, new_draft
+from moecore.io.checkpoint.hyperparameters import all_groups, restore_groups
+from moecore.io.checkpoint.lock import RunLock
+from moecore.io.checkpoint.manifest import Manifest, read_manifest
+from moecore.io.checkpoint.meter import Meter, Progress
+from moecore.io.checkpoint.rank_agreement import check_rank_agreement
+from moecore.io.checkpoint.ranks import (
+    Group,
+    check_same_path,
+    check_visible,
+    gather,
+    on_every_rank,
+    on_first_rank,
+)
+from moecore.io.checkpoint.snapshot import (
+    Schedulers,
+    Snapshot,
+    scheduler_state,
+    take_snapshot,
+)
+from moecore.io.checkpoint.stages import Part, join_stages, whole_of
+from moecore.io.checkpoint.state import (
+    ModelView,
+    Optimizers,
+    listed_optimizers,
+    restore_optimizer_state,
+    restore_rng,
+)
+from moecore.io.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
+from moecore.io.checkpoint.verify import Verify, verify_files
+from moecore.moe.layer import RoutedLayer
+from moecore.parallel.across import find_stages
+from moecore.train.step import drop_step
+
+logger = logging.getLogger("moecore.io")
+
+
+def save(
+    root: str | os.PathLike[str],
+    step: Step,
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    scheduler: Schedulers | None = None,
+    keep: CountOrZero = 0,
+    config: object = None,
+) -> Path:
+    """Write a checkpoint of this step and return its directory. Collective.
+
+    Kept are parameters, persistent buffers (the routers' expert bias among them), the optimizer's
+    state and hyperparameters, each rank's CPU and CUDA generator states, and `extra`: what a
+    bit-exact resume needs. Call it between optimizer steps. A kill at any moment leaves the
+    previous checkpoint loadable. Every rank must see `root`.
+
+    Args:
+        root: directory of the run; one job at a time writes to it.
+        step: >= 0; names the directory.
+        model: parallelized or plain.
+        optimizer: over the model's parameters; a list of several, each with parameters of its own;
+            None = keep the model only.
+        extra: name -> JSON-able value or plain tensor, the same on every rank.
+        scheduler: of the learning rate; its state must be JSON-able. A list of several, in the
+            order of their optimizers.
+        keep: how many of the newest checkpoints stay; 0 = all.
+        config: mapping or dataclass that describes the model, JSON-able; None takes that of a
+            native decoder or a transformers model, which `load` compares.
+
+    Returns:
+        The new checkpoint, `root/step-000123`.
+
+    Raises:
+        ValueError: for a wrong argument, or a value that differs between ranks though only one is
+            kept (`rank_agreement.py`), before anything is written.
+        NotImplementedError: for state that has no place in a checkpoint, likewise.
+        OSError: when another job writes to `root`, before anything is written; when a rank could
+            not write. Nothing changed for `latest` then.
+    """
+    check_arguments(save, locals())
+    snapshot = on_every_rank(
+        lambda: take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
+    )
+    check_rank_agreement(snapshot)
+    snapshot = join_stages(snapshot)
+    lock = RunLock(Path(root))
+    try:
+        draft = begin(lock, step)
+        write(draft, snapshot, locals_of(snapshot), keep=keep, meter=Meter())
+    finally:
+        lock.release()
+    return directory_of(Path(root), step)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    scheduler: Schedulers | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    verify: Verify = "full",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Set model, optimizer and generators as they were saved, in place. Collective.
+
+    Layouts may differ: every rank reads what it holds. A rank that the saving run did not have
+    keeps its generators, and without an optimizer (for inference) every rank does. What a half-done
+    step has left, such as gradients, is dropped (`TrainStep.drop`). Buffers that no checkpoint
+    holds (transformers' rotary frequencies) are computed again: `to_empty` leaves them undefined.
+
+    Args:
+        path: a whole checkpoint, such as from `latest`.
+        model: materialised, with the same global shapes and dtypes.
+        optimizer: built like the saved one, or a list of all, in the order of the save; its state
+            may be empty, and is replaced.
+        scheduler: built like the saved one, or a list of all; None = its state is not asked for.
+        strict: refuse any difference; False loads what has the same name and shape, leaves the rest
+            as it is and warns of it.
+        cast: let the model's dtypes differ from the saved ones, and convert.
+        verify: "full" hashes every file first, each on one rank; "sizes" checks sizes and headers.
+        progress: called with (bytes done, bytes expected) of this rank.
+
+    Returns:
+        `extra` of the save; tensors are on the CPU.
+
+    Raises:
+        ValueError: when the checkpoint is damaged or does not fit, before anything is changed.
+        OSError: when a rank could not read; the model may then be part old, part new.
+    """
+    check_arguments(load, locals())
+    path, meter = Path(path), Meter(progress)
+    check_same_path(path)
+    manifest = on_first_rank(lambda: read_manifest(path))
+
+    def viewed() -> tuple[ModelView, Part]:
+        view = ModelView(model)
+        listed = all_groups(listed_optimizers(optimizer, view))
+        names = [[view.name_of(param) for param in group["params"]] for group in listed]
+        return view, Part(frozenset(view.stored), names, [])
+
+    view, part = on_every_rank(viewed)
+    stages = find_stages(model)[1]
+    whole = whole_of(part, stages)
+    fit = on_every_rank(lambda: compare(manifest, view, whole, optimizer, scheduler, cast=cast))
+    if stages is not None:
+        fits = gather((fit.left_out, fit.refused))
+        fit.left_out, fit.refused = (
+            list(dict.fromkeys(chain.from_iterable(found))) for found in zip(*fits, strict=True)
+        )
+    on_every_rank(lambda: check_fit(fit, path, strict=strict))
+    verify_files(path, manifest, verify, meter)
+    drop_step(model)
+    for layer in model.modules():
+        if isinstance(layer, RoutedLayer) and layer.cloner is not None:
+            layer.cloner.drop_plan()  # which no checkpoint holds
+    _refresh_buffers(path, model)
+    extra = _read(path, manifest, view, fit, meter, strict=strict)
+    if fit.scheduler is not None:
+        assert manifest.facts.scheduler is not None
+        fit.scheduler.load_state_dict(scheduler_state(fit.scheduler, manifest.facts.scheduler))
+    if fit.left_out and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=2)
+    meter.log(f"loaded {path}, verify={verify}")
+    return extra
+
+
+@torch.no_grad()
+def _refresh_buffers(path: Path, model: nn.Module) -> None:
+    """Set what no checkpoint holds; warn where that cannot be worked out, since it may be right."""
+    try:
+        for buffer, value in fresh_buffers(model):
+            buffer.copy_(value)
+    except NotImplementedError as error:
+        warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=3)
+
+
+def begin(lock: RunLock, step: int, group: Group = None) -> Path:
+    """Return a draft directory that every rank sees; see `new_draft` for the errors.
+
+    Args:
+        lock: of the run; rank 0 takes it, where it does not hold it yet.
+        step: of the save.
+        group: all ranks; None = the default group.
+    """
+
+    def action() -> Path:
+        lock.acquire()
+        return new_draft(lock.root, step)
+
+    draft = on_first_rank(action, group)
+    check_visible(draft, group)
+    return draft
+
+
+def locals_of(snapshot: Snapshot) -> dict[str, Tensor]:
+    """Return name -> this rank's part of each tensor, sharing its memory."""
+    return {
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in snapshot.tensors.items()
+    }
+
+
+def write(
+    draft: Path,
+    snapshot: Snapshot,
+    locals_: Mapping[str, Tensor],
+    *,
+    keep: int,
+    meter: Meter,
+    group: Group = None,
+) -> None:
+    """Write a snapshot into a draft and publish it. Collective over `group`.
+
+    Args:
+        draft: from `begin`.
+        snapshot: what to keep; of its tensors only the layout is read.
+        locals_: name -> their contents on this rank.
+        keep: how many of the newest checkpoints stay; 0 = all.
+        meter: counts what this rank writes.
+        group: all ranks; None = the default group.
+
+    Raises:
+        OSError: on every rank, when one could not write; the draft is removed.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    writer = Writer(draft, rank, snapshot.facts, keep=keep, meter=meter)
+    planner = SavePlannerOfLocals(locals_)
+    try:
+        checked_io(
+            "write",
+            draft,
+            lambda: dcp.save(
+                snapshot.tensors, storage_writer=writer, planner=planner, process_group=group
+            ),
+        )
+    except OSError:
+        if rank == 0:
+            discard(draft)
+        raise
+    meter.log(f"saved {directory_of(draft.parent, snapshot.facts.step)}")
+
+
+def _read(
+    path: Path,
+    manifest: Manifest,
+    view: ModelView,
+    fit: Comparison,
+    meter: Meter,
+    *,
+    strict: bool,
+) -> dict[str, Any]:
+    """Fill model, optimizers and generators; return `extra`."""
+    target = {f"model.{name}": view.stored[name] for name in sorted(fit.model)}
+    extra = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in below("extra.", manifest).items()
+    }
+    target |= {f"extra.{name}": tensor for name, tensor in extra.items()}
+    states, optimizer_tensors = optimizer_target(fit, view)
+    rng = rng_target(manifest) if fit.optimizers else {}
+    target |= optimizer_tensors | rng
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = Reader(path, manifest, meter)
+    checked_io("read", path, lambda: dcp.load(target, storage_reader=reader, planner=planner))
+    target.clear()  # so that moments which an optimizer keeps in another form are freed
+    optimizer_tensors.clear()
+    if fit.groups:
+        assert manifest.facts.optimizer is not None
+        restore_groups(fit.optimizers, manifest.facts.optimizer)
+    for optimizer, state in zip(fit.optimizers, states, strict=True):
+        if strict:
+            optimizer.state.clear()
+        restore_optimizer_state(optimizer, state)
+    restore_rng(rng)
+    return {**manifest.facts.extra, **extra}

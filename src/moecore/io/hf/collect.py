@@ -1,0 +1,257 @@
+"""Where the tensors of an export come from: put together on their writer from all ranks' shards.
+
+Who holds what is exchanged once. Then each tensor takes one message per sender: of the ranks with
+the same part (replicas) one sends, and the writer itself if it is among them.
+
+Note "errors": a rank with an error (such as no memory) must still send and receive, or the others
+wait for it for ever. So messages have their memory before the first of them, and what a rank does
+with one is kept apart from its way: the error is kept, and `check` raises it when ranks agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.io.checkpoint.ranks import gather, on_every_rank
+from moecore.io.hf.names import Piece, Recipe
+from moecore.io.hf.target import Overlap, local_part, overlaps
+from moecore.moe.params import global_indices
+
+Holding = tuple[tuple[tuple[int, int], ...], ...]  # per dim: runs (first index, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One tensor of the directory: a piece of a tensor of the model, or of a copy of it.
+
+    Attributes:
+        name: in the directory.
+        source: name of the model's tensor.
+        piece: which part of that.
+        dtype: as written.
+    """
+
+    name: str
+    source: str
+    piece: Piece
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.piece.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class InFlight:
+    """Bytes that are held now, and the most there ever were."""
+
+    now: int = 0
+    peak: int = 0
+
+    def hold(self, num_bytes: int) -> None:
+        """Count memory that was taken."""
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+    def release(self, num_bytes: int) -> None:
+        """Count memory that was freed."""
+        self.now -= num_bytes
+
+
+class Collector(Protocol):
+    """Where the tensors come from; every rank asks for the same ones in the same order."""
+
+    def collect(self, item: Item, writer: int) -> Tensor | None:
+        """Return the whole tensor on its writer, on the CPU, and None elsewhere."""
+        ...
+
+    def done(self, whole: Tensor | None) -> None:
+        """Note that the writer has freed a tensor."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong on this rank so far, if `collect` has not."""
+        ...
+
+
+class RankCollector:
+    """Puts tensors together on their writers. Every rank calls it for the same items in order.
+
+    Construction is collective; an error of one rank is raised on all.
+
+    Args:
+        tensors: of the model, by name.
+        recipes: of each tensor.
+        items: all that will be collected.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        recipes: Mapping[str, Recipe],
+        items: Iterable[Item],
+    ) -> None:
+        self.in_flight = InFlight()
+        self._tensors, self._recipes = tensors, recipes
+        self._rank, world = rank_and_world()
+        self._error: Exception | None = None
+        self._holders: dict[str, dict[Holding, list[int]]] = {name: {} for name in recipes}
+        mine = on_every_rank(lambda: {name: _holding(tensors[name]) for name in recipes})
+        for rank, holdings in enumerate(gather(mine)):
+            for name, holding in holdings.items():
+                self._holders[name].setdefault(holding, []).append(rank)
+        largest = self._largest_messages(items, world)
+        self._buffers = on_every_rank(
+            lambda: {d: torch.empty(n, dtype=torch.uint8, device=d) for d, n in largest.items()}
+        )
+        self.in_flight.hold(sum(largest.values()))
+
+    def collect(self, item: Item, writer: int) -> Tensor | None:
+        """Return the whole tensor on its writer, a new CPU tensor, and None elsewhere.
+
+        Also None after an error; see `check`.
+        """
+        whole = None
+        if self._rank == writer:
+            with self._keep_error():
+                whole = torch.empty(item.piece.shape, dtype=item.dtype)
+                self.in_flight.hold(whole.nbytes)
+        shape = self._recipes[item.source].shape
+        for holding, holders in self._holders[item.source].items():
+            numel = _num_common(holding, item.piece, shape)
+            if not numel:
+                continue
+            sender = writer if writer in holders else holders[0]
+            if self._rank == sender == writer:
+                self._copy(item, holding, whole)
+            elif self._rank == sender:
+                self._send(item, holding, numel, writer)
+            elif self._rank == writer:
+                self._receive(item, holding, numel, sender, whole)
+        return whole
+
+    def done(self, whole: Tensor | None) -> None:
+        """Note that the writer has freed a tensor."""
+        if whole is not None:
+            self.in_flight.release(whole.nbytes)
+
+    def check(self) -> None:
+        """Raise the first error of this rank."""
+        if self._error is not None:
+            raise self._error
+
+    def _copy(self, item: Item, holding: Holding, whole: Tensor | None) -> None:
+        """Bring what the writer itself holds into its tensor."""
+        if whole is None:
+            return
+        with self._keep_error():
+            local = local_part(self._tensors[item.source])
+            for box in self._boxes(item, holding):
+                part = local[box.target]
+                whole[box.source].view(part.shape).copy_(part)
+
+    def _send(self, item: Item, holding: Holding, numel: int, writer: int) -> None:
+        message = self._message(item, numel)
+        with self._keep_error():
+            local = local_part(self._tensors[item.source])
+            parts = [local[box.target] for box in self._boxes(item, holding)]
+            for piece, part in zip(_split(message, parts), parts, strict=True):
+                piece.copy_(part)
+        dist.send(message, writer)
+
+    def _receive(
+        self, item: Item, holding: Holding, numel: int, sender: int, whole: Tensor | None
+    ) -> None:
+        message = self._message(item, numel)
+        dist.recv(message, sender)
+        if whole is None:
+            return
+        with self._keep_error():
+            targets = [whole[box.source] for box in self._boxes(item, holding)]
+            for piece, target in zip(_split(message, targets), targets, strict=True):
+                target.copy_(piece)
+
+    def _boxes(self, item: Item, holding: Holding) -> list[Overlap]:
+        shape = self._recipes[item.source].shape
+        return list(overlaps(_indices(holding), item.piece, shape))
+
+    def _message(self, item: Item, numel: int) -> Tensor:
+        """Return a flat tensor of so many elements, in memory that is there."""
+        buffer = self._buffers[self._tensors[item.source].device]
+        return buffer[: numel * item.dtype.itemsize].view(item.dtype)
+
+    def _largest_messages(self, items: Iterable[Item], world: int) -> dict[torch.device, int]:
+        """Return device -> bytes that no message of the tensors on it exceeds, the same everywhere.
+
+        A message is part of an item and of a shard. None is sent of what every rank holds.
+        """
+        largest: dict[torch.device, int] = {}
+        for item in items:
+            holders = self._holders[item.source]
+            if any(len(ranks) == world for ranks in holders.values()):
+                continue
+            shard = max(math.prod(sum(n for _, n in runs) for runs in held) for held in holders)
+            size = min(math.prod(item.piece.shape), shard) * item.dtype.itemsize
+            device = self._tensors[item.source].device
+            largest[device] = max(largest.get(device, 0), size)
+        return largest
+
+    @contextmanager
+    def _keep_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of any kind; see the note "errors"
+            self._error = self._error or error
+
+
+def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """View a flat tensor as one after the other of these shapes."""
+    parts = message.split([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
+
+
+def _num_common(holding: Holding, piece: Piece, shape: Sequence[int]) -> int:
+    """Return how many elements of a piece a shard holds; without tensors, so that it cannot fail.
+
+    Args:
+        holding: of the shard.
+        piece: a region of the whole tensor.
+        shape: of the whole tensor.
+    """
+    region = (*piece.region, *(slice(0, n) for n in shape[len(piece.region) :]))
+    numel = 1
+    for runs, part in zip(holding, region, strict=True):
+        start, stop = (part, part + 1) if isinstance(part, int) else (part.start, part.stop)
+        numel *= sum(max(0, min(a + n, stop) - max(a, start)) for a, n in runs)
+    return numel
+
+
+def _holding(tensor: Tensor) -> Holding:
+    return tuple(_runs(index) for index in global_indices(tensor))
+
+
+def _runs(index: Tensor) -> tuple[tuple[int, int], ...]:
+    if not index.numel():
+        return ()
+    edges = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), index.numel()]
+    return tuple((int(index[a]), b - a) for a, b in itertools.pairwise(edges))
+
+
+def _indices(holding: Holding) -> list[Tensor]:
+    empty = torch.empty(0, dtype=torch.int64)
+    return [torch.cat([empty, *(torch.arange(a, a + n) for a, n in runs)]) for runs in holding]
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return this rank and the number of ranks; 0 and 1 without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

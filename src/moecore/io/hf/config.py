@@ -1,0 +1,360 @@
+"""decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
+
+Known are Qwen3-MoE, Qwen2-MoE without biases, Mixtral, OLMoE and DeepSeek-V3, as published (with
+rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). An option that
+changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not
+read: it is 0 in every published config of these families, and anything else is refused too.
+
+Note "balance": `router_aux_loss_coef` becomes `micro_batch_coef`, see `models/presets.py`.
+DeepSeek-V3's config says nothing about balance; its paper's values for the start of pretraining are
+taken, as in the preset.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moecore.base.fields import check_arguments
+from moecore.base.options.layer import BalanceConfig, MoEConfig
+from moecore.io.hf.files import CONFIG, INDEX, SINGLE, read_headers, read_index, read_json
+from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
+
+HFConfig = str | os.PathLike[str] | Mapping[str, Any]
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # published; transformers'
+MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2
+PLAIN = ("default", None)
+MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, a config is wrong, and lists would not end
+
+
+def _count(least: int, most: int = MAX_COUNT) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most
+
+
+def _number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -1e30 < value < 1e30 and math.isfinite(value)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_count(0), value))
+
+
+KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        f"a whole number from 1 to {MAX_LAYERS}",
+        _count(1, MAX_LAYERS),
+        "num_hidden_layers decoder_sparse_step",
+    ),
+    (
+        f"a whole number from 0 to {MAX_LAYERS}",
+        _count(0, MAX_LAYERS),
+        "num_experts n_routed_experts first_k_dense_replace n_shared_experts "
+        "num_nextn_predict_layers num_mtp_layers",
+    ),
+    ("a whole number >= 0", _count(0), "q_lora_rank sliding_window"),
+    (
+        "a whole number >= 1",
+        _count(1),
+        "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim "
+        "max_position_embeddings intermediate_size moe_intermediate_size num_experts_per_tok "
+        "shared_expert_intermediate_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
+        "v_head_dim n_group topk_group original_max_position_embeddings",
+    ),
+    (
+        "a number",
+        _number,
+        "rms_norm_eps rope_theta router_aux_loss_coef router_jitter_noise routed_scaling_factor "
+        "factor beta_fast beta_slow mscale mscale_all_dim partial_rotary_factor",
+    ),
+    (
+        "true or false",
+        lambda value: isinstance(value, bool),
+        "tie_word_embeddings norm_topk_prob use_sliding_window qkv_bias",
+    ),
+    ("an object", lambda value: isinstance(value, Mapping), "rope_scaling rope_parameters"),
+    ("a list of whole numbers >= 0", _counts, "mlp_only_layers"),
+    ("a list", lambda value: isinstance(value, list | tuple), "layer_types"),
+)
+KIND_OF = {name: (words, is_one) for words, is_one, names in KINDS for name in names.split()}
+
+
+def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
+    """Return the native config of a Hugging Face one.
+
+    Args:
+        config: a directory, a config.json, or what it holds. In a directory with weights the
+            multi-token prediction modules that are in the files count, not those in config.json.
+
+    Raises:
+        ValueError: when a field is missing or makes no sense.
+        NotImplementedError: naming the field that the native decoder cannot express; a transformers
+            model can be parallelized as it is.
+    """
+    check_arguments(decoder_config_from_hf, locals())
+    fields = Fields(read_config(config))
+    build = FAMILIES.get(fields.model_type)
+    if build is None:
+        raise NotImplementedError(
+            f"config.json model_type ({fields.model_type!r}) must be one of "
+            f"{', '.join(FAMILIES)}: parallelize the transformers model itself"
+        )
+    if not isinstance(config, Mapping):
+        fields.values = {**fields.values, **_stored_mtp(Path(config), fields)}
+    for name in ("attention_bias", "attention_dropout", "clip_qkv", "mlp_bias"):
+        fields.refuse(name, bool(fields.get(name, None)))
+    fields.refuse("hidden_act", fields.get("hidden_act", "silu") != "silu")
+    return build(fields)
+
+
+def read_config(config: HFConfig) -> dict[str, Any]:
+    """Return the fields of a config.json, from its directory, its path, or a copy of a mapping.
+
+    Raises:
+        ValueError: when it is missing or no JSON object.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    path = Path(config)
+    return read_json(path / CONFIG if path.is_dir() else path)
+
+
+class Fields:
+    """A config.json, and the errors that reading it may give.
+
+    Args:
+        values: what it holds.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = dict(values)
+        self.model_type = str(values.get("model_type"))
+        if self.values.get("num_experts") is None:  # transformers >= 5 writes one name for all
+            self.values["num_experts"] = values.get("num_local_experts")
+
+    def need(self, name: str) -> Any:
+        """Return a field that has no default."""
+        if self.values.get(name) is None:
+            raise ValueError(
+                f"config.json {name} (None) must be given for model_type "
+                f"({self.model_type!r}): add it"
+            )
+        return self._checked(name, self.values[name])
+
+    def get(self, name: str, default: Any) -> Any:
+        """Return a field, or the default where it is missing or null."""
+        value = self.values.get(name)
+        return default if value is None else self._checked(name, value)
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return a value, or raise ValueError when it is not what this field holds."""
+        words, is_one = KIND_OF.get(name, ("", None))
+        if is_one is not None and not is_one(value):
+            raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
+        return value
+
+    def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
+        """Raise when the field asks for something that the decoder lacks."""
+        if wrong:
+            value = self.values.get(name) if value is None else value
+            raise NotImplementedError(
+                f"config.json {name} ({value!r}) of model_type ({self.model_type!r}) must not be "
+                "asked of the native decoder, which lacks it: parallelize the transformers model "
+                "itself"
+            )
+
+    def rope(self) -> dict[str, Any]:
+        """Return the rotary options: rope_type, rope_theta and what belongs to the type."""
+        old = self.get("rope_scaling", {})
+        found = {"rope_theta": self.values.get("rope_theta"), **old}
+        found |= self.get("rope_parameters", {})
+        kind = found.pop("type", None)
+        found.setdefault("rope_type", kind)
+        if found["rope_theta"] is None:
+            found["rope_theta"] = self.need("rope_theta")
+        for name, value in found.items():
+            if value is not None:
+                self._checked(name, value)
+        partial = found.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
+        self.refuse("partial_rotary_factor", partial != 1.0, partial)
+        return found
+
+
+def _common(fields: Fields) -> dict[str, Any]:
+    """Arguments of DecoderConfig that all families share."""
+    heads = fields.need("num_attention_heads")
+    return dict(
+        vocab_size=fields.need("vocab_size"),
+        dim=fields.need("hidden_size"),
+        num_layers=fields.need("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=fields.get("num_key_value_heads", heads),
+        head_dim=fields.get("head_dim", fields.need("hidden_size") // heads),
+        rope_theta=float(fields.rope()["rope_theta"]),
+        norm_eps=fields.need("rms_norm_eps"),
+        tie_embeddings=fields.get("tie_word_embeddings", False),
+        max_seq_len=fields.need("max_position_embeddings"),
+    )
+
+
+def _plain_rope(fields: Fields) -> None:
+    kind = fields.rope()["rope_type"]
+    fields.refuse("rope_type", kind not in PLAIN, kind)
+
+
+def _softmax_moe(
+    fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
+) -> MoEConfig:
+    """The MoE layers of families that route by softmax; `coef` is transformers' default."""
+    return MoEConfig(
+        dim=fields.need("hidden_size"),
+        hidden_dim=fields.need(hidden_dim),
+        num_experts=fields.need("num_experts"),
+        top_k=fields.need("num_experts_per_tok"),
+        normalize_weights=normalizes,
+        shared_hidden_dim=shared_hidden_dim,
+        shared_gate=shared_hidden_dim > 0,
+        balance=BalanceConfig(micro_batch_coef=float(fields.get("router_aux_loss_coef", coef))),
+    )
+
+
+def _qwen3(fields: Fields) -> DecoderConfig:
+    return _qwen(fields, qk_norm="head")
+
+
+def _qwen2(fields: Fields) -> DecoderConfig:
+    fields.refuse("qkv_bias", fields.get("qkv_bias", True), fields.get("qkv_bias", True))
+    kinds = fields.get("layer_types", [])
+    fields.refuse("layer_types", any(kind != "full_attention" for kind in kinds))
+    return _qwen(fields, shared_hidden_dim=fields.need("shared_expert_intermediate_size"))
+
+
+def _qwen(fields: Fields, *, qk_norm: Any = None, shared_hidden_dim: int = 0) -> DecoderConfig:
+    _plain_rope(fields)
+    fields.refuse("use_sliding_window", fields.get("use_sliding_window", False))
+    num_layers, step = fields.need("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
+    dense = set(fields.get("mlp_only_layers", []))
+    dense |= {i for i in range(num_layers) if (i + 1) % step}
+    if not fields.need("num_experts"):
+        dense = set(range(num_layers))
+    common = _common(fields) | dict(qk_norm=qk_norm)
+    if len(dense) >= num_layers:
+        return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
+    dense_dim = fields.need("intermediate_size") if dense else 0
+    normalizes = fields.get("norm_topk_prob", False)
+    moe = _softmax_moe(
+        fields, "moe_intermediate_size", normalizes, 0.001, shared_hidden_dim=shared_hidden_dim
+    )
+    dense_layers = tuple(sorted(dense))
+    return DecoderConfig(**common, dense_layers=dense_layers, mlp_hidden_dim=dense_dim, moe=moe)
+
+
+def _mixtral(fields: Fields) -> DecoderConfig:
+    _plain_rope(fields)
+    window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
+    fields.refuse("sliding_window", window is not None and window < length)
+    fields.refuse("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
+    common = _common(fields)
+    return DecoderConfig(**common, moe=_softmax_moe(fields, "intermediate_size", True, 0.001))
+
+
+def _olmoe(fields: Fields) -> DecoderConfig:
+    _plain_rope(fields)
+    common, normalizes = _common(fields), fields.get("norm_topk_prob", False)
+    moe = _softmax_moe(fields, "intermediate_size", normalizes, 0.01)
+    return DecoderConfig(**common, qk_norm="full", moe=moe)
+
+
+def _deepseek_v3(fields: Fields) -> DecoderConfig:
+    for name, only in (
+        ("moe_layer_freq", 1),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("rope_interleave", True),
+    ):
+        fields.refuse(name, fields.get(name, only) != only)
+    num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
+    num_mtp = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
+    F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
+    mla = MLAConfig(
+        q_lora_rank=fields.get("q_lora_rank", 0),
+        kv_lora_rank=fields.need("kv_lora_rank"),
+        qk_nope_head_dim=fields.need("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.need("qk_rope_head_dim"),
+        v_head_dim=fields.need("v_head_dim"),
+        yarn=_yarn(fields),
+    )
+    common = _common(fields) | dict(head_dim=mla.qk_head_dim, mla=mla)
+    common["num_kv_heads"] = common["num_heads"]
+    common |= dict(num_mtp_layers=num_mtp, mtp_loss_coef=MTP_LOSS_COEF if num_mtp else 0.0)
+    if first >= num_layers:
+        return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
+    return DecoderConfig(
+        **common,
+        dense_layers=tuple(range(first)),
+        mlp_hidden_dim=fields.need("intermediate_size") if first else 0,
+        moe=MoEConfig(
+            dim=common["dim"],
+            hidden_dim=F_,
+            num_experts=fields.need("n_routed_experts"),
+            top_k=fields.need("num_experts_per_tok"),
+            score_function="sigmoid",
+            normalize_weights=fields.get("norm_topk_prob", True),
+            routed_scaling_factor=float(fields.get("routed_scaling_factor", 1.0)),
+            num_groups=fields.get("n_group", 1),
+            top_groups=fields.get("topk_group", 1),
+            expert_bias=True,
+            shared_hidden_dim=F_ * shared,
+            balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
+        ),
+    )
+
+
+def _yarn(fields: Fields) -> YarnConfig | None:
+    """DeepSeek-V3's YaRN; without both scales transformers takes 1 and 0."""
+    rope = fields.rope()
+    kind = rope["rope_type"]
+    fields.refuse("rope_type", kind not in (*PLAIN, "yarn"), kind)
+    if kind in PLAIN:
+        return None
+    for name in ("attention_factor", "truncate"):
+        fields.refuse(name, rope.get(name) not in (None, name == "truncate"), rope.get(name))
+    if rope.get("original_max_position_embeddings") is None:
+        fields.need("rope_scaling.original_max_position_embeddings")
+    original = rope["original_max_position_embeddings"]
+    mscale, all_dim = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
+    # transformers then scales the attention scores, but not cos and sin by the same
+    fields.refuse("mscale_all_dim", bool(all_dim and not mscale), all_dim)
+    return YarnConfig(
+        factor=float(rope.get("factor") or fields.need("max_position_embeddings") / original),
+        original_max_seq_len=original,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        mscale=float(mscale) if all_dim else 1.0,
+        mscale_all_dim=float(all_dim),
+    )
+
+
+def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
+    """How many layers of the files lie behind the last one; {} without weights."""
+    path = path if path.is_dir() else path.parent
+    if fields.model_type != "deepseek_v3" or not (
+        (path / INDEX).is_file() or (path / SINGLE).is_file()
+    ):
+        return {}
+    names = read_index(path) or read_headers(path)
+    layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
+    behind = sum(n.isdecimal() and int(n) >= fields.need("num_hidden_layers") for n in layers)
+    return {MTP_KEYS[0]: behind}
+
+
+FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
+    "qwen3_moe": _qwen3,
+    "qwen2_moe": _qwen2,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "deepseek_v3": _deepseek_v3,
+}

@@ -1,0 +1,308 @@
+"""Native checkpoints <-> Hugging Face directories, file to file: no model is built, one process.
+
+Both ways one tensor after the other goes from file to file, so the memory needed is that of the
+largest Hugging Face tensor (an expert's matrix, or the embedding), whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.base.fields import NumBytes, check_arguments
+from moecore.io.checkpoint.comparison import below
+from moecore.io.checkpoint.directory import Step, check_unused
+from moecore.io.checkpoint.manifest import Manifest, StoredTensor
+from moecore.io.checkpoint.meter import Meter, Progress
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, layout_of
+from moecore.io.checkpoint.verify import verify
+from moecore.io.hf.collect import Collector, Item
+from moecore.io.hf.config import HFConfig, decoder_config_from_hf, read_config
+from moecore.io.hf.config_problems import config_problems
+from moecore.io.hf.export import (
+    ExportLayout,
+    check_target,
+    fill_shards,
+    make_items,
+    names_of,
+    write_directory,
+)
+from moecore.io.hf.export_config import finish_config
+from moecore.io.hf.files import CONFIG, HFFiles, listed, read_json
+from moecore.io.hf.names import (
+    EMBEDDING,
+    HEAD,
+    HFLayout,
+    Piece,
+    Recipe,
+    find_layout,
+    hf_copies,
+    hf_plan,
+)
+from moecore.io.hf.native_writer import PREFIX, Origin, check_alone, write_native
+from moecore.io.hf.quant import find_sources
+from moecore.io.hf.target import stored_plan
+from moecore.io.hf.verify import content_problems
+
+
+def native_to_hf(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    config: HFConfig,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: NumBytes = 5 * 10**9,
+    layout: ExportLayout = "per_expert",
+    progress: Progress | None = None,
+) -> int:
+    """Write the model of a native checkpoint as a Hugging Face directory; return its tensors.
+
+    It may be a checkpoint of a native decoder or of a transformers model. Its files are verified
+    first.
+
+    Args:
+        path: a step's directory.
+        out: the new directory; see `export_hf` for this and the options.
+        config: the config.json of the model.
+        dtype: of all float tensors but the router's selection bias; None keeps each one's.
+        max_shard_bytes: of tensors in one file.
+        layout: "per_expert" or "fused".
+        progress: called with (bytes written, bytes expected).
+
+    Raises:
+        ValueError: for a damaged checkpoint or one that the config does not describe; in a job of
+            several ranks.
+        NotImplementedError: when a tensor has no Hugging Face name.
+        OSError: when a file could not be read or written; nothing is left behind.
+    """
+    check_arguments(native_to_hf, locals())
+    check_alone()
+    path, out = Path(path), Path(out)
+    check_target(out, dtype)
+    with ExitStack() as stack:
+        names = names_of(layout, read_config(config))
+        stored = open_native(path, stack, config=config, dtype=dtype, layout=names)
+        shards = fill_shards(stored.items, max_shard_bytes)
+        write_directory(out, shards, stored.values, stored.collector, Meter(progress))
+    return len(stored.items)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """The model of a native checkpoint, by its Hugging Face names.
+
+    Attributes:
+        values: of config.json.
+        items: its Hugging Face tensors.
+        collector: reads them.
+        tensors: as stored, by their own names.
+        is_decoder: whether these are the native decoder's.
+    """
+
+    values: dict[str, Any]
+    items: list[Item]
+    collector: Collector
+    tensors: dict[str, StoredTensor]
+    is_decoder: bool
+
+
+def open_native(
+    path: Path,
+    stack: ExitStack,
+    *,
+    config: HFConfig,
+    dtype: torch.dtype | None,
+    layout: HFLayout,
+) -> StoredModel:
+    """Return the model of a native checkpoint, verified and compared with a config.json.
+
+    Args:
+        path: a step's directory.
+        stack: closes its files.
+        config: the config.json of the model.
+        dtype: of all float tensors but the router's selection bias; None keeps each one's.
+        layout: of the Hugging Face names.
+
+    Raises:
+        ValueError: for a damaged checkpoint or one that the config does not describe.
+        NotImplementedError: when a tensor has no Hugging Face name.
+    """
+    manifest = verify(path)
+    prefix = PREFIX + _wrapper_of(below(PREFIX, manifest))
+    tensors = below(prefix, manifest)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    num_mtp = len({name.split(".")[1] for name in shapes if name.startswith("mtp.")})
+    values = finish_config(read_config(config), num_mtp)
+    recipes, copies = _plan_of(shapes, values, layout)
+    items = list(make_items({n: t.dtype for n, t in tensors.items()}, recipes, copies, dtype))
+    problems = config_problems(values, manifest.facts.config)
+    problems += content_problems({item.name: item.piece for item in items}, values, values)
+    collector = _StoredCollector(path, manifest, prefix, stack)
+    if HEAD in tensors and HEAD in copies and not problems:
+        problems += _head_problems(collector, tensors)
+    if problems:
+        raise ValueError(
+            f"path ({path}) must hold the model that config.json describes: "
+            f"{listed(problems)}: pass the config of this model"
+        )
+    return StoredModel(values, items, collector, tensors, _is_decoder(shapes))
+
+
+def hf_to_native(
+    path: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    *,
+    step: Step = 0,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: NumBytes = 5 * 10**9,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a Hugging Face directory as a checkpoint of the native decoder; return its directory.
+
+    `load(path, model)` reads it. There is no optimizer state in it.
+
+    Args:
+        path: the Hugging Face directory; quantised weights are dequantised.
+        root: directory of a new run, without checkpoints or drafts; this one becomes its latest.
+        step: of the checkpoint.
+        dtype: of all float tensors but the router's selection bias, which is fp32; None keeps what
+            is stored, and makes quantised weights bf16.
+        max_file_bytes: of tensors in one file.
+        progress: called with (bytes written, bytes expected).
+
+    Raises:
+        ValueError: for a wrong argument, a run that has begun, a broken directory, or one whose
+            tensors differ from its config; in a job of several ranks.
+        NotImplementedError: when the native decoder cannot express the model.
+        OSError: when a file could not be read or written; `latest` did not change then.
+    """
+    check_arguments(hf_to_native, locals())
+    check_alone()
+    path, root, meter = Path(path), Path(root), Meter(progress)
+    check_unused(root)
+    config = decoder_config_from_hf(path)
+    with HFFiles(path) as files:
+        quantization = read_json(path / CONFIG).get("quantization_config")
+        sources, problems = find_sources(files, quantization)
+        plan = hf_plan(config, find_layout(sources))
+        return write_native(
+            root,
+            Origin(path, files, sources, plan, config, problems),
+            step=step,
+            dtype=dtype,
+            max_file_bytes=max_file_bytes,
+            meter=meter,
+        )
+
+
+class _StoredCollector:
+    """Reads a Hugging Face tensor out of a native checkpoint's chunks.
+
+    Args:
+        path: the checkpoint.
+        manifest: of it.
+        prefix: of the model's tensors in it.
+        stack: closes the files.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, prefix: str, stack: ExitStack) -> None:
+        self._path, self._manifest, self._prefix, self._stack = path, manifest, prefix, stack
+        self._readers: dict[str, ShardReader] = {}
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+
+    def collect(self, item: Item, writer: int) -> Tensor:
+        """Return the whole tensor."""
+        stored = self._manifest.tensors[f"{self._prefix}{item.source}"]
+        region = (
+            *item.piece.region,
+            *(slice(0, n) for n in stored.shape[len(item.piece.region) :]),
+        )
+        box = [(r, r + 1) if isinstance(r, int) else (r.start, r.stop) for r in region]
+        whole = torch.empty([stop - start for start, stop in box], dtype=stored.dtype)
+        for chunk in stored.chunks:
+            spans = [
+                (max(start, o), min(stop, o + n))
+                for (start, stop), o, n in zip(box, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if any(start >= stop for start, stop in spans):
+                continue
+            target = whole[
+                tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(spans, box, strict=True))
+            ]
+            offsets = [a - o for (a, _), o in zip(spans, chunk.offsets, strict=True)]
+            reader = self._reader(chunk.file)
+            reader.read(chunk.key, stored.dtype, chunk.sizes, offsets, target)
+        return whole.view(item.piece.shape).to(item.dtype)
+
+    def done(self, whole: Tensor | None) -> None:
+        """Nothing to note."""
+
+    def check(self) -> None:
+        """Errors come out of `collect` itself; no other rank waits."""
+
+    def _reader(self, file: str) -> ShardReader:
+        if file not in self._readers:
+            layout = layout_of(self._manifest.entries_of(file))
+            reader = ShardReader(self._path / file, layout, self._buffer, Meter())
+            self._readers[file] = self._stack.enter_context(reader)
+        return self._readers[file]
+
+
+def _wrapper_of(names: Collection[str]) -> str:
+    """Return what a module around the model put before every name, such as "hf."; "" for none."""
+    embedding = next((name for name in names if name.endswith(f".{EMBEDDING}")), EMBEDDING)
+    prefix = embedding.removesuffix(EMBEDDING)
+    return prefix if all(name.startswith(prefix) for name in names) else ""
+
+
+def _head_problems(collector: _StoredCollector, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """A stored head that the config ties to the embedding: dropped only if it is the same."""
+    (rows, cols), dtype = tensors[HEAD].shape, tensors[HEAD].dtype
+    same = tensors[EMBEDDING].shape == (rows, cols) and tensors[EMBEDDING].dtype == dtype
+    step = max(1, CHUNK_BYTES // (cols * dtype.itemsize))
+    for first in range(0, rows if same else 0, step):
+        stop = min(first + step, rows)
+        part = Piece(HEAD, (slice(first, stop),), (stop - first, cols))
+        head, table = (
+            collector.collect(Item(name, name, part, dtype), 0) for name in (HEAD, EMBEDDING)
+        )
+        same = same and torch.equal(head, table)
+    if same:
+        return []
+    return [f"{HEAD} must equal {EMBEDDING} with tie_word_embeddings (True)"]
+
+
+def _is_decoder(names: Collection[str]) -> bool:
+    """Whether names are the native decoder's; a dense one's are those of transformers too."""
+    return any(".mlp.experts.w1" in name or name.startswith("mtp.") for name in names)
+
+
+def _plan_of(
+    shapes: Mapping[str, tuple[int, ...]], values: dict[str, Any], layout: HFLayout
+) -> tuple[dict[str, Recipe], dict[str, str]]:
+    """Recipes and copies of a checkpoint's tensors, of a native decoder or a transformers model."""
+    if not _is_decoder(shapes):
+        tied = values.get("tie_word_embeddings", False)
+        return stored_plan(shapes, layout), {HEAD: EMBEDDING} if tied else {}
+    config = decoder_config_from_hf(values)
+    plan = hf_plan(config, layout)
+    problems = [f"{name} is missing" for name in plan if name not in shapes]
+    problems += [f"{name} is no tensor of the decoder" for name in shapes if name not in plan]
+    problems += [
+        f"{name} {shapes[name]} must be {recipe.shape}"
+        for name, recipe in plan.items()
+        if name in shapes and shapes[name] != recipe.shape
+    ]
+    if problems:
+        raise ValueError(
+            f"the checkpoint must hold the decoder that config.json describes: {listed(problems)}: "
+            "pass the config of this model"
+        )
+    return plan, hf_copies(config)

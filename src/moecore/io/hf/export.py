@@ -1,0 +1,364 @@
+"""export_hf: write a model as a Hugging Face directory, one tensor at a time, from any layout.
+
+Every rank knows which tensor lies in which shard, and who writes it (shards go round robin over
+the ranks). A tensor is put together on its writer from the ranks that hold a part of it, one
+sender per replica, appended to the shard, and freed. So beside the model a rank holds one Hugging
+Face tensor (one expert's matrix with "per_expert"), what it sends or receives, and a buffer of 16
+MiB; never a shard, never the model.
+
+The directory is a draft until everything in it is on disk; then one rename makes it whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from moecore.base.fields import NumBytes, check_arguments
+from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
+from moecore.io.checkpoint.files import sync, write_new
+from moecore.io.checkpoint.meter import Meter, Progress
+from moecore.io.checkpoint.ranks import check_visible, on_every_rank, on_first_rank
+from moecore.io.checkpoint.shard_file import Layout, ShardWriter, layout_of
+from moecore.io.hf.collect import Collector, Item, RankCollector, rank_and_world
+from moecore.io.hf.config import HFConfig
+from moecore.io.hf.export_check import check_readable, check_tied
+from moecore.io.hf.export_config import export_config
+from moecore.io.hf.files import CONFIG, INDEX, SINGLE
+from moecore.io.hf.lora_merge import refuse_unmerged
+from moecore.io.hf.names import HEAD, MIXTRAL_TYPES, HFLayout, Recipe
+from moecore.io.hf.target import model_copies, model_plan, model_tensors
+from moecore.io.hf.upcycled import shared_of_no_size
+from moecore.parallel.across import find_stages
+
+ExportLayout = Literal["per_expert", "fused"]
+KEPT_FP32 = ("e_score_correction_bias", "expert_bias")  # small steps need fp32, whatever the model
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What `export_hf` did.
+
+    Attributes:
+        tensors: in all shards.
+        shards: files.
+        bytes_stored: of all tensors.
+        bytes_written: by this rank, headers included.
+        peak_bytes: held at once by this rank beside the model: tensors put together or on the way.
+        seconds: from call to return.
+    """
+
+    tensors: int
+    shards: int
+    bytes_stored: int
+    bytes_written: int
+    peak_bytes: int
+    seconds: float
+
+
+@torch.no_grad()
+def export_hf(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    config: HFConfig | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: NumBytes = 5 * 10**9,
+    layout: ExportLayout = "per_expert",
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write a model as a Hugging Face directory. Collective.
+
+    transformers' `from_pretrained` and `load_hf` read it. The tokenizer's files are not the
+    model's: copy them beside it.
+
+    Args:
+        model: a `moecore.models.Decoder`, a transformers model, or a PeftModel of one with merged
+            adapters; plain or parallelized.
+        path: the new directory; every rank must see its parent.
+        config: the config.json to write, as a mapping, a file or a directory. A native decoder
+            needs one that describes it; None takes a transformers model's own.
+        dtype: of all float tensors but the router's selection bias; None keeps each one's.
+        max_shard_bytes: of tensors in one file; a larger tensor has a file of its own.
+        layout: "per_expert" is how models are published, "fused" how transformers holds them.
+        progress: called with (bytes done, bytes expected) of this rank.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: for a wrong argument, a directory that is there, a config of another model, a
+            transformers model without all parameters of its class or with others (a part of one,
+            one that was upcycled into what no class computes), adapters that are not merged;
+            before anything is written.
+        NotImplementedError: when the layout has no name for a tensor, or for pipeline stages.
+        OSError: on every rank, when one could not write; nothing is left behind.
+    """
+    check_arguments(export_hf, locals())
+    started, path, meter = time.monotonic(), Path(path), Meter(progress)
+
+    def planned() -> tuple[dict[str, Tensor], dict[str, Recipe], list[list[Item]], dict[str, Any]]:
+        stages = find_stages(model)[1]
+        if stages is not None:
+            raise NotImplementedError(
+                f"ParallelConfig.pp ({stages.pp}) must be 1 to export: save a checkpoint, and use "
+                "`moecore checkpoint convert`"
+            )
+        check_target(path, dtype)
+        refuse_unmerged(model)
+        base = adapted(model)
+        values = export_config(base, config)
+        found = model_tensors(base)
+        tensors = without_adapters(base, found) | trained_copies(base, found)
+        tensors |= shared_of_no_size(base, values, tensors)
+        recipes = _complete_plan(base, tensors, values, names_of(layout, values))
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        items = list(make_items(dtypes, recipes, model_copies(base), dtype))
+        return tensors, recipes, fill_shards(items, max_shard_bytes), values
+
+    tensors, recipes, shards, values = on_every_rank(planned)
+    collector = RankCollector(tensors, recipes, itertools.chain(*shards))
+    write_directory(path, shards, values, collector, meter)
+    return ExportReport(
+        tensors=sum(map(len, shards)),
+        shards=len(shards),
+        bytes_stored=sum(item.nbytes for shard in shards for item in shard),
+        bytes_written=meter.done,
+        peak_bytes=collector.in_flight.peak,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _complete_plan(
+    model: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, Any], layout: HFLayout
+) -> dict[str, Recipe]:
+    """Return what a model's files are made of; refuse what would not give the model back."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    recipes = model_plan(model, shapes, layout)
+    check_readable(model, values, model_plan(model, shapes, "fused"), recipes)
+    check_tied(tensors, model_copies(model))
+    for name in recipes:
+        if tensors[name].is_meta:
+            raise ValueError(f"{name} (meta) must have storage to be written: load it first")
+    return recipes
+
+
+def write_directory(
+    path: Path,
+    shards: list[list[Item]],
+    config: dict[str, Any],
+    collector: Collector,
+    meter: Meter,
+) -> None:
+    """Write shards, index and config into a draft and make it `path`. Collective.
+
+    Args:
+        path: must not exist.
+        shards: from `fill_shards`.
+        config: of config.json; its dtype is set.
+        collector: gives the tensors.
+        meter: counts what this rank writes.
+
+    Raises:
+        OSError: on every rank, when one could not write; nothing is left behind.
+    """
+    name = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    draft = on_first_rank(lambda: _make(name))
+    try:
+        check_visible(draft)
+        _write_shards(draft, shards, collector, meter)
+        on_first_rank(lambda: _publish(draft, path, shards, config))
+    except BaseException:
+        if rank_and_world()[0] == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def check_target(path: Path, dtype: torch.dtype | None) -> None:
+    """Raise ValueError for a directory that is there, or a dtype that would quantise."""
+    if path.exists():
+        raise ValueError(f"path ({path}) must not exist yet: choose another, or remove it")
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
+        raise ValueError(
+            f"dtype ({dtype!r}) must be a float of 16 bits or more, a torch.dtype, or None: export "
+            "quantises nothing"
+        )
+
+
+def names_of(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
+    """Return the names that a family publishes; Mixtral has its own."""
+    mixtral = config.get("model_type") in MIXTRAL_TYPES
+    return "mixtral" if mixtral and layout == "per_expert" else layout
+
+
+def make_items(
+    dtypes: Mapping[str, torch.dtype],
+    recipes: Mapping[str, Recipe],
+    copies: Mapping[str, str],
+    dtype: torch.dtype | None,
+) -> Iterator[Item]:
+    """Yield what to write, in model order; DeepSeek-V3's copies last, a tied head not at all.
+
+    Args:
+        dtypes: of the model's tensors.
+        recipes: of the model's tensors.
+        copies: name in the directory -> the name of the same numbers.
+        dtype: as of `export_hf`.
+    """
+    found: dict[str, Item] = {}
+    for name, recipe in recipes.items():
+        if name == HEAD and HEAD in copies:
+            continue
+        cast = dtypes[name].is_floating_point and not name.endswith(KEPT_FP32)
+        kept = dtype if cast and dtype is not None else dtypes[name]
+        for piece in recipe.pieces:
+            found[piece.name] = Item(piece.name, name, piece, kept)
+    yield from found.values()
+    for copy, original in copies.items():
+        if copy != HEAD:
+            yield replace(found[original], name=copy)
+
+
+def fill_shards(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:
+    """Return which tensors lie in which file, in order."""
+    shards: list[list[Item]] = [[]]
+    size = 0
+    for item in items:
+        if shards[-1] and size + item.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(item)
+        size += item.nbytes
+    return shards
+
+
+def _write_shards(
+    draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
+) -> None:
+    """Write this rank's shards, and send what others need for theirs. Collective.
+
+    As many shards as ranks grow at once, tensor by tensor in turn, so that all ranks write. After
+    an error a rank goes on sending and receiving, because the others wait for it, until these
+    shards are done and all ranks raise.
+    """
+    rank, world = rank_and_world()
+    for first in range(0, len(shards), world):
+        wave = shards[first : first + world]
+        layouts = [_layout(shard) for shard in wave]
+        ordered = [_in_file_order(s, lay) for s, lay in zip(wave, layouts, strict=True)]
+        with _Output(meter) as output:
+            if rank < len(wave):
+                output.open(draft / _file_name(first + rank, len(shards)), layouts[rank])
+            for turn in itertools.zip_longest(*ordered):
+                for owner, item in enumerate(turn):
+                    if item is not None:
+                        whole = collector.collect(item, owner)
+                        output.add(whole)
+                        collector.done(whole)
+        on_every_rank(collector.check)
+        on_every_rank(output.check)
+
+
+class _Output:
+    """This rank's shard, if it has one; after an error it takes tensors and drops them.
+
+    A context manager, which ends the file; it keeps errors of that too, for `check`.
+
+    Args:
+        meter: counts what is written.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._error: Exception | None = None
+        self._writer: ShardWriter | None = None
+
+    def open(self, file: Path, layout: Layout) -> None:
+        with self._keep_error():
+            self._writer = ShardWriter(file, layout.header, pinned=False, meter=self._meter)
+            self._meter.expect(layout.size)
+
+    def add(self, whole: Tensor | None) -> None:
+        with self._keep_error():
+            if self._writer is not None and whole is not None and self._error is None:
+                self._writer.add(whole)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._writer is None:
+            return
+        with self._keep_error(), self._writer:
+            if kind is None and self._error is None:
+                self._writer.finish()
+
+    @contextmanager
+    def _keep_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of any kind: the others wait for what this rank sends
+            self._error = self._error or error
+
+
+def _layout(shard: Sequence[Item]) -> Layout:
+    return layout_of({item.name: (item.dtype, item.piece.shape) for item in shard})
+
+
+def _in_file_order(shard: Sequence[Item], layout: Layout) -> list[Item]:
+    by_name = {item.name: item for item in shard}
+    return [by_name[name] for name in layout.begins]
+
+
+def _publish(draft: Path, path: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
+    sizes: dict[torch.dtype, int] = {}
+    for item in itertools.chain(*shards):
+        sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes
+    name = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+    config["dtype"] = name
+    if "torch_dtype" in config:
+        config["torch_dtype"] = name
+    _write_json(draft / CONFIG, config)
+    if len(shards) > 1:
+        weight_map = {
+            item.name: _file_name(i, len(shards))
+            for i, shard in enumerate(shards)
+            for item in shard
+        }
+        metadata = {"total_size": sum(sizes.values())}
+        _write_json(draft / INDEX, {"metadata": metadata, "weight_map": weight_map})
+    sync(draft)
+    if path.exists():
+        raise OSError(f"path ({path}) appeared meanwhile: choose another")
+    draft.rename(path)
+    sync(path.parent)
+
+
+def _make(draft: Path) -> Path:
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    draft.mkdir()
+    return draft
+
+
+def _file_name(number: int, total: int) -> str:
+    return SINGLE if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    write_new(file, json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,128 @@
+"""The config.json that an export writes: checked against the model, without quantisation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+from torch import nn
+
+from moecore.io.checkpoint.config_differences import TRAINING, training_only
+from moecore.io.hf.config import MTP_KEYS, HFConfig, decoder_config_from_hf, read_config
+from moecore.io.hf.config_problems import config_problems
+from moecore.io.hf.upcycled import upcycled_config
+from moecore.models.config import DecoderConfig
+from moecore.models.decoder import Decoder
+
+ARCHITECTURES = {
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+
+def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
+    """Return the content of config.json, without dtypes.
+
+    Args:
+        model: a native decoder or a transformers model.
+        config: as `export_hf` got it.
+
+    Raises:
+        ValueError: when a native decoder has none, or it describes another model.
+    """
+    if isinstance(model, Decoder):
+        return _decoder_config(model, config)
+    own = getattr(model, "config", None)
+    if not hasattr(own, "to_dict"):
+        _refuse_wrapper(model)
+    upcycled = upcycled_config(model)
+    wanted: dict[str, Any] = own.to_dict() if upcycled is None else upcycled  # type: ignore[union-attr]
+    if config is None:
+        values = wanted
+    else:
+        values = read_config(config)
+        _check_same(values, wanted)
+    return finish_config(values, 0, type(model) if upcycled is None else None)
+
+
+def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
+    """The config given for a native decoder, checked against it."""
+    if config is None:
+        raise ValueError(
+            f"config (None) must be given for {type(model).__name__}: pass the config.json of "
+            "the Hugging Face model that it is, as a path or a mapping"
+        )
+    values = read_config(config)
+    values = finish_config(values, model.config.num_mtp_layers)
+    decoder_config_from_hf(values)  # raises where it cannot be a native decoder
+    _check_same(values, model.config, skipped=training_only(model.config.moe))
+    return values
+
+
+def _refuse_wrapper(model: nn.Module) -> NoReturn:
+    """Raise for a module that is no model, naming the one that it holds."""
+    for path, module in model.named_modules():
+        if isinstance(module, Decoder) or transformers_class(type(module)) is not None:
+            raise ValueError(
+                f"model ({type(model).__name__}) must be the {type(module).__name__} in it, whose "
+                f"Hugging Face names are known: pass model.{path}"
+            )
+    raise NotImplementedError(
+        f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
+        "whose Hugging Face names are known: translate other names yourself"
+    )
+
+
+def finish_config(
+    values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
+) -> dict[str, Any]:
+    """Return a copy without quantisation, with the modules that are there and a class to load it.
+
+    Args:
+        values: of a config.json.
+        num_mtp: multi-token prediction modules in the files.
+        model_class: of a transformers model.
+
+    Raises:
+        ValueError: when it is not JSON-able.
+    """
+    values = {k: v for k, v in values.items() if k != "quantization_config"}
+    for key in MTP_KEYS:
+        if key in values:
+            values[key] = num_mtp
+    if num_mtp and not any(key in values for key in MTP_KEYS):
+        values[MTP_KEYS[0]] = num_mtp
+    known = ARCHITECTURES.get(str(values.get("model_type")))
+    name = model_class.__name__ if model_class else None
+    kind = transformers_class(model_class) if model_class else None
+    if kind is not None:
+        values["architectures"] = [kind.__name__]  # such as one with another head than config's
+    elif not values.get("architectures") and (known or name):
+        values["architectures"] = [known or name]
+    try:
+        return json.loads(json.dumps(values))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config must be JSON-able: {error}") from None
+
+
+def transformers_class(model_class: type) -> Any:
+    """Return the class of transformers' models that a class is or extends, or None."""
+    for cls in model_class.__mro__:
+        if cls.__module__.startswith("transformers.models.") and hasattr(cls, "base_model_prefix"):
+            return cls
+    return None
+
+
+def _check_same(
+    values: Mapping[str, Any],
+    model: DecoderConfig | Mapping[str, Any],
+    *,
+    skipped: Collection[str] = TRAINING,
+) -> None:
+    """Raise for a field that differs, unless only training reads it."""
+    for problem in config_problems(values, model, skipped=skipped):
+        raise ValueError(f"{problem}: pass the config of this model")

@@ -1,0 +1,238 @@
+"""A Hugging Face directory: which tensors it holds, and any box of one of them. It counts bytes.
+
+    config.json
+    model.safetensors                      one shard, or
+    model.safetensors.index.json           {"weight_map": {tensor: shard}}
+    model-00001-of-00002.safetensors ...
+
+Opening reads headers only. No file is ever unpickled: weights in .bin or .pt are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moecore.io.checkpoint.files import read_regular
+from moecore.io.checkpoint.manifest import DTYPES, MAX_DEPTH, nests_deeper
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+SHOWN = 10  # problems listed in one error
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a shard, as its header describes it.
+
+    Attributes:
+        file: name of the shard in the directory.
+        dtype: as stored.
+        shape: as stored.
+    """
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class BoxReader(Protocol):
+    """Reads boxes of stored tensors."""
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a new CPU tensor, the box of a stored tensor."""
+        ...
+
+
+class HFFiles:
+    """A reader of one directory that counts the bytes of tensor data it reads. A context manager.
+
+    Args:
+        path: the directory.
+        tensors: what `read_headers` found; None reads the headers.
+
+    Attributes:
+        tensors: name -> where and what it is.
+        bytes_read: copied out of the files so far; the system may read ahead of that.
+
+    Raises:
+        ValueError: when the directory is not a whole checkpoint in safetensors.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], tensors: Mapping[str, StoredTensor] | None = None
+    ) -> None:
+        self.path = Path(path)
+        self.tensors = dict(read_headers(self.path) if tensors is None else tensors)
+        self.bytes_read = 0
+        self._open: dict[str, Any] = {}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a new CPU tensor, the box of a stored tensor. Only its bytes are read.
+
+        Args:
+            name: of the tensor.
+            box: one slice with start and stop per dim.
+
+        Raises:
+            OSError: when the file is gone, or differs from its header.
+        """
+        entry = self.tensors[name]
+        try:
+            if entry.file not in self._open:
+                file = self.path / entry.file
+                self._open[entry.file] = safe_open(file, framework="pt", device="cpu")
+            stored = self._open[entry.file].get_slice(name)
+            # A scalar has no slice; and a copy, because the file may be mapped into memory.
+            value = stored[box] if box else self._open[entry.file].get_tensor(name)
+        except SafetensorError as error:
+            raise OSError(
+                f"path ({self.path / entry.file}) must be as its header said: {_line(error)}: it "
+                "has changed meanwhile"
+            ) from None
+        self.bytes_read += value.numel() * value.element_size()
+        return value
+
+    def close(self) -> None:
+        """Let go of the open files."""
+        self._open.clear()
+
+    def __enter__(self) -> HFFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def read_headers(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a directory, from the headers of its shards.
+
+    Raises:
+        ValueError: when there are no safetensors, a shard is missing or broken, or the index does
+            not name exactly the tensors of the shards.
+    """
+    if not path.is_dir():
+        raise ValueError(f"path ({path}) must be a Hugging Face directory: it is not there")
+    weight_map = read_index(path)
+    shards = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
+    found: dict[str, StoredTensor] = {}
+    problems = [f"{shard} is missing" for shard in shards if not (path / shard).is_file()]
+    if problems:
+        raise ValueError(f"path ({path}) must hold every shard: {listed(problems)}: copy it again")
+    for shard in shards:
+        for name, entry in _header(path / shard).items():
+            if name in found:
+                problems.append(f"{name} is in {found[name].file} and in {shard}")
+            found[name] = entry
+    if weight_map is not None:
+        for name, shard in weight_map.items():
+            if name not in found or found[name].file != shard:
+                problems.append(f"{name} is not in {shard}")
+        problems += [f"{name} is not in the index" for name in found if name not in weight_map]
+    if problems:
+        raise ValueError(
+            f"path ({path / INDEX}) must agree with its shards: {listed(problems)}: copy it again"
+        )
+    return found
+
+
+def read_index(path: Path) -> dict[str, str] | None:
+    """Return tensor -> shard of the index, or None for a directory with one shard.
+
+    Raises:
+        ValueError: without safetensors, or for an index that cannot be used.
+    """
+    if not (path / INDEX).is_file():
+        if (path / SINGLE).is_file():
+            return None
+        pickles = sorted(p.name for p in path.iterdir() if p.suffix in PICKLES)
+        if pickles:
+            raise ValueError(
+                f"path ({path / pickles[0]}) must be safetensors, because unpickling a file runs "
+                "code in it: convert it with transformers' save_pretrained"
+            )
+        raise ValueError(f"path ({path}) must hold {SINGLE} or {INDEX}: it has neither")
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
+        raise ValueError(f"path ({path / INDEX}) must have a weight_map of strings: copy it again")
+    for shard in set(weight_map.values()):
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ValueError(
+                f"path ({path / INDEX}) names the shard ({shard!r}), which must be a .safetensors "
+                "file in the directory itself"
+            )
+    return weight_map
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        ValueError: when it is missing or no JSON object.
+    """
+    try:
+        value = json.loads(read_regular(file, follow=True).decode())
+    except FileNotFoundError:
+        raise ValueError(f"path ({file}) must exist: it is not there") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"path ({file}) must be JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"path ({file}) must be a JSON object, not a {type(value).__name__}")
+    if nests_deeper(value, MAX_DEPTH):
+        raise ValueError(f"path ({file}) must nest at most {MAX_DEPTH} times: correct it")
+    return value
+
+
+def listed(problems: Iterable[str]) -> str:
+    """Return the first problems in one line, and how many there are."""
+    problems = list(problems)
+    shown = "; ".join(problems[:SHOWN])
+    return shown if len(problems) <= SHOWN else f"{shown} (and {len(problems) - SHOWN} more)"
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(
+            f"path ({file}) must be a whole safetensors file: {_line(error)}: copy it again"
+        ) from None
+
+
+def _header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one shard; safetensors itself checks that sizes and file length agree."""
+    shard = _open(file)
+    found: dict[str, StoredTensor] = {}
+    for name in shard.keys():  # noqa: SIM118 (not a mapping)
+        entry = shard.get_slice(name)
+        dtype = entry.get_dtype()
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"path ({file}) has {name} of dtype ({dtype}), which must be one of "
+                f"{', '.join(DTYPES)}: convert it"
+            )
+        found[name] = StoredTensor(file.name, DTYPES[dtype], tuple(entry.get_shape()))
+    return found
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

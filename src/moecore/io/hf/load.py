@@ -1,0 +1,347 @@
+"""load_hf: fill a model from a Hugging Face directory; every rank reads its own shards only.
+
+Names, shapes and dtypes are compared from the headers alone, on every rank, and all that is wrong
+is one error before the first value is written. Then each rank copies box after box of the files
+into its shards, so it never holds more than `CHUNK_BYTES` or one expert's matrix besides the model.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from typing import cast as as_type
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base.fields import check_arguments
+from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
+from moecore.io.checkpoint.buffers import fresh_buffers
+from moecore.io.checkpoint.config_differences import own_config
+from moecore.io.checkpoint.ranks import gather, on_every_rank, on_first_rank
+from moecore.io.hf.config_problems import config_problems
+from moecore.io.hf.files import (
+    CONFIG,
+    HFFiles,
+    StoredTensor,
+    listed,
+    read_headers,
+    read_json,
+)
+from moecore.io.hf.names import HEAD, Recipe, find_layout
+from moecore.io.hf.quant import FP8, Source, find_sources
+from moecore.io.hf.target import (
+    first_ignored_layer,
+    local_part,
+    model_copies,
+    model_plan,
+    model_tensors,
+    overlaps,
+)
+from moecore.io.hf.verify import copy_problems
+from moecore.models.decoder import Decoder
+from moecore.moe.params import global_indices
+from moecore.parallel.across import find_stages
+from moecore.train.step import drop_step
+
+CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What `load_hf` did.
+
+    Attributes:
+        bytes_read: of tensor data, by this rank, for its shards; quantised ones as stored.
+        bytes_compared: read besides, to see that copies (a tied head, DeepSeek-V3's second
+            embedding) equal their originals.
+        bytes_stored: of all tensors in the files that the model takes.
+        tensors: of the model that were filled.
+        missing: of the model, not in the files; left as they were. Empty with `strict`.
+        left_over: in the files, not in the model.
+        seconds: from call to return.
+    """
+
+    bytes_read: int
+    bytes_compared: int
+    bytes_stored: int
+    tensors: int
+    missing: tuple[str, ...]
+    left_over: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What goes where, what speaks against it, and (buffer, value) that no file holds."""
+
+    targets: dict[str, Tensor]
+    recipes: dict[str, Recipe]
+    missing: list[str]
+    left_over: list[str]
+    problems: list[str]
+    buffers: list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """As of `load_hf`."""
+
+    strict: bool
+    cast: bool
+
+
+@torch.no_grad()
+def load_hf(
+    path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True, cast: bool = False
+) -> LoadReport:
+    """Fill a model from a Hugging Face directory, in place. Collective.
+
+    Files may hold experts stacked ("fused", as transformers has them in memory) or one by one (as
+    published), in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4; the last two
+    are dequantised into the dtype of the parameter. Of a PeftModel the adapted model is filled, and
+    the copies that `modules_to_save` trains; its adapters stay. Buffers that are in no file, such
+    as transformers' rotary frequencies, are worked out anew, because `to_empty` leaves them
+    undefined.
+    What a half-done step has left is dropped (`TrainStep.drop`). Of pipeline stages each takes its
+    own tensors.
+
+    Args:
+        path: a directory that every rank sees, with config.json and model.safetensors, or shards
+            and their index.
+        model: a `moecore.models.Decoder`, a transformers model or a PeftModel of one, plain or
+            parallelized, with real storage (after `to_empty`), any dtypes and devices.
+        strict: every tensor of the model must be in the files, and the other way round; and
+            config.json must describe the model as it is, but for what only training reads.
+            Multi-token prediction modules are left out without a word where transformers has none.
+            False loads what both have, reports the rest and warns of the config; half a parameter
+            stays an error.
+        cast: round values to a parameter's dtype that does not hold them all (fp32 files into a
+            bf16 model). Widening, and quantised values, need no leave.
+
+    Returns:
+        What was read on this rank.
+
+    Raises:
+        ValueError: on every rank, listing what does not fit, before anything is written.
+        NotImplementedError: for a model whose Hugging Face names are not known.
+        OSError: on every rank, when one could not read; the model may then be part old, part new.
+    """
+    check_arguments(load_hf, locals())
+    started, options = time.monotonic(), _Options(strict, cast)
+    path, whole, model = Path(path), model, adapted(model)
+    table, config = _first_rank_reads(path)
+    with HFFiles(path, table) as files:
+        sources, problems = find_sources(files, config.get("quantization_config"))
+        problems += _config_problems(path, model, config, strict=strict)
+        plan = on_every_rank(lambda: _make_plan(path, model, sources, problems, options, files))
+        if find_stages(model)[1] is not None:  # what other stages take is not left over
+            kept = set.intersection(*map(set, gather(plan.left_over)))
+            plan.left_over = [name for name in plan.left_over if name in kept]
+        on_every_rank(lambda: _check_plan(path, model, plan, options))
+        compared = files.bytes_read
+        drop_step(whole)
+        on_every_rank(lambda: _fill_all(model, plan, sources, files))
+        read = files.bytes_read - compared
+    used = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
+    return LoadReport(
+        bytes_read=read,
+        bytes_compared=compared,
+        bytes_stored=sum(table[part].nbytes for n in used for part in sources[n].parts),
+        tensors=len(plan.recipes),
+        missing=tuple(plan.missing),
+        left_over=tuple(plan.left_over),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _first_rank_reads(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Read headers and config on rank 0 for all: thousands of ranks would read the same."""
+
+    def action() -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+        return read_headers(path), read_json(path / CONFIG)
+
+    return on_first_rank(action)
+
+
+def _config_problems(
+    path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
+) -> list[str]:
+    """How config.json describes another model than this one; without `strict` only a warning."""
+    known = own_config(model) if "model_type" in config else None
+    try:
+        problems = config_problems(_as_model_writes(config, model), known)
+    except ValueError as error:
+        problems = [str(error)]
+    if strict or not problems:
+        return problems
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(f"path ({path}): {listed(problems)}: loaded all the same", stacklevel=3)
+    return []
+
+
+def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+    """Return a config.json as the config of a transformers model of that type would write it.
+
+    Releases spell fields in other ways and fill in what a file leaves out.
+
+    Raises:
+        ValueError: with the first line of transformers' error about a field of the wrong type.
+    """
+    config: Any = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
+        return values
+    try:
+        written: dict[str, Any] = type(config).from_dict(dict(values)).to_dict()
+    except Exception as error:  # of many kinds, some of them no ValueError
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"config.json must be of model_type ({kind}), but {reason:.200}") from None
+    return written
+
+
+def _check_plan(path: Path, model: nn.Module, plan: _Plan, options: _Options) -> None:
+    """Raise ValueError with all that does not fit; else complete the plan."""
+    if options.strict:
+        objected = _objected(plan.left_over, first_ignored_layer(model))
+        plan.problems += [f"{name} is no tensor of the model" for name in objected]
+    if plan.problems:
+        raise ValueError(
+            f"path ({path}) must fit the model: {listed(plan.problems)}: correct the model's "
+            "config or the files"
+        )
+    plan.buffers += fresh_buffers(model)
+
+
+def _make_plan(
+    path: Path,
+    model: nn.Module,
+    sources: Mapping[str, Source],
+    problems: list[str],
+    options: _Options,
+    files: HFFiles,
+) -> _Plan:
+    """Return what goes where, and what speaks against it."""
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"path ({path}) must be visible to every rank: use a shared file system")
+    targets = without_adapters(model, model_tensors(model))
+    copies = model_copies(model)
+    shapes = {name: tuple(t.shape) for name, t in targets.items()}
+    recipes = model_plan(model, shapes, find_layout(sources.keys()))
+    if find_stages(model)[1] is not None:
+        recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
+    _drop_copies(targets, recipes, copies)
+    wanted = {piece.name for recipe in recipes.values() for piece in recipe.pieces}
+    left_over = [name for name in sources if name not in wanted and name not in copies]
+    plan = _Plan(targets, {}, [], left_over, list(problems), [])
+    for name, recipe in recipes.items():
+        absent = [p.name for p in recipe.pieces if p.name not in sources]
+        if len(absent) == len(recipe.pieces) and not options.strict:
+            plan.missing.append(name)
+            continue
+        plan.problems += [f"{hf_name} is missing" for hf_name in absent]
+        plan.problems += _tensor_problems(targets[name], recipe, sources, options.cast)
+        plan.recipes[name] = recipe
+    if not plan.problems:
+        plan.problems += copy_problems(files, sources, copies)
+    return plan
+
+
+def _drop_copies(
+    targets: dict[str, Tensor], recipes: dict[str, Recipe], copies: Mapping[str, str]
+) -> None:
+    """Read a tied head once; where `to_empty` cut it loose once sharded, from its original."""
+    if HEAD in copies and HEAD in recipes:
+        original = copies[HEAD]
+        if targets[HEAD] is targets.get(original) or not isinstance(targets[HEAD], DTensor):
+            del recipes[HEAD]  # is tied again below
+        else:
+            recipes[HEAD] = recipes[original]
+
+
+def _tie_again(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
+    """Undo what `to_empty` does to a plain transformers model with a tied head: two parameters.
+
+    In a sharded model the two become one again in the first forward, which sets all owners of one.
+    """
+    copies = model_copies(model)
+    if HEAD not in copies or HEAD not in targets or isinstance(targets[HEAD], DTensor):
+        return
+    if targets[HEAD] is not targets[copies[HEAD]]:
+        as_type(Any, model).tie_weights()
+
+
+def _objected(left_over: list[str], first_ignored: int | None) -> list[str]:
+    """Names that `strict` does not let pass."""
+    return [
+        name
+        for name in left_over
+        if not name.endswith("rotary_emb.inv_freq")  # old files; it follows from the config
+        and (first_ignored is None or _layer_of(name) < first_ignored)
+    ]
+
+
+def _layer_of(name: str) -> int:
+    head, _, rest = name.partition("layers.")
+    number = rest.partition(".")[0]
+    return int(number) if head in ("", "model.") and number.isdecimal() else -1
+
+
+def _tensor_problems(
+    target: Tensor, recipe: Recipe, sources: Mapping[str, Source], cast: bool
+) -> list[str]:
+    problems = []
+    for piece in recipe.pieces:
+        source = sources.get(piece.name)
+        if source is None:
+            continue
+        if source.shape != piece.shape:
+            problems.append(f"{piece.name} {source.shape} must be {piece.shape}")
+        problem = _dtype_problem(source, target.dtype, cast)
+        if problem:
+            problems.append(f"{piece.name} ({source.dtype}) {problem}")
+    if target.is_meta:
+        problems.append(f"{recipe.pieces[0].name} has no storage in the model: call to_empty first")
+    return problems
+
+
+def _dtype_problem(source: Source, wanted: torch.dtype, cast: bool) -> str:
+    if source.dtype == wanted:
+        return ""
+    floats = source.dtype.is_floating_point and wanted.is_floating_point
+    if not floats or source.dtype in FP8 or source.dtype.itemsize < 2:
+        return f"must be a float tensor for a parameter in {wanted}"
+    if cast or source.quantized or torch.promote_types(source.dtype, wanted) == wanted:
+        return ""
+    return f"does not fit into {wanted} exactly (cast=True rounds)"
+
+
+def _fill_all(model: nn.Module, plan: _Plan, sources: Mapping[str, Source], files: HFFiles) -> None:
+    for name, recipe in plan.recipes.items():
+        _fill(plan.targets[name], recipe, sources, files)
+    for buffer, value in plan.buffers:
+        buffer.copy_(value)
+    for name, copy in trained_copies(model, model_tensors(model)).items():
+        local_part(copy).copy_(local_part(plan.targets[name]))
+    _tie_again(model, plan.targets)
+
+
+def _fill(target: Tensor, recipe: Recipe, sources: Mapping[str, Source], files: HFFiles) -> None:
+    """Copy this rank's part of every piece into its shard."""
+    local = local_part(target)
+    if local.numel() == 0:
+        return
+    indices = global_indices(target)
+    for piece in recipe.pieces:
+        source = sources[piece.name]
+        most = CHUNK_BYTES // source.dtype.itemsize
+        for overlap in overlaps(indices, piece, recipe.shape, max_numel=most):
+            part = local[overlap.target]
+            part.copy_(source.read(files, overlap.source).view(part.shape))

@@ -1,0 +1,242 @@
+"""Adapters of a parallelized peft model: from a seed, to a directory of peft's, and back.
+
+The directory has adapter_config.json and adapter_model.safetensors with peft's names and shapes, so
+`PeftModel.from_pretrained` loads it into the stock model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base.fields import check_arguments
+from moecore.families.transformers.lora import adapted, from_peft, is_tuner_layer, to_peft
+from moecore.io.checkpoint.ranks import on_every_rank, on_first_rank
+from moecore.io.hf.target import local_part
+from moecore.moe.low_rank import LowRank
+from moecore.moe.params import clean_name, global_indices, init_normal_, init_uniform_
+from moecore.train.step import drop_step
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of an adapter, and how a file holds it.
+
+    Attributes:
+        tensor: of the model.
+        shape: in the file.
+        to_file, from_file: of the whole tensor.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    to_file: Callable[[Tensor], Tensor]
+    from_file: Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int = 0) -> None:
+    """Fill A and B of all adapters as peft does, the same values on every layout.
+
+    For a model that was on meta. B is 0 and A uniform, or normal with
+    `LoraConfig(init_lora_weights="gaussian")`; an embedding's A is 0 and its B normal. Copies of
+    `modules_to_save` are filled by `load_hf`. No communication.
+
+    Args:
+        model: a PeftModel, plain or parallelized, with storage.
+        seed: different seeds give independent adapters.
+
+    Raises:
+        ValueError: for a model without adapters, for adapters that are filled from base weights
+            (pissa, eva), and for more parameters than A and B (DoRA).
+
+    Note: CPU and CUDA draw different values from the same seed.
+    """
+    check_arguments(init_adapters, locals())
+    for adapter, config in _configs(model).items():
+        if config.init_lora_weights not in (True, "gaussian"):
+            raise ValueError(
+                f"LoraConfig.init_lora_weights ({config.init_lora_weights!r}) must be True or "
+                "'gaussian' to fill adapters from a seed: load them"
+            )
+        for path, layer in model.named_modules():
+            if is_tuner_layer(layer):
+                is_normal = config.init_lora_weights == "gaussian"
+                _fill_layer(clean_name(path), layer, adapter, seed, is_normal=is_normal)
+
+
+def save_adapters(
+    model: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
+) -> None:
+    """Write an adapter as peft's own `save_pretrained` does. Collective; rank 0 writes.
+
+    Every rank gathers one tensor after the other, and rank 0 keeps the adapter in host memory.
+
+    Args:
+        model: a PeftModel, plain or parallelized.
+        path: a directory; an adapter that lies there is replaced.
+        adapter: which one, by peft's name of it.
+
+    Raises:
+        ValueError: for a model without such an adapter.
+        OSError: on every rank, when rank 0 could not write.
+    """
+    check_arguments(save_adapters, locals())
+    path = Path(path)
+    stored = on_every_rank(lambda: adapter_tensors(model, adapter))
+    whole: dict[str, Tensor] = {}
+    for name, one in stored.items():
+        tensor = one.tensor.detach()
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            whole[name] = one.to_file(tensor).reshape(one.shape).contiguous().cpu()
+    on_first_rank(lambda: _write(model, path, adapter, whole))
+
+
+def load_adapters(
+    model: nn.Module, path: str | os.PathLike[str], *, adapter: str = "default"
+) -> None:
+    """Fill an adapter of a model from a directory of peft's. Collective.
+
+    The model has the adapter already (`get_peft_model` with the same LoraConfig); each rank reads
+    the file. What a half-done step has left is dropped (`TrainStep.drop`).
+
+    Args:
+        model: a PeftModel, plain or parallelized, with storage.
+        path: as `save_adapters` or peft wrote it; every rank must see it.
+        adapter: which one to fill.
+
+    Raises:
+        ValueError: on every rank, naming what does not fit, before anything is written.
+        OSError: on every rank, when one could not read.
+    """
+    check_arguments(load_adapters, locals())
+    path = Path(path)
+    stored, found = on_every_rank(lambda: _fitting(model, path, adapter))
+    drop_step(model)
+    with torch.no_grad():
+        for name, one in stored.items():
+            value = one.from_file(found[name])
+            for dim, index in enumerate(global_indices(one.tensor)):
+                value = value.index_select(dim, index)
+            local_part(one.tensor).copy_(value)
+
+
+def _fitting(model: nn.Module, path: Path, adapter: str) -> tuple[dict[str, StoredTensor], Any]:
+    """Return what is in the model and in the file; raise where they differ."""
+    from safetensors.torch import load_file
+
+    stored = adapter_tensors(model, adapter)
+    found = load_file(path / WEIGHTS)
+    problems = [f"{name} is missing" for name in stored if name not in found]
+    problems += [f"{name} is no tensor of the adapter" for name in found if name not in stored]
+    own = _configs(model)[adapter]
+    written = json.loads((path / CONFIG).read_text())
+    for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+        if key in written and written[key] != getattr(own, key):
+            problems.append(f"{key} ({written[key]!r}) must be {getattr(own, key)!r}")
+    for name, one in stored.items():
+        if name in found and tuple(found[name].shape) != one.shape:
+            problems.append(f"{name} {tuple(found[name].shape)} must be {one.shape}")
+        if one.tensor.is_meta:
+            problems.append(f"{name} has no storage in the model: call to_empty first")
+    if problems:
+        raise ValueError(
+            f"path ({path}) must fit adapter ({adapter!r}): {problems[0]} (and {len(problems) - 1} "
+            "more): use the LoraConfig that is stored there"
+        )
+    return stored, found
+
+
+def _configs(model: nn.Module) -> dict[str, Any]:
+    """Return the LoraConfig of each adapter."""
+    configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
+    if adapted(model) is model or any(
+        not hasattr(config, "lora_alpha") for config in configs.values()
+    ):
+        raise ValueError(
+            f"model ({type(model).__name__}) must be a PeftModel with LoRA: call "
+            "peft.get_peft_model(model, LoraConfig(...)) before parallelize_moe"
+        )
+    return configs
+
+
+def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredTensor]:
+    """Return the tensors of an adapter by their names in peft's files."""
+    from peft import get_peft_model_state_dict
+
+    configs = _configs(model)
+    if adapter not in configs:
+        raise ValueError(f"adapter ({adapter!r}) must be one of {sorted(configs)}: choose one")
+    own = model.state_dict(keep_vars=True)
+    named: dict[str, Tensor] = get_peft_model_state_dict(
+        model, state_dict=own, adapter_name=adapter, save_embedding_layers=False
+    )
+    stored = {
+        clean_name(n): StoredTensor(t, tuple(t.shape), _same, _same) for n, t in named.items()
+    }
+    updates: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LowRank)}
+    for path, update in updates.items():
+        path = clean_name(path)
+        home = path.rpartition(".lora.")[0] + ".base_layer" * update.depth
+        a, b = stored.pop(f"{path}.lora_A").tensor, stored.pop(f"{path}.lora_B").tensor
+        (E, r, i), o = a.shape, b.shape[1]
+        split = partial(torch.unflatten, dim=0, sizes=(E, -1))
+        stored[f"{home}.lora_A.weight"] = StoredTensor(a, (E * r, i), _same, split)
+        turned = partial(from_peft, num_experts=E)
+        stored[f"{home}.lora_B.weight"] = StoredTensor(b, (o, r * E), to_peft, turned)
+    return stored
+
+
+def _same(whole: Tensor) -> Tensor:
+    return whole
+
+
+def _write(model: nn.Module, path: Path, adapter: str, whole: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    config: Any = copy(_configs(model)[adapter])
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+    path.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(path))
+    save_file(whole, path / WEIGHTS, metadata={"format": "pt"})
+
+
+def _fill_layer(path: str, layer: Any, adapter: str, seed: int, *, is_normal: bool) -> None:
+    for kind in (*layer.adapter_layer_names, *layer.other_param_names):
+        owners = getattr(layer, kind)  # of parameters, or plain values such as r
+        if not isinstance(owners, nn.ModuleDict | nn.ParameterDict) or adapter not in owners:
+            continue
+        owner = owners[adapter]
+        params = {"": owner} if isinstance(owner, Tensor) else dict(owner.named_parameters())
+        for suffix, param in params.items():
+            key = f"{path}.{kind}.{adapter}.{suffix}".rstrip(".")
+            if kind in ("lora_B", "lora_embedding_A"):
+                param.zero_()
+            elif kind == "lora_embedding_B":
+                init_normal_(param, std=1.0, key=key, seed=seed)
+            elif kind == "lora_A" and is_normal:
+                init_normal_(param, std=1 / layer.r[adapter], key=key, seed=seed)
+            elif kind == "lora_A":
+                init_uniform_(param, bound=1 / math.sqrt(param.shape[-1]), key=key, seed=seed)
+            else:
+                raise ValueError(
+                    f"{key} must be A or B of LoRA to be filled from a seed: attach it to a model "
+                    "with weights"
+                )

@@ -1,0 +1,221 @@
+"""write_native: a new native checkpoint of a decoder, from tensors of any files, file to file.
+
+One part of a tensor after the other goes from file to file, so the memory needed is that of the
+largest part that the reader holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moecore.io.checkpoint.directory import (
+    check_unused,
+    directory_of,
+    discard,
+    new_draft,
+    publish,
+)
+from moecore.io.checkpoint.lock import locked
+from moecore.io.checkpoint.manifest import (
+    Chunk,
+    Facts,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    make_manifest,
+)
+from moecore.io.checkpoint.meter import Meter
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardWriter, layout_of
+from moecore.io.checkpoint.snapshot import versions
+from moecore.io.hf.collect import Item
+from moecore.io.hf.export import KEPT_FP32, fill_shards
+from moecore.io.hf.files import BoxReader, listed
+from moecore.io.hf.names import Piece, Recipe, hf_copies
+from moecore.io.hf.quant import Source
+from moecore.io.hf.verify import copy_problems, plan_problems
+from moecore.models.config import DecoderConfig
+
+PREFIX = "model."  # of the model's tensors in a native checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a native checkpoint is made of.
+
+    Attributes:
+        path: of the files, for errors.
+        files: reads them.
+        sources: what they hold, by the names of the plan's pieces.
+        plan: native name -> the pieces that it is made of.
+        config: of the decoder.
+        problems: what is known to be wrong.
+    """
+
+    path: Path
+    files: BoxReader
+    sources: Mapping[str, Source]
+    plan: Mapping[str, Recipe]
+    config: DecoderConfig
+    problems: list[str]
+
+
+def check_alone() -> None:
+    """Raise on a rank among others: it would wait for them, or leave them their share of the work.
+
+    Raises:
+        ValueError: when there is a process group of several ranks.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world > 1:
+        raise ValueError(
+            f"world size ({world}) must be 1 to convert files: call export_hf or load_hf on every "
+            "rank, or run `python -m moecore checkpoint convert` beside the job"
+        )
+
+
+def write_native(
+    root: Path,
+    origin: Origin,
+    *,
+    step: int,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+    meter: Meter,
+) -> Path:
+    """Write a checkpoint of the native decoder as the first of a run; return its directory.
+
+    Args:
+        root: directory of a new run, without checkpoints or drafts.
+        origin: where the tensors come from.
+        step: of the checkpoint.
+        dtype: of all float tensors but the router's selection bias; None keeps each one's.
+        max_file_bytes: of tensors in one file.
+        meter: counts bytes.
+
+    Raises:
+        ValueError: when files and config differ, or the run has begun.
+        OSError: when a file could not be read or written; `latest` did not change then.
+    """
+    _check(origin, dtype)
+    facts = Facts(
+        step=step,
+        world_size=1,
+        meshes=[],
+        versions=versions(),
+        config=asdict(origin.config),
+        optimizer_class=None,
+        optimizer=None,
+        scheduler=None,
+        extra={},
+    )
+    with locked(root):
+        check_unused(root)  # reading took time
+        draft = new_draft(root, step)
+        try:
+            manifest = _write_files(draft, facts, origin, dtype, max_file_bytes, meter)
+            publish(draft, manifest, keep=0)
+        except BaseException:
+            discard(draft)
+            raise
+    return directory_of(root, step)
+
+
+def _check(origin: Origin, dtype: torch.dtype | None) -> None:
+    """Raise when what the files hold is not what the decoder is made of."""
+    sources, plan, copies = origin.sources, origin.plan, hf_copies(origin.config)
+    problems = origin.problems + plan_problems(sources, plan, copies)
+    if not problems:
+        problems = _dtype_problems(sources, plan, dtype)
+        problems += copy_problems(origin.files, sources, copies)
+    if problems:
+        raise ValueError(
+            f"path ({origin.path}) must hold what its config.json says: {listed(problems)}: "
+            "correct one of them"
+        )
+
+
+def _dtype_problems(
+    sources: Mapping[str, Source], plan: Mapping[str, Recipe], dtype: torch.dtype | None
+) -> list[str]:
+    """What would be cast without having been asked for."""
+    problems = []
+    for name, recipe in plan.items():
+        parts = [sources[piece.name] for piece in recipe.pieces]
+        odd = [s for s in parts if not s.dtype.is_floating_point or s.dtype.itemsize < 2]
+        problems += [f"{source.name} ({source.dtype}) must be a float tensor" for source in odd]
+        if name.endswith(KEPT_FP32):  # stays fp32 whatever `dtype` is: not rounded
+            problems += [
+                f"{source.name} ({source.dtype}) must fit into fp32, which is how the router's "
+                "selection bias is kept: store it as fp32"
+                for source in parts
+                if source.dtype.is_floating_point and source.dtype.itemsize > 4
+            ]
+        kept = {str(_native_dtype(name, source, dtype)) for source in parts}
+        if len(kept) > 1 and not odd:
+            problems.append(
+                f"{name} has parts in {' and '.join(sorted(kept))}: dtype must name one"
+            )
+    return problems
+
+
+def _write_files(
+    draft: Path,
+    facts: Facts,
+    origin: Origin,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+    meter: Meter,
+) -> Manifest:
+    items, plan, sources = list[Item](), origin.plan, origin.sources
+    for name, recipe in plan.items():
+        kept = _native_dtype(name, sources[recipe.pieces[0].name], dtype)
+        items.append(Item(f"{PREFIX}{name}", name, Piece(name, (), recipe.shape), kept))
+    meter.expect(sum(item.nbytes for item in items))
+    stored: dict[str, StoredFile] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for number, shard in enumerate(fill_shards(items, max_file_bytes)):
+        file = f"rank-{number:05d}.safetensors"
+        by_key = {item.name: item for item in shard}
+        layout = layout_of({key: (item.dtype, item.piece.shape) for key, item in by_key.items()})
+        with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
+            for item in map(by_key.__getitem__, layout.begins):
+                _add(writer, plan[item.source], sources, origin.files, item.dtype)
+            stored[file] = writer.finish()
+        for key, item in by_key.items():
+            shape = item.piece.shape
+            chunk = Chunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
+            tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
+    return make_manifest(facts, stored, tensors)
+
+
+def _native_dtype(name: str, source: Source, dtype: torch.dtype | None) -> torch.dtype:
+    if name.endswith(KEPT_FP32):
+        return torch.float32
+    if dtype is not None:
+        return dtype
+    return torch.bfloat16 if source.quantized else source.dtype
+
+
+def _add(
+    writer: ShardWriter,
+    recipe: Recipe,
+    sources: Mapping[str, Source],
+    files: BoxReader,
+    dtype: torch.dtype,
+) -> None:
+    """Append a tensor part by part; a recipe's pieces follow each other in it."""
+    for piece in recipe.pieces:
+        source = sources[piece.name]
+        rows = piece.shape[0] if piece.shape else 1
+        row_bytes = max(1, math.prod(piece.shape[1:]) * 4)
+        step = max(1, CHUNK_BYTES // row_bytes)
+        for first in range(0, rows, step):
+            cut = (slice(first, min(first + step, rows)),) if piece.shape else ()
+            box = (*cut, *(slice(0, n) for n in piece.shape[1:]))
+            writer.add(source.read(files, box).to(dtype).contiguous())

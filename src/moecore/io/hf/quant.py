@@ -1,0 +1,243 @@
+"""Tensors of a Hugging Face directory under their logical names, dequantised box by box.
+
+Legend: r, c rows and columns of a matrix, E experts, I input dim, O output dim, G = I / 32 groups.
+
+| stored | logical |
+| --- | --- |
+| X of any float dtype | X |
+| X.weight fp8 [r, c], X.weight_scale_inv [ceil(r / 128), ceil(c / 128)] | X.weight |
+| X_blocks uint8 [E, O, G, 16], X_scales uint8 [E, O, G] (MXFP4) | X [E, I, O], as gpt-oss has it |
+
+Source: the formats are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3) and of the OCP
+microscaling specification (MXFP4: E2M1 values, E8M0 scales).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moecore.io.hf.files import Box, BoxReader, HFFiles
+
+SCALE = "_scale_inv"
+MX_GROUP = 32
+MX_BIAS = 127  # of the exponent that a scale byte holds
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Source(Protocol):
+    """A logical tensor that any box can be read of."""
+
+    @property
+    def name(self) -> str:
+        """Logical name."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the logical tensor."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values that `read` gives."""
+        ...
+
+    @property
+    def quantized(self) -> bool:
+        """Whether values are worked out, so that any float dtype may take them."""
+        ...
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the stored tensors behind it."""
+        ...
+
+    def read(self, files: BoxReader, box: Box) -> Tensor:
+        """Return the box, a new CPU tensor; slices have start and stop."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainSource:
+    """A tensor that is stored as it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    quantized: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The tensor itself."""
+        return (self.name,)
+
+    def read(self, files: BoxReader, box: Box) -> Tensor:
+        """Return the box as stored."""
+        return files.read(self.name, box)
+
+
+@dataclass(frozen=True)
+class FP8Source:
+    """A matrix in fp8 with one scale per block; read in fp32.
+
+    Attributes:
+        block: rows and columns of a block.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+    dtype: torch.dtype = torch.float32
+    quantized: bool = True
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Values and scales."""
+        return self.name, self.name + SCALE
+
+    def read(self, files: BoxReader, box: Box) -> Tensor:
+        """Return the box in fp32; scales are read for every block that it touches."""
+        over = tuple(
+            slice(s.start // b, -(-s.stop // b)) for s, b in zip(box, self.block, strict=True)
+        )
+        values_rc = files.read(self.name, box)
+        scales = files.read(self.name + SCALE, over)
+        return dequantize_fp8(values_rc, scales, self.block, box[0].start, box[1].start)
+
+
+@dataclass(frozen=True)
+class MXFP4Source:
+    """Stacked matrices in MXFP4; read in bf16, which holds every MXFP4 number."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    quantized: bool = True
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Values and scales."""
+        return f"{self.name}_blocks", f"{self.name}_scales"
+
+    def read(self, files: BoxReader, box: Box) -> Tensor:
+        """Return the box in bf16; whole groups of 32 inputs are read."""
+        experts, inputs, outputs = box
+        first, last = inputs.start // MX_GROUP, -(-inputs.stop // MX_GROUP)
+        groups = (experts, outputs, slice(first, last))
+        blocks_eogb = files.read(f"{self.name}_blocks", (*groups, slice(0, MX_GROUP // 2)))
+        scales_eog = files.read(f"{self.name}_scales", groups)
+        values_eoi = dequantize_mxfp4(blocks_eogb, scales_eog)
+        start = first * MX_GROUP
+        return values_eoi[..., inputs.start - start : inputs.stop - start].transpose(1, 2)
+
+
+def dequantize_fp8(
+    values_rc: Tensor,
+    scales: Tensor,
+    block: tuple[int, int],
+    first_row: int = 0,
+    first_col: int = 0,
+) -> Tensor:
+    """Return value * scale of its block, fp32 [r, c].
+
+    Example: with block (2, 2), a matrix that starts at row 1 has its rows 0 | 1 2 in blocks 0 | 1.
+
+    Args:
+        values_rc: fp8; part of a matrix.
+        scales: of the blocks that the part touches.
+        block: rows and columns of a block.
+        first_row: of the part in its matrix.
+        first_col: likewise.
+    """
+    rows = torch.arange(first_row, first_row + values_rc.shape[0]) // block[0]
+    cols = torch.arange(first_col, first_col + values_rc.shape[1]) // block[1]
+    rows, cols = rows - first_row // block[0], cols - first_col // block[1]
+    return values_rc.float().mul_(scales.float()[rows][:, cols])
+
+
+def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
+    """Return bf16 [..., G * 32]: E2M1 values times 2^(scale - 127), exactly (or inf).
+
+    Example: byte 0x91 holds 0.5 (its low half, 1) and then -0.5 (its high half, 9).
+
+    Args:
+        blocks_ogb: uint8 [..., G, 16], two values in a byte, the first in the low half.
+        scales_og: uint8 [..., G].
+    """
+    positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
+    values = torch.cat((positive, -positive))
+    powers = [2.0 ** (s - MX_BIAS) for s in range(255)]  # 255 means not a number
+    scales = torch.tensor([*powers, math.nan], dtype=torch.bfloat16)
+    both = torch.stack((blocks_ogb & 15, blocks_ogb >> 4), dim=-1).flatten(-2)
+    return (values[both.int()] * scales[scales_og.int()][..., None]).flatten(-2)
+
+
+def find_sources(
+    files: HFFiles, quantization: Mapping[str, Any] | None
+) -> tuple[dict[str, Source], list[str]]:
+    """Return logical name -> source, and what is wrong with the files.
+
+    Args:
+        files: the directory.
+        quantization: `quantization_config` of config.json, or None.
+
+    Raises:
+        ValueError: when that is no object.
+    """
+    if not isinstance(quantization, Mapping | None):
+        raise ValueError(
+            f"config.json quantization_config ({quantization!r:.40}) must be an object: correct it"
+        )
+    stored, problems = files.tensors, list[str]()
+    sources: dict[str, Source] = {}
+    size = (quantization or {}).get("weight_block_size") or (128, 128)
+    block = tuple(size) if isinstance(size, list | tuple) else (size,)
+    for name, entry in stored.items():
+        if name.endswith((SCALE, "_scales")):
+            values = name.removesuffix(SCALE)
+            if values == name:
+                values = name.removesuffix("scales") + "blocks"
+            if values not in stored:
+                problems.append(f"{name} has no {values}")
+        elif name.endswith("_blocks"):
+            problems += _mx_problems(files, name)
+            E, out_dim, groups = (*entry.shape, 0, 0, 0)[:3]
+            name = name.removesuffix("_blocks")
+            sources[name] = MXFP4Source(name, (E, groups * MX_GROUP, out_dim))
+        elif entry.dtype in FP8:
+            problems += _fp8_problems(files, name, block)
+            sources[name] = FP8Source(name, entry.shape, (block[0], block[-1]))
+        else:
+            sources[name] = PlainSource(name, entry.shape, entry.dtype)
+    return sources, problems
+
+
+def _fp8_problems(files: HFFiles, name: str, block: tuple[Any, ...]) -> list[str]:
+    shape, scales = files.tensors[name].shape, files.tensors.get(name + SCALE)
+    if scales is None:
+        return [f"{name} (fp8) has no {name}{SCALE}"]
+    if len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
+        return [f"quantization_config.weight_block_size ({block}) must be two whole numbers"]
+    want = tuple(-(-n // b) for n, b in zip(shape, block, strict=False))
+    if len(shape) != 2 or scales.shape != want or not scales.dtype.is_floating_point:
+        return [f"{name}{SCALE} {scales.shape} {scales.dtype} must be {want}, a float"]
+    return []
+
+
+def _mx_problems(files: HFFiles, name: str) -> list[str]:
+    entry, other = files.tensors[name], name.removesuffix("blocks") + "scales"
+    scales = files.tensors.get(other)
+    if scales is None:
+        return [f"{name} has no {other}"]
+    if len(entry.shape) != 4 or entry.shape[3] * 2 != MX_GROUP or entry.dtype != torch.uint8:
+        return [f"{name} {entry.shape} {entry.dtype} must be uint8 [E, O, G, {MX_GROUP // 2}]"]
+    if scales.shape != entry.shape[:3] or scales.dtype != torch.uint8:
+        return [f"{other} {scales.shape} {scales.dtype} must be {entry.shape[:3]}, uint8"]
+    return []

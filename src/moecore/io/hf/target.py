@@ -1,0 +1,286 @@
+"""What of a model lies where in which Hugging Face tensor, for any model on any layout.
+
+Legend: E experts, D model dim, F hidden dim of an expert.
+
+A model's tensor is made of pieces (`names.Piece`). For the native decoder `hf_plan` names them;
+transformers' own modules already have the names, but for experts that files hold one by one, and
+for Mixtral's block:
+
+| module (E first) | "fused" | "per_expert" | "mixtral" |
+| --- | --- | --- | --- |
+| mlp.gate.weight | the same | the same | block_sparse_moe.gate.weight |
+| mlp.experts.gate_up_proj[3, :F] | the same | ...3.gate_proj.weight | ...3.w1.weight |
+| mlp.experts.gate_up_proj[3, F:] | the same | ...3.up_proj.weight | ...3.w3.weight |
+| mlp.experts.down_proj[3] | the same | ...3.down_proj.weight | ...3.w2.weight |
+
+Experts with moecore's own names (an upcycled model) have the names of `hf_plan`.
+
+`overlaps` returns the part of a piece that a rank's shard holds, and where. Loading and export both
+follow it, in opposite directions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.io.hf.names import (
+    EMBEDDING,
+    EXPERT_NAMES,
+    HEAD,
+    HFLayout,
+    Piece,
+    Recipe,
+    hf_copies,
+    hf_plan,
+    routed_pieces,
+)
+from moecore.models.decoder import Decoder
+from moecore.moe.params import clean_name
+
+GATE_UP, DOWN, GATE = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj", ".mlp.gate.weight"
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A box of a piece that a shard holds.
+
+    Attributes:
+        source: one slice per dim of the piece.
+        target: one int or slice per dim of the shard; the elements are those of `source` in the
+            same order.
+    """
+
+    source: tuple[slice, ...]
+    target: tuple[int | slice, ...]
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, tied ones under each of their names.
+
+    Raises:
+        NotImplementedError: for a model of a kind whose names are not known, or with state that is
+            no tensor.
+    """
+    if not isinstance(model, Decoder) and not hasattr(_config(model), "model_type"):
+        raise NotImplementedError(
+            f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
+            "whose Hugging Face names are known: translate other names yourself"
+        )
+    found: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        name = clean_name(name)
+        if not isinstance(tensor, Tensor):
+            raise NotImplementedError(
+                f"model state {name} ({type(tensor).__name__}) must be a tensor: remove it"
+            )
+        found[name] = tensor
+    return found
+
+
+def model_plan(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], layout: HFLayout
+) -> dict[str, Recipe]:
+    """Return the name of each tensor of a model -> the Hugging Face tensors it is made of.
+
+    Args:
+        model: a native decoder or a transformers model.
+        shapes: global shapes by name, as of `model_tensors`.
+        layout: of the files.
+
+    Raises:
+        NotImplementedError: when the layout has no name for a tensor.
+    """
+    if isinstance(model, Decoder):
+        return hf_plan(model.config, layout)
+    return {n: Recipe(s, _module_pieces(n, s, shapes, layout)) for n, s in shapes.items()}
+
+
+def stored_plan(shapes: Mapping[str, tuple[int, ...]], layout: HFLayout) -> dict[str, Recipe]:
+    """Return the recipes of a transformers model in a native checkpoint.
+
+    There gate_up_proj [E, 2F, D] is stored as [E, 2, F, D]; see the note in `state.py`.
+
+    Args:
+        shapes: as stored, by name.
+        layout: of the Hugging Face files.
+
+    Raises:
+        NotImplementedError: when the layout has no name for a tensor.
+    """
+    plan = {}
+    for name, shape in shapes.items():
+        if not name.endswith(GATE_UP) or len(shape) != 4:
+            plan[name] = Recipe(shape, _module_pieces(name, shape, shapes, layout))
+            continue
+        E, _, F_, D = shape
+        whole = _module_pieces(name, (E, 2 * F_, D), shapes, layout)
+        pieces = [
+            Piece(p.name, (p.region[0], int(p.region[1].start > 0)), p.shape) if p.region else p  # type: ignore[union-attr]
+            for p in whole
+        ]
+        plan[name] = Recipe(shape, tuple(pieces))
+    return plan
+
+
+def model_copies(model: nn.Module) -> dict[str, str]:
+    """Return names of tensors that files may hold twice -> the name of the same numbers."""
+    if isinstance(model, Decoder):
+        return hf_copies(model.config)
+    if not getattr(_config(model), "tie_word_embeddings", False):
+        return {}
+    own = getattr(model, "get_input_embeddings", lambda: None)()
+    name = next((n for n, m in model.named_modules() if m is own), "")  # inside of a language model
+    return {HEAD: f"{clean_name(name)}.weight" if name else EMBEDDING}
+
+
+def first_ignored_layer(model: nn.Module) -> int | None:
+    """Return the layer from which files may hold more than a model has; None = none.
+
+    transformers has no multi-token prediction, which DeepSeek-V3's files keep behind the last
+    layer.
+    """
+    if isinstance(model, Decoder) or _config(model).model_type != "deepseek_v3":
+        return None
+    return _config(model).num_hidden_layers
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a parameter, sharing its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def overlaps(
+    indices: Sequence[Tensor], piece: Piece, shape: Sequence[int], *, max_numel: int = 1 << 62
+) -> Iterator[Overlap]:
+    """Yield the boxes that a shard and a piece have in common; together they are all of it.
+
+    Example: [E=4, 2, F=4, D=1] cut over F, this rank has columns 2 and 3; the piece "fused" is
+    [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0, 0:2, 0:1] and [0:4, 6:8, 0:1] ->
+    [0:4, 1, 0:2, 0:1].
+
+    Args:
+        indices: per dim of the tensor, which global indices the shard holds (`global_indices`).
+        piece: a Hugging Face tensor and the region of the tensor that it is.
+        shape: of the whole tensor.
+        max_numel: elements of a box at most, where its first dim allows it.
+    """
+    region = (*piece.region, *(slice(0, n) for n in shape[len(piece.region) :]))
+    per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
+    sizes: list[int] = []
+    for index, part in zip(indices, region, strict=True):
+        start, stop = (part, part + 1) if isinstance(part, int) else (part.start, part.stop)
+        place = ((index >= start) & (index < stop)).nonzero().flatten()
+        if not place.numel():
+            return
+        per_dim.append(_double_runs(index[place] - start, place))
+        sizes.append(stop - start)
+    groups = _groups(sizes, piece.shape)
+    for d in {d for group in groups for d in group[:-1]}:
+        per_dim[d] = [(a + i, b + i, 1) for a, b, n in per_dim[d] for i in range(n)]
+    row = math.prod(sum(n for *_, n in runs) for runs in per_dim[1:])
+    if per_dim and (not groups or groups[0][-1] == 0):
+        per_dim[0] = _split(per_dim[0], max(1, max_numel // max(row, 1)))
+    for runs in itertools.product(*per_dim):
+        yield Overlap(
+            tuple(_merged(runs, sizes, group) for group in groups),
+            tuple(
+                b if isinstance(part, int) else slice(b, b + n)
+                for (_, b, n), part in zip(runs, region, strict=True)
+            ),
+        )
+
+
+def _groups(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
+    """Which dims of the region each dim of the piece is made of: neighbours, in order.
+
+    A dim of the region that is 1 may belong to none.
+    """
+    groups: list[list[int]] = []
+    d = 0
+    for size in shape:
+        while d < len(sizes) and sizes[d] == 1 != size:
+            d += 1
+        group, product = [d], sizes[d]
+        while product < size:
+            d += 1
+            group.append(d)
+            product *= sizes[d]
+        assert product == size, "a piece has the elements of its region"
+        groups.append(group)
+        d += 1
+    return groups
+
+
+def _merged(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: list[int]) -> slice:
+    start = 0
+    for d in group:
+        start = start * sizes[d] + runs[d][0]
+    return slice(start, start + runs[group[-1]][2])
+
+
+def _double_runs(first: Tensor, second: Tensor) -> list[tuple[int, int, int]]:
+    """Runs in which both lists rise by one: (start in first, start in second, length)."""
+    if not first.numel():
+        return []
+    breaks = ((first.diff() != 1) | (second.diff() != 1)).nonzero().flatten().add(1).tolist()
+    edges = [0, *breaks, first.numel()]
+    return [(int(first[a]), int(second[a]), b - a) for a, b in itertools.pairwise(edges)]
+
+
+def _split(runs: list[tuple[int, int, int]], most: int) -> list[tuple[int, int, int]]:
+    return [(a + i, b + i, min(most, n - i)) for a, b, n in runs for i in range(0, n, most)]
+
+
+def _module_pieces(
+    name: str,
+    shape: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: HFLayout,
+) -> tuple[Piece, ...]:
+    """The sources of one tensor of a transformers module, or of a MoE layer put into one."""
+    if f"{name.rpartition('.mlp.')[0]}.mlp.experts.w1" in shapes:
+        routed = routed_pieces(name, shape, layout)
+        if routed:
+            return routed
+    if layout == "fused":
+        return (Piece(name, (), shape),)
+    if f"{name}_bias" in shapes:
+        raise NotImplementedError(
+            f"{name} {shape} must be stacked in files too, not one expert at a time ({layout!r}), "
+            "because gpt-oss is only published so: use layout='fused'"
+        )
+    prefix, mlp, _ = name.rpartition(".mlp.")
+    where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
+    if name.endswith(GATE) and layout == "mixtral":
+        return (Piece(f"{where}.gate.weight", (), shape),)
+    if not mlp or not name.endswith((GATE_UP, DOWN)) or len(shape) != 3:
+        return (Piece(name, (), shape),)
+    gate, up, down = EXPERT_NAMES[layout]
+    E, rows, cols = shape
+    if name.endswith(DOWN):
+        return tuple(
+            Piece(f"{where}.experts.{e}.{down}.weight", (e,), (rows, cols)) for e in range(E)
+        )
+    half = rows // 2
+    return tuple(
+        Piece(
+            f"{where}.experts.{e}.{role}.weight",
+            (e, slice(i * half, (i + 1) * half)),
+            (half, cols),
+        )
+        for e in range(E)
+        for i, role in enumerate((gate, up))
+    )
+
+
+def _config(model: nn.Module) -> Any:
+    return getattr(model, "config", None)

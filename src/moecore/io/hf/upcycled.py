@@ -1,0 +1,189 @@
+"""Upcycled transformers models: the MoE class of transformers that computes the same.
+
+A dense model whose MLPs `upcycle_modules` has replaced keeps its dense class, which cannot read
+experts. Its other tensors have the names of a family with experts, and its layers must follow that
+family's rule:
+
+| dense | class with experts | rule |
+| --- | --- | --- |
+| Qwen3 | Qwen3-MoE, any layers | softmax, normalised or not |
+| Qwen2 | Qwen2-MoE, any layers, a shared expert of hidden dim 0 | softmax, normalised or not |
+| Llama, Mistral | Mixtral, every layer | softmax, normalised |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moecore.base.options.layer import MoEConfig
+from moecore.io.checkpoint.config_differences import moe_differences
+from moecore.models.decoder import Decoder
+from moecore.moe.layer import LayerLayout, MoELayer
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A class with experts that a dense one becomes.
+
+    Attributes:
+        model_type: of the class with experts.
+        some_dense: whether layers may stay dense.
+        always_normalizes: whether a token's weights are divided by their sum whatever the config.
+        sizes: the config's names of experts, experts per token and the hidden dim of one.
+        fixed: fields that are the same for every upcycled model.
+    """
+
+    model_type: str
+    some_dense: bool
+    always_normalizes: bool
+    sizes: tuple[str, str, str]
+    fixed: Mapping[str, Any]
+
+
+_QWEN_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_QWEN3 = Family("qwen3_moe", True, False, _QWEN_SIZES, {"decoder_sparse_step": 1})
+_QWEN2 = replace(
+    _QWEN3,
+    model_type="qwen2_moe",
+    fixed={"decoder_sparse_step": 1, "shared_expert_intermediate_size": 0, "qkv_bias": True},
+)
+_MIXTRAL = Family(
+    "mixtral", False, True, ("num_local_experts", "num_experts_per_tok", "intermediate_size"), {}
+)
+FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIXTRAL}
+
+
+def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
+    """Return the config.json of the class with experts that an upcycled model is; None for others.
+
+    Args:
+        model: any; upcycled is a transformers model of a dense family with MoE layers in it.
+
+    Raises:
+        ValueError: when no class of transformers computes what the layers do.
+    """
+    layers = _layers(model)
+    config = getattr(model, "config", None)
+    if not layers or isinstance(model, Decoder) or not hasattr(config, "to_dict"):
+        return None
+    values: dict[str, Any] = config.to_dict()  # type: ignore[union-attr]
+    family = FAMILIES.get(str(values.get("model_type")))
+    if family is None:
+        _refuse_dense(values, layers)
+        return None
+    if model.base_model is model:
+        raise ValueError(
+            f"model ({type(model).__name__.removeprefix('FSDP')}) must have a head to be written: "
+            "pass the ...ForCausalLM that holds it"
+        )
+    return _moe_values(values, family, layers)
+
+
+def shared_of_no_size(
+    model: nn.Module, values: Mapping[str, Any], like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the shared experts of hidden dim 0 that Qwen2-MoE's class reads; their output is 0.
+
+    Args:
+        model: upcycled, or any other, for which there are none.
+        values: of config.json.
+        like: the model's tensors, by name.
+    """
+    if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":
+        return {}
+    if values["shared_expert_intermediate_size"] != 0:
+        return {}
+    made: dict[str, Tensor] = {}
+    for name, router in like.items():
+        where = name.removesuffix("router.weight")
+        if where == name:
+            continue
+        D = router.shape[1]
+        shapes = {"gate_proj": (0, D), "up_proj": (0, D), "down_proj": (D, 0)}
+        made |= {
+            f"{where}shared_expert.{part}.weight": torch.zeros(shape, dtype=router.dtype)
+            for part, shape in shapes.items()
+        }
+        made[f"{where}shared_expert_gate.weight"] = torch.zeros(1, D, dtype=router.dtype)
+    return made
+
+
+def _layers(model: nn.Module) -> dict[int, MoEConfig]:
+    """The configs of layers with moecore's own names, by layer."""
+    found = {}
+    for name, module in model.named_modules():
+        prefix, _, number = name.removesuffix(".mlp").rpartition(".")
+        is_layer = name.endswith(".mlp") and prefix.endswith("layers") and number.isdecimal()
+        if is_layer and isinstance(module, MoELayer) and module.layout == LayerLayout():
+            found[int(number)] = module.config
+    return found
+
+
+def _refuse_dense(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) -> None:
+    """Raise for a dense family without one with experts; one that has experts may rename them."""
+    if any("expert" in name for name in values):
+        return
+    activation = next(iter(layers.values())).activation
+    lacks = "" if activation == "swiglu" else f", which lacks {activation!r}"
+    raise ValueError(
+        f"config.model_type ({values.get('model_type')!r}) of an upcycled model must be one of "
+        f"{', '.join(FAMILIES)}, which have a class with experts; the closest is MixtralForCausalLM"
+        f"{lacks}: keep native checkpoints (Saver)"
+    )
+
+
+def _moe_values(
+    values: Mapping[str, Any], family: Family, layers: Mapping[int, MoEConfig]
+) -> dict[str, Any]:
+    """The dense model's fields that the other class has, and those of its experts."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[family.model_type]
+    dense = [i for i in range(values["num_hidden_layers"]) if i not in layers]
+    moe = next(iter(layers.values()))
+    for i, config in layers.items():
+        _check_rule(i, config, moe, family)
+    if values.get("use_sliding_window") and family is _QWEN3:
+        raise ValueError(
+            "config.use_sliding_window (True) must be False, because Qwen3MoeForCausalLM has one "
+            "window for all layers: keep native checkpoints (Saver)"
+        )
+    if dense and not family.some_dense:
+        raise ValueError(
+            f"layers ({dense}) must be upcycled too, because {family.model_type!r} is the closest "
+            "class with experts and has them in every layer: upcycle all, or keep native "
+            "checkpoints (Saver)"
+        )
+    names = {*kind().to_dict(), "head_dim"}  # which is read where it is given
+    kept = {name: value for name, value in values.items() if name in names}
+    kept |= dict(zip(family.sizes, (moe.num_experts, moe.top_k, moe.hidden_dim), strict=True))
+    kept |= {"model_type": family.model_type, **family.fixed}
+    kept |= {"router_aux_loss_coef": moe.balance.micro_batch_coef, "architectures": None}
+    if family.some_dense:
+        kept |= {"mlp_only_layers": dense, "norm_topk_prob": moe.normalizes}
+    return kept
+
+
+def _check_rule(i: int, config: MoEConfig, first: MoEConfig, family: Family) -> None:
+    """Raise unless layer i follows the family's rule and is as large as the first."""
+    normalizes = family.always_normalizes or first.normalizes
+    wanted = MoEConfig(
+        dim=first.dim,
+        hidden_dim=first.hidden_dim,
+        num_experts=first.num_experts,
+        top_k=first.top_k,
+        normalize_weights=normalizes,
+    )
+    if config.score_order == "post":  # the same numbers
+        config = replace(config, score_order="pre", normalize_weights=True)
+    for found in moe_differences(config, wanted):
+        raise ValueError(
+            f"layer {i}'s {found.name} ({found.ours}) must be {found.theirs} in "
+            f"{family.model_type!r}, the closest class with experts: upcycle with it, or keep "
+            "native checkpoints (Saver)"
+        )

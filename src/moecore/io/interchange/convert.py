@@ -1,0 +1,351 @@
+"""DCP directories <-> native checkpoints, file to file: one process, one chunk at a time.
+
+What a directory holds follows from its names: Megatron-Core's, those of transformers, or those of
+the native decoder. All are brought to the Hugging Face tensors of `hf_plan`, which the native
+writer takes, and the other way round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moecore.base.fields import NumBytes, check_arguments
+from moecore.io.checkpoint.directory import Step, check_unused
+from moecore.io.checkpoint.files import sync, write_new
+from moecore.io.checkpoint.meter import Meter, Progress
+from moecore.io.hf.collect import Collector, Item
+from moecore.io.hf.config import HFConfig, decoder_config_from_hf
+from moecore.io.hf.convert import StoredModel, open_native
+from moecore.io.hf.export import check_target, make_items
+from moecore.io.hf.files import Box, BoxReader, listed
+from moecore.io.hf.names import EMBEDDING, Piece, Recipe, find_layout, hf_plan
+from moecore.io.hf.native_writer import Origin, check_alone, write_native
+from moecore.io.hf.quant import PlainSource, Source
+from moecore.io.interchange.dcp import (
+    DCPFiles,
+    NewChunk,
+    NewTensor,
+    prefixes,
+    write_dcp,
+)
+from moecore.io.interchange.megatron import (
+    WORDS,
+    Block,
+    Part,
+    Place,
+    find_places,
+    megatron_blocks,
+    optional_head,
+    unused,
+    written_place,
+)
+from moecore.models.config import DecoderConfig
+
+DCPNames = Literal["megatron", "dcp", "dcp-transformers"]
+# What Megatron-Core's loader asks of a directory beside DCP's own files.
+MEGATRON_METADATA = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+MEGATRON_COMMON = {"checkpoint_version": 3.0, "iteration": 0}
+
+
+def dcp_to_native(
+    path: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    *,
+    config: HFConfig,
+    step: Step = 0,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: NumBytes = 5 * 10**9,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a DCP directory as a checkpoint of the native decoder; return its directory.
+
+    Optimizer state and other objects in it are left out.
+
+    Args:
+        path: the directory with `.metadata`: of Megatron-Core (torch_dist), or a plain state dict
+            of a transformers model or of a native decoder, alone or below a prefix ("model.").
+        root: directory of a new run, without checkpoints or drafts; this one becomes its latest.
+        config: the config.json of the Hugging Face model that it is.
+        step: of the checkpoint.
+        dtype: of all float tensors but the router's selection bias, which is fp32; None keeps what
+            is stored.
+        max_file_bytes: of tensors in one file.
+        progress: called with (bytes written, bytes expected).
+
+    Raises:
+        ValueError: for a wrong argument, a run that has begun, a broken directory, or one whose
+            tensors differ from the config; in a job of several ranks.
+        NotImplementedError: when the native decoder cannot express the model.
+        OSError: when a file could not be read or written; `latest` did not change then.
+    """
+    check_arguments(dcp_to_native, locals())
+    check_alone()
+    path, root = Path(path), Path(root)
+    check_unused(root)
+    decoder = decoder_config_from_hf(config)
+    with DCPFiles(path) as files:
+        sources, plan, problems = _find_sources(files, decoder)
+        return write_native(
+            root,
+            Origin(path, files, sources, plan, decoder, problems),
+            step=step,
+            dtype=dtype,
+            max_file_bytes=max_file_bytes,
+            meter=Meter(progress),
+        )
+
+
+def native_to_dcp(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    config: HFConfig,
+    names: DCPNames,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Write the model of a native checkpoint as a DCP directory; return its tensors.
+
+    Args:
+        path: a step's directory; its files are verified first.
+        out: the new directory.
+        config: the config.json of the Hugging Face model that it is.
+        names: "megatron" for Megatron-Core's torch_dist, "dcp" for the native decoder's,
+            "dcp-transformers" for those of transformers.
+        dtype: of all float tensors but the router's selection bias; None keeps each one's.
+        progress: called with (bytes written, bytes expected).
+
+    Raises:
+        ValueError: for a wrong argument, a damaged checkpoint or one that the config does not
+            describe; in a job of several ranks.
+        NotImplementedError: when a tensor has no name there.
+        OSError: when a file could not be read or written; nothing is left behind.
+    """
+    check_arguments(native_to_dcp, locals())
+    check_alone()
+    path, out = Path(path), Path(out)
+    layout: Literal["fused", "per_expert"] = "per_expert" if names == "megatron" else "fused"
+    check_target(out, dtype)
+    with ExitStack() as stack:
+        stored = open_native(path, stack, config=config, dtype=dtype, layout=layout)
+        if names == "megatron":
+            tensors = _megatron_tensors(stored)
+        elif names == "dcp":
+            tensors = _own_tensors(stored, dtype)
+        else:
+            tensors = {item.name: _one_chunk(item, stored.collector) for item in stored.items}
+        with _draft_of(out) as draft:
+            write_dcp(draft, tensors, Meter(progress))
+            if names == "megatron":
+                write_new(draft / "metadata.json", json.dumps(MEGATRON_METADATA))
+                torch.save(MEGATRON_COMMON, draft / "common.pt")
+    return len(tensors)
+
+
+def names_in(files: DCPFiles) -> str:
+    """Return whose names a directory has: one of `DCPNames`."""
+    if prefixes(files, WORDS):
+        return "megatron"
+    is_native = any(".mlp.experts.w1" in n or ".mlp.router.weight" in n for n in files.tensors)
+    return "dcp" if is_native else "dcp-transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class SplicedSource:
+    """A Hugging Face tensor as rows of stored ones.
+
+    Attributes:
+        spans: stored tensor, index into its first dims, first row and row behind the last.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spans: tuple[tuple[str, tuple[int, ...], int, int], ...]
+    quantized: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The stored tensors."""
+        return tuple(key for key, *_ in self.spans)
+
+    def read(self, files: BoxReader, box: Box) -> Tensor:
+        """Return the box, a new CPU tensor."""
+        pieces, at = [], 0
+        for key, index, start, stop in self.spans:
+            first, last = max(box[0].start, at), min(box[0].stop, at + stop - start)
+            if first < last:
+                rows = slice(start + first - at, start + last - at)
+                outer = tuple(slice(i, i + 1) for i in index)
+                pieces.append(files.read(key, (*outer, rows, *box[1:])).flatten(0, len(index)))
+            at += stop - start
+        return torch.cat(pieces)
+
+
+def _find_sources(
+    files: DCPFiles, config: DecoderConfig
+) -> tuple[dict[str, Source], dict[str, Recipe], list[str]]:
+    """Return what a directory holds, the plan that asks for it, and what is wrong."""
+    kind = names_in(files)
+    if kind == "megatron":
+        found, problems = _megatron_sources(files, config)
+        return found, hf_plan(config, "per_expert"), problems
+    prefix = _prefix_of(files, EMBEDDING)
+    sources: dict[str, Source] = {
+        name.removeprefix(prefix): PlainSource(name, tensor.shape, tensor.dtype)
+        for name, tensor in files.tensors.items()
+        if name.startswith(prefix)
+    }
+    if kind == "dcp":
+        plan = hf_plan(config, "fused")
+        own = {n: Recipe(r.shape, (Piece(n, (), r.shape),)) for n, r in plan.items()}
+        return sources, own, []
+    return sources, hf_plan(config, find_layout(sources)), []
+
+
+def _prefix_of(files: DCPFiles, ending: str) -> str:
+    """Return what is put before every name of the model; raise where there are several models."""
+    found = prefixes(files, ending) or [""]
+    if len(found) > 1 and "" not in found:
+        raise ValueError(
+            f"path ({files.path}) must hold one model, but has {ending} below {listed(found)}: "
+            "save the one that you mean alone"
+        )
+    return "" if "" in found else found[0]
+
+
+def _megatron_sources(
+    files: DCPFiles, config: DecoderConfig
+) -> tuple[dict[str, Source], list[str]]:
+    prefix = _prefix_of(files, WORDS)
+    names = [name for name in files.tensors if name.startswith(prefix)]
+    shapes = {name.removeprefix(prefix): files.tensors[name].shape for name in names}
+    head = optional_head(config, shapes)
+    blocks = megatron_blocks(config) + ([head] if head else [])
+    problems, used = list[str](), set[str]()
+    spans: dict[str, dict[int, tuple[str, tuple[int, ...], int, int]]] = {}
+    shape_of: dict[str, tuple[int, ...]] = {}
+    for block in blocks:
+        places, wrong = find_places(block, shapes, config)
+        problems += wrong
+        used |= {place.key for place in places}
+        for part, (place, first) in _placed(block, places):
+            stored = (f"{prefix}{place.key}", place.index, first, first + part.stop - part.start)
+            spans.setdefault(part.name, {})[part.start] = stored
+            rows = max(part.stop, shape_of.get(part.name, (0,))[0])
+            shape_of[part.name] = (rows, *block.shape[1:])
+    problems += [f"{name} is no tensor of the decoder" for name in unused(shapes, used)]
+    if problems:
+        return {}, problems
+    sources: dict[str, Source] = {}
+    for name, by_row in spans.items():
+        ordered = tuple(by_row[row] for row in sorted(by_row))
+        dtype = files.tensors[ordered[0][0]].dtype
+        sources[name] = SplicedSource(name, shape_of[name], dtype, ordered)
+    return sources, []
+
+
+def _placed(block: Block, places: tuple[Place, ...]) -> Iterator[tuple[Part, tuple[Place, int]]]:
+    """Yield each part of a block, the place that holds it, and its first row there."""
+    at = 0
+    for part in block.parts if places else ():
+        row, begin = at, 0
+        for place in places:
+            if row < begin + place.rows:
+                yield part, (place, row - begin)
+                break
+            begin += place.rows
+        at += part.stop - part.start
+
+
+def _megatron_tensors(stored: StoredModel) -> dict[str, NewTensor]:
+    """The tensors of Megatron-Core, one chunk for each layer and expert."""
+    config = decoder_config_from_hf(stored.values)
+    items = {item.name: item for item in stored.items}
+    chunks: dict[str, list[NewChunk]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for block in megatron_blocks(config):
+        place = written_place(block, config)
+        sizes = (*(1 for _ in place.index), *block.shape)
+        offsets = (*place.index, *(0 for _ in block.shape))
+        make = _joiner(block, items, stored.collector)
+        chunks.setdefault(place.key, []).append(NewChunk(offsets, sizes, make))
+        shapes[place.key] = (*place.dims, *block.shape)
+        for part in block.parts:
+            dtype = items[part.name].dtype
+            if dtypes.setdefault(place.key, dtype) != dtype:
+                raise ValueError(
+                    f"{place.key} has parts in {dtypes[place.key]} and {dtype}: dtype must name one"
+                )
+    return {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks}
+
+
+def _joiner(block: Block, items: Mapping[str, Item], collector: Collector) -> Callable[[], Tensor]:
+    def make() -> Tensor:
+        whole: dict[str, Tensor] = {}
+        for part in block.parts:
+            if part.name not in whole:
+                whole[part.name] = _collected(collector, items[part.name])
+        return torch.cat([whole[part.name][part.start : part.stop] for part in block.parts])
+
+    return make
+
+
+def _own_tensors(stored: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
+    """The native decoder's tensors, each one chunk."""
+    if not stored.is_decoder and any(".experts." in name for name in stored.tensors):
+        raise ValueError(
+            "names ('dcp') must be those of the checkpoint, which is a transformers model's: use "
+            "'dcp-transformers'"
+        )
+    shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
+    plan = {n: Recipe(shape, (Piece(n, (), shape),)) for n, shape in shapes.items()}
+    dtypes = {name: tensor.dtype for name, tensor in stored.tensors.items()}
+    items = make_items(dtypes, plan, {}, dtype)
+    return {item.name: _one_chunk(item, stored.collector) for item in items}
+
+
+def _one_chunk(item: Item, collector: Collector) -> NewTensor:
+    shape = item.piece.shape
+    chunk = NewChunk((0,) * len(shape), shape, lambda: _collected(collector, item))
+    return NewTensor(shape, item.dtype, [chunk])
+
+
+def _collected(collector: Collector, item: Item) -> Tensor:
+    whole = collector.collect(item, 0)
+    assert whole is not None, "one process has every tensor"
+    return whole
+
+
+@contextmanager
+def _draft_of(out: Path) -> Iterator[Path]:
+    """Yield a draft beside a directory; it becomes the directory when all went well."""
+    draft = out.with_name(f".{out.name}.tmp-{uuid.uuid4().hex[:8]}")
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        sync(draft)
+        if out.exists():
+            raise OSError(f"path ({out}) appeared meanwhile: choose another")
+        draft.rename(out)
+        sync(out.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

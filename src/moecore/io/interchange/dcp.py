@@ -1,0 +1,249 @@
+"""DCP directories: any box of a stored tensor, and new directories written chunk by chunk.
+
+Reading unpickles nothing: `dcp_metadata.py` reads `.metadata`, and a chunk is loaded by torch with
+`weights_only`. Writing goes through `torch.distributed.checkpoint.save` with a planner that makes
+each chunk when its turn comes, so one chunk is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from moecore.io.checkpoint.files import open_regular
+from moecore.io.checkpoint.meter import Meter
+from moecore.io.hf.files import Box
+from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
+
+
+class DCPFiles:
+    """A reader of one directory. A context manager; the last chunk that was read stays in memory.
+
+    Args:
+        path: the directory.
+
+    Attributes:
+        tensors: name -> what it is and where.
+
+    Raises:
+        ValueError: when the directory is not whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors = read_metadata(path)
+        self._last: tuple[DCPChunk, Tensor] | None = None
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a new CPU tensor, the box of a stored tensor.
+
+        Args:
+            name: of the tensor.
+            box: one slice with start and stop per dim.
+
+        Raises:
+            OSError: when a chunk is not what `.metadata` names.
+        """
+        entry = self.tensors[name]
+        whole = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
+        for chunk in entry.chunks:
+            spans = [
+                (max(s.start, o), min(s.stop, o + n))
+                for s, o, n in zip(box, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if all(start < stop for start, stop in spans):
+                source = tuple(
+                    slice(a - o, b - o) for (a, b), o in zip(spans, chunk.offsets, strict=True)
+                )
+                target = tuple(
+                    slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True)
+                )
+                whole[target] = self._load(name, chunk, entry.dtype)[source]
+        return whole
+
+    def close(self) -> None:
+        """Free the chunk in memory."""
+        self._last = None
+
+    def __enter__(self) -> DCPFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _load(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
+        if self._last is not None and self._last[0] is chunk:
+            return self._last[1]
+        self._last = None
+        file = self.path / chunk.file
+        with open(open_regular(file, follow=True), "rb") as stream:
+            part = io.BufferedReader(_Part(stream, chunk.start, chunk.length))
+            try:
+                value = torch.load(part, map_location="cpu", weights_only=True)
+            except Exception as error:  # of any kind: the bytes are damaged
+                raise OSError(f"path ({file}) must hold {name}: {_line(error)}") from None
+        if not isinstance(value, Tensor) or value.dtype != dtype or not _has_elements(value):
+            raise OSError(f"path ({file}) must hold {name} as {dtype}, as .metadata names it")
+        if tuple(value.shape) != chunk.sizes:
+            raise OSError(f"path ({file}) must hold {name} as {chunk.sizes}, as .metadata names it")
+        value = value.detach()
+        self._last = chunk, value
+        return value
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, stream: Any, start: int, length: int) -> None:
+        self._stream, self._start, self._length, self._at = stream, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._stream.seek(self._start + self._at)
+        count = max(0, min(len(buffer), self._length - self._at))
+        read: int = self._stream.readinto(memoryview(buffer)[:count])
+        self._at += read
+        return read
+
+
+@dataclass(frozen=True, slots=True)
+class NewChunk:
+    """A block of a tensor to write: where it lies, and what makes it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A tensor to write; its chunks are all of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: Sequence[NewChunk]
+
+
+def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> None:
+    """Write a DCP directory, one chunk at a time.
+
+    Args:
+        path: the directory, empty.
+        tensors: by name.
+        meter: counts bytes of tensor data.
+
+    Raises:
+        OSError: when it could not be written.
+    """
+    meter.expect(
+        sum(_numel(c.sizes) * t.dtype.itemsize for t in tensors.values() for c in t.chunks)
+    )
+    planner, writer = _Planner(tensors, meter), dcp.FileSystemWriter(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as was asked for
+        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+
+
+class _Planner(SavePlanner):
+    """Names all chunks first and makes each when it is written."""
+
+    def __init__(self, tensors: Mapping[str, NewTensor], meter: Meter) -> None:
+        self._meter = meter
+        self._chunks: dict[MetadataIndex, NewChunk] = {}
+        self._metadata: dict[str, Any] = {}
+        self._items: list[WriteItem] = []
+        for name, tensor in tensors.items():
+            blocks = [
+                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+                for c in tensor.chunks
+            ]
+            properties = TensorProperties(dtype=tensor.dtype)
+            size = torch.Size(tensor.shape)
+            self._metadata[name] = TensorStorageMetadata(properties, size, blocks)
+            for i, (chunk, block) in enumerate(zip(tensor.chunks, blocks, strict=True)):
+                index = MetadataIndex(name, block.offsets, i)
+                data = TensorWriteData(chunk=block, properties=properties, size=size)
+                self._chunks[index] = chunk
+                self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing: what to write is known."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Return all chunks, in order."""
+        return SavePlan(self._items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return the plan of the one process, and what `.metadata` will hold."""
+        return all_plans, Metadata(self._metadata)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Make a chunk."""
+        chunk = self._chunks[write_item.index]
+        value = chunk.make().reshape(chunk.sizes).contiguous()
+        self._meter.add(value.nbytes)
+        return value
+
+
+def _numel(sizes: Sequence[int]) -> int:
+    return torch.Size(sizes).numel()
+
+
+def _has_elements(value: Tensor) -> bool:
+    """Whether a tensor has storage with all of its elements."""
+    return value.layout == torch.strided and not value.is_meta
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def prefixes(files: DCPFiles, ending: str) -> list[str]:
+    """Return what is put before every name of a model: "" or such as "model.", of each model there.
+
+    Args:
+        files: the directory; names of an optimizer's state are left out.
+        ending: name of a tensor that every such model has.
+    """
+    found = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
+    parts = [name.removesuffix(ending) for name in found]
+    return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]

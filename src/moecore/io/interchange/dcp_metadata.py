@@ -1,0 +1,216 @@
+"""What a DCP directory holds, read out of its `.metadata` without running any of it.
+
+`.metadata` is a pickle. Here it is read by an unpickler that imports nothing: the few classes that
+DCP and Megatron-Core write become inert records, `torch.Size` and dtypes become themselves, and any
+other name is an error. What comes out is checked field by field before it is used, and errors show
+little of it, because a few bytes of a pickle can nest without end.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import pickle
+import reprlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moecore.io.checkpoint.files import read_regular
+from moecore.io.checkpoint.manifest import DTYPE_NAMES
+
+METADATA = ".metadata"
+RECORDS = frozenset(
+    {
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_StorageInfo"),
+        *("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"),
+        *("MCoreMetadata", "MCoreSavePlan", "PosixPath", "PurePosixPath"),
+    }
+)
+HOMES = ("torch.distributed.", "megatron.core.", "pathlib")
+Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+@dataclass(frozen=True, slots=True)
+class DCPChunk:
+    """A block of a tensor and where its bytes are.
+
+    Attributes:
+        offsets: in the tensor.
+        sizes: of the block; none is 0.
+        file: name in the directory.
+        start: of the bytes in the file; they are what `torch.save` writes for the block.
+        length: of the bytes.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class DCPTensor:
+    """A tensor of the directory; its chunks are all of it, each element once."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[DCPChunk, ...]
+
+
+class _Record:
+    """Stands for an object of a class that is not imported; keeps what would have filled it."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        """Return an attribute that was stored, or None."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds records, sizes and dtypes; any other name raises."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in RECORDS and module.startswith(HOMES):
+            return type(name, (_Record,), {})
+        if module == "torch":
+            found = vars(torch).get(name)  # getattr would import torch.onnx and its like
+            if found is torch.Size or isinstance(found, torch.dtype | torch.layout):
+                return found
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _Record
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        raise pickle.UnpicklingError(f"{module}.{name} is no class of a DCP directory")
+
+
+def read_metadata(path: Path) -> dict[str, DCPTensor]:
+    """Return the tensors of a DCP directory by name; other objects in it are left out.
+
+    Raises:
+        ValueError: when `.metadata` is missing or is not that of a whole directory.
+    """
+    try:
+        raw = read_regular(path / METADATA, follow=True)
+    except FileNotFoundError:
+        raise ValueError(f"path ({path / METADATA}) must exist: it is not there") from None
+    try:
+        metadata = _Unpickler(io.BytesIO(raw)).load()
+        return _tensors(path, metadata)
+    except _WrongError as error:
+        message = str(error)
+    except Exception as error:  # of any kind: bytes that are no pickle raise what they like
+        message = str(error) or type(error).__name__
+    message = " ".join(message.split())  # names may have line breaks
+    raise ValueError(
+        f"path ({path / METADATA}) must be that of a whole DCP directory: {message[:300]}: copy "
+        "it again"
+    )
+
+
+class _WrongError(Exception):
+    """Metadata that cannot be used; the text says why."""
+
+
+def _tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
+    stored = _expect(metadata, "state_dict_metadata", dict)
+    places: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for index, info in _expect(metadata, "storage_data", dict).items():
+        name, offset = index.get("fqn"), index.get("offset")
+        key = name, () if offset is None else tuple(offset)
+        if key in places:
+            raise _WrongError(f"{name} is stored twice at {key[1]}")
+        places[key] = info
+    found = {}
+    for name, entry in stored.items():
+        if type(entry).__name__ == "TensorStorageMetadata":
+            found[name] = _tensor(path, name, entry, places)
+    return found
+
+
+def _tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTensor:
+    shape = _counts(name, entry.get("size"))
+    dtype = _expect(entry, "properties", _Record).state[0]
+    if not isinstance(name, str) or dtype not in DTYPE_NAMES:
+        raise _WrongError(f"{reprlib.repr(name)} has the dtype {reprlib.repr(dtype)}")
+    chunks = []
+    for chunk in _expect(entry, "chunks", list):
+        offsets, sizes = (_counts(name, chunk.get(n)) for n in ("offsets", "sizes"))
+        ends = [o + n for o, n in zip(offsets, sizes, strict=True)]
+        if len(offsets) != len(shape) or any(a > b for a, b in zip(ends, shape, strict=True)):
+            raise _WrongError(f"{name} {shape} has a chunk {sizes} at {offsets}")
+        if math.prod(sizes):
+            info = places.get((name, offsets))
+            if not isinstance(info, _Record):
+                raise _WrongError(f"the chunk of {name} at {offsets} is in no file")
+            chunks.append(DCPChunk(offsets, sizes, *_place(path, name, info)))
+    blocks = [(chunk.offsets, chunk.sizes) for chunk in chunks]
+    count = sum(math.prod(sizes) for _, sizes in blocks)
+    if count != math.prod(shape) or (count and not _tiles(blocks, shape)):
+        raise _WrongError(f"{name} {shape} has chunks that are not all of it, each element once")
+    return DCPTensor(shape, dtype, tuple(chunks))
+
+
+def _tiles(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> bool:
+    """Whether blocks cover each element of a box once: so does each slab between their edges.
+
+    Example: [0:2, 0:1], [0:1, 1:3] and [1:2, 1:3] in (2, 3): dim 0 has the slabs 0:1 and 1:2, and
+    the first block is in both; in each slab dim 1 has the edges 0, 1 and 3 and one block between.
+
+    Args:
+        blocks: offsets and sizes, within the box and none empty.
+        shape: of the box.
+        dim: outer ones are a slab, which every block spans.
+    """
+    if dim == len(shape):
+        return len(blocks) == 1
+    spans = [(offsets[dim], offsets[dim] + sizes[dim]) for offsets, sizes in blocks]
+    edges = sorted({0, shape[dim], *itertools.chain(*spans)})
+    number = {edge: i for i, edge in enumerate(edges)}
+    slabs: list[list[Block]] = [[] for _ in edges[1:]]
+    for block, (start, stop) in zip(blocks, spans, strict=True):
+        for slab in slabs[number[start] : number[stop]]:
+            slab.append(block)
+    return all(_tiles(slab, shape, dim + 1) for slab in slabs)
+
+
+def _place(path: Path, name: str, info: _Record) -> tuple[str, int, int]:
+    """The file, first byte and length of a chunk; they must be there."""
+    file, start, length = (info.get(n) for n in ("relative_path", "offset", "length"))
+    if not isinstance(file, str) or Path(file).name != file:
+        raise _WrongError(f"{name} is in {reprlib.repr(file)}, which is no file of the directory")
+    if not (path / file).is_file():
+        raise _WrongError(f"{file} is missing")
+    start, length = _counts(name, (start, length))
+    if start + length > (path / file).stat().st_size:
+        raise _WrongError(f"{file} ends before {name}")
+    if info.get("transform_descriptors"):
+        shown = reprlib.repr(info.get("transform_descriptors"))
+        raise _WrongError(f"{name} is compressed ({shown})")
+    return file, start, length
+
+
+def _expect(record: Any, name: str, kind: type) -> Any:
+    value = record.get(name) if isinstance(record, _Record) else None
+    if not isinstance(value, kind):
+        raise _WrongError(f"{name} ({type(value).__name__}) must be a {kind.__name__}")
+    return value
+
+
+def _counts(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple) or not all(type(n) is int and n >= 0 for n in values):
+        raise _WrongError(f"{name} has the sizes {reprlib.repr(values)}")
+    return tuple(values)

@@ -1,0 +1,323 @@
+"""Names and orders of Megatron-Core's tensors, against the Hugging Face tensors they are made of.
+
+Legend: L layers, E experts, D model dim, F hidden dim, G groups of query heads (heads of keys and
+values), q query heads of a group, d head dim.
+
+A block is one matrix or vector of one layer and expert; its rows are rows of Hugging Face tensors
+("per_expert" names), one part after the other:
+
+| Megatron-Core, in decoder.layers | rows |
+| --- | --- |
+| self_attention.linear_qkv.weight [G * (q + 2) * d, D] | per group: its q query heads, k, v |
+| self_attention.linear_proj.weight | o_proj |
+| self_attention.linear_qkv.layer_norm_weight | input_layernorm |
+| self_attention.q_layernorm.weight, k_layernorm | q_norm, k_norm |
+| mlp.linear_fc1.weight [2F, D] | all of gate_proj, then all of up_proj |
+| mlp.router.weight, mlp.router.expert_bias | gate.weight, gate.e_score_correction_bias |
+| mlp.experts.experts.linear_fc1.weight [E, 2F, D] | gate_proj, up_proj of each expert |
+| mlp.shared_experts.linear_fc1.weight, .gate_weight | shared_experts, shared_expert_gate |
+| self_attention.linear_q_down_proj, _q_up_proj, _kv_down_proj, _kv_up_proj | MLA's projections |
+
+Layers that are alike are stacked in one tensor, [L, ...]; with dense layers among them each has
+names of its own (decoder.layers.3.). Both are read, so are norms that are not fused into the linear
+behind them, experts with names of their own, and gate and up in two tensors (weight_w, weight_v).
+Rows of the embedding and of the output layer behind the vocabulary are padding.
+
+Source: Megatron-LM's sharded state dicts and Megatron Bridge's tables of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from moecore.io.hf.names import EMBEDDING, HEAD, hf_copies, hf_plan
+from moecore.models.config import DecoderConfig
+
+WORDS = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+OWN = ("embedding.", "decoder.", "output_layer.", "mtp.")  # of the model; others are a trainer's
+LAYERS, MTP = "decoder.layers", "mtp.layers"
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a Hugging Face tensor.
+
+    Attributes:
+        name: of the tensor.
+        start: first row.
+        stop: row behind the last.
+    """
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One matrix or vector of Megatron-Core.
+
+    Attributes:
+        names: in its layer; the first is written, all are read.
+        parts: its rows, in order.
+        shape: of it.
+        layers: where its layer lies, LAYERS or MTP; "" outside of layers.
+        layer: its number there.
+        expert: whose it is, or None.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[Part, ...]
+    shape: tuple[int, ...]
+    layers: str = ""
+    layer: int = 0
+    expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where rows of a block are.
+
+    Attributes:
+        key: the stored tensor.
+        index: into its first dims, which are layers, experts, both or none.
+        dims: sizes of these dims.
+        rows: of the dim behind them.
+    """
+
+    key: str
+    index: tuple[int, ...]
+    dims: tuple[int, ...]
+    rows: int
+
+
+def megatron_blocks(config: DecoderConfig) -> list[Block]:
+    """Return the blocks of a decoder, in model order.
+
+    Args:
+        config: of the decoder.
+
+    Raises:
+        NotImplementedError: for a tensor that Megatron-Core has no name for.
+    """
+    plan = hf_plan(config, "per_expert")
+    shapes = {piece.name: piece.shape for recipe in plan.values() for piece in recipe.pieces}
+    blocks = [_whole((WORDS,), EMBEDDING, shapes)]
+    for i in range(config.num_layers):
+        found = _layer(f"model.layers.{i}.", config, shapes)
+        blocks += [replace(block, layers=LAYERS, layer=i) for block in found]
+    blocks.append(_whole(("decoder.final_layernorm.weight",), "model.norm.weight", shapes))
+    if HEAD in shapes:
+        blocks.append(_whole((OUTPUT,), HEAD, shapes))
+    for k in range(config.num_mtp_layers):
+        found = _mtp(f"model.layers.{config.num_layers + k}.", config, shapes)
+        blocks += [replace(block, layers=MTP, layer=k) for block in found]
+    covered = {part.name for block in blocks for part in block.parts}
+    for name in shapes:
+        if name not in covered:
+            raise NotImplementedError(
+                f"{name} {shapes[name]} must have a name in Megatron-Core, which has none that is "
+                "known: go by way of a Hugging Face directory and Megatron Bridge"
+            )
+    return blocks
+
+
+def is_stacked(config: DecoderConfig) -> bool:
+    """Whether Megatron-Core stacks the layers: all are alike."""
+    return not config.dense_layers
+
+
+def written_place(block: Block, config: DecoderConfig) -> Place:
+    """Return where Megatron-Core writes a block."""
+    return next(_candidates(block, config, stacked=is_stacked(config)))[0]
+
+
+def find_places(
+    block: Block, stored: Shapes, config: DecoderConfig
+) -> tuple[tuple[Place, ...], list[str]]:
+    """Return where a block is stored, its rows in order, and what is wrong with that.
+
+    Args:
+        block: of the decoder.
+        stored: shapes by name, without what is put before every name.
+        config: of the decoder.
+    """
+    for stacked in (True, False):
+        for places in _candidates(block, config, stacked=stacked):
+            if all(_has_dims(place, stored, block) for place in places):
+                return places, [p for place in places for p in _shape_problem(place, block, stored)]
+    place = written_place(block, config)
+    return (), [f"{place.key}{list(place.index) or ''} is missing"]
+
+
+def unused(stored: Shapes, used: set[str]) -> Iterator[str]:
+    """Yield tensors of the model that are no part of any block."""
+    for name in stored:
+        if name.startswith(OWN) and name not in used and "_extra_state" not in name:
+            yield name
+
+
+def _candidates(
+    block: Block, config: DecoderConfig, *, stacked: bool
+) -> Iterator[tuple[Place, ...]]:
+    """Where a block may be, what is written first; rows of all places follow each other."""
+    prefix = f"{block.layers}." if block.layers else ""
+    index, dims = [block.layer], [config.num_layers]
+    if not stacked or block.layers != LAYERS:
+        prefix += f"{block.layer}." if block.layers else ""
+        index, dims = [], []
+    num_experts = config.moe.num_experts if config.moe else 0
+    for name in block.names:
+        for form, expert in _expert_forms(name, block.expert):
+            where = (*index, *expert), (*dims, *(num_experts for _ in expert))
+            yield (Place(f"{prefix}{form}", *where, block.shape[0]),)
+            if "linear_fc1.weight" in form:
+                yield tuple(
+                    Place(f"{prefix}{form}{half}", *where, block.shape[0] // 2)
+                    for half in ("_w", "_v")
+                )
+
+
+def _expert_forms(name: str, expert: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names of one expert's matrix, and its index where they are stacked."""
+    if expert is None:
+        yield name, ()
+        return
+    before, _, matrix = name.partition("experts.")
+    yield f"{before}experts.experts.{matrix}", (expert,)
+    yield f"{before}experts.experts.{expert}.{matrix}", ()
+    yield f"{before}experts.local_experts.{expert}.{matrix}", ()
+    yield f"{before}experts.{matrix}{expert}", ()
+    yield f"{before}experts.{matrix}", (expert,)
+
+
+def _has_dims(place: Place, stored: Shapes, block: Block) -> bool:
+    shape = stored.get(place.key)
+    return shape is not None and len(shape) == len(place.index) + len(block.shape)
+
+
+def _shape_problem(place: Place, block: Block, stored: Shapes) -> Iterator[str]:
+    shape, depth = stored[place.key], len(place.index)
+    wanted = (*place.dims, place.rows, *block.shape[1:])
+    padded = block.names[0] in (WORDS, OUTPUT) and shape[depth] >= place.rows
+    compared = (*shape[:depth], place.rows, *shape[depth + 1 :]) if padded else shape
+    if compared != wanted:
+        yield f"{place.key} {shape} must be {wanted}"
+
+
+def _whole(names: tuple[str, ...], name: str, shapes: Shapes) -> Block:
+    return _joined(names, [name], shapes)
+
+
+def _joined(names: tuple[str, ...], parts: list[str], shapes: Shapes) -> Block:
+    """A block whose rows are all of several tensors."""
+    rows = [Part(name, 0, shapes[name][0]) for name in parts]
+    return Block(names, tuple(rows), (sum(p.stop for p in rows), *shapes[parts[0]][1:]))
+
+
+def _layer(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
+    """The blocks of one transformer layer; `hf` is what its Hugging Face names begin with."""
+    attention, moe = "self_attention.", f"{hf}mlp.gate.weight" in shapes
+    norm = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    blocks = _mla(hf, shapes) if config.mla else _grouped(hf, config, shapes)
+    blocks.append(
+        _whole((f"{attention}linear_proj.weight",), f"{hf}self_attn.o_proj.weight", shapes)
+    )
+    blocks.append(
+        _whole(norm if moe else norm[::-1], f"{hf}post_attention_layernorm.weight", shapes)
+    )
+    return blocks + (_experts(hf, config, shapes) if moe else _mlp("mlp.", f"{hf}mlp.", shapes))
+
+
+def _grouped(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
+    """Grouped-query attention: the fused projection, its norm, norms of queries and keys."""
+    q, k, v = (f"{hf}self_attn.{name}_proj.weight" for name in "qkv")
+    d, groups = config.head_dim, config.num_kv_heads
+    per_group = config.num_heads // groups * d
+    parts = []
+    for g in range(groups):
+        parts.append(Part(q, g * per_group, (g + 1) * per_group))
+        parts += [Part(name, g * d, (g + 1) * d) for name in (k, v)]
+    rows = sum(part.stop - part.start for part in parts)
+    fused = Block(("self_attention.linear_qkv.weight",), tuple(parts), (rows, shapes[q][1]))
+    names = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+    blocks = [_whole(names, f"{hf}input_layernorm.weight", shapes), fused]
+    for name in ("q", "k"):
+        if f"{hf}self_attn.{name}_norm.weight" in shapes:
+            theirs = f"self_attention.{name}_layernorm.weight"
+            blocks.append(_whole((theirs,), f"{hf}self_attn.{name}_norm.weight", shapes))
+    return blocks
+
+
+def _mla(hf: str, shapes: Shapes) -> list[Block]:
+    """Multi-head latent attention: its rows have the order of DeepSeek-V3's files."""
+    pairs = {
+        ("input_layernorm.weight", "self_attention.linear_q_proj.layer_norm_weight"): "input",
+        ("linear_q_proj.weight",): "q_proj",
+        ("linear_q_down_proj.weight",): "q_a_proj",
+        ("linear_q_up_proj.layer_norm_weight", "q_layernorm.weight"): "q_a_layernorm",
+        ("linear_q_up_proj.weight",): "q_b_proj",
+        ("linear_kv_down_proj.weight",): "kv_a_proj_with_mqa",
+        ("linear_kv_up_proj.layer_norm_weight", "kv_layernorm.weight"): "kv_a_layernorm",
+        ("linear_kv_up_proj.weight",): "kv_b_proj",
+    }
+    blocks = []
+    for names, ours in pairs.items():
+        if ours == "input":
+            blocks.append(_whole(names, f"{hf}input_layernorm.weight", shapes))
+        elif f"{hf}self_attn.{ours}.weight" in shapes:
+            theirs = tuple(f"self_attention.{name}" for name in names)
+            blocks.append(_whole(theirs, f"{hf}self_attn.{ours}.weight", shapes))
+    return blocks
+
+
+def _mlp(theirs: str, hf: str, shapes: Shapes) -> list[Block]:
+    """A gated MLP: gate and up in one, and down."""
+    gate_up = [f"{hf}gate_proj.weight", f"{hf}up_proj.weight"]
+    return [
+        _joined((f"{theirs}linear_fc1.weight",), gate_up, shapes),
+        _whole((f"{theirs}linear_fc2.weight",), f"{hf}down_proj.weight", shapes),
+    ]
+
+
+def _experts(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
+    """Router, routed experts, and shared ones."""
+    assert config.moe is not None, "the layer has a router"
+    mlp = f"{hf}mlp."
+    blocks = [_whole(("mlp.router.weight",), f"{mlp}gate.weight", shapes)]
+    if f"{mlp}gate.e_score_correction_bias" in shapes:
+        bias = _whole(("mlp.router.expert_bias",), f"{mlp}gate.e_score_correction_bias", shapes)
+        blocks.append(bias)
+    for e in range(config.moe.num_experts):
+        found = _mlp("mlp.experts.", f"{mlp}experts.{e}.", shapes)
+        blocks += [replace(block, expert=e) for block in found]
+    for ours in ("shared_expert", "shared_experts"):
+        if f"{mlp}{ours}.down_proj.weight" in shapes:
+            blocks += _mlp("mlp.shared_experts.", f"{mlp}{ours}.", shapes)
+    if f"{mlp}shared_expert_gate.weight" in shapes:
+        gate = ("mlp.shared_experts.gate_weight",)
+        blocks.append(_whole(gate, f"{mlp}shared_expert_gate.weight", shapes))
+    return blocks
+
+
+def _mtp(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
+    """A multi-token prediction module: norms, projection and one layer, named so or so."""
+    ours = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
+    ours["final_layernorm"] = "shared_head.norm"
+    blocks = [_whole((f"{a}.weight",), f"{hf}{b}.weight", shapes) for a, b in ours.items()]
+    for block in _layer(hf, config, shapes):
+        inner = ("transformer_layer.", "mtp_model_layer.")
+        names = tuple(f"{where}{name}" for where in inner for name in block.names)
+        blocks.append(replace(block, names=names))
+    return blocks
+
+
+def optional_head(config: DecoderConfig, stored: Shapes) -> Block | None:
+    """Return the block of a head that is stored although the config ties it to the embedding."""
+    if HEAD not in hf_copies(config) or OUTPUT not in stored:
+        return None
+    shape = (config.vocab_size, config.dim)
+    return Block((OUTPUT,), (Part(HEAD, 0, shape[0]),), shape)

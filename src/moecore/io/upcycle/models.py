@@ -1,0 +1,323 @@
+"""Whole models upcycled: the native decoder, its state dict, and any module with dense MLPs.
+
+What one MLP becomes is in `upcycle.py`. Legend: D model dim, F hidden dim of the dense MLP, T
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moecore.base.fields import check_arguments, check_fields
+from moecore.base.options.layer import GATED_ACTIVATIONS, MoEConfig
+from moecore.families.adopt import adopt
+from moecore.io.upcycle.upcycle import UpcycleOptions, upcycle_mlp
+from moecore.models.config import DecoderConfig
+from moecore.models.decoder import Decoder
+from moecore.moe.activation import activate
+from moecore.moe.layer import LayerLayout, MoELayer
+
+PROBE_TOKENS = 16
+PROBE_STD = 3.0  # of hidden values: where activations that look alike near 0 differ
+
+
+def upcycle_config(
+    config: DecoderConfig,
+    options: UpcycleOptions,
+    *,
+    layers: Iterable[int] | None = None,
+    **moe_fields: Any,
+) -> DecoderConfig:
+    """Return the config of the MoE decoder that a dense one becomes.
+
+    Args:
+        config: a dense decoder, `moe` None.
+        options: how experts are made.
+        layers: layers to convert; None = all.
+        **moe_fields: fields of `MoEConfig` besides dims, experts and top_k.
+
+    Raises:
+        ValueError: when the decoder has MoE layers already, a layer does not exist, or a converted
+            layer can not give the dense output.
+    """
+    check_arguments(upcycle_config, locals())
+    if config.moe is not None:
+        raise ValueError(
+            "DecoderConfig.moe must be None for upcycling, which starts from a dense decoder: "
+            "upcycle the dense checkpoint"
+        )
+    chosen = set(range(config.num_layers) if layers is None else layers)
+    if not chosen or not chosen <= set(range(config.num_layers)):
+        raise ValueError(
+            f"layers ({sorted(chosen)}) must be at least one of [0, num_layers "
+            f"({config.num_layers})): name existing layers, or use None for all"
+        )
+    moe = options.moe_config(dim=config.dim, hidden_dim=config.mlp_hidden_dim, **moe_fields)
+    if moe.activation != "swiglu":
+        raise ValueError(
+            f'MoEConfig.activation ("{moe.activation}") must be "swiglu", that of a decoder\'s '
+            "dense MLP: drop it"
+        )
+    dense_layers = tuple(i for i in range(config.num_layers) if i not in chosen)
+    mlp_hidden_dim = config.mlp_hidden_dim if dense_layers else 0
+    return replace(config, moe=moe, dense_layers=dense_layers, mlp_hidden_dim=mlp_hidden_dim)
+
+
+def upcycle_state_dict(
+    state: Mapping[str, Tensor], *, config: DecoderConfig, options: UpcycleOptions
+) -> dict[str, Tensor]:
+    """Return the state dict of the MoE decoder, from that of the dense one.
+
+    Args:
+        state: of the dense decoder, whole tensors; not changed.
+        config: the MoE decoder, from `upcycle_config`.
+        options: how experts are made.
+
+    Returns:
+        All names of `Decoder(config)`. Converted layers are new tensors, the rest are those of
+        `state`, not copies.
+
+    Raises:
+        ValueError: when a tensor is missing, left over or of another shape.
+    """
+    check_arguments(upcycle_state_dict, locals())
+    skeleton = Decoder(config, device="meta")
+    found = dict(state)
+    for name, module in skeleton.named_modules():
+        if isinstance(module, MoELayer):
+            weights = [_take(found, f"{name}.{c}.weight") for c in ("gate_proj", "up_proj")]
+            dense = {
+                "w1": torch.stack(weights),
+                "w2": _take(found, f"{name}.down_proj.weight"),
+            }
+            made = upcycle_mlp(dense, config=module.config, options=options, key=name)
+            found.update({f"{name}.{part}": tensor for part, tensor in made.items()})
+    result = {}
+    for name, wanted in skeleton.state_dict().items():
+        result[name] = _take(found, name)
+        if result[name].shape != wanted.shape:
+            raise ValueError(
+                f"state dict {name} {tuple(result[name].shape)} must have the shape "
+                f"{tuple(wanted.shape)} of the decoder's config: match the two"
+            )
+    if found:
+        raise ValueError(
+            f"state dict {min(found)} must belong to the dense decoder of this config: upcycle "
+            "with the config that the checkpoint was trained with"
+        )
+    return result
+
+
+def _take(state: dict[str, Tensor], name: str) -> Tensor:
+    if name not in state:
+        raise ValueError(
+            f"state dict must hold {name}: pass the whole state dict of the dense decoder"
+        )
+    return state.pop(name)
+
+
+def upcycle_decoder(
+    model: Decoder,
+    options: UpcycleOptions,
+    *,
+    layers: Iterable[int] | None = None,
+    **moe_fields: Any,
+) -> Decoder:
+    """Return an MoE decoder with the outputs of a dense one. Before tp and sharding.
+
+    Args:
+        model: a dense decoder with values; drop it afterwards: the tensors of layers that are not
+            converted become those of the returned one, in the same memory.
+        options: how experts are made.
+        layers: layers to convert; None = all.
+        **moe_fields: fields of `MoEConfig` besides dims, experts and top_k.
+
+    Raises:
+        ValueError: as `upcycle_config` and `upcycle_state_dict`.
+    """
+    check_arguments(upcycle_decoder, locals())
+    config = upcycle_config(model.config, options, layers=layers, **moe_fields)
+    state = upcycle_state_dict(model.state_dict(), config=config, options=options)
+    upcycled = Decoder(config, device="meta")
+    upcycled.load_state_dict(state, assign=True)
+    return upcycled.train(model.training)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MLPNames:
+    """Child modules of a dense MLP, each an `nn.Linear`; the default is that of most gated MLPs.
+
+    Attributes:
+        up: first matrix.
+        down: second matrix.
+        gate: the gate's matrix; None when the activation has no gate, or when `up` holds the rows
+            of the gate and then those of up.
+    """
+
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate: str | None = "gate_proj"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def upcycle_modules(
+    model: nn.Module,
+    options: UpcycleOptions,
+    *,
+    mlps: Collection[str] | Callable[[str, nn.Module], bool],
+    names: MLPNames | None = None,
+    **moe_fields: Any,
+) -> nn.Module:
+    """Replace dense MLPs of any model by MoE layers with the same output, in place.
+
+    Each MLP is first run on random tokens and compared with `names` and the activation: a wrong
+    activation, a missed matrix or a factor in its forward is an error, not another model. An MLP
+    that is used in two places stays one layer.
+
+    Args:
+        model: any module with values, before it is parallelized.
+        options: how experts are made.
+        mlps: qualified names of the MLPs, or `(name, module) -> bool`, asked for every module.
+            Each maps [..., D] to [..., D].
+        names: child modules of an MLP.
+        **moe_fields: fields of `MoEConfig` besides dims, experts, top_k and the biases of the
+            experts, which are those of the MLP.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: when an MLP is not found, has another form than `names` and the activation,
+            or cannot be upcycled. The model is then unchanged.
+    """
+    check_arguments(upcycle_modules, locals())
+    names = names or MLPNames()
+    layers: dict[nn.Module, MoELayer] = {}
+    for name, block in _find(model, mlps).items():
+        dense = _read(name, block, names, moe_fields.get("activation", "swiglu"))
+        config = options.moe_config(
+            dim=dense["w2"].shape[0],
+            hidden_dim=dense["w2"].shape[1],
+            fc1_bias="b1" in dense,
+            fc2_bias="b2" in dense,
+            **moe_fields,
+        )
+        made = upcycle_mlp(dense, config=config, options=options, key=name)
+        _check_same_output(name, block, dense, config)
+        router, experts = (_part(made, role) for role in ("router", "experts"))
+        layers[block] = adopt(config, LayerLayout(), router=router, experts=experts)
+        layers[block].train(block.training)
+    for parent in list(model.modules()):
+        for child, module in parent._modules.items():
+            if module in layers:
+                parent._modules[child] = layers[module]
+    return model
+
+
+def _part(tensors: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
+    """The tensors of one child of the layer, under their names in it."""
+    return {n.removeprefix(f"{role}."): t for n, t in tensors.items() if n.startswith(f"{role}.")}
+
+
+def _find(
+    model: nn.Module, mlps: Collection[str] | Callable[[str, nn.Module], bool]
+) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    chosen = [n for n, m in modules.items() if mlps(n, m)] if callable(mlps) else list(mlps)
+    if not chosen:
+        raise ValueError(
+            f"mlps ({mlps!r}) must choose a module of {type(model).__name__}: name one"
+        )
+    for name in chosen:
+        if name == "" or name not in modules:
+            raise ValueError(
+                f"mlps ({name!r}) must be modules inside {type(model).__name__}: use names from "
+                "named_modules()"
+            )
+    return {name: modules[name] for name in chosen}
+
+
+def _read(name: str, block: nn.Module, names: MLPNames, activation: str) -> dict[str, Tensor]:
+    """The dense tensors of an MLP in the form that `upcycle_mlp` takes."""
+    gated = activation in GATED_ACTIVATIONS
+    if names.gate is not None and not gated:
+        raise ValueError(
+            f"MLPNames.gate ({names.gate!r}) must be None with MoEConfig.activation "
+            f'("{activation}"), which has no gate: set gate=None or a gated activation'
+        )
+    first = [_linear(name, block, child) for child in (names.gate, names.up) if child is not None]
+    down = _linear(name, block, names.down)
+    dense = {"w1": _joined(name, [m.weight for m in first], gated), "w2": down.weight.detach()}
+    biases = [m.bias for m in first if m.bias is not None]
+    if len(biases) not in (0, len(first)):
+        raise ValueError(f"{name}.{names.gate} and {names.up} must both have a bias or none: add 0")
+    if biases:
+        dense["b1"] = _joined(name, biases, gated)
+    if down.bias is not None:
+        dense["b2"] = down.bias.detach()
+    for path, child in block.named_modules():
+        if isinstance(child, nn.Dropout) and child.p > 0:
+            raise ValueError(
+                f"{name}.{path}.p ({child.p}) must be 0, because experts drop nothing: set it to 0"
+            )
+    return dense
+
+
+def _linear(name: str, block: nn.Module, child: str) -> nn.Linear:
+    found = dict(block.named_modules()).get(child)
+    if not isinstance(found, nn.Linear):
+        raise ValueError(
+            f"{name}.{child} ({type(found).__name__}) must be an nn.Linear of "
+            f"{type(block).__name__}: name its matrices with MLPNames"
+        )
+    return found
+
+
+def _joined(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
+    """Gate and up as [2, F, ...], or the one matrix without a gate."""
+    parts = [part.detach() for part in parts]
+    if not gated:
+        return parts[0]
+    if len(parts) == 2:
+        return torch.stack(parts)
+    if parts[0].shape[0] % 2:
+        raise ValueError(
+            f"{name} has {parts[0].shape[0]} hidden columns, which must be even to hold gate and "
+            "up: name the gate with MLPNames, or use an activation without one"
+        )
+    return parts[0].unflatten(0, (2, -1))
+
+
+@torch.no_grad()
+def _check_same_output(
+    name: str, block: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
+) -> None:
+    """Raise unless the MLP computes what its tensors and the activation give."""
+    w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
+    b1 = dense["b1"].flatten() if "b1" in dense else None
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=generator).to(w1)
+    x_TD = x_TD * (PROBE_STD / F.linear(x_TD, w1).std().clamp(min=1e-3))
+    hidden_TF = activate(F.linear(x_TD, w1, b1), config).to(x_TD.dtype)
+    expected_TD = F.linear(hidden_TF, w2_DF, dense.get("b2"))
+    was_training = block.training
+    block.eval()
+    found_TD = block(x_TD)
+    block.train(was_training)
+    scale = expected_TD.abs().max().clamp(min=torch.finfo(expected_TD.dtype).tiny)
+    error = float((found_TD - expected_TD).abs().max() / scale)
+    bound = max(3e-5, 8 * torch.finfo(x_TD.dtype).eps)
+    if not error <= bound:
+        raise ValueError(
+            f'{name} ({type(block).__name__}) must compute down("{config.activation}"(up(x))) of '
+            f"the named matrices, but differs by {error:.1e} of its scale (bound {bound:.1e}): "
+            "name its activation and its matrices"
+        )

@@ -1,0 +1,329 @@
+"""Upcycling: a trained dense MLP becomes an MoE layer that gives the same output at step 0.
+
+Legend: D model dim, F hidden dim of the dense MLP, G shards of it, f = F / G hidden dim of one
+expert, X expansion (copies of each shard), E = X * G experts, T active experts of a token.
+
+    w1 [F, D] -> G shards [f, D] -> X copies of each -> [X * G, f, D]
+
+Note [virtual groups]. Experts j * G .. j * G + G - 1 are virtual group j: one copy of each shard,
+in order. Its router rows are equal, so its members have equal scores, and E scores are ranked by
+(score, greatest first; id, lowest first): the order is one whole group after the other, also where
+two groups tie, because members are neighbours and a tie goes to the lower id. With T a multiple of
+G the first T are whole groups. Example, X2 G2 T2, scores [.3 .3 .3 .3]: order 0 1 2 3, group 0 is
+chosen; had the shards' copies been neighbours (ids 0 and 1 both shard 0), the second shard would
+be missing. Equal rows gave bitwise equal logits in every size tried on a CPU with E a multiple of
+4; elsewhere a matrix product may add up its last columns in another order, and a token whose best
+groups differ by less than that rounding (about 1e-7 of a logit) may get shards of both. Sinkhorn's
+iterations keep equal columns equal.
+
+Note [scale]. The members of group j have one weight w_j, and the group's shards add up to the
+dense output y, so the layer gives sum_j w_j * y over the T / G chosen groups. The weights of all T
+sum to S = G * sum_j w_j, so FC2 is multiplied by G / S. FC2 and what follows are linear: the factor
+is exact for every activation, and in any dtype when it is a power of two (else FC2 is rounded
+once). S with s = routed_scaling_factor:
+
+    normalised or "post", any scores        s
+    softmax over all, not normalised        s * T / E, for logits near 0
+    sigmoid, sqrtsoftplus, not normalised   s * T * score(0), for logits near 0
+
+With softmax G / S is X * G^2 / (T * s), the factor of the paper. The last two hold only for scores
+that do not differ, so there the router starts with logits of about `UNIFORM_LOGIT_STD`: enough to
+rank experts, too small to change a weight by more than 3e-6. The FC2 bias of an expert is
+multiplied by its weight as well; each of the T active ones holds b2 / S, so that they add up to b2.
+
+Source: sparse upcycling (arXiv:2212.05055); virtual groups and weight scaling (arXiv:2410.07524).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moecore.base.fields import Bound, Count, Rules, check_arguments, check_fields
+from moecore.base.options.layer import MoEConfig
+from moecore.moe.params import init_normal_
+
+ROUTER_STD = 0.02
+UNIFORM_LOGIT_STD = 5e-7  # std of a logit, for tokens of mean square 1: see Note [scale]
+KEEPS_GROUPS = ("learned", "sinkhorn")  # assignments, see Note [virtual groups]
+NAME = re.compile(r"E(\d+)G(\d+)T(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpcycleOptions:
+    """How dense MLPs become experts: E{expansion}G{granularity}T{top_k}.
+
+    Attributes:
+        expansion: copies X of each shard; the layer has X times the weights of the dense MLP.
+        granularity: shards G of the dense MLP, cut along its hidden dim; 1 keeps it whole.
+        top_k: active experts T of a token, a multiple of G; T = G costs what the dense MLP costs.
+        router_std: std of the router's weights; None = 0.02 where any scores give the dense
+            output, else the most that does: see Note [scale].
+        seed: of the router's weights, the only random ones.
+
+    Raises:
+        ValueError: when a field or a combination of fields is not possible.
+    """
+
+    expansion: Count
+    granularity: Count
+    top_k: Count
+    router_std: Annotated[float, Bound(">", 0), "use None for the default"] | None = None
+    seed: Annotated[int, Bound("<", 2**64)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.top_k % self.granularity:
+            yield (
+                "top_k",
+                f"be a multiple of granularity ({self.granularity}), because only all shards "
+                "together give the dense output: use "
+                f"{-(-self.top_k // self.granularity) * self.granularity}",
+            )
+        if self.top_k > self.num_experts:
+            yield (
+                "top_k",
+                f"be <= expansion * granularity ({self.num_experts}): lower top_k or raise "
+                "expansion",
+            )
+
+    @classmethod
+    def parse(cls, name: str, *, router_std: float | None = None, seed: int = 0) -> UpcycleOptions:
+        """Return the options of a name such as "E8G2T4".
+
+        Args:
+            name: E expansion, G granularity, T top_k.
+            router_std: see the class.
+            seed: see the class.
+
+        Raises:
+            ValueError: for another form, or numbers that are not possible.
+        """
+        match = NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f'upcycling name ({name!r}) must have the form "E8G2T4": write it so')
+        expansion, granularity, top_k = (int(number) for number in match.groups())
+        return cls(
+            expansion=expansion,
+            granularity=granularity,
+            top_k=top_k,
+            router_std=router_std,
+            seed=seed,
+        )
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer."""
+        return self.expansion * self.granularity
+
+    def moe_config(self, *, dim: Count, hidden_dim: Count, **moe_fields: Any) -> MoEConfig:
+        """Return the MoE layer that a dense MLP becomes.
+
+        Args:
+            dim: model dim D.
+            hidden_dim: hidden dim F of the dense MLP.
+            **moe_fields: any other field of `MoEConfig`: scores, activation, balance and so on.
+
+        Raises:
+            ValueError: when the layer can not give the dense output.
+        """
+        check_arguments(UpcycleOptions.moe_config, locals())
+        if hidden_dim % self.granularity:
+            raise ValueError(
+                f"UpcycleOptions.granularity ({self.granularity}) must divide the dense hidden dim "
+                f"({hidden_dim}): choose a divisor"
+            )
+        config = MoEConfig(
+            dim=dim,
+            hidden_dim=hidden_dim // self.granularity,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            **moe_fields,
+        )
+        check_upcycle(config, self)
+        return config
+
+
+def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
+    """Raise when a layer of this config can not give the dense output at step 0.
+
+    Args:
+        config: the layer.
+        options: how it is made.
+
+    Raises:
+        ValueError: with the field, and what to use instead.
+    """
+    for name, wanted in (("num_experts", options.num_experts), ("top_k", options.top_k)):
+        if getattr(config, name) != wanted:
+            raise ValueError(
+                f"MoEConfig.{name} ({getattr(config, name)}) must be the {wanted} of "
+                f"E{options.expansion}G{options.granularity}T{options.top_k}: use "
+                "UpcycleOptions.moe_config"
+            )
+    for name, used, why in (
+        ("shared_hidden_dim", config.shared_hidden_dim, "a shared expert adds to the dense output"),
+        ("latent_dim", config.latent_dim, "a smaller dim can not carry the dense output"),
+        (
+            "capacity",
+            config.capacity,
+            "dropped tokens lose the dense output; upcycle without it and load the same weights "
+            "into a model that has it",
+        ),
+    ):
+        if used:
+            raise ValueError(
+                f"MoEConfig.{name} ({used}) must be off for upcycling, because {why}: drop it"
+            )
+    if config.assignment not in KEEPS_GROUPS:
+        raise ValueError(
+            f'MoEConfig.assignment ("{config.assignment}") must be one of {KEEPS_GROUPS} for '
+            'upcycling, because others split virtual groups: upcycle with "learned" and load the '
+            "same weights into a model that has it"
+        )
+    if config.top_groups < config.num_groups and options.expansion % config.num_groups:
+        raise ValueError(
+            f"MoEConfig.num_groups ({config.num_groups}) must divide UpcycleOptions.expansion "
+            f"({options.expansion}), so that no group limit splits a virtual group: use a divisor"
+        )
+    if config.weights_on_input and weight_sum(config) != 1:
+        raise ValueError(
+            f"MoEConfig.weights_on_input (True) must go with routing weights of 1, not "
+            f"{weight_sum(config):g}, because the activation is not linear: use "
+            "normalize_weights=True and routed_scaling_factor=1"
+        )
+    _router_std(config, options)
+
+
+def weight_sum(config: MoEConfig) -> float:
+    """Return S, the sum of a token's routing weights at step 0: see Note [scale]."""
+    K, s = config.top_k, config.routed_scaling_factor
+    if config.normalizes:
+        return s
+    zero_scores = {
+        "softmax": 1 / config.num_experts,
+        "sigmoid": 0.5,
+        "sqrtsoftplus": math.sqrt(math.log(2)),
+    }
+    return s * K * zero_scores[config.score_function]
+
+
+def upcycle_mlp(
+    dense: Mapping[str, Tensor], *, config: MoEConfig, options: UpcycleOptions, key: str
+) -> dict[str, Tensor]:
+    """Return the tensors of an MoE layer that gives the dense MLP's output at step 0.
+
+    Args:
+        dense: "w1" [2, F, D] (gate, then up), or [F, D] without a gate; "w2" [D, F]; and "b1"
+            [2, F] or [F] and "b2" [D] when `config` has `fc1_bias` and `fc2_bias`. Whole tensors
+            of one dtype on one device.
+        config: the layer, from `UpcycleOptions.moe_config`.
+        options: how experts are made.
+        key: name of the layer in its model; layers with one key get the same router.
+
+    Returns:
+        New tensors under the names of a `MoELayer` ("router.weight", "experts.w1", ...), dtype and
+        device of the dense ones, the same on every rank.
+
+    Raises:
+        ValueError: when a tensor is missing, sharded, on meta or of another shape, or when the
+            layer can not give the dense output.
+    """
+    check_arguments(upcycle_mlp, locals())
+    check_upcycle(config, options)
+    _check_dense(dense, config, options, key)
+    X, G = options.expansion, options.granularity
+    w1, w2_DF = dense["w1"], dense["w2"]
+    scale = G / weight_sum(config)  # a Python number: torch multiplies in fp32 and rounds once
+    w2_GDf = w2_DF.unflatten(1, (G, -1)).movedim(1, 0)
+    made = {
+        "router.weight": _router_rows(config, options, key, like=w1),
+        "experts.w1": _copies(_shards(w1, w1.ndim - 2, G), X),
+        "experts.w2": _copies(w2_GDf, X) * scale,
+    }
+    if config.fc1_bias:
+        made["experts.b1"] = _copies(_shards(dense["b1"], dense["b1"].ndim - 1, G), X)
+    if config.fc2_bias:
+        made["experts.b2"] = _copies(dense["b2"].expand(G, -1), X) * (scale / G)
+    if config.router_bias:
+        made["router.bias"] = w1.new_zeros(config.num_experts)
+    if config.expert_bias:
+        made["router.expert_bias"] = w1.new_zeros(config.num_experts, dtype=torch.float32)
+    return made
+
+
+def _shards(w: Tensor, dim: int, G: int) -> Tensor:
+    """Cut the hidden dim and put the shards first: [2, F, D] -> [G, 2, f, D]."""
+    return w.unflatten(dim, (G, -1)).movedim(dim, 0)
+
+
+def _copies(w_Gx: Tensor, X: int) -> Tensor:
+    """All shards, X times over: expert j * G + g is shard g."""
+    return w_Gx.detach().repeat(X, *([1] * (w_Gx.ndim - 1)))
+
+
+def _router_rows(config: MoEConfig, options: UpcycleOptions, key: str, *, like: Tensor) -> Tensor:
+    """[E, D], equal within a virtual group; drawn on the CPU, so that every device agrees."""
+    std = _router_std(config, options)
+    if std < torch.finfo(like.dtype).tiny:
+        raise ValueError(
+            f"router std ({std:.1e}) of {key} must be a normal number of its dtype ({like.dtype}): "
+            "convert the dense weights to torch.bfloat16 or torch.float32"
+        )
+    rows_XD = torch.empty(options.expansion, config.dim)
+    init_normal_(rows_XD, std=std, key=f"{key}.router.weight", seed=options.seed)
+    return rows_XD.to(like).repeat_interleave(options.granularity, dim=0)
+
+
+def _router_std(config: MoEConfig, options: UpcycleOptions) -> float:
+    """The std of the router's weights; raises where the asked one would break step 0."""
+    everyone = config.score_function == "softmax" and config.top_k == config.num_experts
+    if config.normalizes or everyone:
+        return ROUTER_STD if options.router_std is None else options.router_std
+    most = UNIFORM_LOGIT_STD / math.sqrt(config.dim)
+    if options.router_std is not None and options.router_std > most:
+        raise ValueError(
+            f"UpcycleOptions.router_std ({options.router_std}) must be <= {most:.1e} with "
+            "MoEConfig.normalize_weights (False), where scores that differ change the output: use "
+            "None, or normalize_weights=True"
+        )
+    return most if options.router_std is None else options.router_std
+
+
+def _check_dense(
+    dense: Mapping[str, Tensor], config: MoEConfig, options: UpcycleOptions, key: str
+) -> None:
+    D, F = config.dim, config.hidden_dim * options.granularity
+    columns = (2, F) if config.gated else (F,)
+    shapes: dict[str, tuple[int, ...]] = {"w1": (*columns, D), "w2": (D, F)}
+    if config.fc1_bias:
+        shapes["b1"] = columns
+    if config.fc2_bias:
+        shapes["b2"] = (D,)
+    if dense.keys() != shapes.keys():
+        raise ValueError(
+            f"dense weights {sorted(dense)} of {key} must be {sorted(shapes)}, as MoEConfig's "
+            "activation and biases say: match the two"
+        )
+    for name, tensor in dense.items():
+        if isinstance(tensor, DTensor) or tensor.is_meta:
+            kind = "a DTensor" if isinstance(tensor, DTensor) else "on meta"
+            raise ValueError(
+                f"dense weight {name} ({kind}) of {key} must be a whole tensor with values: "
+                "upcycle after loading and before parallelizing"
+            )
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(
+                f"dense weight {name} {tuple(tensor.shape)} of {key} must have the shape "
+                f"{shapes[name]} that MoEConfig and UpcycleOptions give: use "
+                "UpcycleOptions.moe_config with the dense MLP's dims"
+            )

@@ -1,0 +1,56 @@
+"""Who owns what and who runs what: meshes, the request, shards, pipeline stages.
+
+layout string -> PipelineLayout     (name, pp, chunks, micro-batches) -> Schedule -> Timeline
+"""
+
+from moecore.parallel.pipeline.layout import (
+    LayoutCosts,
+    PipelineLayout,
+    Stage,
+    balanced_layout,
+    even_layout,
+    parse_layout,
+)
+from moecore.parallel.pipeline.offload import offload_fractions
+from moecore.parallel.pipeline.orders import Action, Overlap
+from moecore.parallel.pipeline.schedule import Schedule, make_schedule
+from moecore.parallel.pipeline.simulate import Costs, simulate
+from moecore.parallel.pipeline.timeline import Timeline, draw
+from moecore.parallel.shard.plan import (
+    AxisPlacement,
+    FlatLayout,
+    FlatSlot,
+    LayerPlan,
+    ParamPlan,
+    ShardPlan,
+    UnitPlan,
+)
+from moecore.parallel.shard.size import RankBytes, RoleBytes, rank_bytes
+
+__all__ = [
+    "Action",
+    "AxisPlacement",
+    "Costs",
+    "FlatLayout",
+    "FlatSlot",
+    "LayerPlan",
+    "LayoutCosts",
+    "Overlap",
+    "ParamPlan",
+    "PipelineLayout",
+    "RankBytes",
+    "RoleBytes",
+    "Schedule",
+    "ShardPlan",
+    "Stage",
+    "Timeline",
+    "UnitPlan",
+    "balanced_layout",
+    "draw",
+    "even_layout",
+    "make_schedule",
+    "offload_fractions",
+    "parse_layout",
+    "rank_bytes",
+    "simulate",
+]

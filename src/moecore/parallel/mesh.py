@@ -1,0 +1,352 @@
+"""ParallelConfig -> Meshes(dense, expert): two views of the same ranks (Parallel Folding).
+
+    dense  view, outermost first: pp, dp_replicate,  dp_shard,  cp, tp
+    expert view, outermost first: pp, edp_replicate, edp_shard, ep, etp
+
+Only pp must agree; every other expert dim folds freely over the dense ones. The last dim of a
+view is made of neighbouring ranks, so tp, ep and etp stay inside one host where they fit.
+
+Example, 8 ranks, dp_shard=4 tp=2 against edp_shard=2 ep=4: ranks 0 and 1 are one tp pair, ranks
+0 1 2 3 are one ep group, and ranks 0 and 4 share the same experts (edp_shard).
+
+Source: MoE Parallel Folding (arXiv:2504.14960).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moecore.base.agreement import check_same, fields_of
+from moecore.base.fields import Count, OneOf, Rules, check_arguments, check_fields
+from moecore.base.torch_names import default_timeout, inherit_timeout, is_inside
+
+DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_DIMS = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
+
+DeviceType = Annotated[str, OneOf(("cpu", "cuda"))]
+# int >= 1, or what is left
+Degree = Annotated[Count | Literal[-1], "use -1 once per view, for what is left"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Parallel degrees of the dense and of the expert view of one world.
+
+    World = pp * dp_replicate * dp_shard * cp * tp = pp * edp_replicate * edp_shard * ep * etp.
+    Only `pp` must agree. -1 means "what is left" and may stand once in each view.
+
+    Attributes:
+        pp: pipeline stages, shared by both views.
+        dp_replicate: data ranks that hold full copies of a dense shard (HSDP).
+        dp_shard: data ranks over which dense parameters are sharded.
+        cp: context parallel ranks; they too shard dense parameters.
+        tp: tensor parallel ranks of attention and dense MLPs.
+        edp_replicate: ranks that hold full copies of an expert shard.
+        edp_shard: ranks over which one expert's parameters are sharded.
+        ep: expert parallel ranks; each owns num_experts / ep experts.
+        etp: expert tensor parallel ranks; each owns hidden_dim / etp of each expert.
+    """
+
+    pp: Annotated[Count, "both views share it, so use pp=1 for none"] = 1
+    dp_replicate: Degree = 1
+    dp_shard: Degree = -1
+    cp: Degree = 1
+    tp: Degree = 1
+    edp_replicate: Degree = 1
+    edp_shard: Degree = -1
+    ep: Degree = 1
+    etp: Degree = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
+            open_names = [name for name in names if getattr(self, name) == -1]
+            if len(open_names) > 1:
+                yield (
+                    open_names[1],
+                    f"be given, because {open_names[0]} (-1) already takes what is left of the "
+                    f"{view} view: set one of them",
+                )
+
+    def resolve(self, world_size: Count) -> ParallelConfig:
+        """Return the same config with every -1 replaced, checked against the world size.
+
+        Args:
+            world_size: number of ranks.
+
+        Raises:
+            ValueError: when a view's degrees do not multiply to `world_size`.
+        """
+        check_arguments(ParallelConfig.resolve, locals())
+        updates: dict[str, int] = {}
+        for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
+            degrees = {name: getattr(self, name) for name in names}
+            given = math.prod(value for value in degrees.values() if value != -1)
+            shown = " * ".join(f"{n}={v}" for n, v in degrees.items() if v not in (1, -1)) or "1"
+            if world_size % given:
+                start = f"start ranks with torchrun --nproc-per-node {given}, or lower a degree"
+                fix = "change one of the degrees or the number of ranks"
+                raise ValueError(
+                    f"ParallelConfig {view} view ({shown} = {given}) must divide the world size "
+                    f"({world_size}): {start if world_size == 1 else fix}"
+                )
+            open_names = [n for n, v in degrees.items() if v == -1]
+            if open_names:
+                updates[open_names[0]] = world_size // given
+            elif given != world_size:
+                raise ValueError(
+                    f"ParallelConfig {view} view ({shown} = {given}) must equal the world size "
+                    f"({world_size}): set one degree to -1 to take what is left"
+                )
+        return replace(self, **updates)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Meshes:
+    """The two views of the world, and what rooms need to know about them.
+
+    Attributes:
+        parallel: the resolved degrees (no -1).
+        dense: mesh of attention, norms, embeddings, routers and shared experts.
+        expert: mesh of the routed experts.
+        dense_fsdp: (dp_replicate, dp_shard x cp), which shard dense parameters; the replicate
+            dim is left out when it is 1. The joined dim is named dp_shard_cp when cp > 1.
+        expert_fsdp: (edp_replicate, edp_shard) for experts, likewise.
+        dispatch_group: the ep x etp ranks among which tokens travel, ep-major; None when alone.
+        micro_batch_group: the cp x tp ranks that share one data rank's micro-batch; None = alone.
+        stage_group: every rank of this pipeline stage.
+        pipeline_groups: twice the ranks that differ only in pp, for messages to higher ranks and
+            for those to lower ones: two communicators, so that neither waits for the other. None
+            when pp is 1.
+    """
+
+    parallel: ParallelConfig
+    dense: DeviceMesh
+    expert: DeviceMesh
+    dense_fsdp: DeviceMesh
+    expert_fsdp: DeviceMesh
+    dispatch_group: dist.ProcessGroup | None
+    micro_batch_group: dist.ProcessGroup | None
+    stage_group: dist.ProcessGroup
+    pipeline_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+    def __repr__(self) -> str:
+        """Return both views in three lines: sizes, and where this rank is; dims of 1 left out."""
+        if not dist.is_initialized():
+            return f"Meshes({self.parallel}, whose process group is destroyed)"
+        ranks = f"Meshes({self.device_type}, rank {dist.get_rank()} of {dist.get_world_size()}"
+        views = (("dense ", self.dense), ("expert", self.expert))
+        return "\n".join([ranks, *(f"  {name} {_view(mesh)}" for name, mesh in views)]) + ")"
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks with different data: dp_replicate * dp_shard.
+
+        cp and tp ranks hold parts of the same sequences, so they are not data ranks.
+        """
+        return self.parallel.dp_replicate * self.parallel.dp_shard
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's data among `data_ranks`."""
+        shard = self.dense.get_local_rank("dp_shard")
+        return self.dense.get_local_rank("dp_replicate") * self.parallel.dp_shard + shard
+
+    @property
+    def pp_rank(self) -> int:
+        """Index of this rank's pipeline stage."""
+        return self.dense.get_local_rank("pp")
+
+    @property
+    def device_type(self) -> str:
+        """The device type of both meshes, "cpu" or "cuda"."""
+        return self.dense.device_type
+
+    @property
+    def device(self) -> torch.device:
+        """Where models of these meshes compute: there, or on meta in a dry run."""
+        return torch.device("meta" if is_inside() else self.device_type)
+
+
+def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None) -> Meshes:
+    """Build both views over all ranks of the default process group.
+
+    Starts the process group when there is none: from torchrun's environment, or as a world of one
+    process. Collective: every rank must call it with the same config.
+
+    Args:
+        parallel: the degrees; -1 takes what is left.
+        device_type: "cuda" or "cpu"; default: cuda when available.
+
+    Returns:
+        The frozen record that every other room takes its groups from.
+
+    Raises:
+        ValueError: when the degrees do not multiply to the world size, or differ between ranks.
+    """
+    check_arguments(build_meshes, locals())
+    has_gpu = torch.cuda.is_available()
+    device_type = device_type or ("cuda" if has_gpu else "cpu")
+    if device_type == "cuda" and not has_gpu:
+        raise ValueError("device_type ('cuda') must be 'cpu' on this host: torch sees no GPU")
+    world_size = (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    )
+    p = parallel.resolve(world_size)
+    _ensure_process_group(device_type)
+
+    world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
+    inherit_timeout(world.get_group())
+    check_same(fields_of(p), device_type)  # before the groups, which other degrees would mix up
+    dense = _fold(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
+    expert = _fold(device_type, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
+    # Views that join neighbouring dims into one group. Only dims that are both larger than 1
+    # need a new group; a joined dim of one non-trivial factor reuses that factor's group.
+    stage_group, pipeline_groups = _stages(world, dense, p)
+    return Meshes(
+        parallel=p,
+        dense=dense,
+        expert=expert,
+        dense_fsdp=_dense_fsdp(dense, p),
+        expert_fsdp=_trim(expert, "edp_replicate", "edp_shard"),
+        dispatch_group=_joined_group(expert, ("ep", "etp")),
+        micro_batch_group=_joined_group(dense, ("cp", "tp")),
+        stage_group=stage_group,
+        pipeline_groups=pipeline_groups,
+    )
+
+
+def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the group of `cp` neighbouring data ranks, and the cp x tp ranks, cp-major.
+
+    Collective: every rank calls it.
+
+    Args:
+        meshes: of one cp rank and pipeline stage.
+        cp: at least 2, a divisor of the data ranks.
+    """
+    size, tp = dist.get_world_size(), meshes.parallel.tp
+    view = _fold(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
+    joined = _joined_group(view, ("cp", "tp"))
+    assert joined is not None, "cp is at least 2"
+    return view.get_group("cp"), joined
+
+
+def split_context(
+    meshes: Meshes, cp: int, inner: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups of cp ranks that are neighbours, and of those that stand `inner` apart.
+
+    Collective: every rank calls it.
+
+    Args:
+        meshes: of the ranks.
+        cp: at least 2.
+        inner: how many neighbours, a divisor of cp.
+    """
+    tp, size = meshes.parallel.tp, dist.get_world_size()
+    sizes = (size // (cp * tp), cp // inner, inner, tp)
+    view = _fold(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))
+    return view.get_group("cp_inner"), view.get_group("cp_outer")
+
+
+def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of all dims of several views of one world, in order. No communication.
+
+    Args:
+        meshes: in which this rank is, with no dim of more than one rank in common.
+    """
+    ranks, own = torch.zeros((), dtype=torch.int), dist.get_rank()
+    for mesh in meshes:  # the steps along the dims of one view are the same everywhere
+        ranks = ranks.reshape(*ranks.shape, *(1 for _ in mesh.shape)) + (mesh.mesh - own)
+    return DeviceMesh.from_group(
+        [group for mesh in meshes for group in mesh.get_all_groups()],
+        meshes[0].device_type,
+        mesh=ranks + own,
+        mesh_dim_names=tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()),
+    )
+
+
+def _fold(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a view of the world, outermost dim first, with the default group's timeout."""
+    view = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    for name in names:
+        inherit_timeout(view.get_group(name))
+    return view
+
+
+def _view(mesh: DeviceMesh) -> str:
+    """Return the dims of a mesh that are not 1, and this rank's places."""
+    names = [name for name in mesh.mesh_dim_names or () if mesh.size(_dim(mesh, name)) > 1]
+    if not names:
+        return "one rank"
+    sizes = " ".join(f"{name}={mesh.size(_dim(mesh, name))}" for name in names)
+    return f"{sizes}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in names)}"
+
+
+def _ensure_process_group(device_type: str) -> None:
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _trim(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
+    """Slice (replicate, shard), without the replicate dim when it is 1."""
+    names = (replicate, shard) if mesh.size(_dim(mesh, replicate)) > 1 else (shard,)
+    return mesh[names]
+
+
+def _dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
+    if p.cp == 1:
+        return _trim(dense, "dp_replicate", "dp_shard")
+    names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
+    sizes = (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp)
+    view = _fold(dense.device_type, sizes, names)
+    return _trim(view, "dp_replicate", "dp_shard_cp")
+
+
+def _joined_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
+    """Group over the two innermost dims of a view, first-major; None when it is one rank."""
+    sizes = [view.size(_dim(view, name)) for name in names]
+    if sizes == [1, 1]:
+        return None
+    if 1 in sizes:
+        return view.get_group(names[1 - sizes.index(1)])
+    inner = sizes[0] * sizes[1]
+    joined = "_".join(names)
+    folded = _fold(view.device_type, (view.size() // inner, inner), ("outer", joined))
+    return folded.get_group(joined)
+
+
+def _stages(
+    world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig
+) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
+    """Return the ranks of this rank's stage, and `Meshes.pipeline_groups`."""
+    if p.pp == 1:
+        return world.get_group(), None
+    view = _fold(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))
+    up, down = dense.get_group("pp"), view.get_group("pp")
+    if up is down:  # both are the default group, where each stage is one rank
+        down = dist.new_group(timeout=default_timeout())
+    return view.get_group("stage"), (up, down)
+
+
+def _dim(mesh: DeviceMesh, name: str) -> int:
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return names.index(name)

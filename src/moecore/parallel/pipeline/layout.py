@@ -1,0 +1,340 @@
+"""Which part of a model each virtual stage runs: a string, read into a `PipelineLayout`.
+
+    "Et*3|(tt|)*29m|L"  ->  "Ettt", "tt", .., "tt", "m", "L"  ->  Stage 0 .. Stage 31
+
+`E` is the embedding, `t` a transformer layer, `m` a multi-token prediction module, `L` the head
+and the loss, `|` a border of stages. `(..)` is a group, `*3` repeats the letter or the group
+before it. A stage may be empty. Of pp pipeline ranks each has `chunks(pp)` stages; which ones, a
+schedule decides (`Schedule.rank_of`).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import Annotated
+
+from moecore.base.fields import (
+    Bound,
+    PositiveOrZero,
+    Rules,
+    check_arguments,
+    check_fields,
+    check_value,
+    shown,
+)
+from moecore.base.tables import columns
+
+MOST_LETTERS = 2**16  # that a layout may expand to
+Few = Annotated[int, Bound(">=", 1), Bound("<=", MOST_LETTERS)]
+FewOrNone = Annotated[int, Bound(">=", 0), Bound("<=", MOST_LETTERS)]
+TOKEN = re.compile(r"[EtmL|()]|\*[0-9]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """What one virtual stage runs, in order.
+
+    Attributes:
+        index: 0 .. num_stages - 1, in the order of forward.
+        embedding: the embedding of tokens.
+        layers: consecutive indices of the model's transformer layers, perhaps none.
+        mtp: consecutive indices of its multi-token prediction modules, perhaps none.
+        loss: the head and the loss.
+    """
+
+    index: int
+    embedding: bool
+    layers: tuple[int, ...]
+    mtp: tuple[int, ...]
+    loss: bool
+
+    @property
+    def letters(self) -> str:
+        """Return the stage as a layout string has it, unfolded: "Ettt"."""
+        return "E" * self.embedding + "t" * len(self.layers) + "m" * len(self.mtp) + "L" * self.loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineLayout:
+    """The stages of a model; `parse_layout`, `even_layout` and `balanced_layout` make one.
+
+    Attributes:
+        stages: in the order of forward.
+        num_layers: transformer layers of all stages.
+        num_mtp_layers: multi-token prediction modules of all stages.
+    """
+
+    stages: tuple[Stage, ...]
+    num_layers: int
+    num_mtp_layers: int
+
+    def chunks(self, pp: Few) -> int:
+        """Return how many stages each of pp ranks has.
+
+        Raises:
+            ValueError: when pp does not divide the number of stages.
+        """
+        check_value("pp", pp, Few)
+        chunks, rest = divmod(len(self.stages), pp)
+        if rest:
+            num_stages = (chunks + 1) * pp
+            even = _even(self.num_layers, self.num_mtp_layers, num_stages)
+            raise ValueError(
+                f"layout ({shown(self.text)}) must have a number of stages that pp ({pp}) divides, "
+                f"found {len(self.stages)}: use {even!r} of {num_stages}"
+            )
+        return chunks
+
+    @property
+    def text(self) -> str:
+        """Return a short string that `parse_layout` reads back."""
+        return _folded([stage.letters for stage in self.stages])
+
+    def picture(self, pp: Few, rank_of: Sequence[int] | None = None) -> str:
+        """Return a table, a row per pp rank and a column per chunk, with the indices of layers.
+
+        Args:
+            pp: pipeline ranks.
+            rank_of: the rank of each stage, as `Schedule.rank_of`; None = stage s on rank s % pp.
+
+        Raises:
+            ValueError: when pp does not divide the number of stages.
+        """
+        chunks = self.chunks(pp)
+        rank_of = rank_of or [stage % pp for stage in range(len(self.stages))]
+        lines = [("pp rank", *(f"chunk {chunk}" for chunk in range(chunks)))]
+        for rank in range(pp):
+            own = (stage for stage, of in zip(self.stages, rank_of, strict=True) if of == rank)
+            lines.append((str(rank), *map(_cell, own)))
+        return "\n".join(columns(lines))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutCosts:
+    """Time of each part of a model for one micro-batch, in any one unit.
+
+    Attributes:
+        embedding: the embedding.
+        layers: each transformer layer.
+        mtp: each multi-token prediction module.
+        loss: the head and the loss.
+    """
+
+    embedding: PositiveOrZero = 0.0
+    layers: tuple[PositiveOrZero, ...]
+    mtp: tuple[PositiveOrZero, ...] = ()
+    loss: PositiveOrZero = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if not self.layers:
+            yield "layers", "have a cost per transformer layer: pass at least one"
+
+    def of_stages(self, layout: PipelineLayout) -> tuple[float, ...]:
+        """Return the cost of each stage."""
+        return tuple(
+            self.embedding * stage.embedding
+            + sum(self.layers[layer] for layer in stage.layers)
+            + sum(self.mtp[module] for module in stage.mtp)
+            + self.loss * stage.loss
+            for stage in layout.stages
+        )
+
+
+def parse_layout(text: str, *, num_layers: Few, num_mtp_layers: FewOrNone = 0) -> PipelineLayout:
+    """Return the stages of a layout string.
+
+    Args:
+        text: as "Et*3|(tt|)*29m|L"; spaces mean nothing.
+        num_layers: transformer layers of the model.
+        num_mtp_layers: multi-token prediction modules of the model.
+
+    Raises:
+        ValueError: of one line, when the string cannot be read, or is not the model's.
+    """
+    check_arguments(parse_layout, locals())
+    letters = _expanded(text)
+    found = {letter: letters.count(letter) for letter in "tm"}
+    order = "".join(letter for letter, _ in groupby(letters.replace("|", "")))
+    problem = ""
+    if not letters.startswith("E") or letters.count("E") > 1:
+        problem = f"have one E, at its start, found {letters.count('E')}"
+    elif not letters.endswith("L") or letters.count("L") > 1:
+        problem = f"have one L, at its end, found {letters.count('L')}"
+    elif "mt" in order:
+        problem = "have every m after the last t"
+    elif found["t"] != num_layers:
+        problem = f"have one t per layer, found {found['t']} for num_layers ({num_layers})"
+    elif found["m"] != num_mtp_layers:
+        modules = f"num_mtp_layers ({num_mtp_layers})"
+        problem = f"have one m per MTP module, found {found['m']} for {modules}"
+    if problem:
+        num_stages = letters.count("|") + 1
+        even = _even(num_layers, num_mtp_layers, num_stages)
+        raise ValueError(f"layout ({shown(text)}) must {problem}: use {even!r}")
+    return _of_letters(letters.split("|"))
+
+
+def even_layout(
+    num_layers: Few, *, num_stages: Few, num_mtp_layers: FewOrNone = 0
+) -> PipelineLayout:
+    """Return as many layers per stage, one more in the first ones where they do not divide.
+
+    The embedding is with the first stage; MTP modules, head and loss are with the last.
+    """
+    check_arguments(even_layout, locals())
+    return parse_layout(
+        _even(num_layers, num_mtp_layers, num_stages),
+        num_layers=num_layers,
+        num_mtp_layers=num_mtp_layers,
+    )
+
+
+def balanced_layout(costs: LayoutCosts, *, num_stages: Few) -> PipelineLayout:
+    """Return the layout whose slowest stage costs least.
+
+    Of several, it has the fewest parts in the last stage, and then stages of like cost (the least
+    sum of squares).
+
+    Args:
+        costs: of each part of the model.
+        num_stages: pp times chunks.
+    """
+    check_arguments(balanced_layout, locals())
+    letters = "E" + "t" * len(costs.layers) + "m" * len(costs.mtp) + "L"
+    sums = [0.0, *accumulate([costs.embedding, *costs.layers, *costs.mtp, costs.loss])]
+    most = _least_most(sums, num_stages) * (1 + 1e-9)  # sums of equal costs differ in the last bit
+    borders = _borders(sums, num_stages, most)
+    return _of_letters([letters[i:j] for i, j in pairwise(borders)])
+
+
+def _expanded(text: str) -> str:
+    """Return a layout string without spaces, groups and repetitions."""
+    plain = re.sub(r"\s", "", text)
+    tokens = TOKEN.findall(plain)
+    if "".join(tokens) != plain:
+        wrong = TOKEN.sub(" ", plain).split()[0]
+        _refuse(text, f"be of E, t, m, L, |, ( ) and *n, found {shown(wrong)}", "remove it")
+    groups: list[list[str]] = [[]]  # open groups, as lists of what stands in them
+    for token in tokens:
+        if token == "(":
+            groups.append([])
+        elif token == ")":
+            if len(groups) == 1:
+                _refuse(text, "have a ( for each )", "remove the )")
+            inner = "".join(groups.pop())
+            groups[-1].append(inner)
+        elif token[0] == "*":
+            if not groups[-1]:
+                _refuse(text, f"have a letter or a group before {token}", "remove it")
+            times = int(token[1:6]) if len(token) <= 6 else MOST_LETTERS + 1
+            if len(groups[-1][-1]) * times > MOST_LETTERS:
+                _refuse(text, f"have at most {MOST_LETTERS} letters", f"lower {token[:9]}")
+            groups[-1][-1] *= times
+        else:
+            groups[-1].append(token)
+        if sum(map(len, groups[-1])) > MOST_LETTERS:
+            _refuse(text, f"have at most {MOST_LETTERS} letters", "lower a repetition")
+    if len(groups) > 1:
+        _refuse(text, "have a ) for each (", "close the group")
+    return "".join(groups[0])
+
+
+def _refuse(text: str, relation: str, fix: str) -> None:
+    raise ValueError(f"layout ({shown(text)}) must {relation}: {fix}")
+
+
+def _even(num_layers: int, num_mtp_layers: int, num_stages: int) -> str:
+    each, more = divmod(num_layers, num_stages)
+    stages = ["t" * (each + (stage < more)) for stage in range(num_stages)]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "m" * num_mtp_layers + "L"
+    return _folded(stages)
+
+
+def _folded(stages: Sequence[str]) -> str:
+    """Return the stages as a string, runs of letters and of stages as repetitions."""
+    short = [re.sub(r"(.)\1{2,}", lambda run: f"{run[1]}*{len(run[0])}", s) for s in stages]
+    found = ""
+    for stage, run in groupby(short[:-1]):
+        times = len(list(run))
+        found += min(f"{stage}|" * times, f"({stage}|)*{times}", key=len)
+    return found + short[-1]
+
+
+def _of_letters(stages: Sequence[str]) -> PipelineLayout:
+    first = {letter: [0, *accumulate(s.count(letter) for s in stages)] for letter in "tm"}
+
+    def indices(letter: str, stage: int) -> tuple[int, ...]:
+        return tuple(range(first[letter][stage], first[letter][stage + 1]))
+
+    found = tuple(
+        Stage(
+            index=i,
+            embedding="E" in letters,
+            layers=indices("t", i),
+            mtp=indices("m", i),
+            loss="L" in letters,
+        )
+        for i, letters in enumerate(stages)
+    )
+    return PipelineLayout(stages=found, num_layers=first["t"][-1], num_mtp_layers=first["m"][-1])
+
+
+def _cell(stage: Stage) -> str:
+    if not stage.layers:
+        return stage.letters or "-"
+    first, last = stage.layers[0], stage.layers[-1]
+    return f"{stage.letters} {first}" + f"-{last}" * (last > first)
+
+
+def _least_most(sums: Sequence[float], num_stages: int) -> float:
+    """Return the least cost of the slowest stage: the least sum of parts that suffices."""
+    last = len(sums)
+    found = sorted({sums[j] - sums[i] for i in range(last) for j in range(i + 1, last)})
+
+    def suffices(most: float) -> bool:
+        stages, start = 1, 0
+        for end in range(1, last):
+            if sums[end] - sums[start] > most:
+                stages, start = stages + 1, end - 1
+                if sums[end] - sums[start] > most:
+                    return False
+        return stages <= num_stages
+
+    return found[bisect_left(found, True, key=suffices)]
+
+
+def _borders(sums: Sequence[float], num_stages: int, most: float) -> list[int]:
+    """Return where stages begin and end, none of them above a cost."""
+    last = len(sums) - 1
+    # Stage 0 has the embedding and the last one the loss, so of two stages neither is empty.
+    least: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by end: sum of squares, start
+    for stage in range(num_stages):
+        ends: dict[int, tuple[float, int]] = {}
+        for start, (squares, _) in least[-1].items():
+            for end in _ends(sums, start, most):
+                is_open = (stage == 0 and end == 0) or (stage < num_stages - 1 and end == last)
+                found = (squares + (sums[end] - sums[start]) ** 2, start)
+                if not is_open and (end not in ends or found < ends[end]):
+                    ends[end] = found
+        least.append(ends)
+    borders = [last]
+    if num_stages > 1:  # the fewest parts in the last stage
+        borders.append(max(s for s in least[-2] if sums[last] - sums[s] <= most))
+    for ends in least[len(least) - len(borders) : 0 : -1]:
+        borders.append(ends[borders[-1]][1])
+    return borders[::-1]
+
+
+def _ends(sums: Sequence[float], start: int, most: float) -> Iterator[int]:
+    for end in range(start, len(sums)):
+        if sums[end] - sums[start] > most:
+            return
+        yield end

@@ -1,0 +1,291 @@
+"""Runs a schedule on one rank: forwards and backwards of its stages, and what travels between.
+
+    F   receive hidden states -> forward of the stage -> send its output; keep input and graph
+    B   receive the gradient of that output -> backward -> send the gradient of the input
+    D   the same, but products that weight gradients are made of are kept
+    W   these products
+
+An `Overlap` is a forward beside a backward (`TrainStep.side_by_side`). What both have made leaves
+when both have ended, the output first: the order of messages is that of the schedule.
+
+What is kept of a forward is its input and the edge of its graph: the output itself is freed when it
+has left. A loss is divided as `TrainStep` says before its backward.
+
+Where activations are offloaded, what the next item reads in backward starts to come back before an
+item runs, and what a forward has left to go out is freed when the item after it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from moecore.base.torch_names import mark
+from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.layout import PipelineLayout, Stage
+from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
+from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
+from moecore.parallel.pipeline.schedule import Schedule, make_schedule
+from moecore.parallel.pipeline.stages import hidden_shape, run_stage
+from moecore.parallel.pipeline.timeline import mark_name
+from moecore.parallel.pipeline.transport import Groups, Transport
+from moecore.parallel.shard.engine import engines_of
+from moecore.parallel.shard.weight_gradients import WeightGradients
+
+PIPELINE_NAME = "_moecore_pipeline"  # attribute of a model that is cut into stages
+Inputs = Mapping[str, Any]  # keyword arguments of the model
+SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor | None]
+
+
+class Offload(Protocol):
+    """What keeps activations elsewhere between the forward of a stage and its backward."""
+
+    def chunk(self, *, leaves_whole: bool, held: Tensor | None) -> AbstractContextManager[Any]:
+        """Surround a forward; give what stands for it. What is held stays."""
+        ...
+
+    def bring_back(self, chunk: Any) -> None:
+        """Start to bring back what a forward has left: its backward is near."""
+        ...
+
+    def free(self, chunk: Any) -> None:
+        """Free what of a forward has gone elsewhere since it ended."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """The place of a model among the stages of a pipeline.
+
+    Attributes:
+        config: as given.
+        layout: of the whole model.
+        rank: of this part of it, among the pipeline ranks.
+        groups: see `Transport`.
+        dtype: of hidden states.
+        device: likewise.
+        offload: of this part's activations; None = they stay.
+    """
+
+    config: PipelineConfig
+    layout: PipelineLayout
+    rank: int
+    groups: Groups
+    dtype: torch.dtype
+    device: torch.device
+    offload: Offload | None = None
+
+    @property
+    def size(self) -> int:
+        """Pipeline ranks."""
+        return dist.get_world_size(self.groups[0])
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of each rank."""
+        return len(self.layout.stages) // self.size
+
+    def schedule(self, num_micro_batches: int) -> Schedule:
+        """Return who does what in which order."""
+        return make_schedule(
+            self.config.schedule,
+            pp=self.size,
+            chunks=self.num_chunks,
+            num_micro_batches=num_micro_batches,
+        )
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """Return the place of a model among stages; None = it is whole."""
+    return getattr(model, PIPELINE_NAME, None)
+
+
+def run_pipeline(
+    model: nn.Module,
+    pipeline: Pipeline,
+    micro_batches: Sequence[Inputs],
+    scale: Callable[[Tensor], Tensor],
+    side_by_side: SideBySide,
+) -> Tensor:
+    """Run forward and backward of all micro-batches; return their losses, fp32 [n], on every rank.
+
+    Args:
+        model: this rank's stages.
+        pipeline: its place.
+        micro_batches: arguments of the whole model's forward, the same on all pipeline ranks.
+        scale: of a loss, before its backward.
+        side_by_side: as of `TrainStep`.
+    """
+    schedule = pipeline.schedule(len(micro_batches))
+    run = _Run(model, pipeline, schedule, micro_batches, scale, side_by_side)
+    run.all(schedule.orders[pipeline.rank])
+    return run.losses()
+
+
+@torch.no_grad()
+def forward_pipeline(
+    model: nn.Module, pipeline: Pipeline, micro_batches: Sequence[Inputs]
+) -> Tensor:
+    """Return the losses of micro-batches without gradients, fp32 [n], on every rank."""
+    schedule = pipeline.schedule(len(micro_batches))
+    actions = ([a for item in order for a in actions_of(item)] for order in schedule.orders)
+    forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)
+    run = _Run(model, pipeline, replace(schedule, orders=forwards), micro_batches)
+    run.all(forwards[pipeline.rank])
+    return run.losses()
+
+
+@dataclass(slots=True)
+class _Forward:
+    """What waits for its backward.
+
+    Attributes:
+        hidden: the stage's input.
+        edge: where its output comes from.
+        chunk: of `Offload`; None without.
+    """
+
+    hidden: Tensor | None
+    edge: GradientEdge
+    chunk: Any
+
+
+class _Run:
+    """One run of a schedule."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        micro_batches: Sequence[Inputs],
+        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+        side_by_side: SideBySide | None = None,
+    ) -> None:
+        self._model, self._pipeline, self._micro_batches = model, pipeline, micro_batches
+        self._scale, self._side_by_side = scale, side_by_side
+        self._stages: tuple[Stage, ...] = pipeline.layout.stages
+        self._transport = Transport(
+            schedule,
+            pipeline.rank,
+            pipeline.groups,
+            shape_of=self._shape_of,
+            dtype=pipeline.dtype,
+            device=pipeline.device,
+        )
+        self._waiting: dict[tuple[int, int], _Forward] = {}
+        (self._engine,) = engines_of(model)
+        self._later: dict[tuple[int, int], WeightGradients] = {}
+        self._offload = pipeline.offload
+        self._left: Any = None  # the chunk of this item's forward
+        self._leaves = False  # whether that leaves whole
+        self._losses = torch.zeros(len(micro_batches), dtype=torch.float32, device=pipeline.device)
+        self._do: dict[str, Callable[[Action], Tensor | None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "D": self._backward_of_inputs,
+            "W": self._backward_of_weights,
+        }
+
+    def all(self, items: Sequence[Item]) -> None:
+        """Run a rank's part of the schedule, in order."""
+        for item, ahead, leaves in zip(
+            items, backwards_ahead(items), leaves_whole(items), strict=True
+        ):
+            left, self._left, self._leaves = self._left, None, leaves
+            self._bring_back(ahead)
+            with mark(mark_name(item)):
+                for action, result in self._run(item):
+                    if result is not None:
+                        self._transport.send(action, result)
+            if self._offload is not None and left is not None:
+                self._offload.free(left)
+        self._transport.finish()
+
+    def _bring_back(self, ahead: Action | None) -> None:
+        """Start to bring back what the next item's backward reads, if its forward has run."""
+        found = None if ahead is None else self._waiting.get((ahead.stage, ahead.micro_batch))
+        if self._offload is not None and found is not None:
+            self._offload.bring_back(found.chunk)
+
+    def _run(self, item: Item) -> list[tuple[Action, Tensor | None]]:
+        """Return what leaves this rank's stages."""
+        if not isinstance(item, Overlap):
+            return [(item, self._do[item.kind](item))]
+        gradient: list[Tensor | None] = []
+        assert self._side_by_side is not None, "forwards alone are beside nothing"
+        output = self._side_by_side(
+            lambda: self._forward(item.forward),
+            lambda: gradient.append(self._do[item.backward.kind](item.backward)),
+        )
+        return [(item.forward, output), (item.backward, gradient[0])]
+
+    def losses(self) -> Tensor:
+        """Return the losses of the micro-batches. Collective over the pipeline ranks."""
+        dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros elsewhere
+        return self._losses
+
+    def _forward(self, action: Action) -> Tensor | None:
+        stage, inputs = self._stages[action.stage], self._micro_batches[action.micro_batch]
+        hidden = self._transport.receive(action)
+        if hidden is not None and torch.is_grad_enabled():
+            hidden.requires_grad_()
+        with self._chunk(hidden) as chunk:
+            out = run_stage(self._model, stage, hidden, inputs)
+        sent = None if stage.loss else self._checked(out.detach(), action)
+        if stage.loss:
+            if out.ndim:
+                raise ValueError(
+                    f"micro_batches[{action.micro_batch}] must have labels, so that the model "
+                    f"returns its loss, found {tuple(out.shape)}: pass them on all ranks"
+                )
+            self._losses[action.micro_batch] = out.detach()
+            out = self._scale(out)
+        if torch.is_grad_enabled():
+            place = action.stage, action.micro_batch
+            self._waiting[place] = _Forward(hidden, get_gradient_edge(out), chunk)
+            self._left = chunk
+        return sent
+
+    def _chunk(self, hidden: Tensor | None) -> AbstractContextManager[Any]:
+        """Surround the forward of a stage, whose input is held until backward."""
+        if self._offload is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._offload.chunk(leaves_whole=self._leaves, held=hidden)
+
+    def _checked(self, out: Tensor, action: Action) -> Tensor:
+        """Return hidden states that are what the next stage waits for."""
+        shape = self._shape_of(action.stage + 1, action.micro_batch)
+        if out.dtype != self._pipeline.dtype or tuple(out.shape) != shape:
+            raise ValueError(
+                f"hidden states of stage {action.stage} ({out.dtype} {tuple(out.shape)}) must be "
+                f"{self._pipeline.dtype} {shape}: keep the model, or FSDPOptions.param_dtype, in "
+                "one dtype"
+            )
+        return out
+
+    def _backward(self, action: Action) -> Tensor | None:
+        grad = self._transport.receive(action)
+        found = self._waiting.pop((action.stage, action.micro_batch))
+        torch.autograd.backward([found.edge], [grad])
+        return None if found.hidden is None else found.hidden.grad
+
+    def _backward_of_inputs(self, action: Action) -> Tensor | None:
+        later = self._later[action.stage, action.micro_batch] = WeightGradients()
+        with self._engine.deferring(later):
+            return self._backward(action)
+
+    def _backward_of_weights(self, action: Action) -> None:
+        self._later.pop((action.stage, action.micro_batch)).run()
+
+    def _shape_of(self, stage: int, micro_batch: int) -> tuple[int, ...]:
+        """Return the shape of what enters a stage; what enters an empty one enters the next."""
+        found = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
+        return hidden_shape(self._model, found, self._micro_batches[micro_batch])

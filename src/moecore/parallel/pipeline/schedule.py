@@ -1,0 +1,189 @@
+"""In which order each pipeline rank runs forwards and backwards: `make_schedule`.
+
+    (name, pp, chunks, micro-batches) -> Schedule: orders[rank] = (Action | Overlap, ..)
+
+`orders.py` has the order of one rank; here are the ranks together: which has which stage, what an
+action needs of others, and whether all orders end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from moecore.base.fields import Count, check_arguments
+from moecore.parallel.pipeline.orders import (
+    RULES,
+    Action,
+    Item,
+    ScheduleName,
+    Shape,
+    actions_of,
+    in_turns,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Which rank has which stage, and in which order it runs them.
+
+    Attributes:
+        name: as `make_schedule` takes it.
+        pp: pipeline ranks.
+        num_stages: pp times chunks.
+        num_micro_batches: of a step.
+        rank_of: the rank of each stage.
+        orders: what each rank runs, in order.
+    """
+
+    name: str
+    pp: int
+    num_stages: int
+    num_micro_batches: int
+    rank_of: tuple[int, ...]
+    orders: tuple[tuple[Item, ...], ...]
+
+    def inputs_of(self, action: Action) -> list[Action]:
+        """Return what must be complete before an action: of its own stage and of its neighbours.
+
+        A gradient that comes from another stage is named as "D", whether that stage runs D or B.
+        """
+        kind, stage, micro_batch = action
+        if kind == "F":
+            return [Action("F", stage - 1, micro_batch)] if stage else []
+        if kind == "W":
+            return [Action("D", stage, micro_batch)]
+        last = stage == self.num_stages - 1
+        after = [] if last else [Action("D", stage + 1, micro_batch)]
+        return [Action("F", stage, micro_batch), *after]
+
+    def in_time(self) -> Iterator[tuple[int, Item]]:
+        """Yield (rank, item) in an order that dependencies allow; stop where every rank waits."""
+        done: set[Action] = set()
+        position = [0] * self.pp
+        moved = True
+        while moved:
+            moved = False
+            for rank, order in enumerate(self.orders):
+                while position[rank] < len(order):
+                    item = order[position[rank]]
+                    actions = actions_of(item)
+                    if any(i not in done for action in actions for i in self.inputs_of(action)):
+                        break
+                    yield rank, item
+                    done.update(actions, (a._replace(kind="D") for a in actions if a.kind == "B"))
+                    position[rank] += 1
+                    moved = True
+
+    def check(self) -> None:
+        """Raise unless every pass runs once, on its rank, and no rank waits forever.
+
+        A rank waits for what it needs alone: that what it sends has been received, it does not ask.
+
+        Raises:
+            ValueError: of one line, with what is wrong.
+        """
+        found: dict[tuple[int, int], str] = {}
+        for rank, order in enumerate(self.orders):
+            for kind, stage, micro_batch in chain.from_iterable(map(actions_of, order)):
+                if not (0 <= stage < self.num_stages and self.rank_of[stage] == rank):
+                    raise ValueError(f"stage ({stage}) must not run on rank {rank}: fix orders")
+                key = stage, micro_batch
+                found[key] = found.get(key, "") + kind
+        for stage in range(self.num_stages):
+            for micro_batch in range(self.num_micro_batches):
+                kinds = found.pop((stage, micro_batch), "")
+                if sorted(kinds) not in (["B", "F"], ["D", "F", "W"]):
+                    raise ValueError(
+                        f"passes ({kinds!r}) of stage {stage} and micro-batch {micro_batch} must be"
+                        " F and B, or F, D and W, once each: fix orders"
+                    )
+        if found:
+            raise ValueError(
+                f"passes ({min(found)}) must be of micro-batches of the step: fix them"
+            )
+        ran = [0] * self.pp
+        for rank, _ in self.in_time():
+            ran[rank] += 1
+        for rank, order in enumerate(self.orders):
+            if ran[rank] < len(order):
+                raise ValueError(
+                    f"orders ({self.name}) must not wait for each other: rank {rank} never runs "
+                    f"{order[ran[rank]]}: move it after what it needs"
+                )
+
+    @property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Return the most (stage, micro-batch) that each rank holds at once, see `peak_held`."""
+        return self.peak_held([1] * self.num_stages)
+
+    def peak_held(
+        self, sizes: Sequence[int], waiting: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """Return the most that each rank holds at once, from each forward to the end of its B or W.
+
+        In an overlap the forward's are there before the backward's are freed.
+
+        Args:
+            sizes: what a micro-batch leaves on each stage for its backward, in bytes for example.
+            waiting: what its D leaves there for its W (`WeightGradients.nbytes`); None = `sizes`.
+        """
+        waiting = sizes if waiting is None else waiting
+        peaks = []
+        for order in self.orders:
+            held = peak = 0
+            for kind, stage, _ in chain.from_iterable(map(actions_of, order)):
+                first, second = sizes[stage], waiting[stage]
+                held += {"F": first, "B": -first, "D": second - first, "W": -second}[kind]
+                peak = max(peak, held)
+            peaks.append(peak)
+        return tuple(peaks)
+
+
+def make_schedule(
+    name: ScheduleName, *, pp: Count, chunks: Count, num_micro_batches: Count
+) -> Schedule:
+    """Return the order of each rank.
+
+    | name | chunks | stage s is on rank | what it is |
+    |---|---|---|---|
+    | gpipe | any | s % pp | all forwards, then all backwards |
+    | 1f1b | 1 | s | one forward and one backward in turns |
+    | interleaved | any | s % pp | 1F1B by rounds of pp micro-batches, or a few more |
+    | overlapped | any | s % pp | interleaved, one forward more ahead, each turn an `Overlap` |
+    | zero-bubble | 1 | s | 1F1B with weight gradients that wait (ZB-H1) |
+    | zbv | 2 | min(s, 2 pp - 1 - s) | zero bubble, stages in a V |
+    | dualpipe-v | 2 | min(s, 2 pp - 1 - s) | zbv whose turns are `Overlap`s (DualPipeV) |
+
+    Args:
+        name: of the schedule.
+        pp: pipeline ranks.
+        chunks: stages per rank.
+        num_micro_batches: of a step, any number.
+
+    Raises:
+        ValueError: of one line, when the schedule does not take so many chunks.
+
+    Source: https://arxiv.org/abs/2104.04473 (interleaved), https://arxiv.org/abs/2401.10241
+    (zero bubble), https://arxiv.org/abs/2412.19437 (overlapped pairs).
+    """
+    check_arguments(make_schedule, locals())
+    rule = RULES[name]
+    if rule.chunks not in (None, chunks):
+        several = "; use 'interleaved' for more" if rule.chunks == 1 else ""
+        raise ValueError(
+            f"chunks ({chunks}) must be {rule.chunks} for schedule {name!r}: "
+            f"pass {rule.chunks}{several}"
+        )
+    num_stages = pp * chunks
+    ranks = [min(s, num_stages - 1 - s) if rule.is_v else s % pp for s in range(num_stages)]
+    shapes = (Shape(pp, chunks, rank, num_micro_batches) for rank in range(pp))
+    return Schedule(
+        name=name,
+        pp=pp,
+        num_stages=num_stages,
+        num_micro_batches=num_micro_batches,
+        rank_of=tuple(ranks),
+        orders=tuple(tuple(in_turns(rule.turns(shape))) for shape in shapes),
+    )

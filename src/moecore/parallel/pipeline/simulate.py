@@ -1,0 +1,145 @@
+"""How long a schedule takes on ranks that wait for each other: `simulate`.
+
+    (Schedule, Costs of each stage) -> Timeline
+
+A rank runs its order one item after the other, and starts an item when all that it needs has
+arrived. Nothing else takes time: the optimizer, and the gradients of a step, come after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moecore.base.fields import PositiveOrZero, Rules, check_arguments, check_fields
+from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
+from moecore.parallel.pipeline.schedule import Schedule
+from moecore.parallel.pipeline.timeline import Span, Timeline
+
+Times = tuple[PositiveOrZero, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Time of one micro-batch on each stage, in any one unit.
+
+    Attributes:
+        forward: computation of a forward.
+        backward_inputs: computation of the gradient of inputs; recomputation counts here.
+        backward_weights: computation of the gradients of weights.
+        forward_exchange: communication inside of a stage's forward, such as that of experts, that
+            the forward alone does not hide; () = none.
+        backward_exchange: likewise of its backward: it belongs to the gradient of inputs.
+        transfer: hidden states, or their gradient, from one rank to another.
+    """
+
+    forward: Times
+    backward_inputs: Times
+    backward_weights: Times
+    forward_exchange: Times = ()
+    backward_exchange: Times = ()
+    transfer: PositiveOrZero = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        number = len(self.forward)
+        if not number:
+            yield "forward", "have a time per stage: pass at least one"
+        for name in ("backward_inputs", "backward_weights"):
+            if len(getattr(self, name)) != number:
+                yield name, f"have a time per stage, as forward ({number}): pass as many"
+        for name in ("forward_exchange", "backward_exchange"):
+            if len(getattr(self, name)) not in (0, number):
+                yield name, f"have a time per stage, as forward ({number}): pass as many, or ()"
+
+    @classmethod
+    def of_forward(
+        cls, forward: Sequence[PositiveOrZero], *, inputs: float = 1.0, weights: float = 1.0
+    ) -> Costs:
+        """Return costs whose backward takes multiples of the forward, without communication."""
+        return cls(
+            forward=tuple(forward),
+            backward_inputs=tuple(inputs * time for time in forward),
+            backward_weights=tuple(weights * time for time in forward),
+        )
+
+    def of(self, action: Action) -> tuple[float, float]:
+        """Return computation and exchange of an action that runs alone, one after the other."""
+        stage, compute = action.stage, 0.0
+        if action.kind == "F":
+            exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0
+            return self.forward[stage], exchange
+        if action.kind in "BD":
+            compute += self.backward_inputs[stage]
+        if action.kind in "BW":
+            compute += self.backward_weights[stage]
+        has_exchange = self.backward_exchange and action.kind != "W"
+        return compute, self.backward_exchange[stage] if has_exchange else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Return when each rank runs what.
+
+    In an `Overlap` one stream computes and one communicates, and each of the two actions waits for
+    itself alone. So the pair takes the longest of: the computation of both, the exchange of both,
+    and either action alone. Its two results leave at its end.
+
+    Args:
+        schedule: of `make_schedule`.
+        costs: of each of its stages.
+
+    Raises:
+        ValueError: when the costs are of another number of stages.
+    """
+    check_arguments(simulate, locals())
+    if len(costs.forward) != schedule.num_stages:
+        raise ValueError(
+            f"costs.forward ({len(costs.forward)} stages) must have a time per stage of the "
+            f"schedule ({schedule.num_stages}): pass as many"
+        )
+    exposed = [0.0] * schedule.pp
+    spans = spans_of(schedule, lambda item: _duration(item, costs)[1], costs.transfer)
+    for rank, items in enumerate(spans):
+        for _, _, item in items:
+            compute, taken = _duration(item, costs)
+            exposed[rank] += taken - compute
+    return Timeline(spans=spans, exposed_exchange=tuple(exposed))
+
+
+def spans_of(
+    schedule: Schedule, duration: Callable[[Item], float], transfer: float
+) -> tuple[tuple[Span, ...], ...]:
+    """Return when each rank runs what.
+
+    Args:
+        schedule: of all ranks.
+        duration: of an item.
+        transfer: time of a message from one rank to another.
+    """
+    spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
+    done: dict[Action, tuple[int, float]] = {}  # rank and end
+    for rank, item in schedule.in_time():
+        before = spans[rank][-1].end if spans[rank] else 0.0
+        actions = actions_of(item)
+        arrivals = (done[i] for action in actions for i in schedule.inputs_of(action))
+        arrived = (end + transfer * (source != rank) for source, end in arrivals)
+        start = max(before, *arrived, 0.0)
+        end = start + duration(item)
+        spans[rank].append(Span(start, end, item))
+        for action in actions:
+            done[action] = rank, end
+            if action.kind == "B":
+                done[action._replace(kind="D")] = rank, end
+    return tuple(map(tuple, spans))
+
+
+def _duration(item: Item, costs: Costs) -> tuple[float, float]:
+    """Return the computation of an item, and how long it takes with what is exposed."""
+    parts = [costs.of(action) for action in actions_of(item)]
+    computes, exchanges = zip(*parts, strict=True)
+    alone = [compute + exchange for compute, exchange in parts]
+    compute = sum(computes)
+    taken = max(compute, sum(exchanges), *alone) if isinstance(item, Overlap) else alone[0]
+    return compute, taken

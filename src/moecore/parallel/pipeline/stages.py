@@ -1,0 +1,293 @@
+"""Stages of a model: what a pipeline rank keeps of it, and the forward of one stage.
+
+Legend: B sequences, T tokens of a sequence, D model dim, k multi-token prediction modules.
+
+    take_stages    the model -> the parts of this rank's stages; `Elsewhere` in place of the others
+    run_stage      tokens, labels, ..  -> embedding -> layers -> norm -> mtp -> head -> loss
+                   hidden [B, T, D]    ------------>|                 |      |
+                   hidden [1 + k, B, T, D] -------------------------->|      |
+                                                    hidden of the next stage
+
+Every rank has all inputs of a micro-batch, so that hidden states alone travel. They are the
+residual stream until the final norm has run, and from then on the stack of normed states
+[h_0 .. h_k] of the decoder and of the modules that have run (see `models/mtp.py`). A model without
+such modules has its norm where its head is.
+
+Names of parameters are those of the whole model. The embedding table is kept by each rank that
+embeds tokens, predicts several of them, or has a head that is tied to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from moecore.base.fields import check_arguments
+from moecore.parallel.pipeline.layout import Stage
+
+
+class Elsewhere(nn.Module):
+    """Stands for a module that another rank has. No parameters.
+
+    Args:
+        module: in whose place it stands. Its strings are kept: models of transformers read a
+            layer's kind from it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(module).items():
+            if isinstance(value, str) and not name.startswith("_"):
+                setattr(self, name, value)
+
+    def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        """Return x itself."""
+        return x
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageParts:
+    """What of a model stages are made of, by name of module.
+
+    Attributes:
+        embedding: the table of tokens.
+        layers: the ModuleList of transformer layers.
+        norm: behind the last layer.
+        head: the output matrix.
+        mtp: the ModuleList of multi-token prediction modules; None = the model has none.
+        tied: whether the head reads the embedding table.
+    """
+
+    embedding: str
+    layers: str
+    norm: str
+    head: str
+    mtp: str | None = None
+    tied: bool = False
+
+
+class StagedModel(Protocol):
+    """What a pipeline asks of a model."""
+
+    def stage_parts(self) -> StageParts:
+        """Return what stages are made of, the same before and after `take_stages`."""
+        ...
+
+    def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the shape of what enters a stage; see `hidden_shape`."""
+        ...
+
+    def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
+        """Run one stage; see `run_stage`."""
+        ...
+
+
+def take_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Keep of a model what these stages need, in place; call it before `parallelize_moe`.
+
+    Every other part becomes an `Elsewhere` of the same name. No communication.
+
+    Args:
+        model: a `Decoder` or a causal language model of transformers, on any device.
+        stages: of this rank.
+
+    Raises:
+        ValueError: for layers or modules that the model lacks, or that were taken before.
+        NotImplementedError: for a model that cannot be cut.
+    """
+    check_arguments(take_stages, locals())
+    parts = staged_model(model).stage_parts()
+    num_mtp = 0 if parts.mtp is None else _length(model, parts.mtp)
+    kept: dict[str, nn.Module] = {}
+    for stage in stages:
+        _check_range(stage, "layers", stage.layers, _length(model, parts.layers))
+        _check_range(stage, "mtp", stage.mtp, num_mtp)
+        kept |= dict(_needed(model, parts, stage, num_mtp))
+    for name, module in kept.items():
+        if isinstance(module, Elsewhere):
+            raise ValueError(
+                f"stages ({[stage.index for stage in stages]}) must be of a model that has {name}: "
+                "take them of the whole model, once"
+            )
+    lists = [name for name in (parts.layers, parts.mtp) if name is not None]
+    entries = [f"{name}.{i}" for name in lists for i in range(_length(model, name))]
+    for name in (parts.embedding, *entries, parts.norm, parts.head):
+        if name not in kept:
+            model.set_submodule(name, Elsewhere(model.get_submodule(name)))
+
+
+def run_stage(
+    model: nn.Module, stage: Stage, hidden: Tensor | None, inputs: Mapping[str, Any]
+) -> Tensor:
+    """Run the forward of one stage, through the model's `__call__`.
+
+    Args:
+        model: of `take_stages`, or whole.
+        stage: one of the model's.
+        hidden: what the stage before has returned: this rank's tokens; None where the stage has the
+            embedding.
+        inputs: arguments of the model's forward by name, the same in every stage. Their labels are
+            read by the stages that compute a loss.
+
+    Returns:
+        Hidden states for the next stage; of a stage with the head the loss, or the logits without
+        labels.
+
+    Raises:
+        ValueError: for hidden states that are not those of the stage, and parts that are elsewhere.
+        NotImplementedError: for a model that cannot be cut.
+    """
+    return staged_model(model)(**inputs, hidden=hidden, stage=stage)
+
+
+def hidden_shape(model: nn.Module, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of what enters a stage on this rank. No communication.
+
+    Args:
+        model: see `run_stage`.
+        stage: not the first, and not empty: what enters an empty one is what enters the next.
+        inputs: see `run_stage`.
+
+    Returns:
+        [B, t, D], with MTP modules behind the norm [1 + k, B, t, D]; t = T / (cp * tp).
+
+    Raises:
+        ValueError: for a stage that nothing enters, or an empty one.
+    """
+    if stage.embedding or not (stage.layers or stage.mtp or stage.loss):
+        raise ValueError(
+            f"stage ({stage.index}) must get hidden states and run something: nothing enters the "
+            "first, and into an empty one comes what comes into the next"
+        )
+    return staged_model(model).hidden_shape(stage, inputs)
+
+
+def num_parts(model: nn.Module) -> tuple[int, int]:
+    """Return how many layers and multi-token prediction modules a model has."""
+    parts = staged_model(model).stage_parts()
+    return _length(model, parts.layers), 0 if parts.mtp is None else _length(model, parts.mtp)
+
+
+def blocks_of(
+    model: nn.Module, blocks: Sequence[nn.Module], stages: Sequence[Stage]
+) -> dict[int, list[nn.Module]]:
+    """Return the blocks of each stage, by its index.
+
+    Args:
+        model: that has them.
+        blocks: layers and multi-token prediction modules, or what lies in these, in order.
+        stages: of the model.
+    """
+    parts = staged_model(model).stage_parts()
+    found = {}
+    for stage in stages:
+        names = [f"{parts.layers}.{index}" for index in stage.layers]
+        names += [f"{parts.mtp}.{index}" for index in stage.mtp]
+        inside = {module for name in names for module in model.get_submodule(name).modules()}
+        found[stage.index] = [block for block in blocks if block in inside]
+    return found
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what a model's forward returns: itself, or transformers' `.loss`."""
+    loss = output if isinstance(output, Tensor) else output.loss
+    return cast(Tensor, loss)
+
+
+def staged_model(model: nn.Module) -> StagedModel:
+    """Return what runs stages of a model: itself, unless it is of transformers.
+
+    Raises:
+        NotImplementedError: for a model of another kind.
+    """
+    if hasattr(model, "stage_parts"):
+        return cast(StagedModel, model)
+    if hasattr(model, "get_output_embeddings"):
+        from moecore.families.transformers.pipeline import StagedCausal
+
+        return StagedCausal(model)
+    raise NotImplementedError(
+        f"model ({type(model).__name__}) must be a Decoder or a causal language model of "
+        "transformers, or have stage_parts, to be cut to stages"
+    )
+
+
+def runs_norm(stage: Stage, num_mtp: int) -> bool:
+    """Whether the final norm runs in a stage of a model with so many MTP modules."""
+    return 0 in stage.mtp or (stage.loss and num_mtp == 0)
+
+
+def check_held(model: nn.Module, parts: StageParts, stage: Stage, num_mtp: int) -> None:
+    """Raise ValueError when a part of a stage is elsewhere. Under torch.compile nothing is checked.
+
+    Args:
+        model: that is to run the stage.
+        parts: of the model.
+        stage: to run.
+        num_mtp: MTP modules of the model.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, module in _needed(model, parts, stage, num_mtp):
+        if isinstance(module, Elsewhere):
+            raise ValueError(
+                f"stage ({stage.index}) must be one that this rank has, but {name} is elsewhere: "
+                "pass one of those given to take_stages"
+            )
+
+
+def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for hidden states that are not those that enter a stage.
+
+    Args:
+        hidden: given to the stage.
+        stage: to run; into an empty one may come a stack too.
+        shape: of what enters it.
+    """
+    if (hidden is None) != stage.embedding:
+        shown = None if hidden is None else tuple(hidden.shape)
+        raise ValueError(
+            f"hidden ({shown}) must be None in the stage with the embedding and given in every "
+            f"other: stage {stage.index} {'has it' if stage.embedding else 'is another'}"
+        )
+    if hidden is None:
+        return
+    is_empty = not (stage.layers or stage.mtp or stage.loss)
+    found = hidden.shape[-len(shape) :] if is_empty else hidden.shape
+    if found != shape or not hidden.is_floating_point():
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} ({hidden.dtype}) must be floating with the shape "
+            f"{shape}, which enters stage {stage.index}: pass what the stage before returns"
+        )
+
+
+def _needed(
+    model: nn.Module, parts: StageParts, stage: Stage, num_mtp: int
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a stage needs, with their names."""
+    if stage.embedding or stage.mtp or (stage.loss and parts.tied):
+        yield parts.embedding, model.get_submodule(parts.embedding)
+    for name, indices in ((parts.layers, stage.layers), (parts.mtp, stage.mtp)):
+        if name is not None and indices:
+            entries = list(cast(nn.ModuleList, model.get_submodule(name)))
+            yield from ((f"{name}.{index}", entries[index]) for index in indices)
+    if runs_norm(stage, num_mtp):
+        yield parts.norm, model.get_submodule(parts.norm)
+    if stage.loss:
+        yield parts.head, model.get_submodule(parts.head)
+
+
+def _check_range(stage: Stage, field: str, indices: Sequence[int], count: int) -> None:
+    if any(not 0 <= index < count for index in indices):
+        raise ValueError(
+            f"stage {stage.index} {field} ({indices}) must be of the {count} of the model: make "
+            "the layout for its numbers"
+        )
+
+
+def _length(model: nn.Module, name: str) -> int:
+    return len(cast(nn.ModuleList, model.get_submodule(name)))

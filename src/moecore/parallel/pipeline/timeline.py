@@ -1,0 +1,205 @@
+"""When each rank ran what: a `Timeline`, simulated (`simulate.py`) or measured, and its picture.
+
+simulate(schedule, costs) -> Timeline        torch.profiler's traces -> Timeline.from_traces(paths)
+                                     draw(timeline, "step.png")
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from moecore.base.fields import check_arguments
+from moecore.parallel.pipeline.orders import Action, Item, Kind, Overlap, actions_of
+
+COLOURS = {"F": "#4477aa", "B": "#228833", "D": "#66ccaa", "W": "#ee8866"}
+NAMES = {"F": "forward", "B": "backward", "D": "gradient of inputs", "W": "gradients of weights"}
+ROW = 0.9  # of the height of a rank
+WIDTH = 0.25  # inches per item of an order
+MOST_WIDTH = 120  # inches
+
+
+class Span(NamedTuple):
+    """One item of a rank's order, in any one unit of time."""
+
+    start: float
+    end: float
+    item: Item
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """What each rank ran, and when.
+
+    Attributes:
+        spans: of each rank, in time; the first one of all ranks starts at 0.
+        exposed_exchange: time of each rank, inside of its spans, that communication takes and no
+            computation hides; () = not known.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    exposed_exchange: tuple[float, ...] = ()
+
+    @classmethod
+    def from_spans(cls, spans: Iterable[tuple[int, Item, float, float]]) -> Timeline:
+        """Return a timeline of (rank, item, start, end), in any order and with any origin.
+
+        Raises:
+            ValueError: when there are none, or two of a rank overlap.
+        """
+        of_ranks = ((rank, Span(start, end, item)) for rank, item, start, end in spans)
+        found = sorted(of_ranks, key=_place)
+        if not found:
+            raise ValueError("spans (()) must have at least one: record a step")
+        origin = min(span.start for _, span in found)
+        ranks: list[list[Span]] = [[] for _ in range(found[-1][0] + 1)]
+        for rank, (start, end, item) in found:
+            before = ranks[rank][-1].end if ranks[rank] else 0.0
+            if not before <= start - origin <= end - origin:
+                raise ValueError(
+                    f"spans ({item} on rank {rank}) must not overlap, and end after they start: "
+                    "record one stream"
+                )
+            ranks[rank].append(Span(start - origin, end - origin, item))
+        return cls(spans=tuple(map(tuple, ranks)))
+
+    @classmethod
+    def from_traces(cls, paths: Sequence[str | os.PathLike[str]]) -> Timeline:
+        """Return what a profile shows of one step, in microseconds.
+
+        On a GPU an action lasts from its first kernel to its last, else as long as its host code.
+
+        Args:
+            paths: Chrome traces of torch.profiler, of each pipeline rank in order, of one host.
+
+        Raises:
+            ValueError: when they have no action of a pipeline, or an action twice.
+        """
+        check_arguments(Timeline.from_traces, locals())
+        spans = [
+            (rank, *span)
+            for rank, path in enumerate(paths)
+            for span in _traced(json.loads(Path(path).read_bytes()))
+        ]
+        return cls.from_spans(spans)
+
+    @property
+    def makespan(self) -> float:
+        """Return the time from the first start to the last end."""
+        return max(span.end for spans in self.spans for span in spans)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Return how long each rank runs something."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """Return the time of all ranks in which they wait, over the time in which they run."""
+        busy = sum(self.busy)
+        return (len(self.spans) * self.makespan - busy) / busy
+
+
+def mark_name(item: Item) -> str:
+    """Return the name under which a profile shows an item of an order."""
+    return "moecore::" + " beside ".join(
+        f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions_of(item)
+    )
+
+
+ACTION = re.compile(r"([FBDW]) stage (\d+) micro-batch (\d+)")
+
+
+def _traced(trace: Mapping[str, Any]) -> Iterator[tuple[Item, float, float]]:
+    """Yield the items of a Chrome trace, with start and end in microseconds."""
+    found = [(e, list(ACTION.finditer(str(e.get("name"))))) for e in trace["traceEvents"]]
+    events = [(e, matches) for e, matches in found if matches]
+    on_gpu = [each for each in events if each[0].get("cat") == "gpu_user_annotation"]
+    on_host = [each for each in events if each[0].get("cat") == "user_annotation"]
+    for event, matches in on_gpu or on_host:
+        actions = [Action(cast(Kind, m[1]), int(m[2]), int(m[3])) for m in matches]
+        item = actions[0] if len(actions) == 1 else Overlap(*actions)
+        yield item, event["ts"], event["ts"] + event["dur"]
+
+
+class Box(NamedTuple):
+    """A rectangle of the picture: rank r lies from r to r + ROW, and the chunk is the shade."""
+
+    start: float
+    end: float
+    bottom: float
+    height: float
+    action: Action
+    chunk: int
+
+
+def boxes(timeline: Timeline) -> Iterator[Box]:
+    """Yield what `draw` draws: the two actions of an overlap lie above each other."""
+    for rank, spans in enumerate(timeline.spans):
+        stages = sorted({action.stage for span in spans for action in actions_of(span.item)})
+        for span in spans:
+            actions = actions_of(span.item)
+            height = ROW / len(actions)
+            for i, action in enumerate(actions):
+                chunk = stages.index(action.stage)
+                yield Box(span.start, span.end, rank + i * height, height, action, chunk)
+
+
+def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Write a PNG: a row per rank, a box per action with the number of its micro-batch.
+
+    Colours are kinds of actions, and later chunks of a rank are lighter.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    check_arguments(draw, locals())
+    try:
+        from matplotlib import colors
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.collections import PolyCollection
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError("draw needs matplotlib: pip install 'moecore[bench]'") from error
+
+    found = list(boxes(timeline))
+    chunks = 1 + max(box.chunk for box in found)
+
+    def shade(box: Box) -> tuple[float, ...]:
+        light = 0.6 * box.chunk / chunks
+        return tuple(c + (1 - c) * light for c in colors.to_rgb(COLOURS[box.action.kind]))
+
+    ranks, end = len(timeline.spans), timeline.makespan
+    width = min(MOST_WIDTH, max(8.0, WIDTH * max(map(len, timeline.spans))))
+    figure = Figure(figsize=(width, 1.2 + 0.4 * ranks), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    corners = [
+        [(b.start, b.bottom), (b.end, b.bottom), (b.end, top), (b.start, top)]
+        for b in found
+        for top in (b.bottom + b.height,)
+    ]
+    fills = [shade(box) for box in found]
+    axes.add_collection(PolyCollection(corners, facecolors=fills, edgecolors="white", lw=0.5))
+    for box in found:
+        label = str(box.action.micro_batch)
+        if (box.end - box.start) / end * width > 0.06 * len(label):  # else it would not fit
+            x, y = (box.start + box.end) / 2, box.bottom + box.height / 2
+            axes.text(x, y, label, ha="center", va="center", fontsize=6, clip_on=True)
+    axes.set(xlim=(0, end), ylim=(ranks + ROW - 1, 0), xlabel="time", ylabel="pp rank")
+    axes.set_yticks([rank + ROW / 2 for rank in range(ranks)], [str(rank) for rank in range(ranks)])
+    kinds = [kind for kind in COLOURS if any(box.action.kind == kind for box in found)]
+    patches = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    figure.legend(handles=patches, loc="outside upper left", ncols=len(kinds), fontsize=7)
+    figure.savefig(path, format="png")
+
+
+def _place(found: tuple[int, Span]) -> tuple[int, float, float]:
+    rank, span = found
+    return rank, span.start, span.end

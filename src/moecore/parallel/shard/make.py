@@ -1,0 +1,356 @@
+"""A model -> ShardPlan: every decision about units, placements and gradients, and its refusals.
+
+A copy of the model on meta is cut over tp, ep and etp as the model will be, and read: no rule about
+placements is written twice. Nothing communicates and the model stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base.copies import copy_modules, on_meta
+from moecore.base.options.fsdp import FSDPOptions, Strategy
+from moecore.base.options.recipe import Recipe
+from moecore.moe.experts import Experts
+from moecore.moe.layer import RoutedLayer
+from moecore.moe.params import clean_name
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.request import Request, is_cut, roles_of
+from moecore.parallel.shard.dispatcher import choose_dispatcher
+from moecore.parallel.shard.fp8_gather import gathered_recipes
+from moecore.parallel.shard.kinds import kinds
+from moecore.parallel.shard.layout import flat_layouts
+from moecore.parallel.shard.plan import (
+    AxisPlacement,
+    LayerPlan,
+    ParamPlan,
+    ShardPlan,
+    UnitPlan,
+    UnitRole,
+    View,
+)
+from moecore.parallel.shard.units import (
+    Prefetch,
+    Units,
+    backward_prefetch,
+    find_units,
+    forward_prefetch,
+)
+from moecore.precision.apply import check_precision
+
+Layers = Mapping[str, RoutedLayer]
+
+
+def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
+    """Return the plan of a model, which stays as it is. No communication.
+
+    Args:
+        model: its MoE blocks are MoELayers; `request.check_layers` has taken it.
+        layers: those, by name.
+        request: the call.
+
+    Raises:
+        ValueError: for what tensor parallelism cannot cut, parameters that cannot be trained, and a
+            precision that reaches nothing in what is left.
+    """
+    copies = copy_modules(model, on_meta)
+    twin = copies[model]
+    twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
+    cut_model(twin, twins, request.meshes)
+    found = {} if request.precision is None else check_precision(twin, request.precision)
+    linears = {name: linear.recipe for name, linear in found.items() if linear.recipe}
+    recipes = gathered_recipes(twin, twins, linears, request)
+    maker = _Maker(twin, twins, request, recipes)
+    dispatcher, reason = choose_dispatcher(request)
+    return ShardPlan(
+        model=type(model).__name__,
+        device_type=request.meshes.device_type,
+        parallel=request.meshes.parallel,
+        layers=tuple(_layer(name, layer, request) for name, layer in layers.items()),
+        linears=tuple(linears.items()),
+        params=tuple(maker.params.values()),
+        units=tuple(maker.units()),
+        blocks=tuple(maker.names[block] for block in maker.found.blocks),
+        dispatcher=dispatcher,
+        dispatcher_reason=reason,
+    )
+
+
+def cut_model(model: nn.Module, layers: Layers, meshes: Meshes) -> None:
+    """Keep this rank's part over tp, ep and etp of a model, in place. No communication.
+
+    Args:
+        model: whole, or cut over tp already.
+        layers: its MoE layers by name.
+        meshes: both views.
+    """
+    p = meshes.parallel
+    if p.tp > 1 and not is_cut(model):
+        cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
+    if p.ep * p.etp > 1 or is_whole(meshes):
+        for layer in layers.values():
+            layer.part("experts").shard(meshes.expert["ep", "etp"])
+
+
+def is_whole(meshes: Meshes) -> bool:
+    """Whether a rank's experts are no other rank's."""
+    return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
+
+
+def _layer(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
+    config = layer.config
+    return LayerPlan(
+        name=name,
+        experts=f"{name}.{layer.name_of('experts')}".strip("."),
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        num_local=config.num_experts // request.meshes.parallel.ep,
+        hidden_dim=config.hidden_dim,
+        recipes=tuple((role, request.recipe_of(name, layer, role)) for role in roles_of(layer)),
+    )
+
+
+class _Maker:
+    """Makes the plans of units and parameters.
+
+    Args:
+        model: cut.
+        layers: its MoE layers by name.
+        request: the call.
+        recipes: of the parameters that are gathered in FP8, by name.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Layers, request: Request, recipes: Mapping[str, Recipe]
+    ) -> None:
+        self.model, self.options, self.meshes = model, request.fsdp, request.meshes
+        self.recipes = recipes
+        self.divisor = float(self.meshes.data_ranks) if request.loss == "mean" else 1.0
+        self.names = {module: name for name, module in model.named_modules()}
+        self.places = {module: i for i, module in enumerate(self.names)}
+        self.name_of = {param: name for name, param in model.named_parameters()}
+        self.found = find_units(model, self.options)
+        self.in_fp8 = {  # quantised as they are stored, unless they are gathered
+            layer.part("experts")
+            for name, layer in layers.items()
+            if request.recipe_of(name, layer, "experts") is not None
+        }
+        self.owned = self._owned()
+        self.role_of = {p: role for role, _, params in self.owned.values() for p in params}
+        check_parameters(self.owned, self.name_of, self.options, whole=is_whole(self.meshes))
+        self.params = self._params()
+
+    def _owned(self) -> dict[nn.Module, tuple[UnitRole, Sequence[nn.Module], list[nn.Parameter]]]:
+        """Return role, modules and own parameters of each unit by its first module.
+
+        Inner units first, which take their parameters out of outer ones.
+        """
+        found, model = self.found, self.model
+        blocks = [group for group in found.groups if group != [model]]
+        inner_first: list[tuple[UnitRole, Sequence[nn.Module]]] = [
+            *(("routers", unit) for unit in found.routers),
+            *(("experts", [experts]) for experts in found.experts),
+            *(("block", group) for group in blocks),
+            *(("head", [head]) for head in found.heads),
+            ("root", [model]),
+        ]
+        owned, seen = {}, set[nn.Parameter]()
+        for role, modules in inner_first:
+            params = dict.fromkeys(p for module in modules for p in module.parameters())
+            owned[modules[0]] = role, modules, [p for p in params if p not in seen]
+            seen.update(params)
+        return owned
+
+    def _params(self) -> dict[str, ParamPlan]:
+        layers = {n: m for n, m in self.model.named_modules() if isinstance(m, RoutedLayer)}
+        kind_of = kinds(self.model, {clean_name(name): layer for name, layer in layers.items()})
+        experts = {param: module for module in self.found.experts for param in module.parameters()}
+        return {
+            name: ParamPlan(
+                name=name,
+                kind=kind_of(clean_name(name)),
+                shape=tuple(param.shape),
+                dtype=dtype_name(param.dtype),
+                itemsize=param.element_size(),
+                trainable=param.requires_grad,
+                mesh="expert" if param in experts else "dense",
+                placements=self._placements(param, experts.get(param)),
+            )
+            for param, name in self.name_of.items()
+        }
+
+    def _placements(
+        self, param: nn.Parameter, experts: Experts | None
+    ) -> tuple[AxisPlacement, ...]:
+        """Return how data ranks cut, and then how other ranks have cut already."""
+        inner: list[AxisPlacement] = []
+        if isinstance(param, DTensor):
+            axes = zip(_axes(param.device_mesh), param.placements, strict=True)
+            inner = [
+                AxisPlacement(axis=axis, size=size, dim=getattr(p, "dim", None), pieces=_pieces(p))
+                for (axis, size), p in axes
+            ]
+        if experts is not None and is_whole(self.meshes):
+            return tuple(inner)
+        mesh: Any = self.meshes.dense_fsdp
+        dim: int | None = 0
+        if experts is not None:
+            mesh, dim = self.meshes.expert_fsdp, expert_dim(experts, param, self.meshes)
+        *replicates, (axis, size) = _axes(mesh)
+        if self.strategy_of(self.role_of[param]) == "no_shard":
+            dim = None
+        outer = [AxisPlacement(axis=name, size=n, dim=None) for name, n in replicates]
+        return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
+
+    def units(self) -> list[UnitPlan]:
+        """Return the units, in the order of their first use in forward."""
+        found = self.found
+        whole = set(found.experts) if is_whole(self.meshes) else set()
+        forward, backward = _prefetch(self.model, found, self.options, whole)
+        return [
+            self._unit(first, forward.get(first, ()), backward.get(first, ()))
+            for first in sorted(self.owned, key=self._first_use)
+        ]
+
+    def _first_use(self, unit: nn.Module) -> tuple[int, int]:
+        """Return what sorts units by their first use."""
+        places = self.places
+        for group in self.found.first_use:
+            if unit in group and unit is not self.model:
+                return places[group[0]], group.index(unit)
+        return places[unit], 0
+
+    def _unit(
+        self, first: nn.Module, forward: Iterable[nn.Module], backward: Iterable[nn.Module]
+    ) -> UnitPlan:
+        options = self.options
+        role, modules, owned = self.owned[first]
+        mesh: View = "expert" if role == "experts" else "dense"
+        keeps = role == "routers" or (is_whole(self.meshes) and first in self.in_fp8)
+        gathered = None if keeps else options.param_dtype
+        reduced = torch.float32 if role == "routers" else options.reduce_dtype
+        strategy = self.strategy_of(role)
+        params = [self.params[self.name_of[param]] for param in owned]
+        gather_dtype = None if gathered is None else dtype_name(gathered)
+        fsdp_mesh = self.meshes.expert_fsdp if mesh == "expert" else self.meshes.dense_fsdp
+        return UnitPlan(
+            name=self.names[first],
+            role=role,
+            mesh=mesh,
+            modules=tuple(self.names[module] for module in modules),
+            params=tuple(param.name for param in params),
+            gather_dtype=gather_dtype,
+            reduce_dtype=dtype_name(reduced),
+            divisor=self.divisor,
+            # The experts' inputs hold fp32 routing weights that a cast would round; a head's are
+            # as the blocks left them.
+            casts_inputs=role in ("block", "root"),
+            strategy=strategy,
+            forward_prefetch=tuple(self.names[unit] for unit in forward),
+            backward_prefetch=tuple(self.names[unit] for unit in backward),
+            layouts=flat_layouts(
+                params,
+                ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
+                gather_dtype=gather_dtype,
+                recipes=self.recipes,
+            ),
+        )
+
+    def strategy_of(self, role: UnitRole) -> Strategy:
+        """Return what is sharded of the units of a role."""
+        options = self.options
+        if role == "experts":
+            return options.experts_strategy or options.dense_strategy
+        return options.dense_strategy if role == "block" else options.embedding_strategy
+
+
+def check_parameters(
+    owned: Mapping[Any, tuple[UnitRole, Any, Sequence[nn.Parameter]]],
+    name_of: Mapping[nn.Parameter, str],
+    options: FSDPOptions,
+    *,
+    whole: bool,
+) -> None:
+    """Raise for parameters without dims, and trainable ones that are empty or of mixed dtypes.
+
+    Args:
+        owned: units, their roles and own parameters.
+        name_of: the parameters' names.
+        options: which an error names.
+        whole: whether experts are reduced over no rank.
+    """
+    for param, name in name_of.items():
+        if not param.ndim:
+            raise ValueError(
+                f"{name} () must have a dim over which it is sharded: give it the shape [1]"
+            )
+        if param.requires_grad and not param.numel():
+            raise ValueError(
+                f"{name} {tuple(param.shape)} must hold values to be trained: "
+                "freeze it, or take out what is empty (a block's shared "
+                "expert: set it to None)"
+            )
+    for role, _, params in owned.values():
+        trained = [p for p in params if p.requires_grad]
+        other = next((p for p in trained if p.dtype != trained[0].dtype), None)
+        if other is not None and not (whole and role == "experts"):
+            raise ValueError(
+                f"{name_of[trained[0]]} ({trained[0].dtype}) and {name_of[other]} ({other.dtype}) "
+                "must have one dtype, because their gradients are reduced together: call "
+                "model.to(dtype); only routers may keep another one, with FSDPOptions.param_dtype "
+                f"({options.param_dtype}) set"
+            )
+
+
+def expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> int:
+    """Return the dim over which data ranks cut an expert parameter.
+
+    Whole experts (dim 0) where the local count divides evenly. Otherwise the model dim: with fewer
+    experts than shards, sharding dim 0 would leave ranks empty. A strided w1 takes the model dim
+    too, because DTensor cannot gather two strided dims. Biases are small and shard dim 0.
+    """
+    p, dim = meshes.parallel, experts.model_dim_of(param)
+    strided = experts.is_strided and p.etp > 1
+    whole_experts = (experts.config.num_experts // p.ep) % p.edp_shard == 0 and not strided
+    divides = experts.config.expert_dim % p.edp_shard == 0
+    return 0 if dim is None or whole_experts or not divides else dim
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" and so on: `getattr(torch, name)` is the dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _prefetch(
+    model: nn.Module, found: Units, options: FSDPOptions, whole: Set[nn.Module]
+) -> tuple[Prefetch, Prefetch]:
+    """Return what each unit gathers early in forward and in backward.
+
+    Args:
+        model: of the units.
+        found: the units.
+        options: how far ahead.
+        whole: experts that are not gathered.
+    """
+    if not options.prefetch_blocks:
+        return {}, {}
+    gathered = [[unit for unit in group if unit not in whole] for group in found.first_use]
+    units = replace(found, first_use=gathered)
+    ahead = -(-options.prefetch_blocks // options.blocks_per_unit)
+    return forward_prefetch(model, units, ahead), backward_prefetch(units, ahead)
+
+
+def _axes(mesh: Any) -> list[tuple[str, int]]:
+    """Return names and sizes of a mesh's dims."""
+    return [(name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)]
+
+
+def _pieces(placement: Any) -> int:
+    """Return into how many equal parts a strided placement cuts its dim first."""
+    return int(getattr(placement, "split_factor", 1))

@@ -1,0 +1,212 @@
+"""UnitParam: a parameter as its owner trains it, and as its module computes with it.
+
+    sharded   a DTensor of the model's name and shape; optimizers and checkpoints see it
+    whole     a view of its unit's buffer, registered on the module in forward and backward
+
+dim 0 is cut into even chunks, as DTensor's Shard(0) does, so the chunks of all ranks one after the
+other are the whole parameter: it is gathered where it is used, and nothing is copied. Chunks of
+another dim are gathered beside it and copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from moecore.base.torch_names import StridedShard, call_accumulate_hooks, local_of, wrapped_like
+from moecore.moe.params import grad_placements
+from moecore.parallel.shard.plan import FlatSlot
+
+Owners = list[tuple[nn.Module, str]]  # modules, and their attributes that are one parameter
+
+
+class UnitParam:
+    """One parameter of a unit. Replaces it by its sharded form, without communication.
+
+    Args:
+        slot: its place in the unit's buffers.
+        owners: where it stands.
+        mesh: (replicate, shard) or (shard); None = no other data rank has a part in it.
+        device_type: on which it is trained.
+        is_cut: whether the ranks of the mesh's last dim have parts of it, or all of it each.
+        join: see `_placements`.
+
+    Attributes:
+        sharded: see above.
+        shard: this rank's part of it.
+        whole: see above; None before the first gather.
+        shape: of the whole on this rank, which tensor and expert parallelism have cut already.
+        shard_shape: of the largest shard.
+        num_ranks: shard ranks.
+        rank: this one of them.
+    """
+
+    def __init__(
+        self,
+        slot: FlatSlot,
+        owners: Owners,
+        mesh: DeviceMesh | None,
+        *,
+        device_type: str,
+        is_cut: bool,
+        join: Callable[..., DeviceMesh],
+    ) -> None:
+        self.slot, self.owners = slot, owners
+        dim, chunk = slot.dim, slot.rows
+        module, attribute = owners[0]
+        param = module._parameters[attribute]
+        assert param is not None, "units are made of parameters"
+        self.num_ranks, self.rank = 1, 0
+        if mesh is not None and is_cut:
+            self.num_ranks = mesh.size(mesh.ndim - 1)
+            self.rank = mesh.get_local_rank(mesh.ndim - 1)
+        self._inner = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+        data = local_of(param.detach())
+        self.shape = data.shape
+        self._inner_shape, self._inner_stride = param.shape, param.stride()
+        self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
+        start = min(self.rank * chunk, self.shape[dim])
+        own = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
+        own = own.to(device_type) if not own.is_meta else own
+        shard = own.clone(memory_format=torch.contiguous_format)
+        place = _placements(param, dim if is_cut else None, mesh, join)
+        sharded = DTensor.from_local(
+            shard, *place, run_check=False, shape=param.shape, stride=param.stride()
+        )
+        self.sharded = nn.Parameter(sharded, requires_grad=param.requires_grad)
+        self.shard = local_of(self.sharded)
+        self.whole: nn.Parameter | None = None
+        self.register(self.sharded)
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether the shards of all ranks, one after the other, are not the parameter."""
+        return self.slot.dim > 0 and self.num_ranks > 1
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether tensor parallel ranks have it alike, so that gradients are summed over them."""
+        return self._inner is not None and any(p.is_replicate() for p in self._inner[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sharded parameter."""
+        return self.shard.dtype
+
+    def register(self, param: nn.Parameter) -> None:
+        """Let the modules have the sharded or the whole parameter."""
+        for module, attribute in self.owners:
+            module._parameters[attribute] = param
+
+    def refresh(self) -> bool:
+        """Take the parameter that stands in the module now; return whether its memory changed."""
+        module, attribute = self.owners[0]
+        found = module._parameters[attribute]
+        if found is self.sharded and _same_memory(local_of(found), self.shard):
+            return False
+        if not isinstance(found, DTensor) or found.shape != self.sharded.shape:
+            raise ValueError(
+                f"{self.slot.param} ({type(found).__name__}) must stay the DTensor that "
+                "parallelize_moe has made: copy values into it"
+            )
+        self.sharded, self.shard = found, local_of(found)  # type: ignore[assignment]
+        self.register(self.sharded)  # at its other owners too
+        return True
+
+    def make_whole(self, data: Tensor) -> list[Tensor]:
+        """Make the whole parameter of its memory.
+
+        Returns:
+            The tensors of it that count their own changes: a DTensor, and its part.
+        """
+        local = data.data
+        if self._inner is not None:
+            local = DTensor.from_local(
+                local,
+                *self._inner,
+                run_check=False,
+                shape=self._inner_shape,
+                stride=self._inner_stride,
+            )
+        self.whole = nn.Parameter(local, requires_grad=self.sharded.requires_grad)
+        return [self.whole] if self._inner is None else [self.whole, local_of(self.whole)]
+
+    def take_grad(self) -> Tensor | None:
+        """Return the gradient of the whole parameter, and drop it there. May communicate.
+
+        Over tensor parallel ranks it is summed where the parameter is alike on them.
+        """
+        whole = self.whole
+        grad = None if whole is None else whole.grad
+        if grad is None:
+            return None
+        whole.grad = None  # type: ignore[union-attr]
+        if self._inner is None:
+            return grad
+        if grad.placements != self._inner[1]:  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=self._inner[1])  # type: ignore[attr-defined]
+        return local_of(grad)
+
+    def add_grad(self, grad: Tensor) -> None:
+        """Make, or add to, the gradient of the whole parameter, as autograd does.
+
+        Args:
+            grad: of this rank's part of it and tokens, any view; kept.
+        """
+        whole = self.whole
+        assert whole is not None, "a forward has made it"
+        grad = grad.view(self.shape)
+        if self._inner is not None:
+            how: dict[str, Any] = dict(shape=self._inner_shape, stride=self._inner_stride)
+            places = grad_placements(whole)
+            grad = DTensor.from_local(grad, self._inner[0], places, run_check=False, **how)
+        whole.grad = grad if whole.grad is None else whole.grad + grad
+
+    def put_grad(self, grad: Tensor) -> None:
+        """Make, or add to, the gradient of the sharded parameter.
+
+        Args:
+            grad: of this rank's shard; kept.
+        """
+        if self.sharded.grad is None:
+            self.sharded.grad = wrapped_like(grad, self.sharded)
+        else:
+            local_of(self.sharded.grad).add_(grad)
+        call_accumulate_hooks(self.sharded)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two parts are one, which torch may return as another object each time."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.device == b.device)
+
+
+def _placements(
+    param: Tensor, dim: int | None, mesh: DeviceMesh | None, join: Callable[..., DeviceMesh]
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return where the sharded parameter lies: over data ranks, then as it was before.
+
+    Args:
+        param: cut over tp, ep and etp.
+        dim: that data ranks cut; None = each has all of it.
+        mesh: of these ranks; None = the parameter lies as it did.
+        join: returns the mesh of the dims of two.
+    """
+    inner = param.device_mesh if isinstance(param, DTensor) else None
+    before = param.placements if isinstance(param, DTensor) else ()
+    if mesh is None:
+        assert inner is not None, "only experts have no mesh of data ranks, and these are DTensors"
+        return inner, before
+    own: list[Placement] = [Replicate()] * mesh.ndim
+    if dim is not None:
+        cuts = 1
+        for mesh_dim, placement in enumerate(before):
+            if inner is not None and not placement.is_replicate() and placement.dim == dim:  # type: ignore[attr-defined]
+                cuts *= inner.size(mesh_dim)
+        # Tensor and expert parallelism have cut the dim first.
+        own[-1] = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
+    return (mesh if inner is None else join(mesh, inner)), (*own, *before)

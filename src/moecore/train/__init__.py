@@ -1,0 +1,23 @@
+"""A step: optimizers, what a forward keeps, CUDA graphs, compile regions."""
+
+from moecore.train.graphs.forward_backward import GraphedForwardBackward
+from moecore.train.graphs.regions import compile_blocks
+from moecore.train.optim.adamw import AdamW
+from moecore.train.optim.host_step import HostAdamW
+from moecore.train.optim.matrices import Cut, MatrixAssignment, assign_matrices
+from moecore.train.optim.muon import Muon
+from moecore.train.optim.qk_clip import QKClip
+from moecore.train.optim.state_offload import StateOffload
+
+__all__ = [
+    "AdamW",
+    "Cut",
+    "GraphedForwardBackward",
+    "HostAdamW",
+    "MatrixAssignment",
+    "Muon",
+    "QKClip",
+    "StateOffload",
+    "assign_matrices",
+    "compile_blocks",
+]

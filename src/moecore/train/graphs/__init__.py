@@ -1,0 +1,1 @@
+"""Compile regions, and CUDA graphs."""

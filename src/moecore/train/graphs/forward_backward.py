@@ -1,0 +1,418 @@
+"""Forward and backward of an optimizer step as one CUDA graph.
+
+The host launches one graph where it would launch thousands of kernels, each of which costs it more
+time than a small batch costs the GPU. Nothing of the journey changes: the same kernels, collectives
+and copies run, as many tokens to as many experts as the routing of each batch demands.
+
+    calls 1 .. warm_up      run as they are; the last one is watched for what a graph can not hold
+    call warm_up + 1        captured, which computes nothing, then replayed
+    calls after it          inputs copied in, replayed, outputs copied out
+
+Each call is a step's real gradients. `TrainStep.finish` stays outside, so whatever changes there
+from step to step (learning rate, clipping) goes on as before.
+
+Note "what a graph does not see": Python runs at capture only. So a replay does here what matters
+between steps: it raises what has gone wrong in exchanges, frees units that an evaluation has left
+unsharded, compares the facts that the graph holds with the present ones (`facts.py`), sets
+`.grad` to the captured gradient, and counts micro-batches.
+
+Note "outgrown": rows that find no room let `TrainStep.finish` skip the step on every rank, on the
+device. The host learns of it a step later, for which it does not wait. Then the graph is freed, the
+room grows, and the calls that follow warm up and capture anew.
+
+Note "together": captured collectives have no timeout. A rank that gives up before the first replay
+tells the others, and all of them raise. One that raises later leaves them waiting: end the job.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore.base.fields import Bound, check_arguments
+from moecore.moe.dispatch.exchange import ExchangeError
+from moecore.moe.room import SkippedSteps
+from moecore.moe.state import MoEState, moe_state
+from moecore.parallel.pipeline.run import pipeline_of
+from moecore.parallel.shard.engine import free_units, progress_of
+from moecore.train.graphs.facts import Facts, facts_of
+
+SYNC_WARNING = "called a synchronizing CUDA operation"
+WATCH_WARNING = "Synchronization debug mode is a prototype"
+Inputs = tuple[Tensor, ...]
+WarmUp = Annotated[int, Bound(">=", 2), "the first call makes buffers, the last is watched"]
+
+
+class GraphedForwardBackward:
+    """Runs forward and backward of a step, as one CUDA graph once it is warm.
+
+    Every rank calls it for the same steps, with inputs of the same shapes. Evaluation, checkpoints
+    and steps of other shapes run eagerly in between. Its memory, that of all activations, stays
+    reserved between steps, and that of the gradients is the same in every step: clone what you keep
+    of them.
+
+    Python runs at capture only. What changes from step to step must be a tensor among the inputs: a
+    number (a count of tokens by which the loss is divided, a coefficient), an `if` or a tensor that
+    the function finds elsewhere stays what it was.
+
+    Args:
+        forward_backward: takes tensors on the model's GPU, all of a step's micro-batches, and runs
+            forward and backward. Returns tensors, or tuples, lists or dicts of them, or None; no
+            tensor that still needs backward. Waits for nothing on the GPU, leaves the optimizer
+            alone, and all that it trains is part of `model`.
+        model: from `parallelize_moe`.
+        warm_up: calls that run eagerly first, >= 2: the first makes buffers, the last is watched.
+
+    Raises:
+        ValueError: when the model is not on a GPU or not parallelized, or its dispatcher waits for
+            sizes on the host.
+
+    Example:
+        step = TrainStep(model, optimizer, max_norm=1.0)
+
+        def forward_backward(tokens_BT, labels_BT):
+            with step.micro_batch():
+                loss = model(tokens_BT, labels_BT)
+                loss.backward()
+            return loss.detach()
+
+        forward_backward = GraphedForwardBackward(forward_backward, model)
+        for tokens_BT, labels_BT in batches:
+            loss = forward_backward(tokens_BT, labels_BT)
+            step.finish()
+        forward_backward.close()
+    """
+
+    def __init__(
+        self, forward_backward: Callable[..., Any], model: nn.Module, *, warm_up: WarmUp = 2
+    ) -> None:
+        check_arguments(GraphedForwardBackward.__init__, locals())
+        self._state = moe_state(model)
+        _check_whole(model)
+        _check_dispatchers(self._state)
+        self._device = _gpu_of(model)
+        self._forward_backward = forward_backward
+        self._model = model
+        self._warm_up = warm_up
+        self._num_warm = 0
+        self._inputs: Inputs = ()  # of the last warm-up call
+        self._captured: _Captured | None = None
+
+    def close(self) -> None:
+        """Free the graph and its memory; the next calls warm up and capture anew.
+
+        Before `destroy_process_group`, which waits for graphs that hold its collectives.
+        """
+        if self._captured is not None:
+            torch.cuda.synchronize(self._device)  # it may run yet
+        self._num_warm, self._inputs, self._captured = 0, (), None
+        self._state.graph_steps = None
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Return what `forward_backward` returns; parameters hold the step's gradients.
+
+        Args:
+            inputs: on any device, of the same shapes and dtypes in every call. Those in pinned
+                memory or on the GPU are read without a wait, so they must stay until then.
+
+        Returns:
+            New tensors.
+
+        Raises:
+            ValueError: when gradients of another step are there, inputs have other shapes, what the
+                graph holds has changed, or `forward_backward` waits for the GPU, which is said
+                after the last warm-up call, whose gradients are good.
+            NotImplementedError: while router choices are recorded or replayed.
+            RuntimeError: when capture fails: end the process, since units are left inside a step.
+            ExchangeError: see `TrainStep.finish`.
+        """
+        free_units(self._model)  # a replay does not: see the note
+        _check_start(self._model, self._state)
+        if self._state.is_outgrown():
+            self.close()
+            self._state.settle_rooms()
+        if self._captured is not None:
+            return self._captured.replay(inputs)
+        with self._state.graphed():
+            return self._first(inputs)
+
+    def _first(self, inputs: Inputs) -> Any:
+        """Warm up, or capture and replay."""
+        own = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
+        if self._num_warm < self._warm_up:
+            is_last = self._num_warm == self._warm_up - 1
+            outputs = (_watched if is_last else _run)(self._forward_backward, own)
+            self._num_warm += 1
+            self._inputs = own
+            return outputs
+        _check_inputs(own, self._inputs)
+        self._captured = _capture(self._forward_backward, self._model, self._state, own)
+        self._state.graph_steps = SkippedSteps()
+        self._inputs = ()
+        return self._captured.replay(inputs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Captured:
+    """A graph, the tensors that it reads and writes, and what it takes for granted.
+
+    Attributes:
+        inputs: copied in before a replay.
+        outputs: copied out after it.
+        grads: parameter, the gradient that the graph writes.
+        num_micro_batches: of each layer, by name.
+        num_in_step: micro-batches of a `TrainStep` that the call has run.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    model: nn.Module
+    state: MoEState
+    facts: Facts
+    inputs: Inputs
+    outputs: Any
+    grads: list[tuple[nn.Parameter, Tensor]]
+    num_micro_batches: dict[str, int]
+    num_in_step: int
+
+    def replay(self, inputs: Inputs) -> Any:
+        """Return copies of the outputs for these inputs; nothing of the model is gathered."""
+        _check_inputs(inputs, self.inputs)
+        self.facts.check(self.model, self.state)
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine.copy_(given, non_blocking=True)
+        self.graph.replay()
+        for param, grad in self.grads:
+            param.grad = grad
+        for name, count in self.num_micro_batches.items():
+            self.state.layers[name].tracker.num_micro_batches += count
+        progress = progress_of(self.model)
+        if progress is not None:
+            progress.done += self.num_in_step
+        return _map_tensors(torch.clone, self.outputs)
+
+
+def _run(function: Callable[..., Any], inputs: Inputs) -> Any:
+    return function(*inputs)
+
+
+def _capture(
+    function: Callable[..., Any], model: nn.Module, state: MoEState, inputs: Inputs
+) -> _Captured:
+    """Return the graph of a call, which has not run yet. Collective.
+
+    Raises:
+        RuntimeError: when it can not be captured on some rank.
+        OutOfMemoryError, ExchangeError: for these, on the rank that has them.
+    """
+    _drop_copies(state)
+    trackers = {name: layer.tracker for name, layer in state.layers.items()}
+    for tracker in trackers.values():
+        tracker.num_captured = 0
+    facts = facts_of(model, state)
+    progress = progress_of(model)
+    before = 0 if progress is None else progress.done
+    graph, outputs, error = _graph_of(function, inputs)
+    reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+    failure = _first_of_all(reason)
+    if isinstance(error, torch.OutOfMemoryError | ExchangeError):
+        raise error
+    if failure:
+        raise RuntimeError(
+            f"forward_backward could not be captured ({failure}): it must launch the same work in "
+            "every call and wait for none of it; start again without a graph"
+        ) from error
+    num_in_step = 0
+    if progress is not None:  # the capture has computed nothing
+        progress.done, num_in_step = before, progress.done - before
+    free_units(model)  # what is unsharded and cast lies in the graph's memory
+    _drop_copies(state)
+    return _Captured(
+        graph=graph,
+        model=model,
+        state=state,
+        facts=facts,
+        inputs=inputs,
+        outputs=outputs,
+        grads=[(p, p.grad) for p in model.parameters() if p.grad is not None],
+        num_micro_batches={name: t.num_captured for name, t in trackers.items()},
+        num_in_step=num_in_step,
+    )
+
+
+def _graph_of(
+    function: Callable[..., Any], inputs: Inputs
+) -> tuple[torch.cuda.CUDAGraph, Any, Exception | None]:
+    """Return a graph, what the function returned, and what went wrong."""
+    graph, outputs, first = torch.cuda.CUDAGraph(), None, None
+    gc.collect()  # a dead model may wait for the GPU when it is freed
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        # Other threads (NCCL's, a checkpoint's) may go on with calls that a capture of the whole
+        # process would forbid.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            try:
+                outputs = function(*inputs)
+            except Exception as error:  # the end of a broken capture raises, too
+                first = error
+                raise
+    except Exception as error:
+        return graph, None, first or error
+    finally:
+        if collects:
+            gc.enable()
+    return graph, outputs, None
+
+
+def _watched(function: Callable[..., Any], inputs: Inputs) -> Any:
+    """Return what a call returns, unless a graph could not hold it. Collective.
+
+    Raises:
+        ValueError: afterwards, on all ranks, names the first line that waits for the GPU, or the
+            output that is none.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            outputs = function(*inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    waits = [w for w in caught if SYNC_WARNING in str(w.message)]
+    for other in caught:
+        if other not in waits and WATCH_WARNING not in str(other.message):
+            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+    problem = _first_of_all(_problem(waits, outputs))
+    if problem:
+        raise ValueError(problem)
+    return outputs
+
+
+def _problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
+    """Return why a graph can not hold a call; "" = it can."""
+    if waits:
+        return (
+            f"forward_backward must not wait for the GPU in a CUDA graph, but does in "
+            f"{len(waits)} places, first at {waits[0].filename}:{waits[0].lineno}: change them, or "
+            "run it without a graph"
+        )
+    try:
+        _map_tensors(_check_output, outputs)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _first_of_all(problem: str) -> str:
+    """Return the problem of the first rank that has one. Collective over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return problem
+    of_ranks = [""] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, problem)
+    return next((f"rank {r}: {text}" for r, text in enumerate(of_ranks) if text), "")
+
+
+def _check_start(model: nn.Module, state: MoEState) -> None:
+    """Raise what must not be when a step begins."""
+    for name, layer in state.layers.items():
+        router = layer.part("router")
+        if router is not None and router.tape is not None:
+            raise NotImplementedError(
+                f"choices of {name} must not be recorded or replayed in a CUDA graph, which would "
+                "repeat those of its capture: call forward_backward itself"
+            )
+    for name, param in model.named_parameters():
+        if param.grad is not None:  # a graph writes gradients, it adds to none
+            raise ValueError(
+                f"gradient of {name} must be None before a step's forward and backward: call "
+                "optimizer.zero_grad(set_to_none=True) after step(), and give all micro-batches "
+                "to one call"
+            )
+    state.poll()
+
+
+def _check_inputs(inputs: Inputs, others: Inputs) -> None:
+    now = [(tuple(x.shape), x.dtype) for x in inputs]
+    then = [(tuple(x.shape), x.dtype) for x in others]
+    if now != then:
+        raise ValueError(
+            f"inputs ({now}) must be as in the calls before ({then}): pad them, or call "
+            "forward_backward itself for this step, on every rank"
+        )
+
+
+def _check_dispatchers(state: MoEState) -> None:
+    for name, layer in state.layers.items():
+        capacity = layer.config.capacity
+        pads = capacity is not None and capacity.pad
+        if layer.cloner is not None and layer.cloner.waits_on_host:
+            raise ValueError(
+                f"clones of {name} ({layer.cloner.options}) must go with dispatcher 'nvlink' for a "
+                "CUDA graph, because the host reads their plan with any other: leave them out"
+            )
+        if layer.dispatcher.waits_on_host and not pads:
+            raise ValueError(
+                f"dispatcher of {name} ({type(layer.dispatcher).__name__}) must be 'nvlink' or pad "
+                "to a capacity for a CUDA graph, because it waits for sizes on the host"
+            )
+    if state.exchanges is not None and state.exchanges.options.exact_rows:
+        raise ValueError(
+            "NVLinkOptions.exact_rows (True) must be False for a CUDA graph, because it waits for "
+            "sizes on the host: set a row_factor"
+        )
+
+
+def _check_whole(model: nn.Module) -> None:
+    if pipeline_of(model) is not None:
+        raise ValueError(
+            f"model ({type(model).__name__}) must have no pipeline stages for a CUDA graph, "
+            "because they wait for each other: call forward_backward itself"
+        )
+
+
+def _gpu_of(model: nn.Module) -> torch.device:
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        raise ValueError(
+            f"device of the model ({device}) must be a GPU for a CUDA graph: call forward_backward "
+            "itself"
+        )
+    return device
+
+
+def _drop_copies(state: MoEState) -> None:
+    for layer in state.layers.values():
+        layer.part("experts").reader.drop_copies()
+
+
+def _check_output(output: Tensor) -> Tensor:
+    if output.requires_grad:
+        raise ValueError(
+            "outputs of forward_backward must not need gradients, which it has computed: detach "
+            "them"
+        )
+    return output
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a value with other tensors in it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) is dict:
+        return {key: _map_tensors(function, v) for key, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(function, v) for v in value)
+    if value is None:
+        return None
+    raise ValueError(
+        f"outputs of forward_backward ({type(value).__name__}) must be tensors, or tuples, lists "
+        "or dicts of them: a number would stay what it was at capture"
+    )

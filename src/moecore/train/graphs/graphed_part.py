@@ -1,0 +1,448 @@
+"""A part of a model whose forward is one CUDA graph, and its backward another.
+
+    calls 1 .. WARM_UP      run as they are
+    call WARM_UP + 1        captures both, which computes nothing; goes on as those after it
+    calls after it          inputs copied in, forward replayed; gradients copied in, backward
+                            replayed, gradients of inputs and parameters copied out
+
+What lies between parts (exchanges of tokens, whatever waits on the host) stays as it is, and so do
+hooks of units, which are around a part and never in it. A part runs as it is, too, where a graph
+would not be what is asked for: without gradients, under a tracer, inside of another graph, under
+hooks for saved tensors that are not moecore's (activation checkpointing), and for inputs of other
+shapes than those that the warm-up had.
+
+Note "in flight": the memory of a pair of graphs is that of one forward, until its backward has run
+or nothing holds it any more. A forward that comes before captures another pair, as between pipeline
+stages; each keeps what its forward saves for good.
+
+Note "slots": what graphs free while they are captured others may use, for what a forward saves. So
+graphs that share a pool must run one forward through all parts, and its backward, before the next.
+A forward has the slot of its first part in all others, and each slot has a pool.
+
+Note "parameters": a graph reads them where they lie, and where they lie elsewhere it is captured
+anew: units keep their addresses. Its gradients go to autograd, in memory of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from moecore.base.saved import Handle, Kept, is_packing, packing
+from moecore.base.torch_names import (
+    autocast_dtype,
+    foreach_copy_,
+    hooks_around,
+    is_plain_eager,
+    is_recomputing,
+    saved_tensor_hooks,
+)
+from moecore.kernels.experts.contract import SINK
+from moecore.train.graphs.forms import filled, form_of
+
+WARM_UP = 3  # calls: kernels are compiled, and caches are there
+T = TypeVar("T")
+
+
+class _Turn:
+    """A forward whose backward may come, until it has."""
+
+    __slots__ = ("__weakref__", "has_ended")
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+
+class _Slot:
+    """The memory of one forward of all parts."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._turns: list[weakref.ref[_Turn]] = []
+
+    @property
+    def pool(self) -> Any:
+        """Of captures."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no backward needs what forwards have saved in it."""
+        self._turns = [turn for turn in self._turns if _is_open(turn)]
+        return not self._turns
+
+    def take(self) -> _Turn:
+        """Return the turn of a part."""
+        turn = _Turn()
+        self._turns.append(weakref.ref(turn))
+        return turn
+
+
+def _is_open(turn: weakref.ref[_Turn]) -> bool:
+    found = turn()
+    return found is not None and not found.has_ended
+
+
+class GraphMemory:
+    """What the graphs of parts share that one forward runs in turn, on one stream."""
+
+    def __init__(self) -> None:
+        self.slots = [_Slot()]
+        self._current = self.slots[0]
+        self._stream: torch.cuda.Stream | None = None
+        self._grads: dict[Any, Tensor] = {}
+
+    def __reduce__(self) -> Any:  # a copy has graphs of its own
+        return GraphMemory, ()
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Of captures."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    def slot_of(self, pairs: Mapping[_Slot, _Pair]) -> _Slot:
+        """Return the slot of this forward for a part: another one where the part still needs it."""
+        pair = pairs.get(self._current)
+        if pair is not None and not pair.is_free:
+            free = next((slot for slot in self.slots if slot.is_free), None)
+            if free is None:
+                free = _Slot()
+                self.slots.append(free)
+            self._current = free
+        return self._current
+
+    def grads_of(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Return memory for the gradients of outputs, which a backward reads before any other."""
+        keys = [(i, x.shape, x.dtype, x.device) for i, x in enumerate(outputs)]
+        for key, x in zip(keys, outputs, strict=True):
+            if key not in self._grads:
+                self._grads[key] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return [self._grads[key] for key in keys]
+
+
+class _Call(NamedTuple):
+    """What must be the same for a graph to be replayed.
+
+    Attributes:
+        form: of the arguments, without tensors (`train/graphs/forms.py`).
+        tensors: shape, dtype, and whether it needs a gradient, of each.
+        autocast: its dtype.
+        facts: of the modules: mode, config, and where tensors lie.
+    """
+
+    form: Any
+    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    autocast: torch.dtype | None
+    facts: list[Any]
+
+
+class GraphedPart:
+    """Stands in the place of a method.
+
+    Args:
+        name: of errors.
+        function: the method.
+        modules: whose parameters and buffers it reads; hooks of the first are around it.
+        memory: of its graphs.
+        may_run: whether it does what the host knows beforehand.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        memory: GraphMemory,
+        may_run: Callable[[], bool] | None = None,
+    ) -> None:
+        self._how = (name, function, modules, memory, may_run)
+        self._name, self._function, self._modules, self._memory, self._may_run = self._how
+        self._call: _Call | None = None  # of the warm-up, and then of the graphs
+        self._num_warm = 0
+        self._pairs: dict[_Slot, _Pair] = {}
+
+    def __reduce__(self) -> Any:
+        return GraphedPart, self._how
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the method returns."""
+        if not (is_plain_eager() and torch.is_grad_enabled()):
+            return self._function(*args, **kwargs)
+        tensors: list[Tensor] = []
+        form = form_of((args, kwargs), tensors)
+        if not self._is_asked_for(tensors):
+            return self._function(*args, **kwargs)
+        facts = self._facts()
+        if facts is None:
+            return self._function(*args, **kwargs)
+        kinds = tuple((x.shape, x.dtype, x.requires_grad) for x in tensors)
+        call = _Call(form, kinds, autocast_dtype(tensors[0]), facts)
+        if self._num_warm < WARM_UP or self._call is None:
+            self._num_warm = self._num_warm + 1 if call == self._call else 1
+            self._call = call
+            return self._function(*args, **kwargs)
+        if call != self._call:
+            if call.facts != self._call.facts:
+                self._num_warm, self._pairs = 0, {}
+            return self._function(*args, **kwargs)
+        slot = self._memory.slot_of(self._pairs)
+        pair = self._pairs.get(slot)
+        if pair is None:
+            pair = self._pairs[slot] = self._captured(form, tensors, slot)
+        return pair.run(tensors, [p for _, _, p in _trained(self._modules)])
+
+    def _is_asked_for(self, tensors: list[Tensor]) -> bool:
+        if not tensors or not _may_hold(tensors[0]) or is_recomputing():
+            return False
+        if saved_tensor_hooks() is not None and not is_packing():
+            return False
+        return self._may_run is None or self._may_run()
+
+    def _facts(self) -> list[Any] | None:
+        """Return what graphs hold of the modules; None where they can hold none."""
+        facts: list[Any] = []
+        for i, module in enumerate(self._modules):
+            if i and hooks_around(module):
+                return None
+            facts += (module.training, vars(module).get("config"))
+            for tensors in (module._parameters, module._buffers):
+                for tensor in tensors.values():
+                    if isinstance(tensor, DTensor):
+                        return None
+                    if tensor is not None:
+                        facts += (tensor.data_ptr(), tensor.requires_grad)
+        return facts
+
+    def _captured(self, form: Any, tensors: list[Tensor], slot: _Slot) -> _Pair:
+        """Return the graphs of a call, which have not run.
+
+        Raises:
+            RuntimeError: when it can not be captured.
+        """
+        inputs = [
+            torch.empty(x.shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+            for x in tensors
+        ]
+        args, kwargs = filled(form, inputs)
+        function = partial(self._function, *args, **kwargs)
+        try:
+            with _aliases(self._modules) as parameters:
+                sources = [x for x in inputs if x.requires_grad] + parameters
+                return _capture(function, inputs, sources, self._memory, slot)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"{self._name} could not be captured in a CUDA graph ({error}): it must launch the "
+                "same work in every call and wait for none of it; set graph_dense=False"
+            ) from error
+
+
+@dataclass(eq=False, slots=True)
+class _Pair:
+    """The graphs of a part, and the tensors that they read and write.
+
+    Attributes:
+        slot: of its memory.
+        forward: replays it.
+        inputs: copied in.
+        form, outputs: what the part returns, and its tensors.
+        held: what backward reads.
+        backward: replays it; None where nothing needs a gradient.
+        output_grads: of the outputs that need them, copied in.
+        grads: of inputs and parameters that need them, copied out; None = it has none.
+        holder: returns the turn of the last forward, while its backward can come.
+    """
+
+    slot: _Slot
+    forward: Callable[[], None]
+    inputs: list[Tensor]
+    form: Any
+    outputs: list[Tensor]
+    held: Any
+    backward: Callable[[], None] | None = None
+    output_grads: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor | None] = field(default_factory=list)
+    holder: weakref.ref[_Turn] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no backward needs what the last forward has saved."""
+        return self.holder is None or not _is_open(self.holder)
+
+    def run(self, tensors: list[Tensor], parameters: list[Tensor]) -> Any:
+        """Return what the part returns for these inputs."""
+        if self.backward is None:
+            self.replay(tensors)
+            found = _copies(self.outputs)
+        else:
+            found = list(_Replay.apply(self, len(tensors), *tensors, *parameters))
+        return filled(self.form, found)
+
+    def replay(self, tensors: list[Tensor]) -> None:
+        """Run the forward."""
+        with torch.no_grad():
+            foreach_copy_(self.inputs, tensors)
+        self.forward()
+
+
+class _Replay(torch.autograd.Function):
+    """Forward and backward of a part."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: _Pair, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.pair, ctx.turn = pair, pair.slot.take()
+        pair.holder = weakref.ref(ctx.turn)
+        ctx.needs_gradient = [x.requires_grad for x in tensors]
+        pair.replay(list(tensors[:num_inputs]))
+        outputs = tuple(x.detach() for x in pair.outputs)
+        fixed = [o for o, x in zip(outputs, pair.outputs, strict=True) if not x.requires_grad]
+        ctx.mark_non_differentiable(*fixed)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pair = ctx.pair
+        if ctx.turn.has_ended or pair.holder() is not ctx.turn:
+            raise RuntimeError(
+                "backward of a part that runs as a CUDA graph must come once, before the next "
+                "forward of its kind: run the forward again, or set graph_dense=False"
+            )
+        given = [g for g, x in zip(grads, pair.outputs, strict=True) if x.requires_grad]
+        foreach_copy_(pair.output_grads, given)
+        pair.backward()
+        own = [grad for grad in pair.grads if grad is not None]
+        found = iter(_copies(own))
+        own_grads = iter([None if grad is None else next(found) for grad in pair.grads])
+        ctx.turn.has_ended = True
+        return None, None, *(next(own_grads) if needs else None for needs in ctx.needs_gradient)
+
+
+def _capture(
+    function: Callable[[], Any],
+    inputs: list[Tensor],
+    sources: list[Tensor],
+    memory: GraphMemory,
+    slot: _Slot,
+) -> _Pair:
+    """Return the graphs of a function of some inputs; backward gives gradients of the sources."""
+    kept: list[Tensor] = []
+    forward, found = _record(partial(_forward, function, kept), memory, slot)
+    outputs: list[Tensor] = []
+    form = form_of(found, outputs)
+    trained = [x for x in outputs if x.requires_grad]
+    pair = partial(_Pair, slot=slot, forward=forward, inputs=inputs, form=form)
+    if not trained:
+        return pair(outputs=outputs, held=kept)
+    output_grads = memory.grads_of(trained)
+    backward, grads = _record(partial(_gradients, trained, sources, output_grads), memory, slot)
+    # Operations may keep tensors in other ways than autograd's, as long as their nodes live.
+    return pair(
+        backward=backward,
+        outputs=outputs,
+        output_grads=output_grads,
+        grads=list(grads),
+        held=(kept, sources),
+    )
+
+
+def _forward(function: Callable[[], Any], kept: list[Tensor]) -> Any:
+    """Return what a function returns; what it saves and nobody else packs is kept."""
+
+    def keep(tensor: Tensor) -> Handle:
+        kept.append(tensor.detach())
+        return Kept(tensor)
+
+    with packing(keep), _uncached_autocast():
+        return function()
+
+
+def _gradients(
+    outputs: list[Tensor], sources: list[Tensor], output_grads: list[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return gradients of the sources, in this thread: a pair's backward may hold the device's."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return torch.autograd.grad(outputs, sources, output_grads, allow_unused=True)
+
+
+def _record(
+    function: Callable[[], T], memory: GraphMemory, slot: _Slot
+) -> tuple[Callable[[], None], T]:
+    """Return what replays the work of a function, which has not run, and what that returns."""
+    graph, current, collects = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
+    gc.disable()  # a dead model may wait for the GPU when it is freed
+    memory.stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(memory.stream):
+            graph.capture_begin(pool=slot.pool, capture_error_mode="thread_local")
+            try:
+                found = function()
+            except BaseException:
+                with suppress(RuntimeError):  # of a broken capture
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    current.wait_stream(memory.stream)
+    return graph.replay, found
+
+
+@contextmanager
+def _aliases(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Let modules have other parameters in the same memory, whose gradients nobody else takes."""
+    trained, found = list(_trained(modules)), list[Tensor]()
+    for module, name, param in trained:
+        alias = nn.Parameter(param.detach())
+        vars(alias).update({key: value for key, value in vars(param).items() if key != SINK})
+        module._parameters[name] = alias
+        found.append(alias)
+    try:
+        yield found
+    finally:
+        for module, name, param in trained:
+            module._parameters[name] = param
+
+
+def _trained(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield modules, names and parameters that are trained."""
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is not None and param.requires_grad:
+                yield module, name, param
+
+
+def _may_hold(x: Tensor) -> bool:
+    """Whether a graph may hold work on a tensor: it is on a GPU, and no graph is captured."""
+    return x.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+def _uncached_autocast() -> AbstractContextManager[Any]:
+    """Return a context in which autocast keeps no casts of weights, which others would find."""
+    if not torch.is_autocast_enabled("cuda"):
+        return nullcontext()
+    dtype = torch.get_autocast_dtype("cuda")
+    return torch.autocast("cuda", dtype=dtype, cache_enabled=False)
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    found = [torch.empty_like(x) for x in tensors]
+    if found:
+        foreach_copy_(found, tensors)
+    return found

@@ -1,0 +1,1 @@
+"""What a forward keeps for backward: computed again, in host memory, in pages."""

@@ -1,0 +1,202 @@
+"""Lets a model's blocks keep what `MemoryOptions` leaves them, in place.
+
+Offload goes around what is computed again: a region's inputs and its products' results are what is
+left to be copied out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moecore.base.fields import shown
+from moecore.base.options.memory import MemoryOptions, Recomputed
+from moecore.base.regions import running_again
+from moecore.moe.backends import separate_computation
+from moecore.moe.layer import RoutedLayer
+from moecore.train.memory.offload import Offload
+from moecore.train.memory.parts import Part, Use, find_parts, use_of
+from moecore.train.memory.recompute import recompute, sharing_outputs
+from moecore.train.memory.stash import Stash
+from moecore.train.memory.wrap import within, wrap
+
+
+def apply_memory(
+    blocks: Sequence[nn.Module],
+    options: MemoryOptions,
+    device: torch.device,
+    *,
+    compiled: Set[nn.Module] = frozenset(),
+    stages: Mapping[int, Sequence[nn.Module]] | None = None,
+) -> Offload | None:
+    """Compute parts again in backward and offload others, as asked. Parameters and names stay.
+
+    Args:
+        blocks: modules that are called one after the other, such as a decoder's layers.
+        options: which parts. "expert_fc1" is the experts' own: see `Experts.set_backend`.
+        device: of the model when it runs.
+        compiled: modules inside of what is compiled already, with `inductor_options`: there the
+            compiler computes again, and nothing is offloaded.
+        stages: of a pipeline: those of the blocks that are called one after the other, by index;
+            None = all blocks.
+
+    Returns:
+        What offloads; None for options without.
+
+    Raises:
+        ValueError: for fractions of stages without any.
+    """
+    if stages is None and isinstance(options.offload_fraction, tuple):
+        raise ValueError(
+            f"MemoryOptions.offload_fraction ({shown(options.offload_fraction)}) must be one "
+            "number where blocks are no stages: pass a float"
+        )
+    _apply_recompute(blocks, options, compiled)
+    if not options.offload:
+        return None
+    names = _offloaded(blocks, options, compiled)
+    offload = Offload(device, max_host_bytes=options.offload_host_bytes)
+    fraction = options.offload_fraction
+    for index, chunk in ({0: blocks} if stages is None else stages).items():
+        own = fraction[index] if isinstance(fraction, tuple) else fraction
+        offload.attach(chunk, names.get, own)
+    return offload
+
+
+def apply_stash(
+    blocks: Sequence[nn.Module],
+    options: MemoryOptions,
+    device: torch.device,
+    *,
+    compiled: Set[nn.Module] = frozenset(),
+) -> Stash | None:
+    """Keep rows of routed experts in pages, as asked. Parameters and names stay.
+
+    Args:
+        blocks: as in `apply_memory`, with the dispatchers that they will have.
+        options: sizes.
+        device: of the model when it runs.
+        compiled: modules inside of what is compiled, which keep what their compiler decides.
+
+    Returns:
+        What does it; None for options without, and where no layer has rows of the worst case.
+    """
+    if options.stash is None:
+        return None
+    found = [
+        m for block in blocks for m in block.modules() if _has_spare_rows(m) and m not in compiled
+    ]
+    if not found:
+        warnings.warn(
+            "MemoryOptions.stash is not used: no MoE layer of a block has room for more rows than "
+            "come (dispatcher 'nvlink', or a capacity with pad), and experts 'triton' or 'torch' "
+            "without biases",
+            stacklevel=4,
+        )
+        return None
+    stash = Stash(device, options.stash, len(found))
+    stash.attach(blocks, dict.fromkeys(found, "moe").get)
+    return stash
+
+
+def _has_spare_rows(module: nn.Module) -> bool:
+    """Whether a module is an MoE layer whose experts keep rows that the device counts."""
+    if not isinstance(module, RoutedLayer):
+        return False
+    experts, capacity = module.part("experts"), module.config.capacity
+    pads = capacity is not None and capacity.pad
+    is_apart = separate_computation(experts.backend, has_more=experts.has_more) is not None
+    return module.dispatcher.has_spare_rows(pads=pads) and not is_apart
+
+
+def _apply_recompute(
+    blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
+) -> None:
+    wanted = set(options.parts) - {"expert_fc1"}
+    if not wanted:
+        return
+    if "attention_scores" in wanted:
+        warnings.warn(
+            "MemoryOptions.recompute ('attention_scores') runs attention once more in backward, "
+            "about 30% more time of attention, to drop its output alone: leave it out unless "
+            "nothing else is left",
+            stacklevel=5,
+        )
+    used: set[Recomputed] = set()
+    for block in blocks:
+        for part in list(find_parts(block)):
+            use = use_of(part, wanted)
+            used |= use.parts
+            if use.parts and part.module not in compiled:
+                _recompute(part, use)
+        wrap(block, within, sharing_outputs)
+    unused = [part for part in options.parts if part in wanted - used]
+    if unused and options.recompute != "gemm_last":
+        warnings.warn(
+            f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it", stacklevel=5
+        )
+
+
+def _offloaded(
+    blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
+) -> dict[nn.Module, str]:
+    """Return the modules whose savings are offloaded, and their parts.
+
+    What lies in a part is that part's: the norms of queries and keys are attention's.
+    """
+    found: dict[nn.Module, str] = {}
+    for block in blocks:
+        inside: set[nn.Module] = set()
+        for _, kind, module in find_parts(block):
+            if module in inside:
+                continue
+            if kind != "moe":
+                inside.update(module.modules())
+            if kind in options.offload and module not in compiled:
+                found[module] = kind
+        if "rest" in options.offload:
+            found[block] = "rest"
+    unused = [part for part in options.offload if part not in found.values()]
+    if unused:
+        warnings.warn(
+            f"MemoryOptions.offload ({unused[0]!r}) is not used: no block has it outside of what "
+            "is compiled",
+            stacklevel=5,
+        )
+    return found
+
+
+def _recompute(part: Part, use: Use) -> None:
+    """Let a part run as wanted."""
+    name, kind, module = part
+    if kind == "moe":
+        wrap(module, _checkpointed)
+        return
+    for child in use.products:
+        wrap(module.get_submodule(child), within, running_again)
+    how = {"has_products": kind != "norm", "repeats_scores": "attention_scores" in use.parts}
+    wrap(module, _as_region, name, how)
+
+
+def _as_region(
+    forward: Callable[..., Any], name: str, how: dict[str, bool], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    if any(map(_is_cache, (*args, *kwargs.values()))):
+        return forward(*args, **kwargs)
+    return recompute(name, forward, args, kwargs, **how)
+
+
+def _is_cache(argument: Any) -> bool:
+    """Whether an argument is transformers' cache of keys, which a second run would fill twice."""
+    return any(cls.__name__ == "Cache" for cls in type(argument).__mro__)
+
+
+def _checkpointed(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

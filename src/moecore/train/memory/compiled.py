@@ -1,0 +1,120 @@
+"""`MemoryOptions.recompute` where torch.compile runs a block: a mark on operations of its graph.
+
+Inductor cuts the joint graph of forward and backward where the fewest bytes are kept, and runs no
+product twice. Its heuristics keep values that a product reads, such as a norm's output, queries and
+keys, rather than write them a second time. A mark, the one of torch's selective activation
+checkpointing, makes it compute them again:
+
+    norm, attention, MLP    all but products, attention, communication and random numbers
+    "qkv_proj" and the like products too, of the modules that are named so
+
+The graph has the path of the module that an operation of forward belongs to.
+
+Note "boundaries": a checkpoint around each part would keep what one part gives to the next, a
+norm's output. Marks have no boundaries.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.torch_names import CustomGraphPass
+from moecore.train.memory.parts import find_parts, use_of
+from moecore.train.memory.recompute import SMALL
+
+PRODUCT = re.compile(r"(^|_)(mm|addmm|convolution)(_|$)")
+OPERATOR = type(torch.ops.aten.mm.default)
+SCORES = re.compile(r"^_scaled_dot_product|(^|_)(bmm|baddbmm)$")  # or what they are made of
+
+
+@dataclass(frozen=True)
+class Marks(CustomGraphPass):
+    """Marks what backward computes again, in a joint graph of torch.compile.
+
+    Attributes:
+        parts: last names of the modules whose values are dropped.
+        products: of those that run their products again, too.
+        scores: of those that run attention again, too.
+    """
+
+    parts: frozenset[str]
+    products: frozenset[str]
+    scores: frozenset[str]
+
+    @classmethod
+    def of(cls, blocks: Iterable[nn.Module], options: MemoryOptions) -> Marks:
+        """Return the marks of a model's blocks."""
+        parts, products, scores = set[str](), set[str](), set[str]()
+        for block in blocks:
+            for part in find_parts(block):
+                use, name = use_of(part, set(options.parts)), _last(part.name)
+                if use.parts:
+                    parts.add(name)
+                products.update(child or name for child in use.products)
+                if "attention_scores" in use.parts:
+                    scores.add(name)
+        return cls(frozenset(parts), frozenset(products), frozenset(scores))
+
+    def __call__(self, graph: Graph) -> None:
+        """Mark the nodes of a joint graph."""
+        for node in graph.nodes:
+            if self._is_dropped(node):
+                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+    def uuid(self) -> str:
+        """Return what Inductor's caches know these marks by."""
+        names = map(sorted, (self.parts, self.products, self.scores))
+        return f"moecore.train.memory.compiled 1 {list(names)}"
+
+    def _is_dropped(self, node: Node) -> bool:
+        modules = {_last(path) for path, _ in node.meta.get("nn_module_stack", {}).values()}
+        if node.op != "call_function" or not modules & self.parts:
+            return False
+        if node.target is operator.getitem:
+            return "recompute" in node.args[0].meta  # type: ignore[union-attr]
+        if not isinstance(node.target, OPERATOR):
+            return False
+        library, name, _ = str(node.target).split(".")
+        if SCORES.search(name):
+            return bool(modules & self.scores)
+        if torch.Tag.nondeterministic_seeded in node.target.tags or _is_small(node):
+            return False
+        if library in ("aten", "prims") and not PRODUCT.search(name):
+            return True
+        return library in ("aten", "moecore") and bool(modules & self.products)
+
+
+def inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dict[str, Any]:
+    """Return the `options` of torch.compile with which blocks keep what `MemoryOptions` leaves.
+
+    Args:
+        blocks: of a model, before they are compiled.
+        options: which parts.
+    """
+    marks = Marks.of(blocks, options)
+    return {"joint_custom_pre_pass": marks} if marks.parts else {}
+
+
+def _last(path: str) -> str:
+    """Return the last name of a module's path, "self_attn" of "L['self'].self_attn"."""
+    return re.findall(r"\w+", path)[-1]
+
+
+def _is_small(node: Node) -> bool:
+    """Whether keeping a value is cheap beside what it is computed of, such as a sum."""
+    value = node.meta.get("val")
+    inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]
+    sizes = [x.nbytes for x in inputs if isinstance(x, torch.Tensor)]
+    if not isinstance(value, torch.Tensor):
+        return False
+    return bool(value.nbytes * SMALL <= max(sizes, default=0))

@@ -1,0 +1,243 @@
+"""Bytes that a model's blocks keep for backward, counted before anything is allocated.
+
+    kept = kept_bytes(model, blocks, lambda copy: copy(tokens), options=options, ...)
+
+There is no formula: a copy of the model on meta runs its forward once, with the regions, the
+offload and the packers of the real one, and what autograd saves has a size and no memory. So what a
+part drops is seen to be dropped. Ranks send nothing: on meta a dispatcher makes the shapes of
+balanced loads (`moe/placement.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moecore.base.copies import copy_modules
+from moecore.base.options.memory import MemoryOptions, StashOptions
+from moecore.base.saved import packing, used_rows
+from moecore.base.torch_names import storage_key
+from moecore.kernels.common import cdiv, meta_as
+from moecore.moe.balance import BalanceGroups, LoadTracker
+from moecore.moe.experts import Experts
+from moecore.moe.layer import RoutedLayer
+from moecore.moe.params import ParamReader
+from moecore.train.memory.apply import apply_memory
+from moecore.train.memory.on_meta import META, OnMeta
+from moecore.train.memory.parts import find_parts
+
+OWN_PARTS = ("ep", "etp", "tp")  # mesh dims whose ranks compute with their own part of a parameter
+OBSERVERS = ("tape", "observe_scores")  # attributes that would record what did not happen
+NAMES = {"moe": "routing"}  # what is left of an MoE layer beside its experts
+OUTER = ("", "rest", "routing")  # parts in which others lie
+Parts = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBytes:
+    """What one block's forward leaves for its backward, in bytes by part.
+
+    Parts are those of `MemoryOptions.offload`, and "routing": router, dispatch, combine, balance.
+    What two parts keep counts in the first.
+
+    Attributes:
+        device: in the device's memory.
+        host: in host memory.
+    """
+
+    device: Parts
+    host: Parts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the device's memory."""
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKept:
+    """What a model's forward leaves for its backward.
+
+    Attributes:
+        blocks: in the order given.
+        outside: what no block or several keep: embedding, head, tables of positions.
+    """
+
+    blocks: tuple[KeptBytes, ...]
+    outside: KeptBytes
+
+
+def kept_bytes(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    run: Callable[[Any], Any],
+    *,
+    options: MemoryOptions,
+    device_type: str,
+    dtype_of: Callable[[Tensor], torch.dtype] = lambda param: param.dtype,
+    compiled: Set[nn.Module] = frozenset(),
+) -> ModelKept:
+    """Return what a training forward keeps. Nothing is allocated, sent or changed.
+
+    Exact for what runs eagerly, up to what attention's kernel keeps and how even loads are. A
+    compiled region counts as if it were not: its compiler decides.
+
+    Args:
+        model: plain or parallelized, on any device.
+        blocks: of the model, as `apply_memory` takes them.
+        run: calls a copy of the model on meta. Tensors that it is given may be real.
+        options: what is computed again or offloaded; what the model itself does now is not asked.
+        device_type: where the model runs, "cuda" or "cpu".
+        dtype_of: parameter -> dtype in which it is computed with.
+        compiled: as `apply_memory` takes it.
+    """
+    copies = _copies(model, dtype_of)
+    inner = [copies[block] for block in blocks]
+    for module in copies.values():
+        if isinstance(module, Experts):
+            module.recompute_fc1 = "expert_fc1" in options.parts
+    on_meta = OnMeta(device_type)
+    weights = {storage_key(p) for p in copies[model].parameters()}
+    count = _Count(weights, on_meta.move, options.stash)
+    without = {copies[module] for module in compiled}
+    with warnings.catch_warnings():  # which the model's own options gave
+        warnings.simplefilter("ignore")
+        offload = apply_memory(inner, options, META, compiled=without)
+    if offload is not None:
+        offload.observe = count
+    for i, block in enumerate(inner):
+        for _, kind, module in list(find_parts(block)):
+            count.wrap(module, i, NAMES.get(kind, kind))
+        count.wrap(block, i, "rest")
+    with meta_as(device_type), packing(count), on_meta, torch.enable_grad():
+        run(copies[model])
+    return count.result(len(blocks), frozenset() if offload is None else offload.away)
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage that is kept.
+
+    Attributes:
+        num_bytes: of all of it, or of its pages.
+        address: as `StorageWeakRef` has it.
+        part: who kept it first; "" outside of blocks.
+        blocks: all that keep it; -1 stands for outside.
+    """
+
+    num_bytes: int
+    address: int
+    part: str
+    blocks: list[int]
+
+
+class _Count:
+    """Counts storages, each once: as the packer that is asked last, and as an offload's observer.
+
+    Args:
+        weights: storages that do not count.
+        move: a tensor -> itself on meta.
+        stash: whose pages have the rows in use, of even loads, where there is room for more.
+    """
+
+    def __init__(
+        self, weights: Set[int], move: Callable[[Tensor], Tensor], stash: StashOptions | None
+    ) -> None:
+        self.weights, self.move, self.stash = weights, move, stash
+        self.found: dict[int, _Storage] = {}
+        self._held: list[Tensor] = []  # so that no key is used twice
+        self._place: tuple[int, str] = (-1, "")
+
+    def __call__(self, tensor: Tensor) -> None:
+        used = None if self.stash is None else used_rows(tensor)
+        tensor, (block, part) = self.move(tensor), self._place
+        key = storage_key(tensor)
+        if key in self.weights:
+            return
+        if key not in self.found:
+            self._held.append(tensor)
+            storage = tensor.untyped_storage()
+            address = StorageWeakRef(storage).cdata
+            num_bytes = storage.nbytes()
+            if self.stash is not None and used is not None and used.balanced is not None:
+                pages = cdiv(used.balanced, self.stash.page_rows)
+                num_bytes = num_bytes // used.length * self.stash.page_rows * pages
+            self.found[key] = _Storage(num_bytes, address, part, [])
+        self.found[key].blocks.append(block)
+
+    def wrap(self, module: nn.Module, block: int, part: str) -> None:
+        """Let what a module keeps count as a part's; of two, one in the other, as the outer's."""
+        module.forward = partial(self._within, module.forward, (block, part))  # type: ignore[method-assign]
+
+    def _within(
+        self, forward: Callable[..., Any], place: tuple[int, str], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._place[1] not in OUTER:
+            return forward(*args, **kwargs)
+        before, self._place = self._place, place
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._place = before
+
+    def result(self, num_blocks: int, away: Set[int]) -> ModelKept:
+        """Return the sums.
+
+        Args:
+            num_blocks: how many there are.
+            away: storages in host memory.
+        """
+        sums: list[tuple[Counter[str], Counter[str]]]
+        sums = [(Counter(), Counter()) for _ in range(num_blocks + 1)]
+        for storage in self.found.values():
+            first, *others = dict.fromkeys(storage.blocks)
+            place = (-1, "outside") if others or first < 0 else (first, storage.part)
+            sums[place[0]][storage.address in away][place[1]] += storage.num_bytes
+        *blocks, outside = (KeptBytes(dict(here), dict(there)) for here, there in sums)
+        return ModelKept(tuple(blocks), outside)
+
+
+def _copies(
+    model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
+) -> dict[nn.Module, nn.Module]:
+    """Return a copy on meta of each module of a model, as it was before anything wrapped it.
+
+    What records or counts stays behind.
+    """
+
+    def computed(param: nn.Parameter) -> nn.Parameter:
+        empty = torch.empty(_own_shape(param), dtype=dtype_of(param), device=META)
+        return nn.Parameter(empty, requires_grad=param.requires_grad)
+
+    copies = copy_modules(model, computed, unwrapped=True)
+    for module in copies.values():
+        state = vars(module)
+        state |= {name: None for name in OBSERVERS if name in state}
+        state["training"] = True
+        if isinstance(module, Experts):
+            state["reader"] = ParamReader()
+        if isinstance(module, RoutedLayer):
+            cp = module.tracker.groups.cp
+            state["tracker"] = LoadTracker(module.config)
+            state["tracker"].groups = BalanceGroups(cp=cp)  # alone
+    return copies
+
+
+def _own_shape(param: Tensor) -> list[int]:
+    """Return the shape with which this rank computes: what data ranks cut is gathered before."""
+    shape = list(param.shape)
+    if isinstance(param, DTensor):
+        names = param.device_mesh.mesh_dim_names or ()
+        for i, (name, placement) in enumerate(zip(names, param.placements, strict=True)):
+            if name in OWN_PARTS and not placement.is_replicate():
+                shape[placement.dim] //= param.device_mesh.size(i)  # type: ignore[attr-defined]
+    return shape

@@ -1,0 +1,177 @@
+"""A device without memory: meta, with what operations keep and do on the device it stands for.
+
+Attention keeps queries, keys, values, its output and one fp32 sum per row and head, as flash and
+memory-efficient kernels do; a norm on a GPU its input and one fp32 number per row. moecore's own
+kernels are recorded without running (`kernels.common`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moecore.base.torch_names import (
+    is_grouped_mm,
+    run_backward,
+    scaled_mm,
+    storage_key,
+    tree_map_only,
+)
+from moecore.kernels.common import record_launch
+
+META = torch.device("meta")
+ATTRIBUTES = {
+    Tensor.data_ptr,
+    Tensor.detach,
+    Tensor.is_contiguous,
+    Tensor.is_inference,
+    Tensor.is_neg,
+    Tensor.numel,
+    Tensor.storage_offset,
+    Tensor.stride,
+    Tensor.untyped_storage,
+    Tensor.view,
+}
+
+
+class OnMeta(TorchFunctionMode):
+    """Moves real tensors to meta beside others there, and keeps what a device keeps.
+
+    Args:
+        device_type: which device meta stands for, "cuda" or "cpu".
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._is_gpu = device_type == "cuda"
+        self.moved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> itself, and one on meta
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ == "__get__" or func in ATTRIBUTES:  # the same of a tensor on meta
+            return func(*args, **kwargs)
+        if func is Tensor.backward:
+            func, args, kwargs = torch.autograd.backward, ([args[0]], [kwargs["gradient"]]), {}
+        if func is torch.autograd.backward:  # what it computes again is seen
+            grads = [torch.ones_like(x) if g is None else g for x, g in zip(*args, strict=True)]
+            with self:
+                return run_backward(args[0], grads)
+        on_meta = {x.is_meta for x in tensors_of(args, kwargs)}
+        if True not in on_meta:
+            return func(*args, **kwargs)
+        if False in on_meta:
+            args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
+        if func is F.scaled_dot_product_attention:
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            return _Attention.apply(*args[:3], mask)
+        if func is F.rms_norm and self._is_gpu:
+            return _Norm.apply(args[0], kwargs.get("weight", args[2] if len(args) > 2 else None))
+        if is_grouped_mm(func):
+            return _grouped_mm(*args, **kwargs)
+        if func is scaled_mm:  # whose checks on meta refuse columns that are no multiple of 128
+            out = args[0].new_empty(args[0].shape[0], args[1].shape[1], dtype=args[-1])
+            record_launch("scaled_mm_v2", *args[:2], *args[2], *args[5], out)
+            return out
+        if func is torch.ops.aten.addmm.dtype_out:  # with the same products, and on meta in 2.11
+            return kwargs["out"].addmm_(*args[1:3], beta=kwargs["beta"])
+        return func(*args, **kwargs)
+
+    def move(self, x: Tensor) -> Tensor:
+        """Return a tensor on meta; views of one storage share one there."""
+        if x.is_meta or type(x) is not Tensor:
+            return x
+        key = storage_key(x)
+        if key not in self.moved:
+            num_bytes = x.untyped_storage().nbytes()
+            self.moved[key] = x, torch.empty(num_bytes, dtype=torch.uint8, device=META)
+        storage = self.moved[key][1].untyped_storage()
+        view = torch.empty(0, dtype=x.dtype, device=META)
+        return view.set_(storage, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+
+
+def tensors_of(*values: Any) -> list[Tensor]:
+    """Return the tensors of an operation's arguments: within lists, tuples and dicts."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += tensors_of(*value) if value else ()
+        elif isinstance(value, dict):
+            found += tensors_of(*value.values()) if value else ()
+    return found
+
+
+class _Attention(torch.autograd.Function):
+    """[B, H, T, d] -> [B, H, T, v], in memory [B, T, H, v]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        B, H, T, _ = q.shape
+        out = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+        sums = q.new_empty(B, H, T, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, mask, out, sums)
+        record_launch("attention_fwd", q, k, v, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, out, sums = ctx.saved_tensors
+        dq_sums = torch.empty_like(q, dtype=torch.float32)  # cuDNN's, while it runs
+        found = tuple(torch.empty_like(x) for x in (q, k, v))
+        record_launch("attention_bwd", q, k, v, out, sums, *grads, *found)
+        del dq_sums
+        return *found, None
+
+
+class _Norm(torch.autograd.Function):
+    """The norm of a GPU, of one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        rstd = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        out = torch.empty_like(x)
+        record_launch("rms_norm_fwd", x, out, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight = torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+        record_launch("rms_norm_bwd", x, rstd, *grads, dx)
+        return dx, dweight
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a_RK: Tensor, b_eKN: Tensor, offs: Tensor) -> Tensor:
+        of_a, of_b, _ = ctx.needs_input_grad
+        ctx.save_for_backward(a_RK if of_b else None, b_eKN if of_a else None, offs)
+        ctx.shapes = a_RK.shape, b_eKN.shape
+        out_RN = a_RK.new_empty(a_RK.shape[0], b_eKN.shape[2])
+        record_launch("grouped_mm", a_RK, b_eKN, out_RN)
+        return out_RN
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dout_RN,), (a_RK, b_eKN, _) = grads, ctx.saved_tensors
+        da_RK = None if b_eKN is None else dout_RN.new_empty(ctx.shapes[0])
+        db_eKN = None if a_RK is None else dout_RN.new_empty(ctx.shapes[1])
+        if da_RK is not None:
+            record_launch("grouped_mm", da_RK, b_eKN, dout_RN)
+        if db_eKN is not None:
+            record_launch("grouped_mm", a_RK, db_eKN, dout_RN)
+        return da_RK, db_eKN, None
+
+
+def _grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
+    """Return what torch's product does, which takes bf16 alone on meta."""
+    out: Tensor = _GroupedProduct.apply(a_RK, b_eKN, offs)
+    return out

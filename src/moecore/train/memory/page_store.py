@@ -1,0 +1,348 @@
+"""Copies of used rows in pages of the device, between forward and backward.
+
+A matrix with room for the worst case lies in pages of the rows that are in use, and its own memory
+is free. The host never learns how many these are: kernels take pages and return them
+(`kernels/rows/free_list.py`). Matrices of one dispatch share a table, so that a layer takes two
+launches in forward, pages and a copy, and one in backward, a copy that returns the pages of the
+layer behind it.
+
+Note "one pool": all rows share one, whose pages have so many of the widest matrix, and more of
+narrower ones. The first layer makes it: its balanced loads times the factor, for every layer.
+
+Note "graphs": a CUDA graph has tables of its own, and takes and returns pages at each replay. What
+eager code returns while one is captured waits until the capture has ended: each replay would
+return it again. What a graph has not returned itself its next replay does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.base.options.memory import StashOptions
+from moecore.base.saved import UsedRows
+from moecore.kernels.common import cdiv
+from moecore.kernels.rows.free_list import MISSED_WORD, MOST_WORD, PagePool, return_pages
+from moecore.kernels.rows.pages import MOST_MATRICES, Layout, copy_rows, take_rows
+from moecore.train.memory.groups import Copy
+from moecore.train.memory.streams import CopyStream, Mark, Streams
+
+PAGE_ALIGNMENT = 16  # bytes, of what a thread moves at once
+
+
+@dataclass(eq=False, slots=True)
+class Dispatched:
+    """The matrices of one dispatch that are copied together, and their table.
+
+    Attributes:
+        table: of pages.
+        layout: of the matrices.
+        free: where the table goes when it is empty.
+        of_graph: a CUDA graph fills the table in every replay.
+        slots, num_rows: which rows are in use.
+        left: matrices that somebody may ask for.
+        out: when they were in pages.
+        back: when they were last copied back.
+    """
+
+    table: Tensor
+    layout: Layout
+    free: list[tuple[Tensor, Mark]]
+    of_graph: bool
+    slots: Tensor | None
+    num_rows: Tensor | None
+    left: int
+    out: Mark | None = None
+    back: Mark | None = None
+
+    def fill(self, matrices: Sequence[Tensor]) -> None:
+        """Take pages for the used rows of matrices and copy them there."""
+        take_rows(self.table, self.layout, self.slots, self.num_rows)
+        copy_rows(matrices, self.table, self.layout, stash=True)
+
+    def read(self, matrices: Sequence[Tensor | None], over: Dispatched | None) -> None:
+        """Copy the used rows back; the others stay as they are. Return the pages of another."""
+        gone = None if over is None else (over.table, over.layout.num_entries)
+        copy_rows(matrices, self.table, self.layout, stash=False, over=gone)
+
+
+class Place(NamedTuple):
+    """Where a matrix lies: the piece of a copy."""
+
+    of: Dispatched
+    number: int
+
+
+class ToPages(NamedTuple):
+    """A copy to pages: a `Job`."""
+
+    target: Dispatched
+    source: tuple[Tensor, ...]
+
+    def start(self, stream: CopyStream) -> None:
+        """Start the copy; a CPU ends it."""
+        with stream.running():
+            self.target.fill(self.source)
+
+
+class FromPages(NamedTuple):
+    """A copy back: a `Job`."""
+
+    target: tuple[Tensor | None, ...]
+    source: Dispatched
+    over: Dispatched | None
+
+    def start(self, stream: CopyStream) -> None:
+        """Start the copy; a CPU ends it."""
+        with stream.running():
+            self.source.read(self.target, self.over)
+
+
+class Shortage(NamedTuple):
+    """A pool that had too few pages.
+
+    Attributes:
+        factor: the least that would have held all rows.
+        num_pages: that were wanted at the same time.
+    """
+
+    factor: float
+    num_pages: int
+
+
+@dataclass(eq=False, slots=True)
+class _Kind:
+    """Dispatches whose matrices have the same sizes, and the tables that are free for them.
+
+    Each table with when it was emptied, by whichever stream: only then is it filled.
+    """
+
+    layout: Layout
+    of_eager: list[tuple[Tensor, Mark]] = field(default_factory=list)
+    of_graphs: list[tuple[Tensor, Mark]] = field(default_factory=list)
+
+
+class PageStore:
+    """Copies in pages: a `Store` of matrices whose used rows are counted on the device.
+
+    Args:
+        streams: of the device.
+        options: sizes.
+        num_layers: MoE layers of a forward.
+
+    Attributes:
+        pool: of pages; None until the first rows come.
+    """
+
+    def __init__(self, streams: Streams, options: StashOptions, num_layers: int) -> None:
+        self._streams, self._options, self._num_layers = streams, options, num_layers
+        self.pool: PagePool | None = None
+        self._balanced_pages = 0.0  # of all layers, with even loads
+        self._kinds: dict[Any, _Kind] = {}  # by the sizes of their matrices
+        self._waiting: list[Dispatched] = []  # eager code's, until a capture has ended
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pages on the device."""
+        return 0 if self.pool is None else self.pool.pages.nbytes
+
+    def takes(self, used: UsedRows | None) -> bool:
+        """Whether there are rows that are not in use, and somebody knows how many may be."""
+        return used is not None and used.balanced is not None
+
+    def put(self, copies: Sequence[Copy]) -> list[Copy]:
+        """Start to copy used rows to pages."""
+        in_capture = self._start()
+        if not copies:
+            return []
+        pool = self.pool or self._make_pool(copies, in_capture=in_capture)
+        jobs, emptied = [], []
+        for group in _by_dispatch(copies):
+            found, mark = self._dispatched(pool, group, in_capture=in_capture)
+            for index, copy in enumerate(group):
+                copy.piece = Place(found, index)
+            jobs.append(ToPages(found, tuple(copy.data for copy in group if copy.data is not None)))
+            emptied += [] if mark is None else [mark]
+        out = self._streams.copy_out(jobs, *emptied)
+        for copy in copies:
+            copy.out = copy.busy = copy.piece.of.out = out
+        return list(copies)
+
+    def bring(self, copies: Sequence[Copy], gone: Sequence[Place] = ()) -> None:
+        """Start to copy used rows back; the same launch returns pages."""
+        in_capture = self._start()
+        matrices: dict[Dispatched, list[Tensor | None]] = {}
+        for copy in copies:
+            of, index = copy.piece
+            matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
+        over, jobs = _over(gone), list[FromPages]()
+        for of, given in matrices.items():
+            # What reads its pages are copies back, which came before in the same stream.
+            goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
+            jobs.append(FromPages(tuple(given), of, over.pop() if goes_along else None))
+        back = self._streams.copy_back(jobs, *(of.out for of in matrices if of.out is not None))
+        for job in jobs:
+            job.source.back = back
+            if job.over is not None:
+                job.over.free.append((job.over.table, back))
+        for copy in copies:
+            copy.busy = back
+        self._return(over, in_capture=in_capture)
+
+    def give(self, pieces: Sequence[Place]) -> None:
+        """Return pages, behind their last reader."""
+        self._return(_over(pieces), in_capture=self._start())
+
+    def clear(self) -> None:
+        """Free all pages."""
+        self._waiting.clear()
+        self._kinds.clear()
+        self.pool = None
+
+    def resize(self, options: StashOptions) -> None:
+        """Free all pages; the next pool has another size. When no rows lie in them."""
+        self._options = options
+        self.clear()
+
+    def needed_factor(self) -> Tensor:
+        """Return the least factor that had held all rows, 0 = it did."""
+        if self.pool is None:
+            return torch.zeros(())
+        words = self.pool.state
+        return words[MOST_WORD] * (words[MISSED_WORD] > 0) / self._balanced_pages
+
+    def clear_needed(self, *, report: bool = True) -> None:
+        """Let later rows be counted anew; see `PagePool.clear_needed`."""
+        if self.pool is not None:
+            self.pool.clear_needed(report=report)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a page was missing, as far as the host can see."""
+        return self.pool is not None and bool(self.pool.report[MISSED_WORD])
+
+    def shortage(self) -> Shortage | None:
+        """Return what was missing, as far as the host can see without waiting, and start anew."""
+        if self.pool is None or not self.is_short:
+            return None
+        num_pages = int(self.pool.report[MOST_WORD])
+        self.pool.clear_needed()
+        return Shortage(num_pages / self._balanced_pages, num_pages)
+
+    def _start(self) -> bool:
+        """Return whether a capture is on; after one return what has waited for its end."""
+        in_capture = self._streams.is_capturing()
+        if self._waiting and not in_capture:
+            waiting, self._waiting = self._waiting, []
+            self._return(waiting, in_capture=False)
+        return in_capture
+
+    def _return(self, over: Sequence[Dispatched], *, in_capture: bool) -> None:
+        """Return pages that no launched work of another stream will read."""
+        for of in over:
+            if in_capture and not of.of_graph:
+                self._waiting.append(of)
+                continue
+            current = self._streams.current()
+            if of.of_graph == in_capture:
+                for mark in (of.out, of.back):
+                    if mark is not None:
+                        mark.hold(current)
+                return_pages(of.table, of.layout.num_entries, of.layout.pool)
+            of.free.append((of.table, Mark(current)))
+
+    def _dispatched(
+        self, pool: PagePool, group: Sequence[Copy], *, in_capture: bool
+    ) -> tuple[Dispatched, Mark | None]:
+        """Return matrices with a table, and when that was emptied; None = nobody has had it."""
+        rows = {used.slots is not None: used for copy in group if (used := copy.used) is not None}
+        listed, first = rows.get(True), rows.get(False)
+        key = tuple(_row(copy) for copy in group)
+        lengths = tuple(0 if used is None else used.length for used in (listed, first))
+        kind = self._kinds.get((key, lengths))
+        if kind is None:
+            self._check_widths(pool, key)
+            kind = self._kinds[key, lengths] = _Kind(Layout.of(pool, key, *lengths))
+        own = kind.of_graphs if in_capture else kind.of_eager
+        free = own or (kind.of_eager if in_capture else own)
+        table, emptied = free.pop() if free else (kind.layout.table(), None)
+        found = Dispatched(
+            table=table,
+            layout=kind.layout,
+            free=own,
+            of_graph=in_capture,
+            slots=None if listed is None else listed.slots,
+            num_rows=None if first is None else first.num_rows,
+            left=len(group),
+        )
+        return found, emptied
+
+    def _check_widths(self, pool: PagePool, rows: Sequence[tuple[int, bool]]) -> None:
+        widest = max(width for width, _ in rows)
+        if widest > pool.page_bytes:
+            page_rows = self._options.page_rows
+            raise ValueError(
+                f"StashOptions.page_rows ({page_rows}) must be >= "
+                f"{cdiv(widest * page_rows, pool.page_bytes)} for rows of {widest} bytes in pages "
+                "that are made for the first layer's: raise it"
+            )
+
+    def _make_pool(self, copies: Sequence[Copy], *, in_capture: bool) -> PagePool:
+        """Make the pool, of the first layer's rows."""
+        if in_capture:
+            raise RuntimeError(
+                "pages of MemoryOptions.stash must be made before a CUDA graph is captured: run "
+                "one forward and backward first"
+            )
+        options, num_layers = self._options, self._num_layers
+        widest = max(_row(copy)[0] for copy in copies)
+        page_bytes = cdiv(options.page_rows * widest, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        num_pages, self._balanced_pages = 0, 0.0
+        for copy in copies:
+            assert copy.used is not None and copy.used.balanced is not None
+            rows, step = max(1, copy.used.balanced), page_bytes // _row(copy)[0]
+            num_pages += num_layers * cdiv(math.ceil(options.factor * rows), step)
+            self._balanced_pages += num_layers * rows / step
+        self.pool = PagePool.make(
+            num_pages,
+            page_bytes,
+            self._streams.device,
+            num_host_pages=options.host_bytes // page_bytes,
+        )
+        return self.pool
+
+
+def _row(copy: Copy) -> tuple[int, bool]:
+    """Return the bytes of a row, and whether a list has the rows in use."""
+    assert copy.used is not None
+    return copy.size // copy.used.length, copy.used.slots is not None
+
+
+def _by_dispatch(copies: Sequence[Copy]) -> list[list[Copy]]:
+    """Return copies in groups with one list of rows in use at most, and one number of them."""
+    found: list[list[Copy]] = []
+    rows: dict[bool, UsedRows] = {}
+    for copy in copies:
+        used = copy.used
+        assert used is not None
+        is_full = not found or len(found[-1]) == MOST_MATRICES
+        if is_full or rows.setdefault(used.slots is not None, used) is not used:
+            found.append([])
+            rows = {used.slots is not None: used}
+        found[-1].append(copy)
+    return found
+
+
+def _over(pieces: Sequence[Place]) -> list[Dispatched]:
+    """Take places back; return the dispatches of which they were the last."""
+    found = []
+    for of, _ in pieces:
+        of.left -= 1
+        if not of.left:
+            found.append(of)
+    return found

@@ -1,0 +1,90 @@
+"""Which modules of a block play which part for `MemoryOptions`, found by structure and names.
+
+A norm is named so by its class. Attention and MLPs are what has projections of their names
+(`precision/apply.py`), in moecore's decoder, transformers and torchtitan alike. Linear attention is
+none: its scan is no product, and would run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+from moecore.base.options.memory import Recomputed
+from moecore.moe.experts import Experts
+from moecore.moe.layer import RoutedLayer
+from moecore.moe.params import clean_name
+from moecore.moe.shared import SharedExpert
+from moecore.precision.apply import ATTENTION, MLP, ROUTED, SHARED
+
+Kind = Literal["norm", "attention", "mlp", "shared_experts", "experts", "moe"]
+OUTPUT = {"o_proj", "out_proj", "wo"}
+UP = {"q_b_proj", "kv_b_proj", "wq_b", "wkv_b"}
+QKV = {"q_proj", "k_proj", "v_proj", "qkv_proj", "wq", "wk", "wv"}
+
+
+class Part(NamedTuple):
+    """A module of a block, and what it is there."""
+
+    name: str
+    kind: Kind
+    module: nn.Module
+
+
+class Use(NamedTuple):
+    """What of a part is computed again."""
+
+    parts: Set[Recomputed]  # of `MemoryOptions.recompute` that ask for it; none = nothing is
+    products: tuple[str, ...] = ()  # modules inside whose products are, too; "" = the part itself
+
+
+def find_parts(block: nn.Module) -> Iterator[Part]:
+    """Yield the parts of a block, outer ones first; experts that are a layer are experts."""
+    for path, module in block.named_modules():
+        name = clean_name(path)
+        kind = _kind_of(name, module)
+        if kind is not None:
+            yield Part(name, kind, module)
+
+
+def use_of(part: Part, wanted: Set[Recomputed]) -> Use:
+    """Return what of a part is computed again, of the parts of `MemoryOptions.recompute`."""
+    _, kind, module = part
+    if kind in ("norm", "moe"):
+        return Use(wanted & {kind})
+    if kind in ("mlp", "shared_experts"):
+        return Use(wanted & {kind, "activation"}, ("",) if kind in wanted else ())
+    if kind != "attention":
+        return Use(set())
+    children = {name for name, _ in module.named_children()}
+    up, qkv = UP & children, QKV & children
+    found: dict[Recomputed, set[str]] = {"mla_up_proj": up | qkv} if up else {"qkv_proj": qkv}
+    names = {name for option in wanted & set(found) for name in found[option]}
+    has = {option for option in found if found[option]}
+    return Use(wanted & {"rope", "attention_scores", *has}, tuple(sorted(names)))
+
+
+def _kind_of(name: str, module: nn.Module) -> Kind | None:
+    if isinstance(module, Experts):
+        return "experts"
+    if isinstance(module, RoutedLayer):
+        return "moe"
+    if ROUTED & set(name.split(".")):
+        return None
+    children = {n for n, child in module.named_children() if hasattr(child, "weight")}
+    if not children and type(module).__name__.endswith("Norm"):
+        return "norm"
+    if children & OUTPUT and children & ATTENTION - OUTPUT:
+        return None if _is_recurrent(module) else "attention"
+    if isinstance(module, SharedExpert):
+        return "shared_experts"
+    if len(children & MLP) >= 2:
+        return "shared_experts" if SHARED & set(name.split(".")) else "mlp"
+    return None
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """Whether attention carries a state from token to token, behind a short convolution."""
+    return any(isinstance(child, nn.Conv1d) for child in module.modules())

@@ -1,0 +1,433 @@
+"""Regions: functions whose values are computed again in backward instead of being kept.
+
+A region keeps its inputs and what its products return. What lies between (norms, activations,
+rotary embeddings, residual adds) and what the region returns is dropped, and computed again by the
+first backward that reads it. Products (matrix products, attention) are not run again: the gradient
+of y = x W reads x and W, never y. So a chain that ends in a product costs no product:
+
+    x kept -> norm -> [x' dropped] -> linear -> [q kept] -> rotary -> [q' dropped] -> attention
+
+The consumers of a region's output may stand outside of it, a norm's three projections or the
+experts, in the same block: `sharing_outputs` surrounds a block's forward and finds them.
+
+Note "order": a second run saves the same tensors in the same order as the first, so a place in that
+order names a value. Shapes and dtypes are compared, and inputs must not have changed in place.
+
+Note "when": under no_grad, compilers and the caller's own activation checkpointing a region is a
+plain call. Inside a region another one is part of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.base.regions import finding_products, is_in_region
+from moecore.base.saved import Handle, is_packing, keep, packing
+from moecore.base.torch_names import (
+    autocast_dtype,
+    is_plain_eager,
+    storage_key,
+    tree_flatten,
+    tree_unflatten,
+    version,
+)
+
+SMALL = 8  # what is so many times smaller than the largest input is kept
+
+
+class _Stop(Exception):
+    """Ends a second run that has found all that is wanted."""
+
+
+class _View(NamedTuple):
+    """Where a tensor lies in a storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _View:
+        return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+    def take(self, base: Tensor) -> Tensor:
+        """Return this view of the storage of a tensor."""
+        return base.as_strided(self.shape, self.stride, self.offset)
+
+
+class _Place(NamedTuple):
+    """Names a value of a region: "saved" and its number, "input" of a product, or "output"."""
+
+    kind: str
+    number: int
+    position: int = 0
+
+
+@dataclass(slots=True)
+class _Product:
+    """A call that is not run again."""
+
+    inputs: list[Any]  # until the call ends
+    output: Any = None  # of the call, until the region ends; then handles
+    is_needed: bool = True
+    versions: tuple[int, ...] = ()  # of the output
+
+
+class _Dropped:
+    """Stands for a value of a region."""
+
+    __slots__ = ("_base", "_place", "_region", "_view")
+
+    def __init__(self, region: _Region, place: _Place, base: _View, view: _View) -> None:
+        self._region, self._place, self._base, self._view = region, place, base, view
+        region.expect(place)
+
+    def unpack(self) -> Tensor:
+        """Return the value, computed again if no other backward has just done that."""
+        value = self._region.value(self._place)
+        if _View.of(value) != self._base:
+            raise RuntimeError(
+                f"{self._region.name} must compute the same values in backward as in forward, but "
+                f"a tensor {tuple(self._base.shape)} came back as {tuple(value.shape)}: leave it "
+                "out of MemoryOptions.recompute"
+            )
+        return value if self._view == self._base else self._view.take(value)
+
+
+@dataclass(eq=False)
+class _Region:
+    """One run of a function, and its second run.
+
+    Attributes:
+        name: for errors.
+        function: as it is called.
+        has_products: whether products are looked for; their search costs host time.
+        repeats_scores: whether attention is run again.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    has_products: bool
+    repeats_scores: bool
+    products: list[_Product] = field(default_factory=list)
+    _inputs: list[Any] = field(default_factory=list)  # handles of tensors, and other leaves
+    _spec: Any = None
+    _versions: tuple[int, ...] = ()  # of the inputs
+    _known: set[int] = field(default_factory=set)  # storages that are kept anyway, while it runs
+    _largest: int = 0
+    _num_saved: int = 0
+    _num_products: int = 0
+    _open: _Product | None = None
+    _last: int = 0  # products before the last value that is dropped
+    _expected: Counter[_Place] = field(default_factory=Counter)
+    _left: Counter[_Place] = field(default_factory=Counter)
+    _values: dict[_Place, Tensor] = field(default_factory=dict)
+    _context: Any = None  # autocast of the first run
+    _stream: torch.cuda.Stream | None = None  # of the second run, and its end
+    _event: torch.cuda.Event | None = None
+    _is_again: bool = False
+
+    # The first run.
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the function returns; keep what backward needs to run it again."""
+        leaves, self._tree = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._start(tensors)
+        with ExitStack() as stack:
+            stack.enter_context(packing(self._pack))
+            stack.enter_context(finding_products(self, has_products=self.has_products))
+            output = self.function(*args, **kwargs)
+        self._check_unchanged(tensors)
+        self._context = _autocast(tensors)
+        self._offer(output)
+        self._inputs = [
+            (keep(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        for number, product in enumerate(self.products):
+            product.is_needed = number < self._last
+            product.output = _map(_kept_output, product.output) if product.is_needed else None
+        self._known.clear()
+        return output
+
+    def _start(self, tensors: list[Tensor]) -> None:
+        self._versions = _versions(tensors)
+        self._known = {storage_key(tensor) for tensor in tensors}
+        self._largest = max((tensor.nbytes for tensor in tensors), default=0)
+        self._num_saved = self._num_products = 0
+
+    def _check_unchanged(self, inputs: list[Tensor]) -> None:
+        """Raise where a second run would start from other values."""
+        is_same = self._versions == _versions(inputs)
+        if not is_same or any(p.versions != _versions(_tensors(p.output)) for p in self.products):
+            raise NotImplementedError(
+                f"{self.name} must not change its input or a product's output in place to be "
+                "computed again: leave it out of MemoryOptions.recompute"
+            )
+
+    def _pack(self, tensor: Tensor) -> Handle | None:
+        """Return the handle of a value that is dropped; None leaves it to the other packers."""
+        if self._is_kept(tensor):
+            return None
+        if self._open is None:
+            place = _Place("saved", self._num_saved)
+            self._num_saved += 1
+            return self._drop(place, tensor, tensor)
+        for position, given in enumerate(self._open.inputs):
+            if not isinstance(given, Tensor) or given.is_leaf:
+                continue
+            if storage_key(given) == storage_key(tensor) and given.dtype == tensor.dtype:
+                place = _Place("input", self._num_products, position)
+                return self._drop(place, given, tensor)
+        return None  # of the product's own, such as attention's log-sum-exp
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        if tensor.nbytes * SMALL <= self._largest or not _is_plain(tensor):
+            return True
+        return storage_key(tensor) in self._known
+
+    def _drop(self, place: _Place, base: Tensor, tensor: Tensor) -> _Dropped:
+        self._last = self._num_products
+        return _Dropped(self, place, _View.of(base), _View.of(tensor))
+
+    def _offer(self, output: Any) -> None:
+        """Let the consumers of the outputs drop them too."""
+        for number, leaf in enumerate(tree_flatten(output)[0]):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_kept(leaf):
+                self._last = len(self.products)
+                _here.outputs[storage_key(leaf)] = _Output(self, number, leaf, version(leaf))
+
+    @property
+    def is_multiplying(self) -> bool:
+        """Whether a product runs, and what it calls is part of it."""
+        return self._open is not None
+
+    def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a product returns: of the call itself, or what the first run kept."""
+        number = self._num_products
+        inputs = tree_flatten((args, kwargs))[0]
+        if self._is_again:
+            return self._multiplied(number, inputs)
+        product = _Product(inputs)
+        self.products.append(product)
+        self._open = product
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            self._open, product.inputs = None, []
+        product.output, product.versions = output, _versions(_tensors(output))
+        self._known |= {storage_key(t) for t in _tensors(output)}
+        self._num_products += 1
+        return output
+
+    # The second run.
+
+    def expect(self, place: _Place) -> None:
+        """Count a handle of a value."""
+        self._expected[place] += 1
+
+    def value(self, place: _Place) -> Tensor:
+        """Return a value, and free it where no other handle waits for it."""
+        if place not in self._values:
+            self._run_again()
+        value = self._values[place]
+        if self._event is not None:
+            stream = torch.cuda.current_stream(value.device)
+            if stream != self._stream:
+                stream.wait_event(self._event)
+                value.record_stream(stream)
+        self._left[place] -= 1
+        if self._left[place] <= 0:
+            del self._values[place]
+        return value
+
+    def _run_again(self) -> None:
+        """Compute all values that handles stand for."""
+        leaves = [_again(leaf) for leaf in self._inputs]
+        args, kwargs = tree_unflatten(leaves, self._tree)
+        self._start([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._left, self._values = Counter(self._expected), {}
+        wants_output = any(place.kind == "output" for place in self._expected)
+        self._is_again = True
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(self._context or nullcontext())
+                hooks = torch.autograd.graph.saved_tensors_hooks(self._find_saved, _never)
+                stack.enter_context(hooks)
+                stack.enter_context(finding_products(self, has_products=self.has_products))
+                output = self.function(*args, **kwargs)
+            if wants_output:
+                self._find_outputs(output)
+        except _Stop:
+            pass
+        finally:
+            self._is_again = False
+            self._known.clear()
+        missing = [place for place in self._expected if place not in self._values]
+        if missing:
+            raise RuntimeError(
+                f"{self.name} must save the same tensors in backward as in forward, but "
+                f"{len(missing)} of {len(self._expected)} were not: leave it out of "
+                "MemoryOptions.recompute"
+            )
+        some = next(iter(self._values.values()))
+        if some.is_cuda:
+            self._stream = torch.cuda.current_stream(some.device)
+            self._event = self._stream.record_event()
+
+    def _find_saved(self, tensor: Tensor) -> None:
+        if not self._is_kept(tensor):
+            place = _Place("saved", self._num_saved)
+            self._num_saved += 1
+            self._find(place, tensor)
+
+    def _multiplied(self, number: int, inputs: list[Any]) -> Any:
+        self._num_products += 1
+        for position, given in enumerate(inputs):
+            if isinstance(given, Tensor):
+                self._find(_Place("input", number, position), given)
+        product = self.products[number]
+        if not product.is_needed:
+            raise _Stop
+        output = _map(_again, product.output)
+        self._known |= {storage_key(t) for t in _tensors(output)}
+        return output
+
+    def _find_outputs(self, output: Any) -> None:
+        for number, leaf in enumerate(tree_flatten(output)[0]):
+            if isinstance(leaf, Tensor):
+                self._find(_Place("output", number), leaf)
+
+    def _find(self, place: _Place, tensor: Tensor) -> None:
+        if place in self._expected:
+            self._values[place] = tensor.detach()
+            if len(self._values) == len(self._expected):
+                raise _Stop
+
+
+class _Output(NamedTuple):
+    """An output of a region, held so that its storage stays its own."""
+
+    region: _Region
+    number: int
+    tensor: Tensor
+    version: int
+
+
+class _Here(threading.local):
+    """What runs in this thread."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, _Output] = {}
+        self.is_sharing = False
+
+
+_here = _Here()
+
+
+def recompute(
+    name: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    has_products: bool = True,
+    repeats_scores: bool = False,
+) -> Any:
+    """Return what a function returns; keep its inputs and its products' results alone.
+
+    Args:
+        name: of what runs, for errors.
+        function: of tensors and others, in any nesting; deterministic but for dropout.
+        args: of the function.
+        kwargs: of the function.
+        has_products: False where the function has none, which saves host time.
+        repeats_scores: run attention again, too.
+    """
+    kwargs = dict(kwargs or {})
+    if is_in_region() or not _here.is_sharing or not is_packing():
+        return function(*args, **kwargs)
+    if not torch.is_grad_enabled() or not all(map(_is_plain, _tensors((args, kwargs)))):
+        return function(*args, **kwargs)
+    return _Region(name, function, has_products, repeats_scores).run(args, kwargs)
+
+
+@contextmanager
+def sharing_outputs() -> Iterator[None]:
+    """Within, whatever saves an output of a region for backward keeps the region instead.
+
+    Outputs live until it ends. It surrounds a block's forward.
+    """
+    here = _here
+    if here.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
+        yield
+        return
+    here.is_sharing = True
+    try:
+        with packing(_pack_output, is_first=True):
+            yield
+    finally:
+        here.is_sharing = False
+        here.outputs.clear()
+
+
+def _pack_output(tensor: Tensor) -> Handle | None:
+    found = _here.outputs.get(storage_key(tensor)) if _is_plain(tensor) else None
+    if found is None or found.version != version(tensor) or found.tensor.dtype != tensor.dtype:
+        return None
+    place = _Place("output", found.number)
+    return _Dropped(found.region, place, _View.of(found.tensor), _View.of(tensor))
+
+
+def _autocast(tensors: list[Tensor]) -> Any:
+    """Return a context with the autocast of now; None where there is none."""
+    dtype = autocast_dtype(tensors[0]) if tensors else None
+    return None if dtype is None else torch.autocast(tensors[0].device.type, dtype)
+
+
+def _kept_output(leaf: Any) -> Any:
+    return (keep(leaf.detach()), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _again(leaf: Any) -> Any:
+    """Return a leaf for the second run."""
+    if not isinstance(leaf, tuple):
+        return leaf
+    handle, requires_grad = leaf
+    return handle.unpack().detach().requires_grad_(requires_grad)
+
+
+def _map(function: Callable[[Any], Any], output: Any) -> Any:
+    if isinstance(output, list):
+        return [_map(function, one) for one in output]
+    if isinstance(output, tuple) and not (len(output) == 2 and hasattr(output[0], "unpack")):
+        return tuple(_map(function, one) for one in output)
+    return function(output)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _versions(tensors: list[Tensor]) -> tuple[int, ...]:
+    return tuple(map(version, tensors))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own, which a DTensor has not."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("no backward runs through a second run")

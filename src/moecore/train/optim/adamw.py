@@ -1,0 +1,342 @@
+"""AdamW as torch has it, in one launch over all parameters, with state of fewer bytes if asked.
+
+    bytes per parameter                     weight, gradient    moments
+    fp32                                               4 + 4      4 + 4
+    moment_dtype=torch.bfloat16                        4 + 4      2 + 2
+    moment_dtype=torch.float8_e4m3fn                   4 + 4      1 + 1 + 1/64
+    bf16 weights, master_remainder=True            2 + 2 + 2      as above
+
+`state_dict` and checkpoints have torch's names and layout: those of `torch.optim.AdamW` continue
+here and the other way round, each optimizer with moments in the dtype that it keeps.
+
+Note "FP8 moments in a checkpoint": blocks are 128 neighbours of a rank's part in memory, which no
+other layout has. So a checkpoint has bf16 moments, which hold the values without an error. The same
+layout loads them to the bit; any other one rounds them to nearest in blocks of its own. A save
+needs memory for the bf16 moments meanwhile, where gradients lay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
+
+from moecore.base.fields import OneOf, check_value
+from moecore.base.torch_names import foreach_add_
+from moecore.kernels.adamw import AdamWOptions, AdamWTensors, Row, adamw_
+from moecore.kernels.adamw_formats import (
+    MOMENT_BLOCK,
+    decode_moments_ref,
+    encode_moments_ref,
+    num_moment_blocks,
+)
+
+FP8 = torch.float8_e4m3fn
+MOMENT_DTYPE = Annotated[torch.dtype, OneOf((torch.float32, torch.bfloat16, FP8))]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+CHUNK = MOMENT_BLOCK << 17  # elements that are converted at a time
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW(fused=True), which reads and writes less.
+
+    It skips and scales a step on the device like torch's fused optimizers (GradScaler,
+    `clip_grad_norm_(model, max_norm, optimizer=optimizer)`), but leaves gradients unscaled, which
+    saves writing them. No host sync.
+
+    Args:
+        params: as in torch.
+        lr: a tensor is read on its device.
+        betas: as in torch.
+        eps: as in torch.
+        weight_decay: as in torch.
+        moment_dtype: of both moments. torch.bfloat16 halves them, 4 bytes less per parameter; they
+            are computed in fp32 and rounded at random, so that nothing is lost on average.
+            torch.float8_e4m3fn makes each one byte, 6 bytes less per parameter, with a scale per
+            128 of them (`kernels/adamw_formats.py`). fp64 parameters have fp64 moments.
+        master_remainder: keep the fp32 numbers that bf16 parameters are rounded from: each
+            parameter and an int16 of the state are such a number, 4 bytes together. They change as
+            fp32 parameters would, to the bit; a parameter is the nearest bf16 number, of two the
+            one away from zero. At first they are the parameters. What sets a parameter later
+            leaves its remainder, at most half a step of bf16.
+
+    Raises:
+        ValueError: for a value of another type or range, or remainders without bf16 parameters.
+
+    Source: https://arxiv.org/abs/1711.05101.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        moment_dtype: torch.dtype = torch.float32,
+        master_remainder: bool = False,
+    ) -> None:
+        check_value("params", params, ParamsT)
+        check_value("moment_dtype", moment_dtype, MOMENT_DTYPE)
+        check_value("master_remainder", master_remainder, bool)
+        pair = tuple(betas) if isinstance(betas, list) else betas
+        AdamWOptions(lr=lr, betas=pair, eps=eps, weight_decay=weight_decay)
+        self.moment_dtype, self.master_remainder = moment_dtype, master_remainder
+        super().__init__(params, lr, betas, eps, weight_decay, fused=True)
+        if master_remainder and not any(map(self._is_split, self._params())):
+            raise ValueError(
+                "master_remainder (True) must have parameters in bf16: convert the model with "
+                "model.to(torch.bfloat16), or leave it out"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("moment_dtype", "master_remainder")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # as loaded, perhaps from an optimizer that was not fused
+            group["fused"], group["foreach"] = True, None
+        self._step_supports_amp_scaling = True
+
+    def moment_dtype_of(self, param: Tensor) -> torch.dtype:
+        """Return the dtype in which a checkpoint has the moments of a parameter."""
+        return torch.bfloat16 if self._is_fp8(param) else self._moment_dtype(param)
+
+    @torch.no_grad()
+    def stored_state(self, param: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter as checkpoints have it: scalars, or of its shape.
+
+        FP8 moments become bf16, which is exact; all else is the state itself.
+
+        Args:
+            param: of this optimizer.
+        """
+        state = dict(self.state[param])
+        exponents = state.pop("exponents", None)
+        if exponents is not None:
+            state |= _decoded(param, [state[name] for name in MOMENTS], exponents)
+        return state
+
+    @torch.no_grad()
+    def restore_state(self, param: Tensor, stored: dict[str, Tensor]) -> None:
+        """Set the state of a parameter, each part as this optimizer keeps it.
+
+        Args:
+            param: of this optimizer.
+            stored: of any AdamW: step and moments, maybe a remainder; not copied where they fit.
+        """
+        state = self.state[param] = dict(stored)
+        state["step"] = state["step"].to(param.device, torch.float32)
+        if self._is_fp8(param):
+            state |= _encoded(param, [state[name] for name in MOMENTS])
+        else:
+            for name in MOMENTS:
+                state[name] = state[name].to(param.device, self._moment_dtype(param))
+        if not self._is_split(param):
+            state.pop("remainder", None)
+        elif "remainder" not in state:
+            state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's returns, FP8 moments as bf16."""
+        found: dict[str, Any] = super().state_dict()
+        params = self._params()
+        found["state"] = {
+            place: self.stored_state(params[place]) if "exponents" in state else state
+            for place, state in found["state"].items()
+        }
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load what torch's or this `state_dict` gave; moments become `moment_dtype`.
+
+        Args:
+            state_dict: as in torch.
+        """
+        found: dict[str, Any] = {}  # what other hooks have made of it
+        hook = self.register_load_state_dict_pre_hook(lambda _, given: found.update(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        # torch has cast all to the dtype of their parameter, in which small moments are lost.
+        places = [place for group in found["param_groups"] for place in group["params"]]
+        for place, param in zip(places, self._params(), strict=True):
+            given = found["state"].get(place, {})
+            if all(name in given for name in MOMENTS):
+                own = {name: given[name] for name in (*MOMENTS, "remainder") if name in given}
+                self.restore_state(param, {**self.state[param], **own})
+                for name, value in own.items():
+                    if self.state[param].get(name) is value:  # it may be another optimizer's
+                        self.state[param][name] = value.clone()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes and returns the loss, with gradients.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: for `amsgrad` or `maximize` in a group, sparse or complex gradients, and in
+                the capture of a CUDA graph.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "AdamW.step must not be captured, because it lists addresses on the host: capture "
+                "forward and backward, and step outside"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        first = 0
+        for group in self.param_groups:
+            for name in ("amsgrad", "maximize"):
+                if group[name]:
+                    raise ValueError(
+                        f"{name} ({group[name]}) must be False: use torch.optim.AdamW(fused=True)"
+                    )
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            options = AdamWOptions(
+                lr=lr.view(()) if isinstance(lr, Tensor) else lr,
+                betas=(float(beta1), float(beta2)),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+            for tensors in self._tensors(group, first):
+                self._update(tensors, options)
+            first += len(group["params"])
+        return loss
+
+    def _update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
+        device = tensors.weights[0].device
+        signals: list[Tensor | None] = []
+        for name in ("grad_scale", "found_inf"):
+            signal = getattr(self, name, None)
+            signals.append(None if signal is None else signal.to(device))
+        grad_scale, found_inf = signals
+        steps = list(tensors.steps)
+        if found_inf is None:
+            foreach_add_(steps, 1)
+        else:
+            taken = (found_inf <= 0).float().view(())
+            foreach_add_(steps, [taken] * len(steps))  # one tensor would be read by the host
+        adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
+
+    def _tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
+        """Return this rank's parts of what has a gradient; make state that lacks.
+
+        Args:
+            group: of parameters.
+            first: number of its first parameter.
+
+        Returns:
+            One record for all that one launch can update.
+        """
+        rows: dict[Any, list[tuple[Any, ...]]] = {}
+        for number, param in enumerate(group["params"], first):
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse or not param.is_floating_point():
+                raise ValueError(
+                    f"the gradient of a parameter {tuple(param.shape)} must be dense and real: use "
+                    "an optimizer of torch for it"
+                )
+            grad, state = param.grad, self.state_of(param)
+            if isinstance(param, DTensor) and grad.placements != param.placements:
+                grad = grad.redistribute(placements=param.placements)  # may be partial sums
+            optional = (state.get(name) for name in ("exponents", "remainder"))
+            parts = (param, grad, *(state[name] for name in MOMENTS), state["step"], *optional)
+            row = Row(*map(_local, parts))
+            # Others of one kind must not lose their launch to one that no kernel can update.
+            kind = (
+                param.device,
+                *((t.dtype, t.is_contiguous()) for t in row[:4]),
+                row.remainder is None,
+            )
+            rows.setdefault(kind, []).append((row, number))
+        return [AdamWTensors.of(found) for found in rows.values()]
+
+    def state_of(self, param: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter, new or as this optimizer keeps it, whoever set it."""
+        state: dict[str, Tensor] = self.state[param]
+        kept = {"step": torch.float32, **dict.fromkeys(MOMENTS, self._moment_dtype(param))}
+        if self._is_split(param):
+            kept["remainder"] = torch.int16
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            for name in kept.keys() - {"step"}:
+                state[name] = torch.zeros_like(param, dtype=kept[name])
+            if self._is_fp8(param):
+                blocks = num_moment_blocks(_local(param).numel())
+                state["exponents"] = torch.zeros(blocks, 2, dtype=torch.uint8, device=param.device)
+        fits = {name: (dtype, param.device) for name, dtype in kept.items()}
+        found = {name: (t.dtype, t.device) for name, t in state.items() if name in fits}
+        if found != fits or ("exponents" in state) != self._is_fp8(param):
+            self.restore_state(param, self.stored_state(param))
+        return self.state[param]
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _is_fp8(self, param: Tensor) -> bool:
+        return self.moment_dtype == FP8 and param.dtype != torch.float64
+
+    def _is_split(self, param: Tensor) -> bool:
+        return self.master_remainder and param.dtype == torch.bfloat16
+
+    def _moment_dtype(self, param: Tensor) -> torch.dtype:
+        """Return the dtype of the tensors that keep the moments of a parameter."""
+        if self._is_fp8(param):
+            return torch.uint8  # torch pickles no FP8
+        return torch.float64 if param.dtype == torch.float64 else self.moment_dtype
+
+
+def _encoded(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the state of FP8 moments, rounded to nearest."""
+    m, v = (_local(moment).to(param.device).reshape(-1) for moment in moments)
+    codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
+    exponents = [codes[0].new_empty(0, 2)]
+    for start in range(0, m.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        codes[0][part], codes[1][part], scales = encode_moments_ref(
+            m[part].float(), v[part].float()
+        )
+        exponents.append(scales)
+    found = {name: _like(param, code) for name, code in zip(MOMENTS, codes, strict=True)}
+    return {**found, "exponents": torch.cat(exponents)}
+
+
+def _decoded(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dict[str, Tensor]:
+    """Return FP8 moments as bf16."""
+    m, v = (_local(moment).reshape(-1) for moment in moments)
+    flat = [torch.empty(m.numel(), dtype=torch.bfloat16, device=m.device) for _ in MOMENTS]
+    for start in range(0, m.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        blocks = exponents[start // MOMENT_BLOCK : (start + CHUNK) // MOMENT_BLOCK]
+        flat[0][part], flat[1][part] = decode_moments_ref(m[part], v[part], blocks)
+    return {name: _like(param, x) for name, x in zip(MOMENTS, flat, strict=True)}
+
+
+def _like(param: Tensor, flat: Tensor) -> Tensor:
+    """Return what belongs to the elements of a parameter's local part, laid out like it."""
+    found = torch.empty_like(param, dtype=flat.dtype, device=flat.device)
+    local = _local(found)
+    local.copy_(flat.view(local.shape))
+    return found
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,365 @@
+"""Who orthogonalises which matrix, and which pieces travel for it.
+
+A matrix that one rank holds whole stays there. Every other matrix gets one owner: its pieces come
+together there and the result goes back, each in one all-to-all of all matrices of a round.
+
+    gradient pieces, by owner -> all-to-all -> whole matrices -> all-to-all -> pieces, by holder
+
+The plan is a function of layouts alone, so all ranks make the same one without communication.
+Owners are chosen by cost, longest first, each to the rank with the least so far. Copies (HSDP,
+parameters that tp ranks hold alike) get one result: the owner's, so they stay equal to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moecore.train.optim.matrices import MatrixLayout, Part
+
+ROUND_NUMEL = 1 << 28  # elements of a rank's share of one exchange
+Index = slice | Tensor
+
+
+class Block(NamedTuple):
+    """Where matrices of one shape lie in a [batch, rows, columns] tensor.
+
+    Attributes:
+        place: of that tensor, in a list of such.
+        batch, rows, columns: where in it.
+        shape: of what is there.
+        part: number of the part, which decides about the learning rate.
+    """
+
+    place: int
+    batch: Index
+    rows: Index
+    columns: Index
+    shape: tuple[int, int, int]
+    part: int
+
+    @property
+    def is_view(self) -> bool:
+        """Whether what is read shares memory with its tensor."""
+        return not any(isinstance(i, Tensor) for i in (self.batch, self.rows, self.columns))
+
+    def read(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return what lies there; see `is_view`."""
+        found = tensors[self.place]
+        for dim, index in enumerate((self.batch, self.rows, self.columns)):
+            if isinstance(index, Tensor):
+                found = found.index_select(dim, index)
+            else:
+                found = found[(slice(None),) * dim + (index,)]
+        return found
+
+    def write(self, tensors: Sequence[Tensor], values: Tensor) -> None:
+        """Copy values to where they belong."""
+        target = tensors[self.place]
+        indices = (self.batch, self.rows, self.columns)
+        if self.is_view:
+            target[indices].copy_(values)
+            return
+        every = (_as_tensor(i, n, target) for i, n in zip(indices, target.shape, strict=True))
+        batch, rows, columns = every
+        target[batch[:, None, None], rows[:, None], columns] = values.to(target.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """One exchange, as one rank sees it; lists of blocks go by the other rank in the group.
+
+    Attributes:
+        params: places of the parameters that take part.
+        owned: [n, rows, columns] of the matrices that this rank orthogonalises.
+        sends: blocks of parameters that owners get from this rank.
+        receives: blocks of `owned` that come from others.
+        returns: blocks of `owned` that go back, to every copy.
+        results: blocks of parameters that come back.
+    """
+
+    params: list[int]
+    owned: list[tuple[int, int, int]]
+    sends: list[list[Block]]
+    receives: list[list[Block]]
+    returns: list[list[Block]]
+    results: list[list[Block]]
+
+    @classmethod
+    def empty(cls, num_ranks: int) -> Round:
+        """Return a round without parameters."""
+        lists: list[list[list[Block]]] = [[[] for _ in range(num_ranks)] for _ in range(4)]
+        sends, receives, returns, results = lists
+        return cls(
+            params=[], owned=[], sends=sends, receives=receives, returns=returns, results=results
+        )
+
+    def exchange(
+        self, like: Tensor, sources: Sequence[Tensor], *, back: bool, group: dist.ProcessGroup
+    ) -> Tensor:
+        """Return what comes from all ranks, flat. Collective.
+
+        Args:
+            like: of the dtype and device of what travels; a rank may own nothing.
+            sources: tensors of all parameters, or, on the way back, the matrices of `owned`.
+            back: the way of the results.
+            group: of the ranks.
+        """
+        out, into = (self.returns, self.results) if back else (self.sends, self.receives)
+        pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
+        sent = torch.cat(pieces) if pieces else like.new_empty(0)
+        out_sizes, in_sizes = _sizes(out), _sizes(into)
+        received = like.new_empty(sum(in_sizes))
+        dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=group)
+        return received
+
+    def unpack(self, received: Tensor, *, back: bool) -> Iterator[tuple[Block, Tensor]]:
+        """Yield the blocks of what came, and their values."""
+        blocks = [b for one in (self.results if back else self.receives) for b in one]
+        sizes = [_numel(block) for block in blocks]
+        for block, values in zip(blocks, received.split(sizes), strict=True):
+            yield block, values.view(block.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How one rank takes part in a step of some parameters.
+
+    Attributes:
+        alone: parameters whose matrices are all on one rank each, and nowhere else: place -> this
+            rank's blocks.
+        rounds: exchanges of the others, with the group of each.
+    """
+
+    alone: dict[int, list[Block]]
+    rounds: list[tuple[dist.ProcessGroup, Round]]
+
+
+def make_plan(
+    params: Sequence[Tensor],
+    layouts: Sequence[MatrixLayout],
+    group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
+) -> Plan:
+    """Return the plan of a step. No communication, but for what `group_of` does.
+
+    Args:
+        params: whole, or DTensors.
+        layouts: of each.
+        group_of: the process group of some ranks, in their order.
+    """
+    holdings: dict[object, _Holding] = {}  # parameters of one layout share theirs
+    alone: dict[int, list[Block]] = {}
+    shared: dict[tuple[int, ...], list[_Member]] = {}
+    for place, (param, layout) in enumerate(zip(params, layouts, strict=True)):
+        key: object = (param.shape, layout)
+        if isinstance(param, DTensor):
+            key = (key, param.device_mesh, param.placements)
+        if key not in holdings:
+            holdings[key] = _Holding(param, layout)
+        holding = holdings[key]
+        member = _Member(place, holding, param.device)
+        if holding.is_alone:
+            alone[place] = member.blocks_alone()
+        else:
+            shared.setdefault(holding.ranks, []).append(member)
+    rounds = []
+    for ranks, members in shared.items():
+        group = group_of(ranks)
+        owners = _assign(members, len(ranks))
+        for some in _rounds(members, len(ranks)):
+            rounds.append((group, _round(some, owners, ranks.index(dist.get_rank()))))
+    return Plan(alone=alone, rounds=rounds)
+
+
+class _Holding:
+    """What each rank of a mesh holds of a parameter's matrices.
+
+    Args:
+        param: whole, or a DTensor.
+        layout: its matrices.
+
+    Attributes:
+        ranks: of the mesh, ascending; lists and tensors below go by them.
+        held: the parts of each rank.
+        copy_of: what ranks that hold copies of each other differ in.
+        whole_on: per part, bool [ranks, batch]: who holds all of a matrix.
+        is_alone: whether each matrix is on one rank, whole.
+    """
+
+    def __init__(self, param: Tensor, layout: MatrixLayout) -> None:
+        self.layout, self.numel = layout, param.numel()
+        if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+            self.ranks: tuple[int, ...] = (0,)
+            self.held, self.is_alone = [layout.parts(param)], True
+            return
+        mesh = param.device_mesh.mesh
+        found = {int(mesh[tuple(c)]): tuple(c.tolist()) for c in (mesh >= 0).nonzero()}
+        self.ranks = tuple(sorted(found))
+        replicated = [i for i, p in enumerate(param.placements) if p.is_replicate()]
+        self.copy_of = [tuple(found[rank][i] for i in replicated) for rank in self.ranks]
+        self.held = [layout.parts(param, found[rank]) for rank in self.ranks]
+        self.whole_on = [self._whole_on(number) for number in range(len(layout.shapes))]
+        self.is_alone = all(
+            bool((self._touched_by(number) == 1).all() and (whole.sum(0) == 1).all())
+            for number, whole in enumerate(self.whole_on)
+        )
+
+    def _touched_by(self, number: int) -> Tensor:
+        """Return by how many ranks each matrix of a part is held, whole or not."""
+        counts = torch.zeros(self.layout.batch, dtype=torch.int64)
+        for parts in self.held:
+            part = parts[number]
+            if part.rows.numel() and part.columns.numel():
+                counts[part.batch] += 1
+        return counts
+
+    def _whole_on(self, number: int) -> Tensor:
+        found = torch.zeros(len(self.ranks), self.layout.batch, dtype=torch.bool)
+        for rank, parts in enumerate(self.held):
+            part = parts[number]
+            if (part.rows.numel(), part.columns.numel()) == self.layout.shapes[number]:
+                found[rank, part.batch] = True
+        return found
+
+
+class _Member(NamedTuple):
+    """A parameter of a plan: its place, what ranks hold of it, and its device."""
+
+    place: int
+    holding: _Holding
+    device: torch.device
+
+    def block(self, part: Part, number: int, chosen: Tensor) -> Block | None:
+        """Return the block of some matrices of a part in a rank's own tensor; None = nothing.
+
+        Args:
+            part: what the rank holds.
+            number: of the part.
+            chosen: bool, of `part.batch`.
+        """
+        (batch,) = chosen.nonzero(as_tuple=True)
+        return _block(self.place, batch, part.rows, part.columns, number, self.device)
+
+    def blocks_alone(self) -> list[Block]:
+        """Return the blocks of all that this rank holds."""
+        ranks, held = self.holding.ranks, self.holding.held
+        mine = held[ranks.index(dist.get_rank())] if len(ranks) > 1 else held[0]
+        found = [self.block(p, i, torch.ones_like(p.batch) > 0) for i, p in enumerate(mine)]
+        return [block for block in found if block is not None]
+
+
+def _block(
+    place: int, batch: Tensor, rows: Tensor, columns: Tensor, part: int, device: torch.device
+) -> Block | None:
+    shape = (batch.numel(), rows.numel(), columns.numel())
+    if 0 in shape:
+        return None
+    at = [_index(index, device) for index in (batch, rows, columns)]
+    return Block(place, at[0], at[1], at[2], shape, part)
+
+
+def _rounds(members: list[_Member], num_ranks: int) -> Iterator[list[_Member]]:
+    """Yield parameters that travel together."""
+    some: list[_Member] = []
+    numel = 0
+    for member in members:
+        if some and numel + member.holding.numel > ROUND_NUMEL * num_ranks:
+            yield some
+            some, numel = [], 0
+        some.append(member)
+        numel += member.holding.numel
+    yield some
+
+
+Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int64 [batch]
+
+
+def _assign(members: list[_Member], num_ranks: int) -> Owners:
+    """Choose the rank that orthogonalises each matrix: the same on all ranks.
+
+    Those with one choice come first, then by cost: m^2 (2 l + m), m the shorter side, l the longer.
+    """
+    loads = [0] * num_ranks
+    owners: Owners = {}
+    every = list(range(num_ranks))
+    queue = []
+    for order, member in enumerate(members):
+        layout = member.holding.layout
+        for part, shape in enumerate(layout.shapes):
+            owners[member.place, part] = torch.zeros(layout.batch, dtype=torch.int64)
+            short, long = sorted(shape)
+            cost = short * short * (2 * long + short)
+            for i, whole in enumerate(member.holding.whole_on[part].T):
+                choice = whole.nonzero().flatten().tolist() or every
+                queue.append((len(choice) > 1, -cost, order, part, i, choice))
+    for _, cost, order, part, i, choice in sorted(queue):
+        owner = min(choice, key=lambda rank: (loads[rank], rank))
+        loads[owner] -= cost
+        owners[members[order].place, part][i] = owner
+    return owners
+
+
+def _round(members: list[_Member], owners: Owners, rank: int) -> Round:
+    """Return a round as one rank sees it.
+
+    Both ends list their blocks in the order of parameters and parts, so nothing else need travel.
+    """
+    num_ranks = len(members[0].holding.ranks)
+    found = Round.empty(num_ranks)
+    for member in members:
+        found.params.append(member.place)
+        held, copy_of = member.holding.held, member.holding.copy_of
+        for number, shape in enumerate(member.holding.layout.shapes):
+            owner_of = owners[member.place, number]
+            mine = held[rank][number]
+            for owner in range(num_ranks):
+                block = member.block(mine, number, owner_of[mine.batch] == owner)
+                if block is not None:
+                    found.results[owner].append(block)
+                    if copy_of[owner] == copy_of[rank]:
+                        found.sends[owner].append(block)
+            (own,) = (owner_of == rank).nonzero(as_tuple=True)
+            if not own.numel():
+                continue
+            place = len(found.owned)
+            found.owned.append((own.numel(), *shape))
+            for holder in range(num_ranks):
+                part = held[holder][number]
+                here = part.batch[owner_of[part.batch] == rank]
+                places = torch.searchsorted(own, here)
+                block = _block(place, places, part.of_rows, part.of_columns, number, member.device)
+                if block is not None:
+                    found.returns[holder].append(block)
+                    if copy_of[holder] == copy_of[rank]:
+                        found.receives[holder].append(block)
+    return found
+
+
+def _index(index: Tensor, device: torch.device) -> Index:
+    """Return an index as a slice where its steps are equal."""
+    first, step = int(index[0]), int(index[1] - index[0]) if index.numel() > 1 else 1
+    regular = torch.arange(index.numel()) * step + first
+    if step > 0 and torch.equal(index, regular):
+        return slice(first, int(index[-1]) + 1, step)
+    return index.to(device)
+
+
+def _as_tensor(index: Index, size: int, like: Tensor) -> Tensor:
+    if isinstance(index, Tensor):
+        return index
+    return torch.arange(*index.indices(size), device=like.device)
+
+
+def _numel(block: Block) -> int:
+    n, rows, columns = block.shape
+    return n * rows * columns
+
+
+def _sizes(of_ranks: list[list[Block]]) -> list[int]:
+    return [sum(map(_numel, blocks)) for blocks in of_ranks]

@@ -1,0 +1,439 @@
+"""HostAdamW: AdamW whose largest parameters are stepped by the CPU, with their moments there.
+
+    gradients and weights of chunk c + 2   -> pinned memory         stream of the copies
+    chunk c                                   torch's fused AdamW   CPU
+    weights of chunk c - 1                 -> GPU                   stream of the copies
+    all other parameters                      one launch            GPU, meanwhile
+
+Moments of these parameters never lie on the GPU: 8 bytes a parameter less there. Weights and
+gradients stay on it as they are, and travel in chunks of `CHUNK` elements through `NUM_SLOTS`
+pinned slots, so pinned memory does not grow with the model.
+
+A step takes the CPU 28 bytes of its memory's traffic per parameter and the bus 12 (fp32), whichever
+is slower; `step` returns when both are done. torch uses the cores that OMP_NUM_THREADS allows, and
+`torchrun` sets that to 1 for several ranks: set it to the cores of a rank.
+
+Note "weights travel": a copy of the weights on the host would save 4 of the 12 bytes. Whatever
+writes `param.data` would not reach it, and the next step would undo that.
+
+Note "numbers": fp32 parameters get the bits of `torch.optim.AdamW(fused=True)` on a CPU, which
+differ from a GPU's by the rounding of its divisions and roots, within 2 fp32 ulps a step. bf16 and
+fp16 parameters are stepped in fp32 and rounded to nearest, as `AdamW` does, with moments in fp32.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+from moecore.base.fields import check_value
+from moecore.base.torch_names import foreach_add_
+from moecore.train.memory.streams import CopyStream
+from moecore.train.optim.adamw import MOMENTS, AdamW
+from moecore.train.optim.state_offload import Fraction, largest_up_to, of_host_memory
+
+CHUNK = 2**24  # elements
+VECTOR = 64  # elements: torch's loop rounds what is left behind its last whole vector otherwise
+NUM_SLOTS = 3  # one that comes, one that is stepped, one that leaves
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some elements of one parameter, this rank's part; flat.
+
+    Attributes:
+        weight, grad: on the device.
+        exp_avg, exp_avg_sq: fp32 (fp64) on the host.
+        step: how many updates there have been before this one.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+    def part(self, start: int, stop: int) -> _Piece:
+        """Return some of its elements."""
+        cut = slice(start, stop)
+        return _Piece(
+            self.weight[cut], self.grad[cut], self.exp_avg[cut], self.exp_avg_sq[cut], self.step
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Pieces of one group, of one dtype of weights and one of gradients: `CHUNK` elements at most.
+
+    Attributes:
+        number: of the group.
+        group: its hyperparameters.
+    """
+
+    pieces: list[_Piece]
+    number: int
+    group: dict[str, Any]
+
+    def num_bytes(self) -> int:
+        """Return the bytes of its weights or of its gradients, whichever are more."""
+        first = self.pieces[0]
+        size = max(first.weight.element_size(), first.grad.element_size())
+        return size * sum(piece.weight.numel() for piece in self.pieces)
+
+
+class _Slot:
+    """Pinned memory that a chunk travels through.
+
+    Args:
+        num_bytes: of each of weights and gradients.
+        pinned: for a GPU.
+    """
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        self.num_bytes = num_bytes
+        self._weights, self._grads = (
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+        )
+        self.copied: torch.cuda.Event | None = None  # after the copies to it
+
+    def views(self, chunk: _Chunk) -> tuple[list[Tensor], list[Tensor]]:
+        """Return memory for the weights and for the gradients of the pieces."""
+        return (
+            _cut(self._weights, [piece.weight for piece in chunk.pieces]),
+            _cut(self._grads, [piece.grad for piece in chunk.pieces]),
+        )
+
+
+class HostAdamW(AdamW):
+    """`AdamW` that steps the largest parameters on the CPU and keeps their moments in host memory.
+
+    State has torch's names and layout, so checkpoints of `AdamW` and torch's continue here and the
+    other way round. It skips and scales a step like `AdamW`: one host sync, for these signals, and
+    `step` returns when the CPU is done.
+
+    Args:
+        params: as in torch.
+        lr: as in torch.
+        betas: as in torch.
+        eps: as in torch.
+        weight_decay: as in torch.
+        host_fraction: of the parameters' bytes, 0 to 1, that is stepped on the host: the largest
+            parameters that fit into it, the same on all ranks.
+        moment_dtype: of both moments of what the GPU steps; on the host they are in fp32.
+
+    Raises:
+        ValueError: for a value of another type or range.
+
+    Source: https://arxiv.org/abs/2101.06840 (ZeRO-Offload).
+    """
+
+    checkpoint_class = "AdamW"  # whose state and hyperparameters these are
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        host_fraction: Fraction = 0.5,
+        moment_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        check_value("host_fraction", host_fraction, Fraction)
+        self.host_fraction = host_fraction
+        self._slots: list[_Slot] = []
+        self._stream: CopyStream | None = None
+        super().__init__(params, lr, betas, eps, weight_decay, moment_dtype=moment_dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "host_fraction": self.host_fraction}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._slots, self._stream = [], None
+        self._choose()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as in torch; it may change which parameters are stepped on the host.
+
+        Args:
+            param_group: as in torch.
+        """
+        super().add_param_group(param_group)
+        self._choose()
+
+    def moment_dtype_of(self, param: Tensor) -> torch.dtype:
+        """Return the dtype in which the moments of a parameter are kept."""
+        if param in self.host_params:
+            return torch.promote_types(param.dtype, torch.float32)
+        return super().moment_dtype_of(param)
+
+    def state_device_of(self, param: Tensor) -> torch.device:
+        """Return where the state of a parameter is kept."""
+        return CPU if param in self.host_params else param.device
+
+    @torch.no_grad()
+    def restore_state(self, param: Tensor, stored: dict[str, Tensor]) -> None:
+        """Set the state of a parameter, each part as this optimizer keeps it.
+
+        Args:
+            param: of this optimizer.
+            stored: of any AdamW; not copied where it fits.
+        """
+        if param not in self.host_params:
+            super().restore_state(param, stored)
+            return
+        dtype = self.moment_dtype_of(param)
+        with self._of_host_memory():
+            moments = {m: stored[m].to(CPU, dtype).contiguous() for m in MOMENTS}
+        self.state[param] = {"step": stored["step"].to(CPU, torch.float32), **moments}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes and returns the loss, with gradients.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: as `AdamW.step`.
+            MemoryError: when host memory is short, before anything is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = {param: param.grad for param in self.host_params if param.grad is not None}
+        if not grads:
+            inspect.unwrap(AdamW.step)(self)
+            return loss
+        chunks = self._chunks()
+        if self._stream is None:
+            self._stream = CopyStream(_local(next(iter(grads))).device)
+        stream = self._stream
+        stream.follow()
+        signals = _Signals(self, stream)
+        for chunk, slot in zip(chunks, self._slots, strict=False):
+            _bring(stream, chunk, slot)
+        try:
+            self._step_on_device(grads)
+            if not signals.wait():
+                self._step_on_host(chunks, signals, stream)
+                foreach_add_([self.state[param]["step"] for param in grads], 1)
+        finally:
+            stream.hold(stream.mark())  # weights are whole, and gradients may be freed
+        return loss
+
+    def _choose(self) -> None:
+        """Choose the parameters of the host, the same ones on every rank."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        movable = {p: _bytes_of(p) if _local(p).is_contiguous() else 0 for p in params}
+        self.host_params = {p for p in largest_up_to(self.host_fraction, movable) if movable[p]}
+
+    def _step_on_device(self, grads: dict[Tensor, Tensor]) -> None:
+        """Update all other parameters: those without a gradient are left out."""
+        for param in grads:
+            param.grad = None
+        try:
+            inspect.unwrap(AdamW.step)(self)  # torch's hooks run around `step`, once
+        finally:
+            for param, grad in grads.items():
+                param.grad = grad
+
+    def _step_on_host(self, chunks: list[_Chunk], signals: _Signals, stream: CopyStream) -> None:
+        for number, chunk in enumerate(chunks):
+            slot = self._slots[number % NUM_SLOTS]
+            if slot.copied is not None:
+                slot.copied.synchronize()
+            weights, grads = slot.views(chunk)
+            _update(chunk, weights, grads, signals)
+            for piece, weight in zip(chunk.pieces, weights, strict=True):
+                stream.copy(piece.weight, weight)
+            if number + NUM_SLOTS < len(chunks):
+                _bring(stream, chunks[number + NUM_SLOTS], slot)
+
+    def _chunks(self) -> list[_Chunk]:
+        """Return what the host steps, with state and slots for it, made where they lack."""
+        chunks = [
+            chunk
+            for number, group in enumerate(self.param_groups)
+            for pieces in self._pieces(group)
+            for chunk in _packed(pieces, number, group)
+        ]
+        num_bytes = max((chunk.num_bytes() for chunk in chunks), default=0)
+        if not self._slots or self._slots[0].num_bytes < num_bytes:
+            pinned = bool(chunks) and chunks[0].pieces[0].weight.is_cuda
+            self._slots = []
+            with self._of_host_memory():
+                self._slots = [_Slot(num_bytes, pinned=pinned) for _ in range(NUM_SLOTS)]
+        return chunks
+
+    def _of_host_memory(self) -> AbstractContextManager[None]:
+        return of_host_memory(f"host_fraction ({self.host_fraction}) of the optimizer's state")
+
+    def _pieces(self, group: dict[str, Any]) -> list[list[_Piece]]:
+        """Return this rank's parts of what a group steps on the host, by dtypes."""
+        found: dict[Any, list[_Piece]] = {}
+        for param in group["params"]:
+            grad = param.grad
+            if param not in self.host_params or grad is None:
+                continue
+            if grad.is_sparse or not param.is_floating_point():
+                raise ValueError(
+                    f"the gradient of a parameter {tuple(param.shape)} must be dense and real: use "
+                    "an optimizer of torch for it"
+                )
+            if isinstance(param, DTensor) and grad.placements != param.placements:
+                grad = grad.redistribute(placements=param.placements)  # may be partial sums
+            state = self._host_state(param)
+            changed = (_local(x).view(-1) for x in (param, *(state[m] for m in MOMENTS)))
+            weight, exp_avg, exp_avg_sq = changed
+            flat_grad = _local(grad).contiguous().view(-1)
+            piece = _Piece(weight, flat_grad, exp_avg, exp_avg_sq, state["step"])
+            found.setdefault((param.dtype, grad.dtype), []).append(piece)
+        return list(found.values())
+
+    def _host_state(self, param: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter on the host, new or brought there, whoever set it."""
+        state: dict[str, Tensor] = self.state[param]
+        dtype = self.moment_dtype_of(param)
+        if not state:
+            with self._of_host_memory():
+                moments = [torch.zeros_like(param, dtype=dtype, device=CPU) for _ in MOMENTS]
+            state |= {"step": torch.zeros((), dtype=torch.float32)}
+            state |= dict(zip(MOMENTS, moments, strict=True))
+        if "exponents" in state or {t.device for t in state.values()} != {CPU}:
+            self.restore_state(param, self.stored_state(param))
+        return self.state[param]
+
+
+class _Signals:
+    """What the host must know of the device for a step: whether to skip it, scale, learning rates.
+
+    Args:
+        optimizer: has them.
+        stream: brings them; it follows what computes them.
+    """
+
+    def __init__(self, optimizer: HostAdamW, stream: CopyStream) -> None:
+        found: dict[Any, Any] = {
+            name: getattr(optimizer, name, None) for name in ("found_inf", "grad_scale")
+        }
+        found |= {number: group["lr"] for number, group in enumerate(optimizer.param_groups)}
+        self._values = {k: v for k, v in found.items() if not isinstance(v, Tensor)}
+        on_device = {k: v for k, v in found.items() if isinstance(v, Tensor)}
+        self._names = list(on_device)
+        self._source = [v.detach().double().view(()) for v in on_device.values()]
+        self._host = [
+            torch.empty((), dtype=torch.float64, pin_memory=x.is_cuda) for x in self._source
+        ]
+        stream.follow()
+        for target, source in zip(self._host, self._source, strict=True):
+            stream.copy(target, source)
+        self._copied = stream.mark()
+
+    def wait(self) -> bool:
+        """Return whether the step is skipped. The one host sync of a step for signals."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._values |= dict(zip(self._names, (x.item() for x in self._host), strict=True))
+        return bool(self._values["found_inf"])
+
+    @property
+    def grad_scale(self) -> Tensor | None:
+        """Divides the gradients; on the host."""
+        value = self._values["grad_scale"]
+        return None if value is None else torch.tensor(value, dtype=torch.float32)
+
+    def lr(self, group: int) -> float:
+        """Return the learning rate of a group."""
+        return float(self._values[group])
+
+
+def _packed(pieces: list[_Piece], number: int, group: dict[str, Any]) -> Iterator[_Chunk]:
+    """Cut pieces at multiples of `VECTOR` and put them together in chunks."""
+    found: list[_Piece] = []
+    room = CHUNK
+    for piece in pieces:
+        start, end = 0, piece.weight.numel()
+        while start < end:
+            stop = min(end, start + room // VECTOR * VECTOR)
+            if stop > start:
+                found.append(piece.part(start, stop))
+            room, start = room - (stop - start), stop
+            if start < end:
+                yield _Chunk(found, number, group)
+                found, room = [], CHUNK
+    if found:
+        yield _Chunk(found, number, group)
+
+
+def _bring(stream: CopyStream, chunk: _Chunk, slot: _Slot) -> None:
+    """Start to copy a chunk to the host."""
+    weights, grads = slot.views(chunk)
+    for piece, weight, grad in zip(chunk.pieces, weights, grads, strict=True):
+        stream.copy(weight, piece.weight)
+        stream.copy(grad, piece.grad)
+    slot.copied = stream.mark()
+
+
+def _update(chunk: _Chunk, weights: list[Tensor], grads: list[Tensor], signals: _Signals) -> None:
+    """Step a chunk by torch's fused AdamW; weights and moments change in place."""
+    wide = torch.promote_types(weights[0].dtype, torch.float32)
+    widened = [weight.to(wide) for weight in weights]
+    beta1, beta2 = chunk.group["betas"]
+    adamw(
+        widened,
+        [grad.to(wide) for grad in grads],
+        [piece.exp_avg for piece in chunk.pieces],
+        [piece.exp_avg_sq for piece in chunk.pieces],
+        [],
+        [piece.step.clone() for piece in chunk.pieces],  # it adds one, and others share a step
+        fused=True,
+        grad_scale=signals.grad_scale,
+        amsgrad=False,
+        beta1=float(beta1),
+        beta2=float(beta2),
+        lr=signals.lr(chunk.number),
+        weight_decay=chunk.group["weight_decay"],
+        eps=chunk.group["eps"],
+        maximize=False,
+    )
+    for weight, result in zip(weights, widened, strict=True):
+        if result is not weight:
+            weight.copy_(result)
+
+
+def _cut(memory: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Return places side by side for tensors of one dtype."""
+    sizes = [tensor.numel() for tensor in like]
+    num_bytes = sum(sizes) * like[0].element_size()
+    return list(memory[:num_bytes].view(like[0].dtype).split(sizes))
+
+
+def _bytes_of(param: Tensor) -> int:
+    """Return the bytes of a rank's part; where parts are uneven, those of the largest."""
+    num_parts = 1
+    if isinstance(param, DTensor):
+        for dim, placement in enumerate(param.placements):
+            num_parts *= 1 if placement.is_replicate() else param.device_mesh.size(dim)
+    return -(-param.numel() // num_parts) * param.element_size()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

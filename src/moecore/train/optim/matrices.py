@@ -1,0 +1,380 @@
+"""Which parameters of a model Muon steps, and as which matrices.
+
+    assignment = assign_matrices(model)      # after parallelize_moe; print(assignment)
+
+A parameter is seen as [batch, rows, columns]: one matrix, or one per expert. A `Cut` names what is
+stored in one matrix but is several: gate and up, or queries, keys and values. Who is what follows
+from modules: experts and their layout, shared experts, latent projections, routers, linears.
+
+Note "router": Moonlight steps embeddings, head and norms by AdamW, and all matrices besides them by
+Muon, routers too, whose singular values it found to spread most (arXiv:2502.16982, section 3.4).
+`overrides=(("*.router.weight", "adamw"),)` steps moecore's by AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moecore.base.fields import Count, OneOf, Rules, check_arguments, check_fields
+from moecore.models.decoder import Embedding
+from moecore.moe.experts import Experts
+from moecore.moe.latent import Latent
+from moecore.moe.params import clean_name, global_indices
+from moecore.moe.router import Router
+from moecore.moe.shared import SharedExpert
+
+HEADS = frozenset(("lm_head", "output", "score", "embed_out"))
+ROUTERS = frozenset(("gate", "router"))  # last parts of names of transformers' own routers
+FUSED = ("qkv", "query_key_value", "c_attn")  # parts of names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """Several matrices that are stored in one, along its rows or columns.
+
+    The dim consists of `repeats` equal runs, each of `sizes`; matrix i is the i-th piece of every
+    run. Example, 4 query and 2 key and value heads of dim 8: all queries first is
+    sizes=(32, 16, 16); by groups, 2 queries, key, value each, is sizes=(16, 8, 8), repeats=2.
+
+    Attributes:
+        dim: 0 = rows, 1 = columns.
+        sizes: of the pieces of a run.
+        repeats: number of runs.
+    """
+
+    dim: Annotated[int, OneOf((0, 1))] = 0
+    sizes: tuple[Count, ...]
+    repeats: Count = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def length(self) -> int:
+        """Size of the dim that is cut."""
+        return sum(self.sizes) * self.repeats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixLayout:
+    """A parameter as [batch, rows, columns], and what is cut there.
+
+    Attributes:
+        batch: number of stacked matrices.
+        rows, columns: of each, before the cut.
+        cut: None = it is one matrix.
+        transposed: columns are outputs, and rows inputs.
+    """
+
+    batch: Count
+    rows: Count
+    columns: Count
+    cut: Cut | None = None
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.cut is not None and self.cut.length != (self.rows, self.columns)[self.cut.dim]:
+            name = ("rows", "columns")[self.cut.dim]
+            yield "cut", f"have sum(sizes) * repeats = {name} ({getattr(self, name)}): correct it"
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Rows and columns of each part."""
+        if self.cut is None:
+            return [(self.rows, self.columns)]
+        sizes = [size * self.cut.repeats for size in self.cut.sizes]
+        if self.cut.dim == 0:
+            return [(size, self.columns) for size in sizes]
+        return [(self.rows, size) for size in sizes]
+
+    def view(self, local: Tensor) -> Tensor:
+        """Return a rank's part of the parameter as [batch, rows, columns]; shares memory."""
+        first, *middle, last = local.shape
+        if local.ndim == 2:
+            return local[None]
+        return local.view(first, math.prod(middle), last)
+
+    def parts(self, param: Tensor, coordinate: Sequence[int] | None = None) -> list[Part]:
+        """Return what a rank holds of each part.
+
+        Args:
+            param: whole, or a DTensor.
+            coordinate: of the rank in its mesh; None = this rank.
+        """
+        found = global_indices(param, coordinate)
+        if len(found) == 2:
+            found = [torch.arange(1), *found]
+        if len(found) == 4:  # gate and up in a dim of their own
+            found[1:3] = [(found[1][:, None] * param.shape[2] + found[2]).flatten()]
+        batch, *dims = found
+        axes = [[(torch.arange(index.numel()), index)] * len(self.shapes) for index in dims]
+        if self.cut is not None:
+            axes[self.cut.dim] = list(_pieces(self.cut, dims[self.cut.dim]))
+        return [
+            Part(batch, rows[0], rows[1], columns[0], columns[1])
+            for rows, columns in zip(*axes, strict=True)
+        ]
+
+
+class Part(NamedTuple):
+    """What a rank holds of the matrices of one part: places of its rows here and in the matrix.
+
+    Attributes:
+        batch: which matrices, in local order.
+        rows, columns: places in the rank's own tensor.
+        of_rows, of_columns: their places in the matrix.
+    """
+
+    batch: Tensor
+    rows: Tensor
+    of_rows: Tensor
+    columns: Tensor
+    of_columns: Tensor
+
+
+def _pieces(cut: Cut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, per piece, the places in `index` of what belongs to it, and where it lies there."""
+    run, place = index // sum(cut.sizes), index % sum(cut.sizes)
+    start = 0
+    for size in cut.sizes:
+        (here,) = ((place >= start) & (place < start + size)).nonzero(as_tuple=True)
+        yield here, run[here] * size + place[here] - start
+        start += size
+
+
+Choice = Literal["muon", "adamw"]
+Overrides = Annotated[
+    tuple[tuple[str, Choice | Cut], ...],
+    'pass a tuple of pairs, like (("*.router.weight", "adamw"),)',
+]
+
+
+class Decision(NamedTuple):
+    """What `assign_matrices` decided about one parameter.
+
+    Attributes:
+        param: it.
+        layout: its matrices; None = AdamW steps it.
+        reason: why.
+    """
+
+    param: nn.Parameter
+    layout: MatrixLayout | None
+    reason: str
+
+
+class MatrixAssignment:
+    """Which parameters Muon steps, as which matrices, and which are left to AdamW; prints as table.
+
+    Args:
+        decisions: by the name of the parameter.
+
+    Attributes:
+        decisions: name -> parameter, its `MatrixLayout` or None, and the reason.
+    """
+
+    def __init__(self, decisions: dict[str, Decision]) -> None:
+        self.decisions = decisions
+
+    @property
+    def matrices(self) -> dict[nn.Parameter, MatrixLayout]:
+        """Parameter -> layout of all that Muon steps."""
+        return {d.param: d.layout for d in self.decisions.values() if d.layout is not None}
+
+    @property
+    def others(self) -> list[nn.Parameter]:
+        """The parameters that AdamW steps."""
+        return [d.param for d in self.decisions.values() if d.layout is None]
+
+    def __str__(self) -> str:
+        lines = []
+        for name, (param, layout, reason) in self.decisions.items():
+            if layout is None:
+                lines.append(f"adamw  {name} {list(param.shape)}: {reason}")
+            else:
+                shapes = " + ".join(f"{rows} x {columns}" for rows, columns in layout.shapes)
+                lines.append(f"muon   {name}: {layout.batch} x ({shapes}), {reason}")
+        return "\n".join(lines)
+
+
+def assign_matrices(model: nn.Module, overrides: Overrides = ()) -> MatrixAssignment:
+    """Return which trained parameters of a model Muon steps, and as which matrices.
+
+    Args:
+        model: parallelized or plain, in its final form: parameters are kept by identity.
+        overrides: pairs of a pattern, as `fnmatch` reads it, over a parameter's name, and "muon",
+            "adamw", or a `Cut` of its rows or columns. The first pattern that matches counts.
+
+    Raises:
+        ValueError: for a pattern that matches no trained parameter, or one that cannot be followed.
+    """
+    check_arguments(assign_matrices, locals())
+    owners = _owners(model)
+    decisions = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            clean = clean_name(name)
+            found = [_decide(*owner) for owner in owners[param]]
+            # One use that AdamW steps (an embedding, tied to a head) decides for all.
+            layout, reason = min(found, key=lambda one: one[0] is not None)
+            asked = next((c for pattern, c in overrides if fnmatchcase(clean, pattern)), None)
+            decisions[clean] = _overridden(clean, Decision(param, layout, reason), asked)
+    for pattern, _ in overrides:
+        if not any(fnmatchcase(name, pattern) for name in decisions):
+            raise ValueError(
+                f"overrides ({pattern!r}) must match a trained parameter: correct the pattern"
+            )
+    return MatrixAssignment(decisions)
+
+
+class _Owner(NamedTuple):
+    """A module that holds a parameter: its name, the module around it, the parameter's own name."""
+
+    path: str
+    module: nn.Module
+    parent: nn.Module
+    leaf: str
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
+    """Return the modules that hold each parameter; a tied one has several."""
+    modules = {clean_name(path): module for path, module in model.named_modules()}
+    owners: dict[nn.Parameter, list[_Owner]] = {}
+    for path, module in modules.items():
+        parent = modules[path.rpartition(".")[0]]
+        for leaf, param in module.named_parameters(recurse=False):
+            owners.setdefault(param, []).append(_Owner(path, module, parent, leaf))
+    return owners
+
+
+def _overridden(name: str, decision: Decision, asked: Choice | Cut | None) -> Decision:
+    param, layout, _ = decision
+    if asked is None or (asked == "muon" and layout is not None):
+        return decision
+    if asked == "adamw":
+        return Decision(param, None, "overridden")
+    whole = layout or _whole(param)
+    if whole is None:
+        raise ValueError(
+            f"overrides ({asked!r}) must be 'adamw' for {name} {tuple(param.shape)}, which is no "
+            "matrix: correct the pattern"
+        )
+    cut = asked if isinstance(asked, Cut) else whole.cut
+    layout = MatrixLayout(batch=whole.batch, rows=whole.rows, columns=whole.columns, cut=cut)
+    return Decision(param, layout, "overridden")
+
+
+def _decide(
+    path: str, module: nn.Module, parent: nn.Module, leaf: str
+) -> tuple[MatrixLayout | None, str]:
+    """Return the matrices of a parameter in one of its modules, and why; see `_Owner`."""
+    param, last = getattr(module, leaf), path.rpartition(".")[2]
+    if isinstance(module, Experts):
+        return _expert_layout(module, leaf)
+    if param.ndim < 2 or 1 in param.shape:
+        return None, "a vector"
+    if isinstance(module, nn.Embedding | Embedding) or "embed" in last:
+        return None, "an embedding"
+    if getattr(module, "is_fsdp_head", False) or last in HEADS:
+        return None, "a head"
+    if "lora_" in path or "lora_" in leaf:
+        return None, "a low-rank factor"
+    if isinstance(module, SharedExpert):
+        return _shared_layout(module, leaf)
+    if isinstance(module, Router) or (last in ROUTERS and param.ndim == 2):
+        return _whole(param), "router"
+    if isinstance(module, Latent):
+        return _whole(param), "latent projection"
+    if isinstance(module, nn.Linear):
+        return _linear_layout(module, parent, last)
+    return None, f"{type(module).__name__} is not known to multiply by it"
+
+
+def _whole(param: Tensor) -> MatrixLayout | None:
+    if param.ndim not in (2, 3):
+        return None
+    batch, rows, columns = (1, *param.shape)[-3:]
+    return MatrixLayout(batch=batch, rows=rows, columns=columns)
+
+
+def _expert_layout(experts: Experts, leaf: str) -> tuple[MatrixLayout | None, str]:
+    """One matrix per expert; gate and up of FC1 apart, wherever the layout has them."""
+    layout, config, param = experts.layout, experts.config, getattr(experts, leaf)
+    if leaf not in (layout.w1, layout.w2, layout.w3):
+        return None, "a bias"
+    E, D, F = config.num_experts, config.expert_dim, config.hidden_dim
+    outputs, inputs, cut = (D, F, None) if leaf == layout.w2 else (F, D, None)
+    if leaf == layout.w1 and config.gated and not experts.is_separate:
+        outputs, dim = 2 * F, int(layout.transposed)
+        if layout.gate_up == "interleaved":
+            cut = Cut(dim=dim, sizes=(1, 1), repeats=F)
+        else:
+            cut = Cut(dim=dim, sizes=(F, F))
+    rows, columns = (inputs, outputs) if layout.transposed else (outputs, inputs)
+    assert param.numel() == E * rows * columns
+    found = MatrixLayout(batch=E, rows=rows, columns=columns, cut=cut, transposed=layout.transposed)
+    return found, "routed experts"
+
+
+def _shared_layout(shared: SharedExpert, leaf: str) -> tuple[MatrixLayout | None, str]:
+    """The shared experts of a layer are one MLP."""
+    if leaf == "gate":
+        return None, "gates of shared experts"
+    rows, columns = getattr(shared, leaf).shape
+    halves = leaf == "w1" and shared.config.gated
+    cut = Cut(sizes=(rows // 2, rows // 2)) if halves else None
+    return MatrixLayout(batch=1, rows=rows, columns=columns, cut=cut), "shared experts"
+
+
+def _linear_layout(
+    linear: nn.Linear, parent: nn.Module, last: str
+) -> tuple[MatrixLayout | None, str]:
+    rows, columns = linear.weight.shape
+    cut = Cut(sizes=(rows // 2, rows // 2)) if last == "gate_up_proj" else None
+    if any(word in last for word in FUSED):
+        cut = _fused_cut(parent, last, rows)
+        if cut is None:
+            return None, "queries, keys and values in an unknown order: give a Cut"
+    return MatrixLayout(batch=1, rows=rows, columns=columns, cut=cut), "linear"
+
+
+def _fused_cut(parent: Any, last: str, rows: int) -> Cut | None:
+    """Return where transformers' modules keep queries, keys and values; None = unknown.
+
+    Phi-3 stores all queries first, Qwen3.5's linear attention too; Qwen3-Next goes by key heads and
+    has the output gate as a fourth.
+    """
+    if last == "qkv_proj" and hasattr(parent, "o_proj"):
+        queries = parent.o_proj.weight.shape[1]
+        return Cut(sizes=(queries, (rows - queries) // 2, (rows - queries) // 2))
+    if last == "in_proj_qkv" and hasattr(parent, "key_dim"):
+        return Cut(sizes=(parent.key_dim, parent.key_dim, parent.value_dim))
+    if last == "in_proj_qkvz" and hasattr(parent, "num_k_heads"):
+        heads, key = parent.num_k_heads, parent.head_k_dim
+        value = parent.num_v_heads * parent.head_v_dim // heads
+        return Cut(sizes=(key, key, value, value), repeats=heads)
+    return None
+
+
+def scale_of(layout: MatrixLayout, shape: tuple[int, int], adjust: str) -> float:
+    """Return the factor on the learning rate of one part; see `Muon`.
+
+    Args:
+        layout: of the parameter.
+        shape: of the part.
+        adjust: "match_rms_adamw" or "original".
+    """
+    if adjust == "match_rms_adamw":
+        return float(0.2 * max(shape) ** 0.5)
+    outputs, inputs = reversed(shape) if layout.transposed else shape
+    return float(max(1.0, outputs / inputs) ** 0.5)

@@ -1,0 +1,322 @@
+"""Muon: momentum whose matrices are orthogonalised, each by one rank.
+
+Legend: b matrices of a parameter on this rank, R rows, C columns.
+
+    gradient / scale -> momentum -> Nesterov -> [pieces to owners] -> Newton-Schulz
+                                             -> [pieces back] -> weight
+
+Budget per step of a parameter that lies alone on its rank: read and write weight and momentum, read
+the gradient. Others send 2 bytes per element to owners and get 2 back ("bfloat16").
+
+Source: https://kellerjordan.github.io/posts/muon; scale and weight decay, arXiv:2502.16982.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.base.fields import (
+    Bound,
+    Count,
+    OneOf,
+    Positive,
+    PositiveOrZero,
+    check_arguments,
+)
+from moecore.kernels.momentum import momentum_
+from moecore.train.optim.exchange import Block, Plan, Round, make_plan
+from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, scale_of
+from moecore.train.optim.newton_schulz import COEFFICIENTS, orthogonalize_all
+
+Momentum = Annotated[float, Bound(">=", 0), Bound("<", 1)]
+NSDtype = Annotated[torch.dtype, OneOf((torch.bfloat16, torch.float32))]
+AdjustLR = Literal["match_rms_adamw", "original"]
+CHUNK_NUMEL = 1 << 26  # elements of parameters that are stepped at once, where none travels
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the matrices of an assignment; `assignment.others` are for AdamW.
+
+    Momentum, Nesterov, options and the state's name are those of `torch.optim.Muon`. State is
+    `momentum_buffer`, laid out like its parameter, in at least fp32. It clips and skips a step on
+    the device like `AdamW` of this package: no host sync. Every rank steps the same parameters.
+
+    Args:
+        assignment: of `assign_matrices`, after `parallelize_moe`.
+        lr: a tensor is read on its device.
+        weight_decay: times lr, the part of each weight that is taken off.
+        momentum: of the gradient's running mean, in [0, 1).
+        nesterov: orthogonalise the mean of gradient and momentum in place of momentum.
+        ns_coefficients: of `newton_schulz.py`.
+        eps: least norm by which a matrix is divided.
+        ns_steps: of the iteration.
+        adjust_lr_fn: factor on lr per matrix. "match_rms_adamw" is 0.2 * sqrt(longer side), so that
+            lr and weight decay of AdamW fit; "original" is sqrt(outputs / inputs), at least 1.
+        ns_dtype: in which matrices travel and are multiplied. fp32 is for tests.
+
+    Raises:
+        ValueError: for a value of another type or range, or an assignment without matrices.
+    """
+
+    def __init__(
+        self,
+        assignment: MatrixAssignment,
+        lr: PositiveOrZero | Tensor = 1e-3,
+        *,
+        weight_decay: PositiveOrZero = 0.1,
+        momentum: Momentum = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: Positive = 1e-7,
+        ns_steps: Count = 5,
+        adjust_lr_fn: AdjustLR = "match_rms_adamw",
+        ns_dtype: NSDtype = torch.bfloat16,
+    ) -> None:
+        check_arguments(Muon.__init__, locals())
+        self.layouts = assignment.matrices
+        if not self.layouts:
+            raise ValueError("assignment (without matrices) must have one: use AdamW alone")
+        self.ns_dtype = ns_dtype
+        self._forget()
+        options: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+        options |= dict(nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps)
+        options |= dict(ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, fused=True)
+        super().__init__(list(self.layouts), options)
+        self._step_supports_amp_scaling = True
+
+    def _forget(self) -> None:
+        """Drop what is made of layouts and groups of processes, and made again when needed."""
+        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "layouts": self.layouts, "ns_dtype": self.ns_dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["fused"] = True
+        self._forget()
+        self._step_supports_amp_scaling = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, of matrices that the assignment has.
+
+        Args:
+            param_group: as in torch.
+
+        Raises:
+            ValueError: for any other parameter.
+        """
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param not in self.layouts:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"param_group ({tuple(param.shape)}) must hold matrices of the assignment: "
+                    "give what it leaves out to AdamW"
+                )
+
+    def moment_dtype_of(self, param: Tensor) -> torch.dtype:
+        """Return the dtype in which the momentum of a parameter is kept."""
+        return torch.promote_types(param.dtype, torch.float32)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load what this `state_dict` or that of `torch.optim.Muon` gave.
+
+        Args:
+            state_dict: as in torch.
+        """
+        super().load_state_dict(state_dict)
+        # torch has cast momentum to the dtype of its parameter, in which small changes are lost.
+        params = [param for group in self.param_groups for param in group["params"]]
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        for param, place in zip(params, places, strict=True):
+            for name, value in state_dict["state"].get(place, {}).items():
+                own = self.moment_dtype_of(param)
+                self.state[param][name] = value.to(param.device, own, copy=True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient; collective where matrices are sharded.
+
+        Args:
+            closure: computes and returns the loss, with gradients.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                _Step(self, group, params).run(self._plan(params))
+        return loss
+
+    def _plan(self, params: list[nn.Parameter]) -> Plan:
+        """Return who does what; a new one where other parameters have gradients."""
+        key = tuple(map(id, params))
+        if key not in self._plans:
+            layouts = [self.layouts[param] for param in params]
+            self._plans[key] = make_plan(params, layouts, self._group_of)
+        return self._plans[key]
+
+    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if len(ranks) == dist.get_world_size():
+            world = dist.group.WORLD
+            assert world is not None, "a DTensor of several ranks has a process group"
+            return world
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self._groups[ranks]
+
+
+class _Views(NamedTuple):
+    """This rank's part of a parameter as [b, R, C]."""
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+
+
+class _Step:
+    """One step of some parameters with one set of options.
+
+    Args:
+        optimizer: whose state it is.
+        group: the options.
+        params: all have a gradient.
+    """
+
+    def __init__(self, optimizer: Muon, group: dict[str, Any], params: list[nn.Parameter]) -> None:
+        self.group, self.dtype = group, optimizer.ns_dtype
+        self.layouts = [optimizer.layouts[param] for param in params]
+        self.views = [
+            _views(param, layout, _momentum(optimizer, param))
+            for param, layout in zip(params, self.layouts, strict=True)
+        ]
+        device = self.views[0].weight.device
+        signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        self.grad_scale, self.found_inf = (
+            None if signal is None else signal.to(device).view(()) for signal in signals
+        )
+        lr = group["lr"]
+        lr = lr.to(device).view(()) if isinstance(lr, Tensor) else torch.full((), lr, device=device)
+        self.lr = lr.float()
+        if self.found_inf is not None:
+            self.lr = self.lr.masked_fill(self.found_inf > 0, 0.0)
+        self.decay = 1 - self.lr * group["weight_decay"]
+        self.options = {"steps": group["ns_steps"], "coefficients": group["ns_coefficients"]}
+        self.options["eps"] = group["eps"]
+
+    def run(self, plan: Plan) -> None:
+        """Step all parameters of the plan."""
+        for chunk in self._chunks(plan):
+            self._step_alone(chunk)
+        for process_group, one in plan.rounds:
+            self._step_together(one, process_group)
+
+    def _chunks(self, plan: Plan) -> Iterator[list[tuple[int, slice, list[Block]]]]:
+        """Yield parameters, or some matrices of one, that are stepped at once."""
+        chunk: list[tuple[int, slice, list[Block]]] = []
+        numel = 0
+        for place, blocks in plan.alone.items():
+            batch, *matrix = self.views[place].weight.shape
+            size = max(1, CHUNK_NUMEL // max(1, matrix[0] * matrix[1]))
+            for start in range(0, batch, size):
+                stop = min(batch, start + size)
+                chunk.append((place, slice(start, stop), blocks))
+                numel += (stop - start) * matrix[0] * matrix[1]
+                if numel >= CHUNK_NUMEL:
+                    yield chunk
+                    chunk, numel = [], 0
+        if chunk:
+            yield chunk
+
+    def _step_alone(self, chunk: list[tuple[int, slice, list[Block]]]) -> None:
+        targets, matrices = [], []
+        for place, batch, blocks in chunk:
+            weight, grad, momentum = (t[batch] for t in self.views[place])
+            update = self._update_momentum(grad, momentum)
+            for block in blocks:
+                here = block._replace(place=0, batch=slice(None))
+                matrices.append(here.read([update]))
+                targets.append((place, here, weight))
+        done = orthogonalize_all(matrices, **self.options)
+        for (place, block, weight), values in zip(targets, done, strict=True):
+            self._apply(weight, block, values, self.layouts[place])
+
+    def _step_together(self, one: Round, group: dist.ProcessGroup) -> None:
+        views = self.views
+        updates: list[Any] = [None] * len(views)
+        for place in one.params:
+            updates[place] = self._update_momentum(views[place].grad, views[place].momentum)
+        some = updates[one.params[0]]
+        received = one.exchange(some, updates, back=False, group=group)
+        owned = [some.new_empty(shape) for shape in one.owned]
+        for block, values in one.unpack(received, back=False):
+            block.write(owned, values)
+        del updates, received
+        done = orthogonalize_all(owned, **self.options)
+        received = one.exchange(some, done, back=True, group=group)
+        for block, values in one.unpack(received, back=True):
+            self._apply(views[block.place].weight, block, values, self.layouts[block.place])
+
+    def _update_momentum(self, grad: Tensor, momentum: Tensor) -> Tensor:
+        """Move momentum towards a gradient, in place; return what is orthogonalised."""
+        return momentum_(
+            grad,
+            momentum,
+            self.dtype,
+            decay=self.group["momentum"],
+            nesterov=self.group["nesterov"],
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+        )
+
+    def _apply(self, weight: Tensor, block: Block, values: Tensor, layout: MatrixLayout) -> None:
+        """Take decay and update off the weights of a block, computed in at least fp32."""
+        factor = scale_of(layout, layout.shapes[block.part], self.group["adjust_lr_fn"])
+        here = block._replace(place=0)
+        old = here.read([weight])
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        step = (self.lr * factor).to(wide)
+        if old.dtype == wide and here.is_view:
+            old.mul_(self.decay).addcmul_(values, step, value=-1)
+        else:
+            new = (old.to(wide) * self.decay).addcmul_(values, step, value=-1)
+            here.write([weight], new)
+
+
+def _views(param: nn.Parameter, layout: MatrixLayout, momentum: Tensor) -> _Views:
+    grad = param.grad
+    assert grad is not None
+    if isinstance(param, DTensor) and grad.placements != param.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    found = (_local(param.detach()), _local(grad).contiguous(), _local(momentum))
+    return _Views(*map(layout.view, found))
+
+
+def _momentum(optimizer: Muon, param: nn.Parameter) -> Tensor:
+    """Return the momentum of a parameter, new or as this optimizer keeps it, whoever set it."""
+    state: dict[str, Tensor] = optimizer.state[param]
+    dtype = optimizer.moment_dtype_of(param)
+    found = state.get("momentum_buffer")
+    if found is None:
+        found = torch.zeros_like(param, dtype=dtype)
+    state["momentum_buffer"] = found.to(param.device, dtype)
+    return state["momentum_buffer"]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

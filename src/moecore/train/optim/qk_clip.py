@@ -1,0 +1,259 @@
+"""QK-clip: heads whose attention logits grew past a threshold get smaller queries and keys.
+
+Legend: B sequences, T tokens, H query heads, h key heads, g = H / h, d head dim; n and r, the parts
+of a latent attention's head without and with rotary embedding.
+
+    forward   q, k -> largest logit of each head of this rank, over the step's micro-batches
+    step      one all-reduce (max) -> gamma_H = min(1, tau / max_H) -> rows of the projections
+
+| attention | queries | keys |
+|---|---|---|
+| grouped; gamma_h is the least of the g heads of a key | gamma_H / sqrt(gamma_h) | sqrt(gamma_h) |
+| latent, part n (values keep theirs) | sqrt(gamma_H) | sqrt(gamma_H) |
+| latent, part r, whose key all heads share | gamma_H | 1 |
+
+So each head's logits are multiplied by its own gamma: those of other heads stay what they are.
+
+Source: MuonClip of Kimi K2 (arXiv:2507.20534), with the rule for shared key heads added.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.attention.sequence import Sequence
+from moecore.base.fields import Positive, check_arguments
+from moecore.base.regions import once
+from moecore.kernels.documents import documents_of
+from moecore.kernels.ops import Op
+from moecore.models.layers import Attention
+from moecore.models.mla import LatentAttention
+from moecore.moe.params import clean_name, global_indices
+from moecore.parallel.across import find_stages
+from moecore.parallel.request import request_of
+
+BLOCK_NUMEL = 1 << 26  # logits that exist at once
+
+
+def _raise_max(
+    max_H: Tensor,
+    q_BTHd: Tensor,
+    k_BShd: Tensor,
+    places_T: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> None:
+    """Raise a running maximum, by blocks of queries; keys of other documents have no part.
+
+    `places_T` is where queries stand among the keys, of rows that are laid end to end where
+    documents are packed; None = queries and keys are of the same tokens.
+    """
+    document_S = None
+    if cu_seqlens is not None:  # documents are packed over all rows
+        q_BTHd, k_BShd = q_BTHd.flatten(0, 1)[None], k_BShd.flatten(0, 1)[None]
+        document_S = documents_of(cu_seqlens, k_BShd.shape[1])
+    (B, T, H, _), (S, h) = q_BTHd.shape, k_BShd.shape[1:3]
+    if not B * T:
+        return
+    q_BhgTd = q_BTHd.unflatten(2, (h, H // h)).permute(0, 2, 3, 1, 4)
+    k_BhdS = k_BShd.permute(0, 2, 3, 1)
+    keys_S = torch.arange(S, device=max_H.device)
+    size = max(1, BLOCK_NUMEL // (B * H * S))
+    for start in range(0, T, size):
+        stop = min(T, start + size)
+        seen = stop if places_T is None else S
+        own_T1 = (keys_S if places_T is None else places_T)[start:stop, None]
+        rows = q_BhgTd[..., start:stop, :].flatten(2, 3)
+        scores = (rows @ k_BhdS[..., :seen]).unflatten(2, (H // h, stop - start))
+        hidden = keys_S[:seen] > own_T1
+        if document_S is not None:
+            hidden |= document_S[own_T1] != document_S[:seen]
+        scores.masked_fill_(hidden, -torch.inf)
+        found_H = scores.amax((0, 3, 4)).flatten().float() * scale
+        max_H.copy_(torch.maximum(max_H, found_H))
+
+
+_raise_max_op = Op(
+    "raise_max_scores",
+    _raise_max,
+    lambda max_H, q, k, places, cu_seqlens, scale: None,
+    mutates_args=("max_H",),
+)
+
+
+@torch.compiler.disable
+def _whole_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+    """Return the keys of whole rows, and the places of this cp rank's queries. Collective."""
+    held = sequence.held
+    assert held is not None, "asked for only with tokens on several ranks"
+    k_BThd = k if k.shape[1] > q_BtHd.shape[1] else held.gather_values(k)
+    rows = 1 if sequence.cu_seqlens is None else k.shape[0]
+    tokens = torch.arange(rows * k_BThd.shape[1], device=k.device)
+    return k_BThd, held.own(tokens.view(rows, -1)).flatten()
+
+
+class QKClip:
+    """Watches the attention logits of a `moecore.models` decoder, and clips them after a step.
+
+    Every training forward computes queries times keys once more for it, in blocks. Context parallel
+    ranks gather the keys for it.
+
+        clip = QKClip(model, tau=100.0)
+        ...
+        done = step.finish()
+        clip.step(skipped=done.skipped)
+
+    Args:
+        model: parallelized or plain, a decoder or what holds one.
+        tau: largest logit, after the scale, that stays as it is.
+
+    Raises:
+        ValueError: for a model without such attention, with norms of queries and keys (their
+            weights bound the logits, and projections do not), or one that is watched already.
+
+    Attributes:
+        max_scores: fp32 [H] by the name of the attention, of the last step, over all ranks of the
+            pipeline stage; on the device. -inf where no training forward was.
+    """
+
+    def __init__(self, model: nn.Module, tau: Positive = 100.0) -> None:
+        check_arguments(QKClip.__init__, locals())
+        self.tau = tau
+        self._watched = [
+            _Watched.of(clean_name(name), module)
+            for name, module in model.named_modules()
+            if isinstance(module, Attention | LatentAttention)
+        ]
+        owner, stages = find_stages(model)
+        if not self._watched and stages is None:
+            raise ValueError(
+                f"model ({type(model).__name__}) must have attention of moecore.models: QK-clip "
+                "knows no other"
+            )
+        self.max_scores: dict[str, Tensor] = {}
+        self._is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+        request = request_of(owner)
+        self._group = None if request is None else request.meshes.stage_group
+        for watched in self._watched:
+            watched.module.observe_scores = watched
+
+    @torch.no_grad()
+    def step(self, *, skipped: bool | Tensor = False) -> None:
+        """Scale the projections of heads above tau, and watch anew. One all-reduce, no host sync.
+
+        Call it on every rank, after the optimizer.
+
+        Args:
+            skipped: whether the optimizer step was: then nothing changes (`StepResult.skipped`).
+        """
+        if not self._watched:
+            return
+        found = torch.cat([watched.whole() for watched in self._watched])
+        if self._is_sharded:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
+        sizes = [watched.num_heads for watched in self._watched]
+        for watched, max_H in zip(self._watched, found.split(sizes), strict=True):
+            exceeds_H = (max_H > self.tau) & max_H.isfinite()
+            if isinstance(skipped, Tensor) or skipped:
+                exceeds_H &= ~torch.as_tensor(skipped, device=max_H.device)
+            watched.scale((self.tau / max_H).where(exceeds_H, 1.0))
+            self.max_scores[watched.name] = max_H
+            watched.max_H.fill_(-torch.inf)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for watched in self._watched:
+            watched.module.observe_scores = None
+
+
+class _Scaled(NamedTuple):
+    """A projection, and its rows on this rank as global numbers."""
+
+    weight: nn.Parameter
+    rows: Tensor
+
+    def scale(self, factors_Hd: Tensor) -> None:
+        """Multiply each row by its factor: [heads, rows of a head]."""
+        local = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        factors = factors_Hd.flatten()[self.rows].to(local.dtype)
+        local.mul_(factors[:, None])
+
+
+class _Watched:
+    """One attention module: the running maximum of this rank's heads, and what its clip scales.
+
+    Args:
+        name: of the module.
+        module: it.
+        num_heads: H over all tp ranks.
+        queries: name of their projection.
+        keys: likewise.
+    """
+
+    def __init__(self, name: str, module: Any, num_heads: int, queries: str, keys: str) -> None:
+        self.name, self.module, self.num_heads = name, module, num_heads
+        if module.observe_scores is not None:
+            raise ValueError(f"{name} must be watched by one QKClip: close() the other")
+        self.queries, self.keys = (
+            _Scaled(weight, global_indices(weight)[0].to(weight.device))
+            for weight in (getattr(module, queries).weight, getattr(module, keys).weight)
+        )
+        size, self.first = 1, 0
+        if module.tp is not None:
+            size = module.tp.size
+            self.first = num_heads // size * module.tp.rank
+        device = self.queries.weight.device
+        self.max_H = torch.full((num_heads // size,), -torch.inf, device=device)
+
+    @classmethod
+    def of(cls, name: str, module: Attention | LatentAttention) -> _Watched:
+        """Return what watches a module."""
+        if isinstance(module, LatentAttention):
+            queries = "q_b_proj" if module.mla.q_lora_rank else "q_proj"
+            num_heads = module.o_proj.weight.shape[1] // module.mla.v_head_dim
+            return cls(name, module, num_heads, queries, "kv_b_proj")
+        if module.config.qk_norm is not None:
+            raise ValueError(
+                f"DecoderConfig.qk_norm ({module.config.qk_norm!r}) must be None for QK-clip, "
+                f"since norms bound the logits of {name}: leave QKClip out"
+            )
+        return cls(name, module, module.config.num_heads, "q_proj", "k_proj")
+
+    def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
+        """Raise the maximum by a forward; not outside of training."""
+        if self.module.training and torch.is_grad_enabled():
+            once(self._raise, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
+
+    def _raise(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
+        places_T = None
+        if sequence.held is not None:
+            k_BThd, places_T = _whole_keys(q_BTHd, k_BThd, sequence)
+        _raise_max_op(self.max_H, q_BTHd, k_BThd, places_T, sequence.cu_seqlens, scale)
+
+    def whole(self) -> Tensor:
+        """Return fp32 [H], with -inf for the heads of other tp ranks."""
+        found_H = self.max_H.new_full((self.num_heads,), -torch.inf)
+        found_H[self.first : self.first + self.max_H.numel()] = self.max_H
+        return found_H
+
+    def scale(self, gamma_H: Tensor) -> None:
+        """Multiply each head's logits by its gamma, through the projections."""
+        if isinstance(self.module, LatentAttention):
+            mla, root_H1 = self.module.mla, gamma_H.sqrt()[:, None]
+            n, r, v = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
+            turned = gamma_H[:, None].expand(-1, r)
+            self.queries.scale(torch.cat((root_H1.expand(-1, n), turned), dim=1))
+            values = torch.ones_like(root_H1).expand(-1, v)
+            self.keys.scale(torch.cat((root_H1.expand(-1, n), values), dim=1))
+            return
+        config = self.module.config
+        gamma_hg = gamma_H.unflatten(0, (config.num_kv_heads, -1))
+        root_h1 = gamma_hg.amin(dim=1, keepdim=True).sqrt()
+        of_queries_H1 = (gamma_hg / root_h1).flatten()[:, None]
+        self.queries.scale(of_queries_H1.expand(-1, config.head_dim))
+        self.keys.scale(root_h1.expand(-1, config.head_dim))

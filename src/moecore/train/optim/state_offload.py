@@ -1,0 +1,340 @@
+"""State offload: what an optimizer keeps lies in host memory while forward and backward need room.
+
+    forward of the first block    a copy of the state to the host starts
+    end of block i, forward       memory of part i is freed, once its copy is done
+    backward behind block i       as much comes back, but for the last micro-batch's backward none
+    optimizer.step()              waits for the last part
+
+Moments, momenta, masters and remainders are alike: every tensor of `optimizer.state` that is no
+scalar. Copies run on a stream of their own, and the host waits for none. Parts leave while
+activations grow and come back while they are freed, one per block. Where the bus is slower than the
+blocks, the model waits: the first forward of a step hides its seconds times 55e9 bytes of a PCIe 5
+bus, and so does the backward of the last micro-batch. `fraction` is for that.
+
+Note "identity": a state tensor stays the same object. Its `.data` is memory of the GPU or of the
+host, so shards stay DTensors, and nothing else refers to memory that is to be freed. Where state is
+read or replaced between steps (`state_dict`, `load_state_dict`, `moecore.io`) it comes back
+first. Code that reads `optimizer.state` itself, such as a deep copy, calls `bring_state_back()`
+before, because a copy to the host may be on its way.
+
+Note "order": all copies of an optimizer run on one stream, so no copy reads what an earlier one
+still writes, on either side. The stream of the model waits for a copy out before it frees the
+source, and for a copy in before `step`. So memory is freed and used again in the order of one
+stream, and the allocator needs to know of no other.
+
+Note "graphs": a captured forward and backward runs no hooks, so state stays where it is while a
+graph is replayed. A graph keeps the memory of its activations to itself, so there is no room to
+win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from moecore.base.fields import Bound, check_arguments
+from moecore.base.torch_names import is_recomputing, tree_leaves
+from moecore.parallel.shard.engine import engines_of
+from moecore.parallel.shard.units import find_blocks
+from moecore.train.memory.host_copies import HostCopies
+from moecore.train.memory.streams import CopyStream
+
+Key = TypeVar("Key", bound=Hashable)
+Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
+
+
+@dataclass(slots=True)
+class _Moved:
+    """A state tensor on its way.
+
+    Attributes:
+        tensor: this rank's part; its `.data` is what the optimizer sees.
+        shape, stride: of it.
+        host: flat memory for its copy.
+        device: flat memory that the copy comes back to; None = not yet.
+    """
+
+    tensor: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    host: Tensor
+    device: Tensor | None = None
+
+    def become(self, flat: Tensor) -> None:
+        """Let the tensor be a view of this memory."""
+        self.tensor.data = flat.as_strided(self.shape, self.stride)
+
+
+@dataclass(slots=True)
+class _Part:
+    """What leaves and comes back together.
+
+    Attributes:
+        place: "leaving": on the device, copied to the host; "away": on the host; "coming": on the
+            host, copied to the device.
+        copied: after the copies of "leaving" or "coming"; None on a CPU.
+    """
+
+    tensors: list[_Moved]
+    place: Literal["leaving", "away", "coming"]
+    copied: torch.cuda.Event | None
+
+
+class StateOffload:
+    """Keeps an optimizer's state in host memory between its steps, from now to `close()`.
+
+    Steps give the bits that they give without it. No host sync, no collective. Host memory is
+    pinned when state first leaves, which takes seconds, and used for ever; it is at most twice the
+    bytes that leave, and mostly little more than these.
+
+    Args:
+        optimizer: any of torch's kind, of parameters on one device.
+        model: whose forward and backward state leaves and comes back in, such as of
+            `parallelize_moe`; with a `TrainStep` state comes back in its last micro-batch. None
+            copies at the end and the start of `step`, with nothing beside it.
+        fraction: of the state's bytes, 0 to 1; the largest tensors that fit into it leave.
+
+    Raises:
+        ValueError: for an argument of another type or range, a second offload of an optimizer, or
+            a `step` in the capture of a CUDA graph.
+        MemoryError: in forward (without a model, in `step`) where host memory is short. The state
+            is whole, on the device.
+
+    Example:
+        step = TrainStep(model, optimizer)
+        offload = StateOffload(optimizer, model, fraction=0.5)
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, model: nn.Module | None = None, *, fraction: Fraction = 1.0
+    ) -> None:
+        check_arguments(StateOffload.__init__, locals())
+        if hasattr(optimizer, "bring_state_back"):
+            raise ValueError(
+                f"optimizer ({type(optimizer).__name__}) must not have a StateOffload already: "
+                "close() that one"
+            )
+        self._optimizer, self._fraction = optimizer, fraction
+        self._device = _local(optimizer.param_groups[0]["params"][0]).device
+        self._copies, self._stream = HostCopies(), CopyStream(self._device)
+        self._parts: list[_Part] = []  # none while all state is on the device
+        self._blocks = [] if model is None else find_blocks(model) or [model]
+        self._enginess = [] if model is None else engines_of(model)
+        self._hooks: list[Any] = [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_state_dict_pre_hook(lambda *_: self.bring_state_back()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.bring_state_back()),
+        ]
+        if self._blocks:
+            self._hook_blocks()
+        else:
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._send_and_free()))
+        vars(optimizer)["bring_state_back"] = self.bring_state_back  # as checkpoints ask for
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that this holds."""
+        return self._copies.num_bytes()
+
+    def bring_state_back(self) -> None:
+        """Make all state tensors those of the device again; later work on its stream may use them.
+
+        It stays until the next forward or, without a model, the end of the next step.
+
+        Raises:
+            OutOfMemoryError: when the device has no room; the state is whole, on the host.
+        """
+        for part in self._parts:
+            self._fetch(part)
+        for part in self._parts:
+            if part.place == "coming":
+                self._stream.hold(part.copied)
+                for moved in part.tensors:
+                    assert moved.device is not None
+                    moved.become(moved.device)
+        self._parts = []
+
+    def close(self) -> None:
+        """Bring the state back, leave the optimizer alone, and free the host memory."""
+        self.bring_state_back()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        vars(self._optimizer).pop("bring_state_back", None)
+        self._copies.clear()
+
+    def _before_step(self) -> None:
+        if self._stream.is_capturing():
+            raise ValueError(
+                "step() must not be captured, because state moves between steps: capture forward "
+                "and backward, and step outside, or close() the StateOffload"
+            )
+        self.bring_state_back()
+
+    def _hook_blocks(self) -> None:
+        self._hooks.append(self._blocks[0].register_forward_pre_hook(self._before_blocks))
+        for number, block in enumerate(self._blocks):
+            self._hooks.append(block.register_forward_hook(partial(self._after_block, number)))
+
+    @torch.compiler.disable
+    def _before_blocks(self, *_: Any) -> None:
+        """Start the copy out, or free what has come back for a step that did not come."""
+        if self._stream.is_capturing() or is_recomputing():
+            return
+        if not self._parts:
+            self._send()
+        for part in self._parts:
+            if part.place == "coming":
+                self._stream.hold(part.copied)
+                for moved in part.tensors:
+                    moved.device = None
+                part.place = "away"
+
+    @torch.compiler.disable
+    def _after_block(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
+        """Free the parts up to this block's; let backward fetch as it comes by."""
+        if self._stream.is_capturing():
+            return
+        for part in self._parts[: number + 1]:
+            self._free(part)
+        found = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad)
+        first = next(found, None)
+        if first is not None:
+            first.register_hook(lambda _: self._before_backward_of(number))
+
+    def _before_backward_of(self, number: int) -> None:
+        """Fetch a part for each block whose backward is done, and all before the first block's."""
+        progress = next((p for p in (r.progress() for r in self._enginess) if p is not None), None)
+        if self._stream.is_capturing() or (progress is not None and not progress.is_last):
+            return
+        num_done = len(self._blocks) - 1 - number
+        with suppress(torch.OutOfMemoryError):  # then the step fetches it, when there is room
+            for part in self._parts if number == 0 else self._parts[:num_done]:
+                self._fetch(part)
+
+    def _send_and_free(self) -> None:
+        self._send()
+        for part in self._parts:
+            self._free(part)
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Start to copy state to the host."""
+        tensors = _up_to(self._fraction, _movable(self._optimizer, self._device))
+        if not tensors:  # before the first step
+            return
+        flat = {
+            name: tensor.as_strided((tensor.numel(),), (1,)) for name, tensor in tensors.items()
+        }
+        gib = sum(tensor.nbytes for tensor in flat.values()) / 2**30
+        with of_host_memory(
+            f"fraction ({self._fraction}) of the optimizer's state, {gib:.1f} GiB,"
+        ):
+            hosts = self._copies.reserve(flat)
+        self._stream.follow()
+        for names in _in_parts({n: t.nbytes for n, t in flat.items()}, max(len(self._blocks), 1)):
+            part = []
+            for name in names:
+                tensor = tensors[name]
+                part.append(_Moved(tensor, tensor.shape, tensor.stride(), hosts[name]))
+                self._stream.copy(hosts[name], flat[name])
+            self._parts.append(_Part(part, "leaving", self._stream.mark()))
+
+    def _free(self, part: _Part) -> None:
+        """Free a part's memory on the device, if it is copied or will be: see the note "order"."""
+        if part.place == "leaving":
+            self._stream.hold(part.copied)
+            for moved in part.tensors:
+                moved.become(moved.host)
+            part.place = "away"
+
+    def _fetch(self, part: _Part) -> None:
+        """Start to copy a part to the device."""
+        if part.place != "away":
+            return
+        hosts = (moved.host for moved in part.tensors)
+        memory = [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in hosts]
+        self._stream.follow()  # what used that memory before
+        for moved, device in zip(part.tensors, memory, strict=True):
+            moved.device = device
+            self._stream.copy(device, moved.host)
+        part.place, part.copied = "coming", self._stream.mark()
+
+
+@contextmanager
+def of_host_memory(what: str) -> Iterator[None]:
+    """Return a context in which host memory is made; a MemoryError of one line where it is short.
+
+    Args:
+        what: needs it, and can be lowered.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        reason = str(error).partition("\n")[0]
+        raise MemoryError(f"{what} must fit in host memory: lower it ({reason})") from error
+
+
+@torch.no_grad()
+def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, Tensor]:
+    """Return name -> this rank's part of each state tensor that frees memory when it leaves.
+
+    Left out are scalars, which optimizers read on the host, and views of a larger memory.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found: dict[str, Tensor] = {}
+    for number, param in enumerate(params):
+        for slot, value in optimizer.state.get(param, {}).items():
+            if not isinstance(value, Tensor) or value.ndim == 0:
+                continue
+            local = _local(value)
+            is_dense = torch.empty_like(local, device="meta").stride() == local.stride()
+            owns = local.untyped_storage().nbytes() == local.nbytes > 0
+            if local.device == device and is_dense and owns:
+                found[f"{number}.{slot}"] = local
+    return found
+
+
+def _up_to(fraction: float, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose bytes fit in a fraction of all, as `largest_up_to` chooses."""
+    chosen = largest_up_to(fraction, {name: tensor.nbytes for name, tensor in tensors.items()})
+    return {name: tensor for name, tensor in tensors.items() if name in chosen}
+
+
+def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
+    """Return whose sizes add up to a fraction of all at most, the largest first.
+
+    Example: 0.5 of {a: 1, b: 6, c: 3, d: 2} is {b}; 0.7 is {b, d}; 1 is all.
+    """
+    room, chosen = fraction * sum(sizes.values()), set()
+    for key in sorted(sizes, key=lambda key: -sizes[key]):
+        if sizes[key] <= room:
+            chosen.add(key)
+            room -= sizes[key]
+    return chosen
+
+
+def _in_parts(sizes: dict[str, int], num_parts: int) -> list[list[str]]:
+    """Return the names in parts of about the same bytes, in order; some may be empty.
+
+    Example: {a: 1, b: 6, c: 3} in 2 parts is [a, b], [c].
+    """
+    parts: list[list[str]] = [[] for _ in range(num_parts)]
+    total, before = sum(sizes.values()), 0
+    for name, size in sizes.items():
+        parts[before * num_parts // total].append(name)
+        before += size
+    return parts
+
+
+def _local(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
