@@ -29,11 +29,11 @@ from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore.base.options.recipe import Recipe, Scaling
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
-from moecore.kernels.grouped.row_tiles import RowTiles, map_row_tiles
 from moecore.kernels.rows import quantised as q
 from moecore.kernels.rows import quantised_activation as qa
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
 from moecore.precision.linear import Fp8Products
 
 ROUTINGS = ("learned",)

@@ -1,6 +1,7 @@
 """moecore: PyTorch-native Mixture-of-Experts training. docs/api.md lists every public name."""
 
 from moecore.attention.context_parallel.group import ContextOptions
+from moecore.base import __version__ as __version__
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.base.options.memory import MemoryOptions, StashOptions
@@ -13,24 +14,21 @@ from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.order import place_experts, reorder_experts
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
+from moecore.parallel.family import (
+    ContextParallelModel,
+    DynamicContextModel,
+    TensorParallelModel,
+)
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.transport import PipelineError
-from moecore.parallel.request import (
-    ContextParallelModel,
-    DispatcherName,
-    DynamicContextModel,
-    LossConvention,
-    TensorParallelModel,
-)
+from moecore.parallel.request import DispatcherName, LossConvention
 from moecore.parallel.shard.clip import GradientNorm, clip_grad_norm_
 from moecore.parallel.shard.plan import ShardPlan
 from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.planning.explain import explain
 from moecore.train.loss_scale import DynamicLossScale
 from moecore.train.step import StepResult, TrainStep
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BalanceConfig",

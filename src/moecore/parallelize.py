@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.base import __version__
 from moecore.base.agreement import check_equal_weights, check_same
 from moecore.base.copies import copy_modules, on_meta
 from moecore.base.fields import check_arguments
@@ -28,18 +29,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.nvlink import NVLinkOptions
 from moecore.base.options.precision import Precision, PrecisionName
 from moecore.base.options.recipe import Recipe
-from moecore.families.adapters import Adapter, swap_blocks
-from moecore.families.transformers.context import context_model
-from moecore.families.transformers.device_map import refuse_accelerate
-from moecore.families.transformers.guards import refuse_save_pretrained, warn_about_cache
-from moecore.families.transformers.lora import (
-    adapt_experts,
-    adapted,
-    experts_unwrapped,
-    refuse_peft_methods,
-)
-from moecore.families.transformers.outputs import refuse_lost_outputs
-from moecore.families.transformers.rows import tell_layers
+from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import CloneOptions, Cloner
@@ -54,6 +44,7 @@ from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
 from moecore.moe.state import STATE_NAME, MoEState
 from moecore.parallel.across import ALL_STAGES, make_all_stages
+from moecore.parallel.family import Adapter
 from moecore.parallel.mesh import Meshes, context_groups, split_context
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
@@ -73,11 +64,11 @@ from moecore.parallel.request import (
     model_entries,
 )
 from moecore.parallel.shard.apply import shard_model
-from moecore.parallel.shard.deferred_linears import defer_linears
 from moecore.parallel.shard.late_parameters import refuse_added
 from moecore.parallel.shard.make import cut_model, make_plan
 from moecore.parallel.shard.plan import PLAN_NAME, ShardPlan
 from moecore.precision.apply import apply_precision
+from moecore.precision.deferred import defer_linears
 from moecore.precision.linear import Fp8Products
 from moecore.train.graphs.regions import compile_blocks, compiled_modules, graph_blocks
 from moecore.train.memory.apply import apply_memory, apply_stash
@@ -146,12 +137,13 @@ def parallelize_moe(
     arguments = locals()
     check_arguments(parallelize_moe, arguments)
     request = _request(arguments)
-    root = adapted(model)
+    root = request.family.unwrapped(model)
     planned = _plan(root, request, adapters or {}, in_place=True)
-    tell_layers(root)
+    request.family.swapped(root)
     _agree(root, planned, request)
     _apply(root, planned, request)
-    refuse_peft_methods(model)
+    drops_cache = bool(compile_dense or request.memory.parts or request.memory.offload)
+    request.family.attached(root, wrapper=model, drops_cache=drops_cache)
     return model
 
 
@@ -185,18 +177,19 @@ def plan_sharding(*args: Any, **kwargs: Any) -> ShardPlan:
     bound.apply_defaults()
     arguments = bound.arguments
     check_arguments(parallelize_moe, arguments)
-    request, root = _request(arguments), adapted(arguments["model"])
+    request = _request(arguments)
+    root = request.family.unwrapped(arguments["model"])
     return _plan(root, request, arguments["adapters"] or {}, in_place=False).plan
 
 
 def _request(arguments: Mapping[str, Any]) -> Request:
     """Return the record of a call's arguments."""
-    asked = {name: arguments[name] for name in Request.__dataclass_fields__}
+    asked = {name: arguments[name] for name in Request.__dataclass_fields__ if name in arguments}
     asked["memory"] = asked["memory"] or MemoryOptions()
     asked["moe"] = dict(asked["moe"] or {})
     asked["precision"] = Precision.of(asked["precision"])
     asked["fsdp"] = asked["fsdp"] or FSDPOptions()
-    return Request(**asked)
+    return Request(family=family_of(arguments["model"]), **asked)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,10 +227,7 @@ def _plan(
     check_request(model, request)
     if not in_place:
         model = copy_modules(model, on_meta)[model]
-    refuse_lost_outputs(model)
-    with experts_unwrapped(model) as wrapped:
-        layers = swap_blocks(model, adapters)
-        adapt_experts(wrapped, layers)
+    layers = request.family.swap_blocks(model, adapters)
     check_layers(model, layers, request)
     entries = model_entries(model, layers)
     dtype = next(model.parameters()).dtype
@@ -261,19 +251,18 @@ def _cut_stages(
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
         return None, ()
-    layout = request.pipeline.stages(pp, *num_parts(model))
+    staged = request.family.staged(model)
+    layout = request.pipeline.stages(pp, *num_parts(staged))
     check_stages(len(layout.stages), request)
     how = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
     rank_of = make_schedule(request.pipeline.schedule, **how).rank_of
     own = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
-    take_stages(model, own)
+    take_stages(staged, own)
     return layout, own
 
 
 def _agree(model: nn.Module, planned: _Planned, request: Request) -> None:
     """Raise on every rank when ranks differ, before any other collective."""
-    from moecore import __version__
-
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
     device_type = request.meshes.device_type
     entries = versions | request.entries() | dict(planned.entries)
@@ -327,8 +316,6 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
             defer_linears(model)
     blocks = [model.get_submodule(name) for name in plan.blocks]
     shard_model(model, plan, meshes)
-    refuse_save_pretrained(model)
-    refuse_accelerate(model)
     compiled = set[nn.Module]()
     if request.compile_dense:
         from moecore.train.memory.compiled import inductor_options  # which imports Inductor
@@ -337,11 +324,11 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
         compile_blocks(blocks, dynamic=False, options=options)
         compiled = {module for block in blocks for module in compiled_modules(block)}
     device = meshes.device
-    chunks = None if planned.layout is None else blocks_of(model, blocks, planned.stages)
+    chunks = None
+    if planned.layout is not None:
+        chunks = blocks_of(request.family.staged(model), blocks, planned.stages)
     offload = apply_memory(blocks, request.memory, device, compiled=compiled, stages=chunks)
     stash = apply_stash(blocks, request.memory, device, compiled=compiled)
-    if request.compile_dense or request.memory.parts or request.memory.offload:
-        warn_about_cache(model)
     if request.graph_dense:
         names = dict(zip(blocks, plan.blocks, strict=True))
         for chunk in [blocks] if chunks is None else chunks.values():
@@ -380,6 +367,7 @@ def _apply_pipeline(
     meshes = request.meshes
     assert request.pipeline is not None and meshes.pipeline_groups is not None
     pipeline = Pipeline(
+        model=request.family.staged(model),
         config=request.pipeline,
         layout=layout,
         rank=meshes.pp_rank,
@@ -411,7 +399,7 @@ def _apply_context(model: Any, request: Request) -> dict[int, dist.ProcessGroup]
     if request.is_dynamic:
         model.apply_context_groups(found)
     else:
-        context_model(model).apply_context_parallel(found[meshes.parallel.cp])
+        request.family.context(model).apply_context_parallel(found[meshes.parallel.cp])
     return shared_by
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families import adopt
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 

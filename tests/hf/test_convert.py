@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.io import load, save
 from moecore.io.checkpoint.directory import latest
 from moecore.io.checkpoint.manifest import read_manifest

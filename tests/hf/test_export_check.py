@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moecore import CapacityConfig, MoEConfig, MoELayer
 from moecore.families import adopt
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.families.transformers.blocks import STACKED
 from moecore.io import UpcycleOptions, upcycle_modules
 from moecore.io.hf.export import export_hf

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore import BalanceConfig, CapacityConfig
 from moecore.families import use_causal_attention
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.families.transformers.attention import _causal_attention
 from moecore.packing import PackedCollator
 from tests.hf.family_models import tiny_model

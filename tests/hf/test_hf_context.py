@@ -28,7 +28,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.families import use_causal_attention
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from tests.hf.family_models import tiny_model
 from tests.hf.hf_models import enable_checkpointing, random_model, whole_gradients, worst
 from tests.parts import on_parts

@@ -21,7 +21,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.families import adopt
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.families.transformers.blocks import STACKED
 from moecore.moe.state import moe_state
 from tests.hf.hf_models import (

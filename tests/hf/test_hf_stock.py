@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from moecore import MoELayer
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.moe.routed import RoutedExperts
 from tests.hf.hf_models import ARCHITECTURES, random_model
 

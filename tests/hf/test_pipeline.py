@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from moecore.families import use_causal_attention
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.io import init_hf
 from moecore.parallel.pipeline.stages import run_stage, take_stages
 from tests.hf.family_models import tiny_model
 from tests.hf.hf_models import batch, padding_mask, random_model
-from tests.pipeline.emulated import assert_same, run_stages, stages_of
+from tests.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
 TABLE = "model.embed_tokens.weight"
 LAYOUTS = [("EttL", 1), ("Et|tL", 1), ("Et|tL", 2), ("E||tt|L", 2), ("E|t|t|L", 3)]
@@ -115,7 +115,7 @@ def test_the_layers_of_other_stages_do_not_run():
     modules, hidden = list(model.modules()), None
     for stage in stages_of("E|t|t|L") * 2:
         calls.clear()
-        hidden = run_stage(model, stage, None if stage.embedding else hidden, inputs_of())
+        hidden = run_stage(staged(model), stage, None if stage.embedding else hidden, inputs_of())
         expected = {1: "model.layers.0", 2: "model.layers.1"}
         assert calls["model.layers.0"] + calls["model.layers.1"] == (stage.index in expected)
         assert stage.index not in expected or calls[expected[stage.index]] == 1
@@ -130,7 +130,7 @@ def test_a_rank_keeps_what_its_stages_need():
     for family in ("llama", "llama, tied"):
         for stage in stages:
             model = FAMILIES[family]()
-            take_stages(model, [stage])
+            take_stages(staged(model), [stage])
             names = {name.split(".")[1] for name, _ in model.named_parameters()}
             kept.append(names | {n for n in model.state_dict() if n == "lm_head.weight"})
     middle = {"layers"}
@@ -149,7 +149,7 @@ def test_values_are_those_of_the_whole_model(family):
     expected = whole.state_dict()
     for stage in stages_of("Et|t|L"):
         model = FAMILIES[family]()
-        take_stages(model, [stage])
+        take_stages(staged(model), [stage])
         init_hf(model, seed=3)
         state = model.state_dict()
         assert all(torch.equal(value, expected[name]) for name, value in state.items())
@@ -179,9 +179,9 @@ def test_models_that_are_more_than_their_parts_are_refused(family):
     inputs = {"input_ids": torch.randint(52, 61, (2, 9), generator=g)}
     stage = stages_of("Et|tL")[0]
     with pytest.raises(NotImplementedError) as error:
-        take_stages(model, [stage])
+        take_stages(staged(model), [stage])
         assert family in REFUSED_LATER
-        run_stage(model, stage, None, inputs)
+        run_stage(staged(model), stage, None, inputs)
     message = str(error.value)
     assert message.startswith(f"model ({type(model).__name__}) must be embedding, layers, norm and")
     assert {**REFUSED, **REFUSED_LATER}[family] in message and "\n" not in message
@@ -203,8 +203,8 @@ WRONG = [
 @pytest.mark.parametrize(("index", "shape", "changed", "message"), WRONG)
 def test_what_is_no_stage_of_a_rank_is_refused(index, shape, changed, message):
     model, stages = FAMILIES["qwen3-moe"](), stages_of("Et|t|L")
-    take_stages(model, stages[:2])
+    take_stages(staged(model), stages[:2])
     hidden = None if shape is None else torch.zeros(shape)
     with pytest.raises(ValueError) as error:
-        run_stage(model, stages[index], hidden, inputs_of() | changed)
+        run_stage(staged(model), stages[index], hidden, inputs_of() | changed)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)

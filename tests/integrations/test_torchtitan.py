@@ -155,7 +155,7 @@ def blocks(name: str) -> list[dict[str, Tensor]]:
     """What a stock block and its TitanMoE give: output, gradients, names; then each's own init."""
     from torchtitan.models.moe import MoE
 
-    from moecore.families.adapters import swap_blocks
+    from moecore.families.family import swap_blocks
     from moecore.integrations.torchtitan.v02.moe import titan_moe
 
     stock = stock_block(**BLOCKS[name])

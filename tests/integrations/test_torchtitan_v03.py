@@ -124,7 +124,7 @@ def blocks(name: str) -> list[dict[str, Tensor]]:
     """What stock's block computes, names and fills, and what moecore's does."""
     from torchtitan.models.common.moe import MoE
 
-    from moecore.families.adapters import swap_blocks
+    from moecore.families.family import swap_blocks
     from moecore.integrations.torchtitan.v03.moe import titan_moe
     from tests.integrations.titan_v03_specs import ExactExperts
 

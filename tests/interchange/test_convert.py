@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from moecore.cli import main
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.io import load, save
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.convert import native_to_hf

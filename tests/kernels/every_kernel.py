@@ -23,7 +23,6 @@ from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
-from moecore.kernels.grouped.row_tiles import map_row_tiles
 from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
@@ -46,6 +45,7 @@ from moecore.kernels.rows.quantised import (
 from moecore.kernels.rows.quantised_activation import quantised_activation, quantised_activation_bwd
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.rotary import rotary
+from moecore.kernels.rows.row_tiles import map_row_tiles
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.rows.scaling import KINDS
 from moecore.kernels.rows.shard_blocks import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.grouped.row_tiles import RowTiles, map_row_tiles
+from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
 from tests.kernels.conftest import poison
 
 # Rows of each expert: empty ones, one row, one expert, primes, tiles that are just full.

@@ -21,7 +21,7 @@ from torch import Tensor
 import moecore.kernels
 from moecore.kernels import adamw, cross_entropy, momentum
 from moecore.kernels.experts import contract, expert_mlp
-from moecore.kernels.grouped import row_tiles, wgrad
+from moecore.kernels.grouped import wgrad
 from moecore.kernels.routing import (
     balance,
     balance_loss,
@@ -41,6 +41,7 @@ from moecore.kernels.rows import (
     quantised,
     quantised_activation,
     record,
+    row_tiles,
     shard_blocks,
     used,
     widen,

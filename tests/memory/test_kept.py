@@ -20,7 +20,7 @@ from moecore import CapacityConfig, MoEConfig
 from moecore.base.options.memory import GEMM_LAST, OFFLOADED, MemoryOptions
 from moecore.base.options.recipe import Recipe
 from moecore.base.saved import packing
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore.families.family import family_of
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.stages import hidden_shape, run_stage, take_stages
+from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, run_stage, take_stages
+
+
+def staged(model: nn.Module) -> StagedModel:
+    return family_of(model).staged(model)
 
 
 def stages_of(layout: str) -> list[Stage]:
@@ -48,7 +53,7 @@ def run_stages(
     """Run the stages of a model on copies of it, of which rank r keeps r, r + num_ranks, ..."""
     ranks = [copy.deepcopy(model) for _ in range(num_ranks)]
     for rank, held in enumerate(ranks):
-        take_stages(held, stages_of(layout)[rank::num_ranks])
+        take_stages(staged(held), stages_of(layout)[rank::num_ranks])
     return run_on(ranks, layout, inputs, backward=backward)
 
 
@@ -70,10 +75,10 @@ def run_on(
         model = ranks[stage.index % len(ranks)]
         hidden = left[-1].detach().requires_grad_(backward) if left else None
         if hidden is not None and (stage.layers or stage.mtp or stage.loss):
-            assert hidden.shape == hidden_shape(model, stage, inputs)
+            assert hidden.shape == hidden_shape(staged(model), stage, inputs)
             shapes.append(tuple(hidden.shape))
         entered.append(hidden)
-        left.append(run_stage(model, stage, hidden, inputs))
+        left.append(run_stage(staged(model), stage, hidden, inputs))
     if backward:
         gradient = None
         for hidden, output in zip(reversed(entered), reversed(left), strict=True):

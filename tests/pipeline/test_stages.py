@@ -16,7 +16,7 @@ from moecore.base.copies import copy_modules, on_meta
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.parallel.pipeline.stages import Elsewhere, hidden_shape, run_stage, take_stages
 from moecore.parallel.shard.units import find_blocks, find_units
-from tests.pipeline.emulated import assert_same, run_stages, stages_of
+from tests.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
 TABLE = "model.embed_tokens.weight"
 LAYERS = 3
@@ -112,7 +112,7 @@ def test_the_layers_of_other_stages_do_not_run():
     ]
     for stage, expected in zip(stages, ran, strict=True):
         calls.clear()
-        hidden = run_stage(model, stage, hidden, batch())
+        hidden = run_stage(staged(model), stage, hidden, batch())
         assert calls.keys() & set(parts) == expected
         assert calls[""] == 1
 
@@ -122,7 +122,7 @@ def test_a_rank_keeps_what_its_stages_need():
 
     def kept(name: str, *indices: int) -> set[str]:
         model = Decoder(CONFIGS[name], device="meta")
-        take_stages(model, [replace(layout[i], index=i) for i in indices])
+        take_stages(staged(model), [replace(layout[i], index=i) for i in indices])
         names = {n.removeprefix("model.") for n, _ in model.named_parameters()}
         return {".".join(n.split(".")[:2]) for n in names}
 
@@ -141,7 +141,7 @@ def test_values_are_those_of_the_whole_model(name):
     held = set[str]()
     for stage in stages_of(layout_of("Et|t|tm|mL", CONFIGS[name])):
         model = Decoder(CONFIGS[name], device="meta")
-        take_stages(model, [stage])
+        take_stages(staged(model), [stage])
         model.to_empty(device="cpu")
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -156,7 +156,7 @@ def test_values_are_those_of_the_whole_model(name):
 @pytest.mark.parametrize("made", ["itself", "deepcopy", "copy_modules"])
 def test_a_cut_model_has_the_units_of_its_parts(made):
     model = Decoder(CONFIGS["qwen3"], device="meta")
-    take_stages(model, stages_of("E|tt|t||L")[1:3])
+    take_stages(staged(model), stages_of("E|tt|t||L")[1:3])
     if made == "deepcopy":
         model = copy.deepcopy(model)
     elif made == "copy_modules":
@@ -166,7 +166,7 @@ def test_a_cut_model_has_the_units_of_its_parts(made):
     units = find_units(model, FSDPOptions(param_dtype=torch.bfloat16))
     assert units.blocks == layers and not units.heads
     assert units.experts == [layer.mlp.experts for layer in layers]
-    take_stages(model, [])
+    take_stages(staged(model), [])
     assert not list(model.parameters()) and find_blocks(model) == []
     assert isinstance(model.lm_head, Elsewhere) and len(model.layers) == LAYERS
 
@@ -174,14 +174,14 @@ def test_a_cut_model_has_the_units_of_its_parts(made):
 def test_shapes_by_hand():
     model, inputs = make("latent, mtp"), batch()
     stages = stages_of("Et||tt|m|m|L")
-    shapes = [hidden_shape(model, stages[i], inputs) for i in (2, 3, 4, 5)]
+    shapes = [hidden_shape(staged(model), stages[i], inputs) for i in (2, 3, 4, 5)]
     assert shapes == [(2, 16, 64), (2, 16, 64), (2, 2, 16, 64), (3, 2, 16, 64)]
     model.eval()
-    shapes = [hidden_shape(model, stages[i], inputs) for i in (2, 3, 4, 5)]
+    shapes = [hidden_shape(staged(model), stages[i], inputs) for i in (2, 3, 4, 5)]
     assert shapes == [(2, 16, 64), (2, 16, 64), (1, 2, 16, 64), (1, 2, 16, 64)]
     for index in (0, 1):
         with pytest.raises(ValueError, match=f"^stage \\({index}\\) must get hidden states"):
-            hidden_shape(model, stages[index], inputs)
+            hidden_shape(staged(model), stages[index], inputs)
 
 
 X = torch.zeros(2, 16, 64)
@@ -200,9 +200,9 @@ WRONG = [
 def test_what_is_no_stage_of_a_rank_is_refused(index, hidden, message):
     model = make("latent, mtp")
     stages = [*stages_of("Et|tmm||L"), replace(stages_of("t")[0], index=4, layers=(2,))]
-    take_stages(model, stages[:4])
+    take_stages(staged(model), stages[:4])
     with pytest.raises(ValueError) as error:
-        run_stage(model, stages[index], hidden, batch())
+        run_stage(staged(model), stages[index], hidden, batch())
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
@@ -213,12 +213,12 @@ def test_models_and_layouts_that_do_not_fit_are_refused():
         ("Ett|tmL", r"^stage 1 mtp \(\(0,\)\) must be of the 0 of the model"),
     ):
         with pytest.raises(ValueError, match=message):
-            take_stages(model, stages_of(layout))
+            take_stages(staged(model), stages_of(layout))
     stages = stages_of("Ett|tL")
-    take_stages(model, stages[:1])
+    take_stages(staged(model), stages[:1])
     with pytest.raises(ValueError, match=r"^stages \(\[1\]\) must be of a model that has"):
-        take_stages(model, stages[1:])
+        take_stages(staged(model), stages[1:])
     with pytest.raises(ValueError, match=r"^stage \(0\) must be one that this rank has, but model"):
         model(**batch())
     with pytest.raises(NotImplementedError, match=r"^model \(Linear\) must be a Decoder or"):
-        take_stages(nn.Linear(2, 2), stages)
+        take_stages(staged(nn.Linear(2, 2)), stages)

@@ -12,7 +12,6 @@ from moecore.base.options.layer import MoEConfig
 from moecore.base.options.precision import Precision
 from moecore.base.options.recipe import Recipe
 from moecore.models import Decoder, DecoderConfig, MLAConfig
-from moecore.models.layers import Linear
 from moecore.moe.experts import Experts
 from moecore.precision.apply import (
     LinearPrecision,
@@ -21,6 +20,7 @@ from moecore.precision.apply import (
     role_of,
 )
 from moecore.precision.linear import Fp8Linear
+from moecore.precision.plain import Linear
 
 MOE = MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2, shared_hidden_dim=32)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig
 from moecore.base.options.layer import CapacityConfig
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.rl import RouterReplay
 from tests.hf.hf_models import MODELS as HF_MODELS
 from tests.moe.moe_cases import ALL_LOSSES, leaves, make_layer

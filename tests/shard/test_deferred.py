@@ -33,12 +33,12 @@ from moecore.kernels.experts.fp8_products import BlockwiseProducts
 from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.rows.record import Rows
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe import deferred_linear
 from moecore.parallel.shard.apply import shard_model
-from moecore.parallel.shard.deferred_linears import defer_linears
 from moecore.parallel.shard.engine import engines_of
 from moecore.parallel.shard.weight_gradients import Product, WeightGradients
 from moecore.precision import linear as fp8_linear
+from moecore.precision import plain as deferred_linear
+from moecore.precision.deferred import defer_linears
 from tests.ranks import run_ranks
 from tests.shard.test_unit import BLOCKS, DIM, Model, freed_is_nan
 from tests.shard.test_unit import one_rank as one_rank  # a fixture of this module too

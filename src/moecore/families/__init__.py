@@ -1,9 +1,9 @@
 """What moecore knows of the models it is given: how their blocks become MoE layers, names kept."""
 
-from moecore.families.adapters import Adapter
 from moecore.families.adopt import adopt, adopt_experts
 from moecore.families.transformers.attention import use_causal_attention
 from moecore.moe.routed import RoutedExperts
+from moecore.parallel.family import Adapter
 
 __all__ = [
     "Adapter",

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from moecore.base.torch_names import hooks_around
-from moecore.families.transformers.blocks import find_hf_adapter, why_refused
 from moecore.moe.layer import RoutedLayer
+from moecore.parallel.family import Adapter
 
 CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -25,15 +25,23 @@ RECORDING = (
     "transformers.utils.output_capturing"  # its hooks are handed on, see transformers/outputs.py
 )
 
-Adapter = Callable[[nn.Module, nn.Module], RoutedLayer]
+AdapterOf = Callable[[nn.Module], Adapter | None]
+WhyRefused = Callable[[nn.Module], str | None]
 
 
-def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:
+def replace_blocks(
+    model: nn.Module,
+    adapters: Mapping[type, Adapter],
+    adapter_of: AdapterOf,
+    why_refused: WhyRefused,
+) -> dict[str, RoutedLayer]:
     """Replace every known MoE block in place and return all MoE layers by qualified name.
 
     Args:
         model: any module.
-        adapters: block class -> adapter; comes before the built-in ones.
+        adapters: block class -> adapter.
+        adapter_of: the adapter of another block, or None.
+        why_refused: why a block without adapter cannot be taken; None = it is no MoE block.
 
     Raises:
         ValueError: when a block looks like MoE and has no adapter, an adapter returns something
@@ -43,7 +51,9 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
     Warns of experts that are sharded as dense modules: see `_routes_densely`. They are refused in a
     list whose other entries hold known MoE blocks.
     """
-    found = _find_blocks(model, adapters)
+    found = _find_blocks(
+        model, lambda block: adapters.get(type(block)) or adapter_of(block), why_refused
+    )
     used = {type(model.get_submodule(name)) for name in found}
     for cls in adapters:
         if cls not in used:
@@ -60,15 +70,14 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
     return {n: m for n, m in model.named_modules() if isinstance(m, RoutedLayer)}
 
 
-def _find_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, Adapter]:
+def _find_blocks(
+    model: nn.Module, adapter_of: AdapterOf, why_refused: WhyRefused
+) -> dict[str, Adapter]:
     """Return qualified name -> adapter of each block to swap; refuse or warn of look-alikes."""
     found: dict[str, Adapter] = {}
     unknown: list[str] = []
     dense: list[str] = []
     inside: list[str] = []
-
-    def adapter_of(module: nn.Module) -> Adapter | None:
-        return adapters.get(type(module)) or find_hf_adapter(module)
 
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in inside):

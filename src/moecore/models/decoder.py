@@ -32,7 +32,7 @@ from moecore.base.fields import Count, CountOrZero, PositiveOrZero, Seed, check_
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
 from moecore.models.head import Head
-from moecore.models.layers import Linear, RMSNorm
+from moecore.models.layers import RMSNorm
 from moecore.models.loss import IGNORE_INDEX
 from moecore.models.mtp import MTPLayer
 from moecore.models.rotary import rotary_table
@@ -41,6 +41,7 @@ from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name, init_normal_, local_param
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import StageParts, check_held, check_hidden, runs_norm
+from moecore.precision.plain import Linear
 
 INIT_STD = 0.02
 

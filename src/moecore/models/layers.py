@@ -1,4 +1,4 @@
-"""The parts of a block besides the MoE layer: linear, RMSNorm, grouped-query attention, MLP.
+"""The parts of a block besides the MoE layer: RMSNorm, grouped-query attention, MLP.
 
 Legend: B sequences, T tokens of a sequence, D model dim, H query heads, h key/value heads, d head
 dim, F hidden dim of the MLP. Under tensor parallelism H, h and F are this rank's share, and x_BTD
@@ -20,38 +20,10 @@ from moecore.attention.sequence import Sequence
 from moecore.models.config import DecoderConfig
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.params import local_param
+from moecore.precision.plain import Linear
 
 # [B, T, H, d], [B, T, h, d], where the tokens stand, scale
 ScoreObserver = Callable[[Tensor, Tensor, Sequence, float], None]
-
-
-class Linear(nn.Linear):
-    """x @ weight^T without bias, whatever the layout of the weight.
-
-    Args:
-        in_dim: columns of the weight.
-        out_dim: rows of the weight.
-        tp_shard_dim: dim of the weight that tensor parallelism cuts; None = none.
-        residual: the output is added to the residual stream (smaller initial values).
-        dtype: dtype of the weight.
-    """
-
-    def __init__(
-        self,
-        in_dim: int,
-        out_dim: int,
-        *,
-        tp_shard_dim: int | None = None,
-        residual: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_dim, out_dim, bias=False, dtype=dtype)
-        self.tp_shard_dim = tp_shard_dim
-        self.residual = residual
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out] in the dtype of x."""
-        return F.linear(x, local_param(self.weight))
 
 
 class RMSNorm(nn.Module):

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.models.config import DecoderConfig
-from moecore.models.layers import Linear, RMSNorm, ScoreObserver
+from moecore.models.layers import RMSNorm, ScoreObserver
 from moecore.models.tensor_parallel import TensorParallel
+from moecore.precision.plain import Linear
 
 
 class LatentAttention(nn.Module):

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from moecore.attention.sequence import Sequence
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
-from moecore.models.layers import Linear, RMSNorm
+from moecore.models.layers import RMSNorm
+from moecore.precision.plain import Linear
 
 
 class MTPLayer(nn.Module):

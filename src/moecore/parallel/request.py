@@ -8,16 +8,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.attention.context_parallel.group import ContextOptions
 from moecore.base.agreement import fields_of
 from moecore.base.fields import shown
 from moecore.base.options.fsdp import FSDPOptions
@@ -27,7 +26,6 @@ from moecore.base.options.nvlink import NVLinkOptions
 from moecore.base.options.precision import Precision, Role
 from moecore.base.options.recipe import Recipe
 from moecore.base.torch_names import HAS_SEPARATE_PIECES, has_gradient_hooks
-from moecore.families.transformers.context import context_model
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import why_not_faster
 from moecore.moe.backends import ExpertBackend, check_backend
@@ -38,6 +36,12 @@ from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.moe.state import STATE_NAME
+from moecore.parallel.family import (
+    ContextParallelModel,
+    DynamicContextModel,
+    Family,
+    TensorParallelModel,
+)
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import DEFERRING
@@ -51,51 +55,15 @@ MOE_FIELDS = ("capacity", "router_dtype", "router_jitter")  # of MoEConfig: they
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
-@runtime_checkable
-class TensorParallelModel(Protocol):
-    """A model that cuts its own dense parameters: what tp > 1 needs.
-
-    A model whose parameters are DTensors over tp already needs no method.
-    """
-
-    def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Any:
-        """Cut everything but the routed experts over a mesh of one dim, in place."""
-        ...
-
-
-@runtime_checkable
-class ContextParallelModel(Protocol):
-    """A model whose attention communicates over parts of rows: what cp > 1 needs.
-
-    Its MoE layers get the tokens of `kernels/zigzag.py`, and `cu_seqlens` of the whole rows.
-    """
-
-    def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the way without "auto"; raise ValueError for one that its heads cannot go."""
-        ...
-
-    def apply_context_parallel(self, cp: ContextParallel) -> None:
-        """Take whole rows, and work on the tokens that this rank holds, from now on."""
-        ...
-
-
-@runtime_checkable
-class DynamicContextModel(Protocol):
-    """A model whose forwards have a cp each, which its MoE layers get: `ContextOptions.dynamic`."""
-
-    def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """As of `ContextParallelModel`."""
-        ...
-
-    def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Take this rank's place in its group of each size > 1, for forwards with that cp."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The arguments of `parallelize_moe`, which documents them; `fsdp` is never None."""
+    """The arguments of `parallelize_moe`, which documents them; `fsdp` is never None.
 
+    Attributes:
+        family: of the model.
+    """
+
+    family: Family
     meshes: Meshes
     dispatcher: DispatcherName
     nvlink: NVLinkOptions | None
@@ -145,7 +113,7 @@ class Request:
             sizes = [2**n for n in range(1, ranks.bit_length()) if ranks % 2**n == 0]
         elif p.cp > 1:
             sizes = [p.cp]
-        owner = context_model(model)
+        owner = self.family.context(model)
         return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
 
     def config_of(self, layer: RoutedLayer) -> MoEConfig:
@@ -166,7 +134,7 @@ class Request:
 
     def entries(self) -> dict[str, Any]:
         """Return what must be the same on every rank; `build_meshes` has compared the degrees."""
-        records = ("meshes", "nvlink", "fsdp", "memory")
+        records = ("family", "meshes", "nvlink", "fsdp", "memory")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
         nvlink = fields_of(self.nvlink or NVLinkOptions())
         return plain | fields_of(self.fsdp) | fields_of(self.memory) | nvlink
@@ -398,7 +366,7 @@ def _check_context(model: nn.Module, request: Request) -> None:
                 f"{dynamic} must go with loss ({request.loss!r}) = 'sum', because micro-batches "
                 "belong to different numbers of ranks: divide by the labels of the global batch"
             )
-    if not isinstance(context_model(model), wanted):
+    if not isinstance(request.family.context(model), wanted):
         raise NotImplementedError(
             f"{field} for {type(model).__name__}: context parallelism needs a model with "
             f"apply_context_{needs}, such as moecore.models.Decoder"

@@ -35,7 +35,8 @@ from moecore.kernels.attention import AttentionMask, attention_backward, attenti
 from moecore.kernels.attention.attention import choose_kernel
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.cross_entropy import cross_entropy_
-from moecore.kernels.grouped import cooperative, pingpong, row_tiles, wgrad
+from moecore.kernels.grouped import cooperative, pingpong, wgrad
+from moecore.kernels.rows import row_tiles
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.models import preset

@@ -13,11 +13,11 @@ from torch import nn
 
 from moecore.base.options.precision import Precision, Role, never_quantised
 from moecore.base.options.recipe import Recipe
-from moecore.models.layers import Linear
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.precision.linear import Fp8Linear, Fp8Products, InputCast, why_not
+from moecore.precision.plain import Linear
 
 RolesOf = Callable[[str, nn.Module], Role | None]
 

@@ -7,8 +7,8 @@ import torch
 
 from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.grouped.gemm import grouped_gemm_activation_ref, grouped_gemm_ref
-from moecore.kernels.grouped.row_tiles import map_row_tiles
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.row_tiles import map_row_tiles
 from tests.kernels.grouped.test_grouped_gemm import check
 from tests.kernels.row_cases import COUNTS, KINDS, SIZES, make, randn
 

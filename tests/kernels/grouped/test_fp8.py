@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_gemm_ref, fp8_wgrad, fp8_wgrad_ref
-from moecore.kernels.grouped.row_tiles import RowTiles, map_row_tiles
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.quantised import RowBlocks, TokenTiles
+from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
 from tests.kernels.row_cases import COUNTS, SPARE
 
 SIZES = [(128, 128), (384, 640), (256, 256), (1152, 384)]  # K or M, N

@@ -117,14 +117,6 @@ class CausalContext:
         return output
 
 
-def context_model(model: nn.Module) -> Any:
-    """Return what applies context parallelism to a model: itself, unless it is of transformers."""
-    if any(hasattr(model, f"apply_context_{what}") for what in ("parallel", "groups")):
-        return model
-    is_hf = all(hasattr(type(model), name) for name in ("loss_function", "get_output_embeddings"))
-    return CausalContext(model) if is_hf else model
-
-
 def _refuse_router_logits(asked: Any) -> None:
     if asked:
         raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.families.transformers.stock import is_hf
+from moecore.families.transformers.stock import is_hf, is_pretrained
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:
@@ -21,7 +21,7 @@ def refuse_save_pretrained(model: nn.Module) -> None:
     `state_dict` of whole tensors and for transformers' own distributed checkpoints.
     """
     for module in model.modules():
-        if any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__):
+        if is_pretrained(module):
             hf: Any = module
             hf.save_pretrained = partial(_save_pretrained, hf.save_pretrained)
 

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moecore.families.adapters import CONVOLUTIONS
+from moecore.families.transformers.stock import is_pretrained
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import clean_name
@@ -128,7 +129,7 @@ def refuse_peft_methods(model: nn.Module) -> None:
     And the next forward of a transformers model to which adapters were attached meanwhile.
     """
     _replace_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
-    outermost = next((m for m in model.modules() if _is_pretrained(m)), None)  # peft is given it
+    outermost = next((m for m in model.modules() if is_pretrained(m)), None)  # peft is given it
     if outermost is not None and not hasattr(outermost, "peft_config"):
         outermost.register_forward_pre_hook(_refuse_late)
 
@@ -141,7 +142,7 @@ def refuse_unmerging(model: nn.Module) -> None:
 def _replace_methods(model: nn.Module, replaced: Mapping[str, str], where: str) -> None:
     """Let methods of a PeftModel and its tuner raise: name -> what to use."""
     for module in model.modules():
-        if _is_pretrained(module):
+        if is_pretrained(module):
             return  # what it holds are layers
         for name, instead in replaced.items():
             of_peft = getattr(type(module), name, None)
@@ -151,10 +152,6 @@ def _replace_methods(model: nn.Module, replaced: Mapping[str, str], where: str) 
 
 def _refuse_method(name: str, where: str, instead: str, *args: Any, **kwargs: Any) -> None:
     raise NotImplementedError(f"{name} of peft must not be called {where}: use {instead}")
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    return any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__)
 
 
 def _refuse_late(module: nn.Module, args: Any) -> None:

@@ -62,6 +62,15 @@ class StagedCausal:
             setattr(model, CHECKED, set())
         self._reader: RowReader | None = getattr(model, READER, None)
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a module of the model by its name."""
+        found: nn.Module = self.model.get_submodule(target)
+        return found
+
+    def set_submodule(self, target: str, module: nn.Module) -> None:
+        """Put a module in the place of one of the model."""
+        self.model.set_submodule(target, module)
+
     def stage_parts(self) -> StageParts:
         """Return what pipeline stages are made of."""
         parts: StageParts = getattr(self.model, PARTS)
@@ -90,7 +99,7 @@ class StagedCausal:
                 stage sees a part.
             NotImplementedError: where the model's forward is more than its parts.
         """
-        check_held(self.model, self.stage_parts(), stage, 0)
+        check_held(self, self.stage_parts(), stage, 0)
         self._check(hidden, stage, inputs)
         shape = self.hidden_shape(stage, inputs)
         if self._reader is not None:

@@ -29,6 +29,11 @@ def is_hf(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.models.")
 
 
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is a whole model of transformers, or a subclass of one."""
+    return any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__)
+
+
 def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
     """Raise unless what a block computes is what transformers' own class does.
 

@@ -23,7 +23,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from moecore.base.options.layer import BalanceConfig
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.integrations.torchtitan.shared import load_weights
 from moecore.models.loss import linear_cross_entropy
 from moecore.moe.forced import force_even_load

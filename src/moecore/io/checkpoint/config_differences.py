@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from moecore.base.options.layer import MoEConfig
+from moecore.families.transformers.stock import is_pretrained
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 
@@ -142,8 +143,7 @@ def own_config(model: nn.Module) -> Config | None:
 
 def _configured(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules that have a config of a known kind."""
-    is_hf = any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__)
-    if isinstance(module, Decoder) or (is_hf and hasattr(module, "config")):
+    if isinstance(module, Decoder) or (is_pretrained(module) and hasattr(module, "config")):
         yield module
         return
     for child in module.children():

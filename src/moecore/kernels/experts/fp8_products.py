@@ -21,7 +21,6 @@ from torch import Tensor
 from moecore.base.options.recipe import Recipe
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
-from moecore.kernels.grouped.row_tiles import map_row_tiles
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.index import ExpertIndex
@@ -39,6 +38,7 @@ from moecore.kernels.rows.quantised_activation import (
     quantised_activation_bwd,
 )
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.row_tiles import map_row_tiles
 from moecore.kernels.rows.shard_blocks import transpose_values
 from moecore.kernels.rows.widen import widen_rows
 

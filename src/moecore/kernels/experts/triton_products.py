@@ -17,13 +17,13 @@ from moecore.kernels.experts.torch_products import Source, TorchProducts, Use
 from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped.pingpong import pingpong_activation_bwd
-from moecore.kernels.grouped.row_tiles import map_row_tiles
 from moecore.kernels.grouped.wgrad import grouped_wgrad
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_used_rows
 from moecore.kernels.rows.packed import gather_packed_rows
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.row_tiles import map_row_tiles
 
 # Smallest F for which rows are gathered before a product: "gather first", docs/findings/kernels.md
 GATHER_FIRST: dict[Use, int] = {

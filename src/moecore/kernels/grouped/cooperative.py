@@ -21,8 +21,8 @@ from torch import Tensor
 
 from moecore.kernels.common import gluon_descriptor, num_sms, on_device
 from moecore.kernels.grouped.cooperative_kernel import sm90_bf16_grouped_kernel
-from moecore.kernels.grouped.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
 
 BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
 GROUP_M = 8  # row tiles that share weights in L2

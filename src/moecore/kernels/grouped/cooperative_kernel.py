@@ -12,7 +12,7 @@ What they share:
             both groups have read it; they do not wait for each other otherwise
     stage   what TMA stores: blocks of out, or gate of each group and up of each, with two barriers
             per group: staged when gate and up are there, taken when those warps have read them
-    tiles   the map (`grouped/row_tiles.py`), the number of row tiles, and that of column tiles
+    tiles   the map (`rows/row_tiles.py`), the number of row tiles, and that of column tiles
 
 A group stages its half of a tile in shared memory, once what it staged before has been read: by
 TMA, which stores the half as a whole, and by the warps that compute the activation. Where an
@@ -201,7 +201,7 @@ def _consume(
 def sm90_bf16_grouped_kernel(
     a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # see _produce
-    map_ptr,  # see `grouped/row_tiles.py`
+    map_ptr,  # see `rows/row_tiles.py`
     weights_ptr,  # [R] fp32, or None with h: the product alone
     h_ptr,  # [R, 2F], out
     h_desc,  # the same in blocks like those of out_desc

@@ -175,7 +175,7 @@ def _consume(
 def sm90_fp8_grouped_nt_kernel(
     a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # [e * N, K] as blocks [BLOCK_N, BLOCK_K]
-    map_ptr,  # see `grouped/row_tiles.py`
+    map_ptr,  # see `rows/row_tiles.py`
     a_scales_ptr,  # [K / BLOCK_K, a_stride] fp32
     b_scales_ptr,  # [e, N / 128, K / BLOCK_K] fp32 of these strides
     out_ptr,  # [R, N], out; rows past the last offset stay as they are

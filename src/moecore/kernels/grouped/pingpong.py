@@ -22,8 +22,8 @@ from torch import Tensor
 
 from moecore.kernels.common import cdiv, gluon_descriptor, num_sms, on_device, tl, triton
 from moecore.kernels.grouped.pingpong_kernel import sm90_bf16_grouped_nn_act_bwd_kernel
-from moecore.kernels.grouped.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
 
 BLOCK_N, BLOCK_K, STAGES = 128, 64, 5
 GROUP_M = {False: 4, True: 8}  # row tiles that share weights in L2, without and with a gather

@@ -13,7 +13,7 @@ What they share:
     turns   two barriers per group: it may multiply, it may use the stage
     stage   da in quarters, since a loop over them needs few registers; the descriptor of h, and two
             slots of its gate and up [4, BLOCK_M, BLOCK_N / 4] with a barrier each: h has arrived
-    tiles   the map (`grouped/row_tiles.py`), the number of row tiles, and that of column tiles
+    tiles   the map (`rows/row_tiles.py`), the number of row tiles, and that of column tiles
 
 Both groups use the slots of h, one after the other: a group that has read one has the columns after
 the next brought there, in the end those of the other group's tile. So h has come when a product
@@ -263,7 +263,7 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # see _produce
     row_ids_ptr,  # [R] int32; unused without GATHER
-    map_ptr,  # see `grouped/row_tiles.py`
+    map_ptr,  # see `rows/row_tiles.py`
     weights_ptr,  # [R] fp32
     h_desc,  # [R, 2F] as blocks [BLOCK_M, BLOCK_N / 4]
     out_ptr,  # [R, F], out; rows past the last offset stay as they are, in all outputs

@@ -1,7 +1,7 @@
 """What the products on Hopper share: a ring of stages, the order of tiles, staged stores.
 
     Ring         stages of two operands in shared memory that loading warps fill and groups read
-    RowTiling    tiles of [R, N] outputs, by the map of `grouped/row_tiles.py`
+    RowTiling    tiles of [R, N] outputs, by the map of `rows/row_tiles.py`
     WeightTiling tiles of [e, M, N] outputs
     staging      a result goes through shared memory and leaves by TMA; where it ends, by threads
 

@@ -13,7 +13,7 @@ powers of two that changes exponents alone, and loses what is 2^-17 times the bl
 or less: e4m3 has 16 binades of whole and 3 of shorter mantissas.
 
 Letters: S source rows, R expert rows (length), D K C columns, B = K / 128 blocks, t row tiles of
-128 rows of one expert (`grouped/row_tiles.py`), e experts, N rows of a matrix.
+128 rows of one expert (`rows/row_tiles.py`), e experts, N rows of a matrix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, next_power_of_2, on_device, use_kernel
-from moecore.kernels.grouped.row_tiles import MAP_FIELDS, RowTiles
 from moecore.kernels.rows.e4m3 import BLOCK, FP8, LEAST_SCALE, amax_ref, block_scale_ref
 from moecore.kernels.rows.move import column_block
 from moecore.kernels.rows.quantised_kernel import (
@@ -35,6 +34,7 @@ from moecore.kernels.rows.quantised_kernel import (
     tile_tokens_kernel,
 )
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.row_tiles import MAP_FIELDS, RowTiles
 
 SCALE_ROWS = 4  # of which the row length of `RowBlocks.scales_BR` is a multiple: 16 bytes, for TMA
 ROWS_PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # of one program: 32 elements per thread

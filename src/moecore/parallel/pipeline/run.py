@@ -33,7 +33,7 @@ from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
-from moecore.parallel.pipeline.stages import hidden_shape, run_stage
+from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, run_stage
 from moecore.parallel.pipeline.timeline import mark_name
 from moecore.parallel.pipeline.transport import Groups, Transport
 from moecore.parallel.shard.engine import engines_of
@@ -65,6 +65,7 @@ class Pipeline:
     """The place of a model among the stages of a pipeline.
 
     Attributes:
+        model: what runs this part's stages.
         config: as given.
         layout: of the whole model.
         rank: of this part of it, among the pipeline ranks.
@@ -74,6 +75,7 @@ class Pipeline:
         offload: of this part's activations; None = they stay.
     """
 
+    model: StagedModel
     config: PipelineConfig
     layout: PipelineLayout
     rank: int
@@ -169,7 +171,7 @@ class _Run:
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
         side_by_side: SideBySide | None = None,
     ) -> None:
-        self._model, self._pipeline, self._micro_batches = model, pipeline, micro_batches
+        self._pipeline, self._micro_batches = pipeline, micro_batches
         self._scale, self._side_by_side = scale, side_by_side
         self._stages: tuple[Stage, ...] = pipeline.layout.stages
         self._transport = Transport(
@@ -238,7 +240,7 @@ class _Run:
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
         with self._chunk(hidden) as chunk:
-            out = run_stage(self._model, stage, hidden, inputs)
+            out = run_stage(self._pipeline.model, stage, hidden, inputs)
         sent = None if stage.loss else self._checked(out.detach(), action)
         if stage.loss:
             if out.ndim:
@@ -288,4 +290,4 @@ class _Run:
     def _shape_of(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         """Return the shape of what enters a stage; what enters an empty one enters the next."""
         found = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
-        return hidden_shape(self._model, found, self._micro_batches[micro_batch])
+        return hidden_shape(self._pipeline.model, found, self._micro_batches[micro_batch])

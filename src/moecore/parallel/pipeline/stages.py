@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,9 @@ class StageParts:
     tied: bool = False
 
 
+@runtime_checkable
 class StagedModel(Protocol):
-    """What a pipeline asks of a model."""
+    """What a pipeline asks of a model, or of what runs its stages (`Family.staged`)."""
 
     def stage_parts(self) -> StageParts:
         """Return what stages are made of, the same before and after `take_stages`."""
@@ -81,26 +82,33 @@ class StagedModel(Protocol):
         """Return the shape of what enters a stage; see `hidden_shape`."""
         ...
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a module of the model by its name."""
+        ...
+
+    def set_submodule(self, target: str, module: nn.Module) -> None:
+        """Put a module in the place of one of the model."""
+        ...
+
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run one stage; see `run_stage`."""
         ...
 
 
-def take_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
+def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     """Keep of a model what these stages need, in place; call it before `parallelize_moe`.
 
     Every other part becomes an `Elsewhere` of the same name. No communication.
 
     Args:
-        model: a `Decoder` or a causal language model of transformers, on any device.
+        model: of `Family.staged`, on any device.
         stages: of this rank.
 
     Raises:
         ValueError: for layers or modules that the model lacks, or that were taken before.
-        NotImplementedError: for a model that cannot be cut.
     """
     check_arguments(take_stages, locals())
-    parts = staged_model(model).stage_parts()
+    parts = model.stage_parts()
     num_mtp = 0 if parts.mtp is None else _length(model, parts.mtp)
     kept: dict[str, nn.Module] = {}
     for stage in stages:
@@ -121,7 +129,7 @@ def take_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
 
 
 def run_stage(
-    model: nn.Module, stage: Stage, hidden: Tensor | None, inputs: Mapping[str, Any]
+    model: StagedModel, stage: Stage, hidden: Tensor | None, inputs: Mapping[str, Any]
 ) -> Tensor:
     """Run the forward of one stage, through the model's `__call__`.
 
@@ -139,12 +147,11 @@ def run_stage(
 
     Raises:
         ValueError: for hidden states that are not those of the stage, and parts that are elsewhere.
-        NotImplementedError: for a model that cannot be cut.
     """
-    return staged_model(model)(**inputs, hidden=hidden, stage=stage)
+    return model(**inputs, hidden=hidden, stage=stage)
 
 
-def hidden_shape(model: nn.Module, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the shape of what enters a stage on this rank. No communication.
 
     Args:
@@ -163,17 +170,17 @@ def hidden_shape(model: nn.Module, stage: Stage, inputs: Mapping[str, Any]) -> t
             f"stage ({stage.index}) must get hidden states and run something: nothing enters the "
             "first, and into an empty one comes what comes into the next"
         )
-    return staged_model(model).hidden_shape(stage, inputs)
+    return model.hidden_shape(stage, inputs)
 
 
-def num_parts(model: nn.Module) -> tuple[int, int]:
+def num_parts(model: StagedModel) -> tuple[int, int]:
     """Return how many layers and multi-token prediction modules a model has."""
-    parts = staged_model(model).stage_parts()
+    parts = model.stage_parts()
     return _length(model, parts.layers), 0 if parts.mtp is None else _length(model, parts.mtp)
 
 
 def blocks_of(
-    model: nn.Module, blocks: Sequence[nn.Module], stages: Sequence[Stage]
+    model: StagedModel, blocks: Sequence[nn.Module], stages: Sequence[Stage]
 ) -> dict[int, list[nn.Module]]:
     """Return the blocks of each stage, by its index.
 
@@ -182,7 +189,7 @@ def blocks_of(
         blocks: layers and multi-token prediction modules, or what lies in these, in order.
         stages: of the model.
     """
-    parts = staged_model(model).stage_parts()
+    parts = model.stage_parts()
     found = {}
     for stage in stages:
         names = [f"{parts.layers}.{index}" for index in stage.layers]
@@ -198,30 +205,12 @@ def loss_of(output: Any) -> Tensor:
     return cast(Tensor, loss)
 
 
-def staged_model(model: nn.Module) -> StagedModel:
-    """Return what runs stages of a model: itself, unless it is of transformers.
-
-    Raises:
-        NotImplementedError: for a model of another kind.
-    """
-    if hasattr(model, "stage_parts"):
-        return cast(StagedModel, model)
-    if hasattr(model, "get_output_embeddings"):
-        from moecore.families.transformers.pipeline import StagedCausal
-
-        return StagedCausal(model)
-    raise NotImplementedError(
-        f"model ({type(model).__name__}) must be a Decoder or a causal language model of "
-        "transformers, or have stage_parts, to be cut to stages"
-    )
-
-
 def runs_norm(stage: Stage, num_mtp: int) -> bool:
     """Whether the final norm runs in a stage of a model with so many MTP modules."""
     return 0 in stage.mtp or (stage.loss and num_mtp == 0)
 
 
-def check_held(model: nn.Module, parts: StageParts, stage: Stage, num_mtp: int) -> None:
+def check_held(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
     """Raise ValueError when a part of a stage is elsewhere. Under torch.compile nothing is checked.
 
     Args:
@@ -266,7 +255,7 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
 
 
 def _needed(
-    model: nn.Module, parts: StageParts, stage: Stage, num_mtp: int
+    model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that a stage needs, with their names."""
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
@@ -289,5 +278,5 @@ def _check_range(stage: Stage, field: str, indices: Sequence[int], count: int) -
         )
 
 
-def _length(model: nn.Module, name: str) -> int:
+def _length(model: StagedModel, name: str) -> int:
     return len(cast(nn.ModuleList, model.get_submodule(name)))

@@ -27,7 +27,7 @@ from moecore.base.torch_names import (
     grouped_mm_overload,
     reduce_scatter_overload,
 )
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.integrations.torchtitan.layer import cut_dense_parts
 from moecore.integrations.torchtitan.options import moecore_options
 from moecore.integrations.torchtitan.shared import (

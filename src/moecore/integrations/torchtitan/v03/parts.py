@@ -21,7 +21,7 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
 from moecore.base.torch_names import grouped_mm_overload
-from moecore.families.adapters import swap_blocks
+from moecore.families.family import swap_blocks
 from moecore.integrations.torchtitan.options import MoECore
 from moecore.integrations.torchtitan.shared import (
     Rule,

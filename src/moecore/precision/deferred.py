@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from moecore.moe.deferred_linear import deferred_linear
 from moecore.moe.shared import Multiply, SharedExpert
 from moecore.precision.apply import FORWARDS
 from moecore.precision.linear import Fp8Linear, Fp8Products
+from moecore.precision.plain import deferred_linear
 
 
 class DeferredLinear(nn.Linear):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moecore.kernels.grouped.row_tiles import map_row_tiles, map_row_tiles_ref
+from moecore.kernels.rows.row_tiles import map_row_tiles, map_row_tiles_ref
 from tests.kernels.row_cases import COUNTS, SPARE
 
 

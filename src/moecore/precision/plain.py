@@ -1,11 +1,13 @@
-"""y = x @ weight^T + bias, which may leave the gradient of its weight for later.
+"""Linears in the dtype of their weight, whose weight gradients may be left for later.
 
+    y = x @ weight^T + bias
     backward     dx = dy @ weight       dbias = sum of dy
     now, or      dweight = dy^T @ x     by autograd as of any linear, or later by the weight's sink
     later
 
-Forward and gradients have the bits of `F.linear`. Where nothing can defer (no sink, compilers,
-dispatch modes, no gradients) it is `F.linear`.
+Forward and gradients have the bits of `F.linear`, which runs where nothing can defer (no sink,
+compilers, dispatch modes, no gradients). Deferring is asked for, because it costs host time in
+each forward; routed experts always can.
 
 Letters: T tokens, K input features, N output features.
 """
@@ -16,13 +18,42 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.base.regions import as_product
 from moecore.base.torch_names import autocast_dtype, is_plain_eager
 from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.moe.params import local_param
+
+
+class Linear(nn.Linear):
+    """x @ weight^T without bias, whatever the layout of the weight.
+
+    Args:
+        in_dim: columns of the weight.
+        out_dim: rows of the weight.
+        tp_shard_dim: dim of the weight that tensor parallelism cuts; None = none.
+        residual: the output is added to the residual stream (smaller initial values).
+        dtype: dtype of the weight.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        *,
+        tp_shard_dim: int | None = None,
+        residual: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_dim, out_dim, bias=False, dtype=dtype)
+        self.tp_shard_dim = tp_shard_dim
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] in the dtype of x."""
+        return F.linear(x, local_param(self.weight))
 
 
 def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,6 +12,8 @@ from typing import NoReturn
 
 from torch import nn
 
+from moecore.families.transformers.stock import is_pretrained
+
 
 class ShardedDeviceMap(Mapping[str, str]):
     """A device map without entries that must not be counted.
@@ -40,9 +42,5 @@ class ShardedDeviceMap(Mapping[str, str]):
 def refuse_accelerate(model: nn.Module) -> None:
     """Make Trainer and accelerate raise for a model and for the transformers models in it."""
     for module in model.modules():
-        if module is model or _is_hf_model(module):
+        if module is model or is_pretrained(module):
             module.hf_device_map = ShardedDeviceMap(type(module).__name__)  # type: ignore[assignment]
-
-
-def _is_hf_model(module: nn.Module) -> bool:
-    return any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__)

@@ -1,0 +1,24 @@
+"""Which family a model is of, and its MoE blocks swapped as the family does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from moecore.families.plain import Plain
+from moecore.families.transformers.family import Transformers
+from moecore.families.transformers.stock import is_hf, is_pretrained
+from moecore.moe.layer import RoutedLayer
+from moecore.parallel.family import Adapter, Family
+
+
+def family_of(model: nn.Module) -> Family:
+    """Return the record for a model; a module of transformers anywhere in it decides."""
+    of_transformers = any(is_hf(module) or is_pretrained(module) for module in model.modules())
+    return Transformers() if of_transformers else Plain()
+
+
+def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:
+    """Replace MoE blocks in place; return all MoE layers by qualified name."""
+    return family_of(model).swap_blocks(model, adapters)

@@ -1,0 +1,101 @@
+"""Family: what moecore does to a live model of one kind beside sharding it, and what it asks of it.
+
+`moecore.families.family_of(model)` chooses the record; the rooms below take what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.moe.layer import RoutedLayer
+
+if TYPE_CHECKING:
+    from moecore.parallel.pipeline.stages import StagedModel
+
+Adapter = Callable[[nn.Module, nn.Module], RoutedLayer]
+
+
+class Family(Protocol):
+    """Models of one kind."""
+
+    def unwrapped(self, model: nn.Module) -> nn.Module:
+        """Return the module that is sharded: the model without a wrapper that only calls it."""
+        ...
+
+    def swap_blocks(
+        self, model: nn.Module, adapters: Mapping[type, Adapter]
+    ) -> dict[str, RoutedLayer]:
+        """Replace MoE blocks in place; return all MoE layers by qualified name."""
+        ...
+
+    def swapped(self, model: nn.Module) -> None:
+        """Prepare a model whose blocks were swapped, before anything is sharded."""
+        ...
+
+    def staged(self, model: nn.Module) -> StagedModel:
+        """Return what runs pipeline stages of a model.
+
+        Raises:
+            NotImplementedError: for a model that cannot be cut.
+        """
+        ...
+
+    def context(self, model: nn.Module) -> Any:
+        """Return what may be a `ContextParallelModel` or a `DynamicContextModel` for a model."""
+        ...
+
+    def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
+        """Refuse or warn of calls that a parallelized model cannot follow.
+
+        Args:
+            model: parallelized.
+            wrapper: the caller's module, of which `unwrapped` returned the model.
+            drops_cache: whether keys and values that forwards cache defeat an option.
+        """
+        ...
+
+
+@runtime_checkable
+class TensorParallelModel(Protocol):
+    """A model that cuts its own dense parameters: what tp > 1 needs.
+
+    A model whose parameters are DTensors over tp already needs no method.
+    """
+
+    def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Any:
+        """Cut everything but the routed experts over a mesh of one dim, in place."""
+        ...
+
+
+@runtime_checkable
+class ContextParallelModel(Protocol):
+    """A model whose attention communicates over parts of rows: what cp > 1 needs.
+
+    Its MoE layers get the tokens of `kernels/zigzag.py`, and `cu_seqlens` of the whole rows.
+    """
+
+    def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
+        """Return the way without "auto"; raise ValueError for one that its heads cannot go."""
+        ...
+
+    def apply_context_parallel(self, cp: ContextParallel) -> None:
+        """Take whole rows, and work on the tokens that this rank holds, from now on."""
+        ...
+
+
+@runtime_checkable
+class DynamicContextModel(Protocol):
+    """A model whose forwards have a cp each, which its MoE layers get: `ContextOptions.dynamic`."""
+
+    def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
+        """As of `ContextParallelModel`."""
+        ...
+
+    def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
+        """Take this rank's place in its group of each size > 1, for forwards with that cp."""
+        ...
