@@ -326,7 +326,7 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
     refuse_accelerate(model)
     compiled = set[nn.Module]()
     if request.compile_dense:
-        from moecore.memory.compiled import inductor_options  # which imports Inductor
+        from moecore.memory.compiled import inductor_options
 
         options = inductor_options(blocks, request.memory)
         compile_blocks(blocks, dynamic=False, options=options)
