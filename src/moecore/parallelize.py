@@ -318,7 +318,7 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
     shard_model(model, plan, meshes)
     compiled = set[nn.Module]()
     if request.compile_dense:
-        from moecore.train.memory.compiled import inductor_options  # which imports Inductor
+        from moecore.train.memory.compiled import inductor_options
 
         options = inductor_options(blocks, request.memory)
         compile_blocks(blocks, dynamic=False, options=options)

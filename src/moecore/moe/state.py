@@ -93,7 +93,7 @@ class MoEState:
         return None if self._loss_scale is None else self._loss_scale()
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
-        """Set what auxiliary losses are multiplied by as the main loss is: `loss_scale.py`.
+        """Set what auxiliary losses are multiplied by as the main loss is: `train/loss_scale.py`.
 
         Args:
             scale: fp32 scalar on the device, read by each backward; it ends with its owner.

@@ -3,7 +3,8 @@
     one node's run -> bytes of its activations -> about the bytes of a rank of each folding
                    -> work of its parts        -> about the seconds of a step
 
-An order of plans, and no plan: of a folding's rank its share of all work and of all bytes.
+A rough estimate, used only to decide which foldings to plan first. It gives each rank an equal
+share of the model's work and memory.
 """
 
 from __future__ import annotations

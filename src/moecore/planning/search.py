@@ -216,7 +216,10 @@ def timed(request: SearchRequest, found: Candidate, table: CostTable) -> Fitting
 
 
 def _eased(request: SearchRequest, found: Candidate) -> Candidate:
-    """Return what fits with the first memory options of earlier rungs with which it still does."""
+    """Return the candidate with the cheapest memory options of earlier rungs that still fit.
+
+    Where none fit, it is the candidate itself.
+    """
     spare = found.plan.largest.num_bytes - max(found.peaks)  # of kinds that are never there at once
     for memory in dict.fromkeys(rung.memory for rung in rungs_of(request)):
         if memory == found.run.memory:

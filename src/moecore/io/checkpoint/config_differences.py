@@ -1,12 +1,12 @@
 """Whether two configs of a model give the same numbers from the same weights.
 
-Names and shapes do not suffice: another top_k, score function or rope_theta fits every tensor. What
-only training reads may differ, because it changes between runs that go on from each other.
+Names and shapes do not suffice: another top_k, score function or rope_theta fits every tensor. A
+field that only training reads may differ, because it changes between runs that continue each other.
 
-Note "transformers": its configs are compared field by field where both name one, but for those in
-`BOOKKEEPING` and dropout. What is not known counts: a field that should not is an error with its
-name, one that should and did not would be silent. Rotary options are one thing in two spellings,
-with defaults that not every release writes out.
+Note "transformers": where both configs have a field, its values are compared. Fields of
+`BOOKKEEPING` and dropout are left out. An unknown field is compared, too: a needless refusal names
+the field, while a difference that nobody compared would change results silently. Rotary options
+have two spellings, and not every release writes their defaults out.
 """
 
 from __future__ import annotations
