@@ -7,16 +7,17 @@ collectives and wait for each other. An entry costs 16 bytes of one all-reduce, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import shown
+from moecore.base.torch_names import tree_map_only
 
 Group = dist.ProcessGroup | None  # None = all ranks
 
@@ -53,6 +54,43 @@ def fields_of(record: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as entries, by "Class.field"."""
     cls = type(record).__name__
     return {f"{cls}.{field.name}": getattr(record, field.name) for field in fields(record)}
+
+
+def trained_entries(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """Return what of a training must be the same on the ranks that share parameters.
+
+    Args:
+        model: as the ranks train it.
+        optimizers: of any parameters. `own_options()`, if there, has what their groups lack.
+    """
+    params = dict(model.named_parameters())
+    names = {param: name for name, param in params.items()}
+    options: dict[str, Any] = {}
+    for place, one in enumerate(optimizers):
+        prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
+        own: Callable[[], dict[str, Any]] = getattr(one, "own_options", dict)
+        options |= {f"{prefix}.{key}": value for key, value in own().items()}
+        for number, group in enumerate(one.param_groups):
+            plain = {**group, "params": [names.get(p) for p in group["params"]]}
+            plain = tree_map_only(object, _plain, plain)
+            options |= {f"{prefix}.param_groups[{number}].{k}": v for k, v in plain.items()}
+    return {
+        "names of parameters": list(params),
+        "requires_grad": {name: param.requires_grad for name, param in params.items()},
+        "classes of optimizers": [type(one).__name__ for one in optimizers],
+        "names of optimizers' options": list(options),
+        "value": options,
+    }
+
+
+def _plain(leaf: Any) -> Any:
+    """Return what of a group's leaf ranks can have in common: no address, no device."""
+    if isinstance(leaf, Tensor):
+        return leaf.tolist()
+    is_plain = leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
+    return leaf if is_plain else type(leaf).__name__
 
 
 @torch.no_grad()

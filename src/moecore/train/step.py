@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.base.agreement import check_same
+from moecore.base.agreement import check_same, trained_entries
 from moecore.base.fields import Count, MaxNorm, check_arguments
 from moecore.base.torch_names import is_inside, mark
 from moecore.moe.lanes import Lanes
@@ -106,8 +106,9 @@ class TrainStep:
 
     Raises:
         ValueError: for a model that is not parallelized, a number out of range, or a model that
-            needs a loss scale or can have none; on every rank when ranks differ in a number or in
-            the loss scale's options.
+            needs a loss scale or can have none; on every rank when ranks differ in a number, in
+            the loss scale's options, in the optimizers' classes and options as they are now, or in
+            what is trained (`requires_grad`).
 
     Example:
         step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=4)
@@ -138,7 +139,7 @@ class TrainStep:
         for one in models:
             check_loss_scale(one, loss_scale)
         refuse_earlier(self._model, self._optimizers)
-        _agree(models[0], max_norm, num_micro_batches, loss_scale)
+        _agree(self._model, models[0], max_norm, num_micro_batches, loss_scale, self._optimizers)
         self._max_norm = max_norm
         self._norm: GradientNorm | None = None
         self._progress = Progress()
@@ -572,17 +573,25 @@ def _check_real(
 
 
 def _agree(
-    model: nn.Module, max_norm: float, num_micro_batches: int, loss_scale: DynamicLossScale | None
+    model: nn.Module,
+    first: nn.Module,
+    max_norm: float,
+    num_micro_batches: int,
+    loss_scale: DynamicLossScale | None,
+    optimizers: Sequence[Optimizer],
 ) -> None:
-    """Raise on every rank when ranks differ: they would scale, clip or wait otherwise."""
-    request = request_of(model)
+    """Raise on every rank when ranks differ: they would scale, clip, step or wait otherwise."""
+    request = request_of(first)
     assert request is not None, "moe_state has found a parallelized model"
+    device_type, group = request.meshes.device_type, request.meshes.stage_group
     entries = {
         "TrainStep.max_norm": float(max_norm),
         "TrainStep.num_micro_batches": num_micro_batches,
         "TrainStep.loss_scale": loss_scale,
+        "TrainStep.optimizer is None": not optimizers,
     }
-    check_same(entries, request.meshes.device_type)
+    check_same(entries, device_type)
+    check_same(trained_entries(model, optimizers), device_type, group=group)
 
 
 def _joined(metrics: Sequence[MoEMetrics]) -> MoEMetrics:

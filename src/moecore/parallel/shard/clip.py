@@ -222,9 +222,10 @@ def _check_holds(
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return what may have a gradient, the same on every rank of a pipeline stage.
 
-    One without a gradient counts 0.
+    One without a gradient counts 0. One that was frozen after backward has a gradient, and
+    optimizers step it.
     """
-    return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
 
 
 def _measure(

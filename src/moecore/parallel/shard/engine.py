@@ -257,8 +257,7 @@ class Engine:
             for unit in self.units:
                 if not self._in_backward:
                     unit.drop_marks()  # the end of backward has waited for all of them
-                if unit.state is State.SHARDED:
-                    unit.refresh()
+                unit.refresh()
         self._streams.start()
 
     def _check_whole(self) -> None:

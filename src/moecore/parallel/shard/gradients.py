@@ -352,9 +352,14 @@ class _Sink:
         return self._gradients.defer(self._index, self._shape, compute, *operands)
 
     def _may_take(self) -> bool:
-        """Whether nobody else wants to see the gradient of the running backward."""
-        return not (
-            torch.is_grad_enabled() or has_gradient_hooks(self._param) or not will_run(self._node)
+        """Whether nobody else wants to see the gradient of the running backward.
+
+        Autograd drops that of a parameter which was frozen after its forward.
+        """
+        return (
+            self._param.requires_grad
+            and not (torch.is_grad_enabled() or has_gradient_hooks(self._param))
+            and will_run(self._node)
         )
 
 

@@ -118,6 +118,11 @@ class UnitParam:
         self.register(self.sharded)  # at its other owners too
         return True
 
+    def follow(self) -> None:
+        """Let the whole parameter be trained if the sharded one is."""
+        if self.whole is not None and self.whole.requires_grad != self.sharded.requires_grad:
+            self.whole.requires_grad = self.sharded.requires_grad
+
     def make_whole(self, data: Tensor) -> list[Tensor]:
         """Make the whole parameter of its memory.
 

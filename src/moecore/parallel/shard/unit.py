@@ -146,12 +146,13 @@ class Unit:
         return bool(self.forwards or self.backwards)
 
     def refresh(self) -> None:
-        """Take the sharded parameters that stand in the modules now."""
-        changed = False
+        """Take the sharded parameters that stand in the modules now, and which are trained."""
+        if self.state is State.SHARDED:
+            changed = [param.refresh() for param in self.params]
+            if any(changed) and self.buffer is None:
+                self._counting.clear()
         for param in self.params:
-            changed |= param.refresh()
-        if changed and self.buffer is None:
-            self._counting.clear()
+            param.follow()
 
     def gather(self) -> None:
         """Begin to make the parameters whole; nothing where they are. Collective.

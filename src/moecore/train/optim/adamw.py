@@ -95,14 +95,17 @@ class AdamW(torch.optim.AdamW):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("moment_dtype", "master_remainder")}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **self.own_options()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:  # as loaded, perhaps from an optimizer that was not fused
             group["fused"], group["foreach"] = True, None
         self._step_supports_amp_scaling = True
+
+    def own_options(self) -> dict[str, Any]:
+        """Return the options that no group has: ranks must agree on them."""
+        return {"moment_dtype": self.moment_dtype, "master_remainder": self.master_remainder}
 
     def moment_dtype_of(self, param: Tensor) -> torch.dtype:
         """Return the dtype in which a checkpoint has the moments of a parameter."""

@@ -156,8 +156,9 @@ class HostAdamW(AdamW):
         self._stream: CopyStream | None = None
         super().__init__(params, lr, betas, eps, weight_decay, moment_dtype=moment_dtype)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "host_fraction": self.host_fraction}
+    def own_options(self) -> dict[str, Any]:
+        """Return the options that no group has: ranks must agree on them."""
+        return {**super().own_options(), "host_fraction": self.host_fraction}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

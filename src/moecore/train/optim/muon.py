@@ -123,6 +123,10 @@ class Muon(torch.optim.Optimizer):
                     "give what it leaves out to AdamW"
                 )
 
+    def own_options(self) -> dict[str, Any]:
+        """Return the options that no group has: ranks must agree on them."""
+        return {"ns_dtype": self.ns_dtype, "layouts": list(self.layouts.values())}
+
     def moment_dtype_of(self, param: Tensor) -> torch.dtype:
         """Return the dtype in which the momentum of a parameter is kept."""
         return torch.promote_types(param.dtype, torch.float32)
