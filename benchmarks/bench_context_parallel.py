@@ -56,10 +56,11 @@ from moecore import (
 )
 from moecore.attention.context_parallel import held as held_tokens
 from moecore.attention.context_parallel import ring
-from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.held import HeldTokens
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
+from moecore.base.options.context import ContextOptions
 from moecore.models import Decoder, preset
 from moecore.moe.forced import force_even_load
 from moecore.planning.trace import break_down

@@ -27,7 +27,7 @@ from benchmarks.layers import FP8_TESTS
 from benchmarks.ops import Inputs, Op, Work, params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
-from moecore.base.options.recipe import Recipe, Scaling
+from moecore.base.options.precision import Recipe, Scaling
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.rows import quantised as q
 from moecore.kernels.rows import quantised_activation as qa

@@ -28,7 +28,7 @@ from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore import MoELayer
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.kernels.common import has_hopper_kernels
 from moecore.moe.experts import Experts
 

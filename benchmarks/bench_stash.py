@@ -33,7 +33,7 @@ from moecore import FSDPOptions, ParallelConfig, StashOptions, TrainStep, build_
 from moecore import parallelize_moe as parallelize
 from moecore.models import Decoder, preset
 from moecore.moe.layer import MoELayer
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.train.memory.stash import Stash
 
 VARIANTS = ("room", "pages", "exact")

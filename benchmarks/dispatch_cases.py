@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import harness
-from moecore.base.options.nvlink import NVLinkOptions
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.kernels.common import num_sms
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer

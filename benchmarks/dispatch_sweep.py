@@ -25,7 +25,7 @@ from benchmarks.dispatch_cases import (
     time_in_turn,
     timing_of,
 )
-from moecore.base.options.nvlink import NVLinkOptions
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.kernels.exchange.buffer import ExchangeLayout, SymmetricBuffer
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool

@@ -62,8 +62,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.size import num_params
 from moecore.moe.metrics import MoEMetrics

@@ -22,13 +22,12 @@ from moecore import (
     ParallelConfig,
     PipelineConfig,
 )
-from moecore.attention.context_parallel.group import ContextOptions
 from moecore.base.fields import Bound, Count, OneOf, Rules, check_fields, check_value, shown
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.dispatch import CloneOptions, NVLinkOptions
 from moecore.base.options.layer import CapacityConfig
 from moecore.base.options.memory import MemoryOptions, StashOptions
-from moecore.base.options.nvlink import NVLinkOptions
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.io.upcycle.models import MLPNames
 from moecore.io.upcycle.upcycle import UpcycleOptions
 from moecore.kernels.adamw import AdamWOptions
@@ -36,7 +35,6 @@ from moecore.kernels.attention import AttentionMask
 from moecore.kernels.experts.contract import ExpertMLPOptions
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
-from moecore.moe.clones import CloneOptions
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 from moecore.packing import DocumentCost, MeasuredCost, PackedCollator

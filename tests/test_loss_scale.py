@@ -28,8 +28,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.precision.apply import apply_precision

@@ -32,8 +32,7 @@ from moecore import (
 from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder, num_params, preset
 from moecore.moe.experts import Experts
-from moecore.moe.state import moe_state
-from moecore.parallel.shard.plan import plan_of
+from moecore.parallel.attached import attached, moe_state
 from moecore.parallel.shard.units import find_blocks
 from tests.shard.units import is_unit
 
@@ -69,7 +68,7 @@ def parallelize(model: nn.Module, meshes: Any, **options: Any) -> nn.Module:
     except (ValueError, NotImplementedError) as error:
         assert (type(planned), str(planned)) == (type(error), str(error))
         raise
-    assert plan_of(model) == planned
+    assert attached(model).plan == planned
     return model
 
 

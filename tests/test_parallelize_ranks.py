@@ -32,11 +32,10 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from tests.ranks import run_ranks
 from tests.shard.units import units
 

@@ -31,8 +31,7 @@ from moecore import (
     NVLinkOptions,
     StashOptions,
 )
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.common import has_hopper_kernels
 from tests.parity import Case, run_case
 from tests.ranks import num_gpu_ranks, run_ranks

@@ -27,7 +27,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward
 from tests.graphs.graph_fakes import fake_steps

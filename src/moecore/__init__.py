@@ -1,13 +1,12 @@
 """moecore: PyTorch-native Mixture-of-Experts training. docs/api.md lists every public name."""
 
-from moecore.attention.context_parallel.group import ContextOptions
 from moecore.base import __version__ as __version__
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.base.options.memory import MemoryOptions, StashOptions
-from moecore.base.options.nvlink import NVLinkOptions
 from moecore.moe.backends import ExpertBackend
-from moecore.moe.clones import CloneOptions
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
@@ -22,7 +21,7 @@ from moecore.parallel.family import (
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.transport import PipelineError
-from moecore.parallel.request import DispatcherName, LossConvention
+from moecore.parallel.request import LossConvention
 from moecore.parallel.shard.clip import GradientNorm, clip_grad_norm_
 from moecore.parallel.shard.plan import ShardPlan
 from moecore.parallelize import parallelize_moe, plan_sharding

@@ -1,80 +1,59 @@
 """parallelize_moe: collect the request, check it, plan, agree between ranks, apply the plan.
 
-The one place that knows every room. Order matters: expert and tensor sharding fix what a rank owns
-(DTensors on ep, etp and tp), then units shard that over the data ranks of each mesh.
+The one place that knows every room. Each phase adds to one record, `Attached`; a capability is one
+phase more, placed by what it needs of the others.
 """
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from typing import Annotated, Any, ParamSpec, TypeVar, cast, get_type_hints
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
 from moecore.base import __version__
 from moecore.base.agreement import check_equal_weights, check_same
 from moecore.base.copies import copy_modules, on_meta
 from moecore.base.fields import check_arguments
-from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.layer import BalanceConfig
-from moecore.base.options.memory import MemoryOptions
-from moecore.base.options.nvlink import NVLinkOptions
-from moecore.base.options.precision import Precision, PrecisionName
-from moecore.base.options.recipe import Recipe
+from moecore.base.options import (
+    BalanceConfig,
+    CloneOptions,
+    ContextOptions,
+    DispatcherName,
+    FSDPOptions,
+    MemoryOptions,
+    NVLinkOptions,
+    Precision,
+    PrecisionName,
+    Recipe,
+)
 from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
-from moecore.moe.clones import CloneOptions, Cloner
-from moecore.moe.dispatch.allgather import AllGatherDispatcher
-from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.exchange_pool import ExchangePool
-from moecore.moe.dispatch.local import LocalDispatcher
-from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.peer_memory import find_problem
-from moecore.moe.layer import MoELayer, RoutedLayer
-from moecore.moe.placement import ExpertPlacement
-from moecore.moe.records import Dispatcher
-from moecore.moe.state import STATE_NAME, MoEState
-from moecore.parallel.across import ALL_STAGES, make_all_stages
+from moecore.moe.state import MoEState
+from moecore.parallel.attached import ATTACHED, Attached
+from moecore.parallel.checks import check_layers, check_request
+from moecore.parallel.context import apply_context
+from moecore.parallel.dispatch import apply_layers, resolve_dispatcher
 from moecore.parallel.family import Adapter
-from moecore.parallel.mesh import Meshes, context_groups, split_context
+from moecore.parallel.mesh import Meshes
+from moecore.parallel.pipeline.apply import apply_pipeline, chunks_of, cut_stages
 from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.parallel.pipeline.layout import PipelineLayout, Stage
-from moecore.parallel.pipeline.orders import DEFERRING
-from moecore.parallel.pipeline.run import PIPELINE_NAME, Pipeline
-from moecore.parallel.pipeline.schedule import make_schedule
-from moecore.parallel.pipeline.stages import blocks_of, num_parts, take_stages
-from moecore.parallel.pipeline.transport import connect
-from moecore.parallel.request import (
-    REQUEST_NAME,
-    DispatcherName,
-    LossConvention,
-    Request,
-    check_layers,
-    check_request,
-    check_stages,
-    model_entries,
-)
+from moecore.parallel.request import LossConvention, Request, model_entries
 from moecore.parallel.shard.apply import shard_model
 from moecore.parallel.shard.late_parameters import refuse_added
 from moecore.parallel.shard.make import cut_model, make_plan
-from moecore.parallel.shard.plan import PLAN_NAME, ShardPlan
+from moecore.parallel.shard.plan import ShardPlan
 from moecore.precision.apply import apply_precision
 from moecore.precision.deferred import defer_linears
-from moecore.precision.linear import Fp8Products
 from moecore.train.graphs.regions import compile_blocks, compiled_modules, graph_blocks
 from moecore.train.memory.apply import apply_memory, apply_stash
-from moecore.train.memory.offload import Offload
+from moecore.train.memory.compiled import inductor_options
 
-logger = logging.getLogger("moecore.parallelize")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -138,10 +117,12 @@ def parallelize_moe(
     check_arguments(parallelize_moe, arguments)
     request = _request(arguments)
     root = request.family.unwrapped(model)
-    planned = _plan(root, request, adapters or {}, in_place=True)
+    found, entries = _plan(root, request, adapters or {}, in_place=True)
     request.family.swapped(root)
-    _agree(root, planned, request)
-    _apply(root, planned, request)
+    _agree(root, found, entries)
+    for phase in PHASES:
+        phase(root, found)
+    setattr(root, ATTACHED, found)
     drops_cache = bool(compile_dense or request.memory.parts or request.memory.offload)
     request.family.attached(root, wrapper=model, drops_cache=drops_cache)
     return model
@@ -179,7 +160,7 @@ def plan_sharding(*args: Any, **kwargs: Any) -> ShardPlan:
     check_arguments(parallelize_moe, arguments)
     request = _request(arguments)
     root = request.family.unwrapped(arguments["model"])
-    return _plan(root, request, arguments["adapters"] or {}, in_place=False).plan
+    return _plan(root, request, arguments["adapters"] or {}, in_place=False)[0].plan
 
 
 def _request(arguments: Mapping[str, Any]) -> Request:
@@ -192,37 +173,12 @@ def _request(arguments: Mapping[str, Any]) -> Request:
     return Request(family=family_of(arguments["model"]), **asked)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Planned:
-    """What one rank knows before ranks compare.
-
-    Attributes:
-        plan: of this rank's stages.
-        layers: their MoE layers by name.
-        entries: what is compared of the whole model.
-        dtype: of its first parameter.
-        layout: its pipeline stages; None without.
-        stages: those of this rank.
-    """
-
-    plan: ShardPlan
-    layers: Mapping[str, RoutedLayer]
-    entries: Mapping[str, Any]
-    dtype: torch.dtype
-    layout: PipelineLayout | None
-    stages: Sequence[Stage]
-
-
 def _plan(
     model: nn.Module, request: Request, adapters: Mapping[type, Adapter], *, in_place: bool
-) -> _Planned:
-    """Raise what one rank can know; return the plan, and what it is about.
+) -> tuple[Attached, dict[str, Any]]:
+    """Raise what one rank can know; return what phases begin with, and what ranks compare.
 
-    Args:
-        model: its MoE blocks are swapped here, and other ranks' stages taken out.
-        request: the call.
-        adapters: for blocks.
-        in_place: whether blocks of the model itself are swapped, or those of a copy on meta.
+    Blocks are swapped and other ranks' stages taken out, `in_place` or in a copy on meta.
     """
     check_request(model, request)
     if not in_place:
@@ -231,7 +187,7 @@ def _plan(
     check_layers(model, layers, request)
     entries = model_entries(model, layers)
     dtype = next(model.parameters()).dtype
-    layout, stages = _cut_stages(model, request)
+    layout, stages = cut_stages(model, request)
     kept = set(model.modules())
     layers = {name: layer for name, layer in layers.items() if layer in kept}
     plan = make_plan(model, layers, request)
@@ -239,37 +195,18 @@ def _plan(
     may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
     if not plan.is_in_fp8 and not may_be_wide:
         warnings.warn("precision is not used: the model has none of its roles", stacklevel=3)
-    return _Planned(
-        plan=plan, layers=layers, entries=entries, dtype=dtype, layout=layout, stages=stages
-    )
+    known: dict[str, Any] = dict(plan=plan, layers=layers, dtype=dtype)
+    return Attached(request=request, layout=layout, stages=stages, **known), entries
 
 
-def _cut_stages(
-    model: nn.Module, request: Request
-) -> tuple[PipelineLayout | None, Sequence[Stage]]:
-    """Leave this rank's stages of a model; return those of all ranks, None without stages."""
-    pp = request.meshes.parallel.pp
-    if pp == 1 or request.pipeline is None:
-        return None, ()
-    staged = request.family.staged(model)
-    layout = request.pipeline.stages(pp, *num_parts(staged))
-    check_stages(len(layout.stages), request)
-    how = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
-    rank_of = make_schedule(request.pipeline.schedule, **how).rank_of
-    own = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
-    take_stages(staged, own)
-    return layout, own
-
-
-def _agree(model: nn.Module, planned: _Planned, request: Request) -> None:
+def _agree(model: nn.Module, found: Attached, entries: Mapping[str, Any]) -> None:
     """Raise on every rank when ranks differ, before any other collective."""
+    request, plan = found.request, found.plan
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
     device_type = request.meshes.device_type
-    entries = versions | request.entries() | dict(planned.entries)
-    check_same(entries, device_type)
+    check_same({**versions, **request.entries(), **entries}, device_type)
     # What else a plan has follows from these, and from what a rank's GPU can do ("auto") and how
     # the model cuts itself over tp.
-    plan = planned.plan
     decided = ((layer.name, *role) for layer in plan.layers for role in layer.recipes)
     of_stages = {
         "recipes": {f"{role} of {name}": recipe for name, role, recipe in decided},
@@ -281,196 +218,82 @@ def _agree(model: nn.Module, planned: _Planned, request: Request) -> None:
     check_equal_weights(tensors, device_type, group=group)
 
 
-def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
-    """Shard the model as planned. Collective on GPUs where nvlink may be the dispatcher."""
-    meshes, plan, layers = request.meshes, planned.plan, planned.layers
-    plan = _resolve_dispatcher(plan, request)
-    exchanges = None
-    if plan.dispatcher == "nvlink" and meshes.dispatch_group is not None:
-        exchanges = ExchangePool(
-            meshes.dispatch_group, ep=meshes.parallel.ep, options=request.nvlink
-        )
-    cut_model(model, layers, meshes)
-    shared_by = _apply_context(model, request)
-    stream = torch.cuda.Stream() if request.overlap_shared else None
-    if request.precision is not None:
-        apply_precision(model, request.precision)
-    for (name, layer), of_layer in zip(layers.items(), plan.layers, strict=True):
-        recipes = dict(of_layer.recipes)
-        layer.tracker.reset()  # what ran before is no part of a step
-        layer.set_config(request.config_of(layer))
-        _set_experts(name, layer, request, recipes["experts"])
-        placement = _placement(layer.config.num_experts, request)
-        layer.dispatcher = _dispatcher(layer.config.num_experts, placement, plan, exchanges)
-        if placement is not None and request.clones is not None and placement.num_clones:
-            group = meshes.expert.get_group("ep")
-            layer.cloner = Cloner(placement, group, request.clones, exchanges)
-        if isinstance(layer, MoELayer) and layer.part("shared") is not None:
-            layer.shared_stream = stream
-            recipe = recipes.get("shared_experts")
-            if recipe is not None:
-                layer.part("shared").multiply = (Fp8Products(recipe), Fp8Products(recipe))
-    if planned.layout is not None:
-        assert request.pipeline is not None
-        if request.pipeline.schedule in DEFERRING:
-            defer_linears(model)
-    blocks = [model.get_submodule(name) for name in plan.blocks]
-    shard_model(model, plan, meshes)
-    compiled = set[nn.Module]()
-    if request.compile_dense:
-        from moecore.train.memory.compiled import inductor_options
+def _cut(model: nn.Module, found: Attached) -> None:
+    cut_model(model, found.layers, found.request.meshes)
 
-        options = inductor_options(blocks, request.memory)
-        compile_blocks(blocks, dynamic=False, options=options)
-        compiled = {module for block in blocks for module in compiled_modules(block)}
-    device = meshes.device
-    chunks = None
-    if planned.layout is not None:
-        chunks = blocks_of(request.family.staged(model), blocks, planned.stages)
-    offload = apply_memory(blocks, request.memory, device, compiled=compiled, stages=chunks)
-    stash = apply_stash(blocks, request.memory, device, compiled=compiled)
-    if request.graph_dense:
-        names = dict(zip(blocks, plan.blocks, strict=True))
-        for chunk in [blocks] if chunks is None else chunks.values():
-            graph_blocks({names[block]: block for block in chunk})
+
+def _quantise(model: nn.Module, found: Attached) -> None:
+    if found.request.precision is not None:
+        apply_precision(model, found.request.precision)
+
+
+def _defer(model: nn.Module, found: Attached) -> None:
+    pipeline = found.request.pipeline
+    if found.layout is not None and pipeline is not None and pipeline.defers:
+        defer_linears(model)
+
+
+def _shard(model: nn.Module, found: Attached) -> None:
+    found.engine = shard_model(model, found.plan, found.request.meshes)
+
+
+def _compile(model: nn.Module, found: Attached) -> None:
+    if not found.request.compile_dense:
+        return
+    blocks = found.blocks(model)
+    options = inductor_options(blocks, found.request.memory)
+    compile_blocks(blocks, dynamic=False, options=options)
+    found.compiled = {module for block in blocks for module in compiled_modules(block)}
+
+
+def _save_less(model: nn.Module, found: Attached) -> None:
+    blocks, request = found.blocks(model), found.request
+    how = request.memory, request.meshes.device
+    chunks = chunks_of(model, blocks, found)
+    found.offload = apply_memory(blocks, *how, compiled=found.compiled, stages=chunks)
+    found.stash = apply_stash(blocks, *how, compiled=found.compiled)
+
+
+def _graph(model: nn.Module, found: Attached) -> None:
+    if not found.request.graph_dense:
+        return
+    blocks = found.blocks(model)
+    chunks = chunks_of(model, blocks, found)
+    names = dict(zip(blocks, found.plan.blocks, strict=True))
+    for chunk in [blocks] if chunks is None else chunks.values():
+        graph_blocks({names[block]: block for block in chunk})
+
+
+def _balance(model: nn.Module, found: Attached) -> None:
+    meshes = found.request.meshes
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
         global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,
         data_ranks=meshes.data_ranks,
         cp=meshes.parallel.cp,
-        by_cp=shared_by,
+        by_cp=found.shared_by,
     )
-    check = partial(refuse_added, model)
-    state = MoEState(
-        layers,
+    found.state = MoEState(
+        found.layers,
         groups,
-        loss=request.loss,
-        exchanges=exchanges,
-        stash=stash,
-        check_parameters=check,
-    )
-    setattr(model, STATE_NAME, state)
-    setattr(model, REQUEST_NAME, request)
-    setattr(model, PLAN_NAME, plan)
-    if planned.layout is not None:
-        _apply_pipeline(model, planned, planned.layout, request, offload)
-
-
-def _apply_pipeline(
-    model: nn.Module,
-    planned: _Planned,
-    layout: PipelineLayout,
-    request: Request,
-    offload: Offload | None,
-) -> None:
-    """Give a model its place among the stages, and what it shares with them. Collective."""
-    meshes = request.meshes
-    assert request.pipeline is not None and meshes.pipeline_groups is not None
-    pipeline = Pipeline(
-        model=request.family.staged(model),
-        config=request.pipeline,
-        layout=layout,
-        rank=meshes.pp_rank,
-        groups=meshes.pipeline_groups,
-        dtype=request.fsdp.param_dtype or planned.dtype,
-        device=meshes.device,
-        offload=offload,
-    )
-    connect(pipeline.groups, pipeline.schedule(1).rank_of, pipeline.rank, pipeline.device)
-    setattr(model, PIPELINE_NAME, pipeline)
-    setattr(model, ALL_STAGES, make_all_stages(model, meshes))
-
-
-def _apply_context(model: Any, request: Request) -> dict[int, dist.ProcessGroup]:
-    """Give a model its cp ranks; return who shares a micro-batch, for each cp of dynamic ones.
-
-    Collective where it makes groups.
-    """
-    meshes, shared_by = request.meshes, dict[int, dist.ProcessGroup]()
-    if not request.is_dynamic and meshes.parallel.cp == 1:
-        return shared_by
-    found: dict[int, ContextParallel] = {}
-    for cp, options in request.context_options(model).items():
-        if request.is_dynamic:
-            group, shared_by[cp] = context_groups(meshes, cp)
-        else:
-            group = meshes.dense.get_group("cp")
-        found[cp] = _context_parallel(meshes, options, group)
-    if request.is_dynamic:
-        model.apply_context_groups(found)
-    else:
-        request.family.context(model).apply_context_parallel(found[meshes.parallel.cp])
-    return shared_by
-
-
-def _context_parallel(
-    meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup
-) -> ContextParallel:
-    """Return this rank's place among the cp ranks. Collective where it makes groups."""
-    if options.way == "a2a+p2p":
-        assert options.a2a_ranks is not None, "resolved options have the number"
-        return ContextParallel(group, *split_context(meshes, group.size(), options.a2a_ranks))
-    a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
-    return ContextParallel(group, a2a, ring)
-
-
-def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:
-    """Let a layer's experts be multiplied as requested, by the recipe of the plan."""
-    recompute_fc1 = "expert_fc1" in request.memory.parts
-    layer.part("experts").set_backend(
-        request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe
-    )
-    why_wide = request.why_wide(name, layer)
-    if why_wide is not None:
-        logger.info("precision leaves the experts of %r as they are: %s", name, why_wide)
-
-
-def _placement(num_experts: int, request: Request) -> ExpertPlacement | None:
-    """Return which ranks own the experts of a layer; None = this rank owns all."""
-    group, p, clones = request.meshes.dispatch_group, request.meshes.parallel, request.clones
-    if group is None:
-        return None
-    num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
-    return ExpertPlacement(
-        group=group, num_experts=num_experts, ep=p.ep, etp=p.etp, num_clones=num_clones
+        loss=found.request.loss,
+        exchanges=found.exchanges,
+        stash=found.stash,
+        check_parameters=partial(refuse_added, model),
     )
 
 
-def _dispatcher(
-    num_experts: int,
-    placement: ExpertPlacement | None,
-    plan: ShardPlan,
-    exchanges: ExchangePool | None,
-) -> Dispatcher:
-    """Return what brings the tokens of a layer to its experts."""
-    if placement is None:
-        return LocalDispatcher(num_experts)
-    if exchanges is not None:
-        return NVLinkDispatcher(placement, exchanges)
-    if plan.dispatcher == "allgather":
-        return AllGatherDispatcher(placement)
-    return AllToAllDispatcher(placement)
-
-
-def _resolve_dispatcher(plan: ShardPlan, request: Request) -> ShardPlan:
-    """Return the plan with the dispatcher that this machine allows. Collective where it is asked.
-
-    Raises:
-        ValueError: when nvlink is asked for by name and cannot work here.
-    """
-    group = request.meshes.dispatch_group
-    if group is None:
-        return plan
-    if plan.dispatcher in ("auto", "nvlink"):
-        problem = find_problem(group, request.meshes.device_type)
-        if problem is None:
-            why = "peer access among all GPUs of the group"
-            plan = replace(plan, dispatcher="nvlink", dispatcher_reason=why)
-        elif request.dispatcher == "nvlink":
-            raise ValueError(f"dispatcher ('nvlink') {problem}")
-        else:
-            why = f"'nvlink' {problem.partition(': ')[0]}"
-            plan = replace(plan, dispatcher="alltoall", dispatcher_reason=why)
-    if request.dispatcher == "auto" and dist.get_rank() == 0:
-        logger.info("dispatcher 'auto' is %r: %s", plan.dispatcher, plan.dispatcher_reason)
-    return plan
+PHASES: tuple[Callable[[nn.Module, Attached], None], ...] = (
+    resolve_dispatcher,  # the plan is whole from here on
+    _cut,  # what a rank owns of experts and over tp: layers and units read these shapes
+    apply_context,
+    _quantise,  # before deferring, which looks for linears in FP8
+    apply_layers,  # after the cut, whose shapes products are chosen for
+    _defer,
+    _shard,  # after all that changes a module's class or parameters; before wraps of forwards
+    _compile,  # inside of the units' hooks
+    _save_less,  # around what is compiled
+    _graph,  # around what saves less
+    _balance,
+    apply_pipeline,  # last: copies of parameters are compared as they were sharded
+)

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moecore.attention.context_parallel.ring as ring
-from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.held import HeldTokens, check_documents
 from moecore.attention.context_parallel.layout import Layout
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import reference
 from moecore.kernels.zigzag import held_tokens, row_borders
 from tests.ranks import num_gpu_ranks, run_ranks

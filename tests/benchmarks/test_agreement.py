@@ -10,7 +10,7 @@ from benchmarks.agreement import ROUNDING, ROUNDINGS, disagreement, roundings_of
 from torch import Tensor
 
 from moecore import MoEConfig, MoELayer
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 
 FP8 = torch.float8_e4m3fn
 

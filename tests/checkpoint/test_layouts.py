@@ -28,7 +28,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.params import global_indices
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow

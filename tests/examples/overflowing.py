@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import train
 
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 
 
 class Overflowing:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from tests.examples.overflowing import Overflowing, too_many_rows
 
 REPO = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.precision.linear import Fp8Linear
 
 ARGUMENTS = (

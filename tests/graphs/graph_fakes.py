@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.parallel.shard.engine import progress_of
 from moecore.train.graphs import forward_backward
 from moecore.train.graphs import graphed_part as module

@@ -31,7 +31,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs import forward_backward as module
 from moecore.train.graphs.facts import facts_of

@@ -35,7 +35,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, preset
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.train import GraphedForwardBackward
 from tests.ranks import RANKS_PER_GPU, run_ranks
 

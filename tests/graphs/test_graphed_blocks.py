@@ -26,9 +26,9 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.models import Decoder, preset
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart
 from tests.graphs.graph_fakes import fake_graphs
 from tests.ranks import run_ranks

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.options.memory import MemoryOptions
 from moecore.io import Saver, export_hf, load, load_hf
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from tests.hf.family_models import (
     batch,
     family_names,

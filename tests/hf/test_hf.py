@@ -22,7 +22,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from tests.hf.hf_models import (
     ARCHITECTURES,
     MODELS,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from tests.hf.hf_models import (
     ARCHITECTURES,
     WITH_BALANCE_LOSS,

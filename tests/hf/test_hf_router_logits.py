@@ -23,7 +23,7 @@ from moecore import (
 from moecore.families import adopt
 from moecore.families.family import swap_blocks
 from moecore.families.transformers.blocks import STACKED
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from tests.hf.hf_models import (
     ARCHITECTURES,
     WITH_BALANCE_LOSS,

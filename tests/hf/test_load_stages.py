@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from moecore.io.hf.config import decoder_config_from_hf
 from moecore.io.hf.export import export_hf
 from moecore.io.hf.load import load_hf
 from moecore.models import Decoder
-from moecore.parallel.across import ALL_STAGES, make_all_stages
+from moecore.parallel.across import make_all_stages
+from moecore.parallel.attached import ATTACHED
 from tests.hf.hf_models import transformers
 from tests.models.hf_pairs import make_pair
 from tests.pipeline.stages import local
@@ -40,7 +42,7 @@ def stage_of(kind: str, path: Path, rank: int, *, lost: int | None = None) -> nn
     parallelize_moe(model, meshes, pipeline=PipelineConfig(layout=layout))
     if lost is not None:
         model.model.layers[lost] = nn.Identity()
-        setattr(model, ALL_STAGES, make_all_stages(model, meshes))
+        setattr(model, ATTACHED, SimpleNamespace(all_stages=make_all_stages(model, meshes)))
     return model.to_empty(device="cpu")
 
 

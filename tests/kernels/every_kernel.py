@@ -17,7 +17,7 @@ from torch import Tensor
 import moecore.kernels
 from moecore import MoEConfig, MoELayer
 from moecore.base.options.layer import BalanceConfig
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
 from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.exchange.limit_rows import limit_rows

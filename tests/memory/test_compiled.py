@@ -16,8 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.profiler import ProfilerActivity, profile
 
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, preset
 from moecore.models.block import Block
 from moecore.precision.apply import apply_precision

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import CapacityConfig, MoEConfig
 from moecore.base.options.memory import GEMM_LAST, OFFLOADED, MemoryOptions
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.base.saved import packing
 from moecore.families.family import swap_blocks
 from moecore.models import Decoder, preset

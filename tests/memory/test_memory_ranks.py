@@ -18,13 +18,12 @@ from moecore import (
     ParallelConfig,
     StashOptions,
     build_meshes,
-    parallelize,
     parallelize_moe,
 )
 from moecore.kernels.rows.free_list import WANTED_WORD
 from moecore.models import Decoder, preset
-from moecore.moe.state import moe_state
-from moecore.parallel.shard import dispatcher
+from moecore.parallel import dispatch
+from moecore.parallel.attached import moe_state
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
 from tests.moe.emulated_exchange import EmulatedExchangePool
@@ -91,9 +90,9 @@ def in_pages(layout: str) -> list[str]:
     """Return the gradients of a model over emulated exchanges that differ with a stash."""
     found: list[dict[str, Tensor]] = []
     with (
-        patch.object(parallelize, "find_problem", lambda *_: None),
-        patch.object(dispatcher, "find_known_problem", lambda *_: None),
-        patch.object(parallelize, "ExchangePool", EmulatedExchangePool),
+        patch.object(dispatch, "find_problem", lambda *_: None),
+        patch.object(dispatch, "find_known_problem", lambda *_: None),
+        patch.object(dispatch, "ExchangePool", EmulatedExchangePool),
     ):
         for memory in (MemoryOptions(), STASH):
             nvlink = NVLinkOptions(max_tokens=48, keep_rows=True)

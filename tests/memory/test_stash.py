@@ -27,7 +27,6 @@ from moecore import (
     ParallelConfig,
     StashOptions,
     build_meshes,
-    parallelize,
     parallelize_moe,
 )
 from moecore.base.saved import counting_rows, is_packing, packing, used_rows
@@ -37,8 +36,8 @@ from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
-from moecore.moe.state import moe_state
-from moecore.parallel.shard import dispatcher
+from moecore.parallel import dispatch
+from moecore.parallel.attached import moe_state
 from moecore.train.memory import offload as offload_module
 from moecore.train.memory import page_store
 from moecore.train.memory.apply import apply_memory, apply_stash
@@ -459,9 +458,9 @@ def test_a_dropped_graph_is_gone_at_once(group: None) -> None:
 def nvlink(no_group_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Meshes of one rank, on which nvlink may be asked for."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    monkeypatch.setattr(parallelize, "find_problem", lambda group, device_type: None)
-    monkeypatch.setattr(dispatcher, "find_known_problem", lambda num_ranks, device_type: None)
-    monkeypatch.setattr(parallelize, "ExchangePool", EmulatedExchangePool)
+    monkeypatch.setattr(dispatch, "find_problem", lambda group, device_type: None)
+    monkeypatch.setattr(dispatch, "find_known_problem", lambda num_ranks, device_type: None)
+    monkeypatch.setattr(dispatch, "ExchangePool", EmulatedExchangePool)
     yield build_meshes(ParallelConfig(ep=2), "cpu")
 
 

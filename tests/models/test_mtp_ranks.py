@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import DecoderConfig
 from moecore.models.block import Block
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
 from tests.parts import on_parts

@@ -138,11 +138,9 @@ class EmulatedExchange(Exchange):
 def emulated() -> Iterator[None]:
     """Within, `parallelize_moe` takes dispatcher "nvlink" on CPUs, with `max_tokens`."""
     with (
-        patch("moecore.parallelize.ExchangePool", EmulatedExchangePool),
-        patch("moecore.parallelize.find_problem", lambda group, device_type: None),
-        patch(
-            "moecore.parallel.shard.dispatcher.find_known_problem", lambda ranks, device_type: None
-        ),
+        patch("moecore.parallel.dispatch.ExchangePool", EmulatedExchangePool),
+        patch("moecore.parallel.dispatch.find_problem", lambda group, device_type: None),
+        patch("moecore.parallel.dispatch.find_known_problem", lambda ranks, device_type: None),
     ):
         yield
 

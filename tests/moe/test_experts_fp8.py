@@ -29,8 +29,7 @@ from moecore import (
 )
 from moecore import parallelize as parallelize_file
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.experts import fp8_products
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows

@@ -35,8 +35,7 @@ from moecore import (
     build_meshes,
 )
 from moecore import parallelize_moe as parallelize
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher

@@ -32,7 +32,7 @@ from moecore import (
 )
 from moecore.base.torch_names import is_recomputing
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.parallel.pipeline.layout import parse_layout
 from moecore.parallel.shard.transport import Packed
 from tests.ranks import num_gpu_ranks, run_ranks

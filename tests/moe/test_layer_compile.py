@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 
 LAYERS: dict[str, dict[str, Any]] = {
     "softmax": {},

@@ -24,7 +24,6 @@ from moecore import (
     NVLinkOptions,
     ParallelConfig,
     build_meshes,
-    parallelize,
     parallelize_moe,
 )
 from moecore.base.options.memory import MemoryOptions, StashOptions
@@ -39,10 +38,10 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
-from moecore.moe.state import MoEState, moe_state
-from moecore.parallel import ShardPlan
-from moecore.parallel.shard import dispatcher
-from moecore.parallel.shard.dispatcher import choose_dispatcher
+from moecore.moe.state import MoEState
+from moecore.parallel import ShardPlan, dispatch
+from moecore.parallel.attached import moe_state
+from moecore.parallel.dispatch import choose_dispatcher
 from moecore.train.memory.stash import Stash
 from tests.moe import test_dispatch_ranks as ranks
 from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchangePool
@@ -101,8 +100,8 @@ def test_asking_for_it_where_it_can_not_work_is_one_line(group: dist.ProcessGrou
 
 
 def allow_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallelize, "find_problem", lambda group, device_type: None)
-    monkeypatch.setattr(dispatcher, "find_known_problem", lambda num_ranks, device_type: None)
+    monkeypatch.setattr(dispatch, "find_problem", lambda group, device_type: None)
+    monkeypatch.setattr(dispatch, "find_known_problem", lambda num_ranks, device_type: None)
 
 
 def test_auto_says_what_it_chose_and_why(
@@ -161,7 +160,9 @@ def test_auto_takes_nvlink_only_with_a_row_factor_or_pages(
             dispatcher_reason=reason,
             **nothing,
         )
-        assert parallelize._resolve_dispatcher(plan, request).dispatcher == chosen
+        found: Any = SimpleNamespace(plan=plan, request=request)
+        dispatch.resolve_dispatcher(nn.Module(), found)
+        assert found.plan.dispatcher == chosen
     lines = [r.getMessage() for r in caplog.records]
     if asked == "nvlink":
         assert not lines
@@ -256,7 +257,7 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     """Late ranks and overflows, from the owner that all layers share; nothing has moved then."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     allow_nvlink(monkeypatch)
-    monkeypatch.setattr(parallelize, "ExchangePool", EmulatedExchangePool)
+    monkeypatch.setattr(dispatch, "ExchangePool", EmulatedExchangePool)
     meshes = build_meshes(ParallelConfig(ep=4), "cpu")
     config = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(2)))

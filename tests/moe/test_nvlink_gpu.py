@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
-from moecore.base.options.nvlink import NVLinkOptions
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher

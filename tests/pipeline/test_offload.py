@@ -29,8 +29,9 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel import Costs, make_schedule, offload_fractions
+from moecore.parallel.attached import attached
 from moecore.parallel.pipeline.orders import Action
-from moecore.parallel.pipeline.run import _Run, pipeline_of
+from moecore.parallel.pipeline.run import _Run
 from moecore.train.memory.groups import Chunk
 from moecore.train.memory.offload import Offload
 from tests.memory.blocks import LateStreams
@@ -151,7 +152,7 @@ def trained(
     model.to_empty(device="cpu")
     model.init_weights(1)
     step = TrainStep(model, num_micro_batches=NUMBER)
-    offload = pipeline_of(model).offload  # type: ignore[union-attr]
+    offload = attached(model).pipeline.offload  # type: ignore[union-attr]
     batches = [batch(number, meshes.data_rank) for number in range(NUMBER)]
     with nullcontext() if watch is None else watch.on(offload):
         losses = step.forward_backward(batches)

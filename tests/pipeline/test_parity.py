@@ -29,8 +29,9 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
+from moecore.parallel.attached import attached
 from moecore.parallel.pipeline.orders import Action
-from moecore.parallel.pipeline.run import _Run, pipeline_of
+from moecore.parallel.pipeline.run import _Run
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.train import GraphedForwardBackward
 from tests.hf.hf_models import random_model
@@ -411,7 +412,7 @@ def held_for_weights(config: PipelineConfig, *, layers: int) -> tuple[int, int]:
     parallelize_moe(model, meshes, pipeline=config)
     model.to_empty(device="cpu")
     model.init_weights(0)
-    one = [0] * len(pipeline_of(model).layout.stages)
+    one = [0] * len(attached(model).pipeline.layout.stages)
     found = 0
     original = _Run._backward_of_inputs
 

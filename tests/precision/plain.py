@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 
 RECIPES = {
     "blockwise": Recipe(),

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig, MLAConfig
 from moecore.moe.experts import Experts
 from moecore.precision.apply import (

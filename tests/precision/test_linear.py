@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.precision.history import AmaxHistory
 from moecore.precision.linear import Fp8Products, InputCast, fp8_linear
 from tests.precision.plain import (

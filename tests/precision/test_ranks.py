@@ -13,8 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.moe.params import shard_parameter
 from moecore.precision.apply import advance_amax, apply_precision
 from moecore.precision.linear import Fp8Products, why_not

@@ -3,8 +3,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 
 REFUSED = {
     "grad_format": dict(grad_format="e5m2"),

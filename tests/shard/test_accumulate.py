@@ -21,10 +21,9 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.state import moe_state
 from moecore.parallel import rank_bytes
+from moecore.parallel.attached import attached, moe_state
 from moecore.parallel.shard.clip import clip_grad_norm_
-from moecore.parallel.shard.plan import plan_of
 from moecore.train.step import drop_step
 from tests.parts import on_parts
 from tests.ranks import run_ranks
@@ -177,7 +176,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
                 [name for name, grad in dropped.items() if not torch.equal(grad, clean[name])],
             )
         found[f"{layout}, by"] = by
-        plan = plan_of(make(layout))
+        plan = attached(make(layout)).plan
         assert plan is not None
         found[f"{layout}, planned"] = rank_bytes(plan)
     found["replicated, sharded"] = errors(of["replicated"], of["all gathered once"])

@@ -24,8 +24,8 @@ from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parall
 from moecore.base.torch_names import reduce_scatter_single
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
+from moecore.parallel.attached import engines_of
 from moecore.parallel.shard import transport
-from moecore.parallel.shard.engine import engines_of
 from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.shard.fsdp2 import parallelize_with_fsdp2

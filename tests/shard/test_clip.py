@@ -23,7 +23,7 @@ from moecore import (
     clip_grad_norm_,
 )
 from moecore import parallelize_moe as parallelize
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.parallel.shard.clip import GradientNorm, step_clipped
 from tests.ranks import run_ranks
 

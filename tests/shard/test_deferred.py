@@ -33,8 +33,8 @@ from moecore.kernels.experts.fp8_products import BlockwiseProducts
 from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.rows.record import Rows
 from moecore.models import Decoder, DecoderConfig
+from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.apply import shard_model
-from moecore.parallel.shard.engine import engines_of
 from moecore.parallel.shard.weight_gradients import Product, WeightGradients
 from moecore.precision import linear as fp8_linear
 from moecore.precision import plain as deferred_linear

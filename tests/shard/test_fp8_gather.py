@@ -26,8 +26,7 @@ from moecore import (
     explain,
     parallelize_moe,
 )
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.base.torch_names import local_of
 from moecore.kernels.rows.cast import cast
 from moecore.kernels.rows.quantised import quantise_weights

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from tests.ranks import num_gpu_ranks, run_ranks
 from tests.shard import test_unit
 from tests.shard.units import recorded, units

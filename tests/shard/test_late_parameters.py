@@ -21,7 +21,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 

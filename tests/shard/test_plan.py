@@ -25,8 +25,7 @@ from moecore import (
     explain,
     plan_sharding,
 )
-from moecore.base.options.precision import Precision
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig, num_params, preset
 from moecore.parallel import rank_bytes
 from moecore.parallel.shard.layout import flat_layouts

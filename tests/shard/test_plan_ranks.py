@@ -22,7 +22,7 @@ from moecore import (
     plan_sharding,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.shard.plan import plan_of
+from moecore.parallel.attached import attached
 from tests.ranks import run_ranks
 from tests.shard.units import units as units_of
 
@@ -95,7 +95,7 @@ def differences(case: Case) -> dict[str, tuple[Any, Any]]:
     root = model.get_base_model() if hasattr(model, "get_base_model") else model
     parallelize_moe(model, meshes, fsdp=case.fsdp)
     used = first_uses(root, plan, case)
-    pairs |= {"plan": (plan, plan_of(root)), "order": ([u.name for u in plan.units], used)}
+    pairs |= {"plan": (plan, attached(root).plan), "order": ([u.name for u in plan.units], used)}
     rank = torch.distributed.get_rank()
     for param in plan.params:
         made = root.get_parameter(param.name)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from torch import nn
 
 from moecore.base.torch_names import local_of
-from moecore.parallel.shard.engine import engines_of
+from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.transport import Packed
 from moecore.parallel.shard.unit import State, Unit
 

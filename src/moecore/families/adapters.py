@@ -59,7 +59,7 @@ def replace_blocks(
         if cls not in used:
             warnings.warn(
                 f"adapter of {cls.__name__} is not used: no block is of this very class",
-                stacklevel=3,
+                stacklevel=5,
             )
     # All adapters before any swap: one may raise.
     swaps = {model.get_submodule(n): _make_layer(n, model, adapter) for n, adapter in found.items()}
@@ -109,7 +109,7 @@ def _find_blocks(
             f"{dense[0]}{_more(dense)} looks like a router and a list of experts without an "
             "adapter, so every rank computes all of them: pass parallelize_moe(..., adapters={...})"
             ", see docs/adapters.md",
-            stacklevel=4,
+            stacklevel=6,
         )
     if "" in found:
         raise ValueError(

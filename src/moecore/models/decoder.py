@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.held import HeldTokens, check_documents
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.fields import Count, CountOrZero, PositiveOrZero, Seed, check_arguments
+from moecore.base.options.context import ContextOptions
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
 from moecore.models.head import Head

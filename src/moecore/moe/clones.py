@@ -24,13 +24,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.fields import Bound, Count, check_fields
+from moecore.base.options.dispatch import CloneOptions
 from moecore.base.torch_names import all_gather_single, is_recomputing
 from moecore.kernels.exchange.clones import Places
 from moecore.kernels.routing.clones import ClonePlan, physical_ids, plan_clones
@@ -41,29 +41,6 @@ from moecore.moe.kept_plan import KeptPlan
 from moecore.moe.lanes import Lanes, exchange
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
-
-Refresh = Annotated[Count | Literal["forward"], "use 'forward' to plan in every forward"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CloneOptions:
-    """Clones of hot experts on other ranks.
-
-    Attributes:
-        per_rank: most clones that a rank holds in one layer; one clone costs the transfer of its
-            expert's weights in forward, and of their gradients in backward.
-        least: no clone gets fewer tokens than this share of a rank's mean, so ranks that are as
-            close to it stay as they are.
-        refresh: when clones are planned. "forward": in every one, from its own choices. n: from the
-            loads of one optimizer step for the next n, so no forward waits for a plan.
-    """
-
-    per_rank: Count = 2
-    least: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
-    refresh: Refresh = "forward"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 class Cloner:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from moecore.base.options.layer import MoEConfig
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.base.saved import UsedRows, counting_rows
 from moecore.base.torch_names import StridedShard, is_plain_eager, storage_key
 from moecore.kernels.experts.contract import (

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from moecore.base.fields import Count, check_value
 from moecore.base.torch_names import foreach_add_
@@ -29,7 +29,6 @@ from moecore.moe.records import ChoiceTape
 from moecore.moe.room import Room, SkippedSteps
 
 NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer step"]
-STATE_NAME = "_moecore_state"  # attribute of a parallelized model
 
 
 class MoEState:
@@ -304,21 +303,6 @@ class MoEState:
         if tracker.counts is not None:
             return tracker.counts
         return LoadCounts.zeros(tracker.config, _device_of(layer))
-
-
-def moe_state(model: nn.Module) -> MoEState:
-    """Return the balance record that a parallelized model owns.
-
-    Raises:
-        ValueError: when the model has not been parallelized.
-    """
-    state = getattr(model, STATE_NAME, None)
-    if state is None:
-        raise ValueError(
-            f"model ({type(model).__name__}) must be parallelized to have a balance record: "
-            "call parallelize_moe(model, meshes) first"
-        )
-    return state
 
 
 def _device_of(layer: Any) -> torch.device:

@@ -23,10 +23,8 @@ from torch.distributed.tensor import DTensor
 from moecore.base.agreement import differing_tensors, raise_on_all
 from moecore.base.torch_names import default_timeout, local_of
 from moecore.moe.params import clean_name
+from moecore.parallel.attached import ATTACHED
 from moecore.parallel.mesh import Meshes
-from moecore.parallel.request import REQUEST_NAME
-
-ALL_STAGES = "_moecore_all_stages"  # attribute of a model of more than one stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,16 +131,14 @@ def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
     Raises:
         ValueError: for a model that holds several such parts.
     """
-    if REQUEST_NAME in vars(model):  # as is common; then nothing in it has been parallelized
-        return model, vars(model).get(ALL_STAGES)
-    found = [module for module in model.modules() if ALL_STAGES in vars(module)]
-    if not found:
-        return model, None
+    owners = (m for m in model.modules() if ATTACHED in vars(m))
+    found = [(owner, vars(owner)[ATTACHED].all_stages) for owner in owners]
+    found = [(owner, stages) for owner, stages in found if stages is not None]
     if len(found) > 1:
         raise ValueError(
             f"model ({len(found)} parallelized ones with pp > 1) must be one: parallelize it whole"
         )
-    return found[0], vars(found[0])[ALL_STAGES]
+    return found[0] if found else (model, None)
 
 
 @torch.no_grad()

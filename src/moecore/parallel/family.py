@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.attention.context_parallel.group import ContextParallel
+from moecore.base.options.context import ContextOptions
 from moecore.moe.layer import RoutedLayer
 
 if TYPE_CHECKING:

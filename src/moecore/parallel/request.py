@@ -1,58 +1,35 @@
-"""What a call of `parallelize_moe` asks for, and every rule that one rank can check by itself.
-
-Nothing here changes a model or communicates.
-"""
+"""What a call of `parallelize_moe` asks for, as a record."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from moecore.attention.context_parallel.group import ContextOptions
 from moecore.base.agreement import fields_of
-from moecore.base.fields import shown
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.options.nvlink import NVLinkOptions
-from moecore.base.options.precision import Precision, Role
-from moecore.base.options.recipe import Recipe
-from moecore.base.torch_names import HAS_SEPARATE_PIECES, has_gradient_hooks
+from moecore.base.options.precision import Precision, Recipe, Role
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import why_not_faster
-from moecore.moe.backends import ExpertBackend, check_backend
-from moecore.moe.clones import CloneOptions
-from moecore.moe.expert_layout import expert_shapes
+from moecore.moe.backends import ExpertBackend
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
-from moecore.moe.state import STATE_NAME
 from moecore.parallel.family import (
-    ContextParallelModel,
-    DynamicContextModel,
     Family,
-    TensorParallelModel,
 )
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.parallel.pipeline.orders import DEFERRING
-from moecore.parallel.shard.units import find_ties, keeps_precision
-from moecore.precision.linear import why_not
 
-REQUEST_NAME = "_moecore_request"  # attribute of a parallelized model
-DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
 LossConvention = Literal["mean", "sum"]
-MOE_FIELDS = ("capacity", "router_dtype", "router_jitter")  # of MoEConfig: they decide no parameter
-WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,11 +117,6 @@ class Request:
         return plain | fields_of(self.fsdp) | fields_of(self.memory) | nvlink
 
 
-def request_of(model: nn.Module) -> Request | None:
-    """Return what `parallelize_moe` was asked for; None = the model has not been parallelized."""
-    return getattr(model, REQUEST_NAME, None)
-
-
 def model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
     """Return what else must be the same on every rank: tensors and MoE layers.
 
@@ -169,211 +141,6 @@ def model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[s
     }
 
 
-def check_request(model: nn.Module, request: Request) -> None:
-    """Raise for arguments that do not fit each other, the meshes or the model as it came.
-
-    Raises:
-        ValueError, NotImplementedError: as `parallelize_moe` documents.
-    """
-    _check_arguments(request)
-    _check_fresh(model)
-    _check_degrees(model, request)
-    _check_context(model, request)
-
-
-def check_stages(num_stages: int, request: Request) -> None:
-    """Raise ValueError for options that are not of as many stages as the model is cut into."""
-    fraction = request.memory.offload_fraction
-    if isinstance(fraction, tuple) and len(fraction) != num_stages:
-        raise ValueError(
-            f"MemoryOptions.offload_fraction ({shown(fraction)}) must have a number per stage of "
-            f"the layout ({num_stages}): pass as many, or one for all"
-        )
-
-
-def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise for MoE layers that cannot be sharded as requested.
-
-    Args:
-        model: its MoE blocks are MoELayers.
-        layers: those, by name.
-        request: the call.
-
-    Raises:
-        ValueError, NotImplementedError: as `parallelize_moe` documents.
-    """
-    if not layers:
-        _check_dense(request)
-    owners: dict[nn.Module, str] = {}
-    for name, layer in layers.items():
-        first = owners.setdefault(layer.part("experts"), name)
-        if first != name:
-            raise ValueError(
-                f"{name} and {first} must not share one experts module, which is sharded and "
-                "counted with its layer: share the whole MoELayer, or untie them"
-            )
-    is_tied = find_ties(model)
-    for name, layer in layers.items():
-        _check_experts(name, layer, request.meshes)
-        if is_tied(layer.part("experts")):  # they are cut, each module its own
-            raise ValueError(
-                f"{name}: parameters of experts must not be shared with another module, because "
-                "experts live on a mesh of their own: untie them"
-            )
-        _check_compute(name, layer, request)
-    _check_routers(model, layers, request.fsdp)
-
-
-def _check_arguments(request: Request) -> None:
-    p, dispatcher, nvlink = request.meshes.parallel, request.dispatcher, request.nvlink
-    for name in request.moe:
-        if name not in MOE_FIELDS:
-            raise ValueError(
-                f"moe ({name!r}) must name one of {', '.join(map(repr, MOE_FIELDS))}: balance is "
-                "an argument of its own, and the model decides what else its layers compute"
-            )
-    if nvlink is not None and dispatcher not in ("auto", "nvlink"):
-        raise ValueError(
-            f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink' or 'auto': "
-            "drop it"
-        )
-    if dispatcher in ("alltoall", "allgather", "nvlink") and p.ep * p.etp == 1:
-        warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=5)
-    if dispatcher == "local" and p.ep * p.etp > 1:
-        raise ValueError(
-            f"dispatcher ('local') must go with ep * etp ({p.ep * p.etp}) = 1: use 'alltoall'"
-        )
-    if request.clones is not None and p.ep == 1:
-        warnings.warn(f"clones ({request.clones}) are not used: ep is 1", stacklevel=5)
-    device_type = request.meshes.device_type
-    if request.overlap_shared and device_type != "cuda":
-        raise ValueError(
-            f"overlap_shared (True) must go with device_type ({device_type!r}) = 'cuda', "
-            "the only one with streams: drop it"
-        )
-
-
-def _check_fresh(model: nn.Module) -> None:
-    """Raise for a model that is sharded already, or that has hooks which sharding would lose."""
-    for name, module in model.named_modules():
-        where = f"{name or 'model'} ({type(module).__name__})"
-        if isinstance(module, WRAPPERS):
-            raise ValueError(
-                f"{where} must not be wrapped for data parallelism, which parallelize_moe brings: "
-                "pass the module in it"
-            )
-        if getattr(module, STATE_NAME, None) is not None:
-            raise ValueError(
-                f"{where} must not be parallelized already: call parallelize_moe once, on the whole"
-            )
-        if isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{where} must not be sharded already: leave out fully_shard, FSDPOptions has its "
-                "choices, and call parallelize_moe once, on the whole"
-            )
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor) and "tp" not in (param.device_mesh.mesh_dim_names or ()):
-            raise ValueError(
-                f"{name} (a DTensor over {param.device_mesh.mesh_dim_names}) must be whole, or cut "
-                'over meshes.dense["tp"]: leave the sharding over data ranks to parallelize_moe'
-            )
-        if has_gradient_hooks(param):
-            raise ValueError(
-                f"{name} must have no hooks, which its sharded parameter would not have: after "
-                "parallelize_moe use register_post_accumulate_grad_hook"
-            )
-
-
-def _check_degrees(model: nn.Module, request: Request) -> None:
-    p = request.meshes.parallel
-    if p.pp > 1 and request.pipeline is None:
-        raise ValueError(
-            f"ParallelConfig.pp ({p.pp}) must go with stages: pass pipeline=PipelineConfig(...)"
-        )
-    if p.pp == 1 and isinstance(request.memory.offload_fraction, tuple):
-        raise ValueError(
-            f"MemoryOptions.offload_fraction ({shown(request.memory.offload_fraction)}) must be "
-            "one number where ParallelConfig.pp is 1, which has no stages: pass a float"
-        )
-    if p.pp == 1 and request.pipeline is not None and request.pipeline.schedule != "overlapped":
-        warnings.warn("pipeline is not used: pp is 1", stacklevel=5)
-    if p.pp > 1 and request.is_dynamic:
-        raise ValueError(
-            f"ContextOptions.dynamic (True) must go with ParallelConfig.pp ({p.pp}) = 1: use cp"
-        )
-    schedule = None if request.pipeline is None else request.pipeline.schedule
-    for name in ("compile_dense", "graph_dense"):
-        if p.pp > 1 and schedule in DEFERRING and getattr(request, name):
-            raise ValueError(
-                f"PipelineConfig.schedule ({schedule!r}) must go with {name} (True) = False, which "
-                "computes weight gradients at once: use '1f1b' or 'interleaved'"
-            )
-    if request.graph_dense:
-        _check_graphs(request)
-    if p.tp > 1 and not is_cut(model) and not isinstance(model, TensorParallelModel):
-        raise NotImplementedError(
-            f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
-            "needs a model with apply_tensor_parallel(tp_mesh), such as moecore.models.Decoder"
-        )
-
-
-def _check_graphs(request: Request) -> None:
-    """Raise where parts of blocks can be no CUDA graphs."""
-    p, precision = request.meshes.parallel, request.precision
-    for name, size in (("tp", p.tp), ("cp", p.cp)):
-        if size > 1:
-            raise ValueError(
-                f"graph_dense (True) must go with ParallelConfig.{name} ({size}) = 1, because "
-                "attention of several ranks communicates: leave it out"
-            )
-    if request.is_dynamic:
-        raise ValueError(
-            "graph_dense (True) must go with ContextOptions.dynamic (True) = False, because a "
-            "graph has one cp: leave one of them out"
-        )
-    away = [part for part in request.memory.offload if part != "experts"]
-    if away:
-        raise ValueError(
-            f"graph_dense (True) must go with MemoryOptions.offload ({away[0]!r}) of 'experts' "
-            "alone, because what graphs keep has an address: leave one of them out"
-        )
-    overrides = () if precision is None else precision.overrides
-    recipes = [None if precision is None else precision.recipe, *(r for _, r in overrides)]
-    if any(recipe is not None and recipe.amax_history for recipe in recipes):
-        raise ValueError(
-            "graph_dense (True) must go with Recipe.amax_history 0, because the first step has no "
-            "history: use another scaling, or leave it out"
-        )
-
-
-def _check_context(model: nn.Module, request: Request) -> None:
-    cp, dynamic = request.meshes.parallel.cp, "ContextOptions.dynamic (True)"
-    if cp == 1 and not request.is_dynamic:
-        if request.context is not None:
-            warnings.warn("context is not used: cp is 1", stacklevel=5)
-        return
-    wanted: type = ContextParallelModel
-    field, needs = f"ParallelConfig.cp ({cp}) must be 1", "parallel(cp)"
-    if request.is_dynamic:
-        wanted = DynamicContextModel
-        field, needs = f"{dynamic} must be False", "groups(groups)"
-        if cp > 1:
-            raise ValueError(
-                f"{dynamic} must go with ParallelConfig.cp ({cp}) = 1: each forward gives its cp"
-            )
-        if request.loss != "sum":
-            raise ValueError(
-                f"{dynamic} must go with loss ({request.loss!r}) = 'sum', because micro-batches "
-                "belong to different numbers of ranks: divide by the labels of the global batch"
-            )
-    if not isinstance(request.family.context(model), wanted):
-        raise NotImplementedError(
-            f"{field} for {type(model).__name__}: context parallelism needs a model with "
-            f"apply_context_{needs}, such as moecore.models.Decoder"
-        )
-    request.context_options(model)
-
-
 def roles_of(layer: RoutedLayer) -> tuple[Role, ...]:
     """Return the roles of a layer's own products, which are no linears."""
     is_own = isinstance(layer.part("shared"), SharedExpert)
@@ -384,84 +151,3 @@ def is_cut(model: nn.Module) -> bool:
     """Whether the model's owner has applied tensor parallelism."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
-
-
-def _check_dense(request: Request) -> None:
-    """Refuse experts' ranks for a model without MoE layers, which may be one that was missed."""
-    p = request.meshes.parallel
-    if p.ep * p.etp > 1:
-        raise ValueError(
-            f"ParallelConfig.ep ({p.ep}) and etp ({p.etp}) must be 1 for a model without MoE "
-            "layers: drop them, or register an adapter for its MoE blocks, see docs/adapters.md"
-        )
-    unused = [n for n in ("nvlink", "balance", "moe") if getattr(request, n)]
-    if unused:
-        warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=5)
-
-
-def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
-    p, config = meshes.parallel, layer.config
-    experts = layer.part("experts")
-    expected = set(expert_shapes(config, experts.layout)) if isinstance(experts, Experts) else set()
-    found = {n for n, _ in experts.named_parameters() if not n.startswith("lora.")}
-    if not isinstance(experts, Experts) or found != expected:
-        raise ValueError(
-            f"{name}: experts ({type(experts).__name__} with {sorted(found)}) must be Experts with "
-            f"{sorted(expected)}: leave out wrappers and parametrizations"
-        )
-    rules = [("num_experts", config.num_experts, "ep", p.ep)]
-    rules += [("hidden_dim", config.hidden_dim, "etp", p.etp)]
-    if config.fc2_bias:
-        rules += [("dim", config.expert_dim, "etp", p.etp)]
-    if experts.is_strided and p.etp > 1:
-        rules += [("dim", config.expert_dim, "edp_shard", p.edp_shard)]
-        if not HAS_SEPARATE_PIECES:
-            raise NotImplementedError(
-                f"{name}: ParallelConfig.etp ({p.etp}) must be 1 for concatenated gate and up "
-                f"weights with torch {torch.__version__}: use torch >= 2.13, or ep instead of etp"
-            )
-    for field, value, degree, size in rules:
-        if value % size:
-            raise ValueError(
-                f"{name}: MoEConfig.{field} ({value}) must be divisible by ParallelConfig.{degree} "
-                f"({size}): choose another {degree}"
-            )
-
-
-def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
-    experts, backend = layer.part("experts"), request.expert_backend
-    recipe = request.recipe_of(name, layer, "experts")
-    recompute_fc1 = "expert_fc1" in request.memory.parts
-    experts.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
-    check_backend(backend, request.spec_of(layer, recipe))
-    shared = request.recipe_of(name, layer, "shared_experts")
-    if isinstance(layer.part("shared"), SharedExpert) and shared is not None:
-        _check_shared(name, layer.part("shared"), shared)
-    layer.check_config(name, request.config_of(layer))
-
-
-def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
-    problem = why_not(shared.w1) or why_not(shared.w2)
-    if recipe.amax_history:
-        problem = "the layer keeps no history of amax"
-    if problem is not None:
-        raise ValueError(
-            f"{name}: shared experts cannot be in FP8 ({recipe.scaling}), because {problem}: leave "
-            "them out of Precision.roles"
-        )
-
-
-def _check_routers(
-    model: nn.Module, layers: Mapping[str, RoutedLayer], options: FSDPOptions
-) -> None:
-    """A router that keeps its precision is a unit: two of them would train two copies."""
-    owned = {name: layer.part("router") for name, layer in layers.items()}
-    routers = {name: router for name, router in owned.items() if router is not None}
-    is_tied = find_ties(model)
-    for name, router in routers.items():
-        is_shared = list(routers.values()).count(router) > 1 or is_tied(router)
-        if is_shared and keeps_precision(router, options):
-            raise ValueError(
-                f"router of {name} must not be shared with param_dtype ({options.param_dtype}), "
-                "which would round it with the root's parameters: untie it"
-            )

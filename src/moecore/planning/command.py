@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 import torch
 
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions, Strategy
 from moecore.base.options.memory import MemoryOptions, StashOptions
-from moecore.base.options.nvlink import NVLinkOptions
 from moecore.base.options.precision import Precision, PrecisionName
 from moecore.base.tables import shown_bytes
 from moecore.models import PRESETS

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.streams import dry_streams
 from moecore.kernels.common import launches_on_meta
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.planning.build import model_of, optimizer_of
 from moecore.planning.pieces import END, Start, cut
 from moecore.planning.recorder import Recorder

@@ -39,10 +39,11 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.placement import ExpertPlacement
+from moecore.parallel.attached import Attached, attached
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS
-from moecore.parallel.request import Request, request_of
+from moecore.parallel.request import Request
 from moecore.parallel.shard.kinds import kinds
-from moecore.parallel.shard.plan import ParamPlan, ShardPlan, plan_of
+from moecore.parallel.shard.plan import ParamPlan, ShardPlan
 from moecore.parallel.shard.size import rank_bytes
 from moecore.parallel.shard.units import find_blocks
 from moecore.precision.linear import Fp8Linear
@@ -84,7 +85,8 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
                 f"batch ({batch}) must be None for a plan, which has no forward: explain the model"
             )
         return "\n".join(_plan_lines(model))
-    request = request_of(model)
+    found = attached(model)
+    request = None if found is None else found.request
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, RoutedLayer)}
     rows = list(_rows(model, layers))
     lines = [
@@ -92,12 +94,11 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
         *_meshes(model, request),
         *columns([HEADER, *(row.cells() for row in folded(rows))]),
     ]
-    dtype_of = _dtype_of(model, request)
+    dtype_of = _dtype_of(model, found)
     alike = Counter(_of_layer(layer, request, dtype_of) for layer in layers.values())
     for (what, how), n in alike.items():
         lines += [f"{n} MoE layer{'s' * (n > 1)} {what}", how]
-    plan = plan_of(model)
-    lines += [] if plan is None else [_units(plan)]
+    lines += [] if found is None else [_units(found.plan)]
     lines.append(f"precision: {_precision(model, layers, request)}")
     lines += [] if batch is None else _kept(model, batch, request, dtype_of)
     return "\n".join(lines)
@@ -330,12 +331,12 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else str(r[0]) for r in found)
 
 
-def _dtype_of(model: nn.Module, request: Request | None) -> DtypeOf:
+def _dtype_of(model: nn.Module, found: Attached | None) -> DtypeOf:
     """Return what tells the dtype in which a parameter is computed with."""
-    plan = plan_of(model)
-    if request is None or plan is None or request.fsdp.param_dtype is None:
+    dtype = None if found is None else found.request.fsdp.param_dtype
+    if found is None or dtype is None:
         return lambda param: param.dtype
-    dtype = request.fsdp.param_dtype
+    plan = found.plan
     routers = [name for unit in plan.units if unit.role == "routers" for name in unit.modules]
     own = {p for name in routers for p in model.get_submodule(name).parameters()}
     return lambda p: p.dtype if p in own or not p.is_floating_point() else dtype

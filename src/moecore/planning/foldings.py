@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Literal, NamedTuple
 
-from moecore.attention.context_parallel.group import ContextOptions
 from moecore.base.fields import Bound, Count, OneOf, Rules, check_fields
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.options.nvlink import NVLinkOptions
 from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
 from moecore.models.tensor_parallel import check_tensor_parallel

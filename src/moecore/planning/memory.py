@@ -26,7 +26,7 @@ from moecore.base.fields import check_arguments
 from moecore.base.tables import columns, shown_bytes
 from moecore.kernels.common import meta_as
 from moecore.models import Decoder
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.parallel.mesh import build_meshes
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.orders import actions_of

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 import torch
 
 from moecore.base.fields import Bound, Count, Rules, check_fields
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.options.nvlink import NVLinkOptions
 from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig

@@ -11,8 +11,7 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-from moecore.base.options.precision import Precision, Role, never_quantised
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Precision, Recipe, Role, never_quantised
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.base.regions import as_product
 from moecore.base.torch_names import autocast_dtype, is_plain_eager, unsafe_view, version
 from moecore.kernels.experts.contract import GradTarget, sink_of

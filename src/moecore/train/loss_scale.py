@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import Bound, Count, Rules, check_fields
-from moecore.parallel.request import request_of
+from moecore.parallel.attached import request_of
 from moecore.precision.apply import has_history
 
 SMALLEST = 1.0  # gradients that overflow without a scale are no matter of it

@@ -30,14 +30,14 @@ from moecore.base.torch_names import is_inside, mark
 from moecore.moe.lanes import Lanes
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.metrics import MoEMetrics
-from moecore.moe.state import NumMicroBatches, moe_state
+from moecore.moe.state import NumMicroBatches
 from moecore.parallel.across import sum_copies
+from moecore.parallel.attached import attached_in, engines_of, moe_state
 from moecore.parallel.pipeline.orders import PAIRING
-from moecore.parallel.pipeline.run import forward_pipeline, pipeline_of, run_pipeline
+from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import loss_of
-from moecore.parallel.request import request_of
+from moecore.parallel.request import Request
 from moecore.parallel.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
-from moecore.parallel.shard.engine import engines_of
 from moecore.parallel.shard.late_parameters import refuse_earlier
 from moecore.parallel.shard.progress import Progress
 from moecore.precision.apply import advance_amax, drop_amax, has_history
@@ -133,22 +133,30 @@ class TrainStep:
         if not models:
             raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")
         self._states = [moe_state(one) for one in models]
+        records = [record for one in models for record in attached_in(one)]
+        self._pipeline = records[0].pipeline if len(models) == 1 else None
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._optimizers = _listed(optimizer)
         _check_real(self._model, self._optimizers, loss_scale)
         for one in models:
             check_loss_scale(one, loss_scale)
         refuse_earlier(self._model, self._optimizers)
-        _agree(self._model, models[0], max_norm, num_micro_batches, loss_scale, self._optimizers)
+        _agree(
+            self._model,
+            records[0].request,
+            max_norm,
+            num_micro_batches,
+            loss_scale,
+            self._optimizers,
+        )
         self._max_norm = max_norm
         self._norm: GradientNorm | None = None
         self._progress = Progress()
         self._is_delayed = has_history(self._model)
-        self._engines = engines_of(self._model)
+        self._engines = [r.engine for r in records if r.engine is not None]
         for engine in self._engines:  # a later TrainStep of the same model takes over
             engine.progress = weakref.ref(self._progress)
-        request = request_of(models[0])
-        assert request is not None, "a model with a state was parallelized"
+        request = records[0].request
         self._reruns = Reruns(self._states, request.meshes.device)
         asked = request.pipeline
         self._is_overlapped = asked is not None and asked.schedule == "overlapped"
@@ -182,7 +190,7 @@ class TrainStep:
     def micro_batch(self) -> Iterator[None]:
         """Return the context in which forward and backward of one micro-batch run."""
         self._progress.check_between("micro_batch()")
-        if pipeline_of(self._model) is not None:
+        if self._pipeline is not None:
             raise ValueError(
                 "micro_batch() must not run a pipeline's stages one by one: call forward_backward()"
             )
@@ -321,7 +329,7 @@ class TrainStep:
 
     def _run_all(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Run forward and backward of all micro-batches once; return their losses."""
-        pipeline = pipeline_of(self._model)
+        pipeline = self._pipeline
         if pipeline is None and self._is_overlapped:
             return torch.stack(self._run_in_pairs(micro_batches))
         if pipeline is None:
@@ -345,7 +353,7 @@ class TrainStep:
             As `forward_backward`.
         """
         self._progress.check_closed("losses()")
-        pipeline = pipeline_of(self._model)
+        pipeline = self._pipeline
         if pipeline is not None:
             return forward_pipeline(self._model, pipeline, micro_batches)
         return torch.stack([loss_of(self._model(**inputs)).float() for inputs in micro_batches])
@@ -574,15 +582,13 @@ def _check_real(
 
 def _agree(
     model: nn.Module,
-    first: nn.Module,
+    request: Request,
     max_norm: float,
     num_micro_batches: int,
     loss_scale: DynamicLossScale | None,
     optimizers: Sequence[Optimizer],
 ) -> None:
     """Raise on every rank when ranks differ: they would scale, clip, step or wait otherwise."""
-    request = request_of(first)
-    assert request is not None, "moe_state has found a parallelized model"
     device_type, group = request.meshes.device_type, request.meshes.stage_group
     entries = {
         "TrainStep.max_norm": float(max_norm),

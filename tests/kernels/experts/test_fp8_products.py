@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.kernels.experts import fp8_products
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,

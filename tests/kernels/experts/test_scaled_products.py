@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.base.options.recipe import Recipe, Scaling
+from moecore.base.options.precision import Recipe, Scaling
 from moecore.kernels.experts.contract import ExpertMLPOptions, UnsummedInput
 from moecore.kernels.grouped import scaled
 from moecore.kernels.grouped.scaled import (

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.sequence import Sequence, shift_left
+from moecore.base.options.context import ContextOptions
 from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.rows import READER, SEQUENCE, RowReader, tokens_of, why_whole
 from moecore.models.loss import IGNORE_INDEX, count_labels

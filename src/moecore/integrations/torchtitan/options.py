@@ -14,9 +14,9 @@ parser from the types of these fields, so this module has no postponed annotatio
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions
-from moecore.base.options.nvlink import NVLinkOptions
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.integrations.torchtitan.options import memory_options, moecore_options, nvlink_options
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.train import compile_blocks

@@ -11,7 +11,7 @@ from torchtitan.tools.logging import logger
 
 from moecore.integrations.torchtitan.layer import TitanLayer
 from moecore.moe.metrics import MoEMetrics
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 
 METRICS = "moe_metrics"  # where a step's metrics wait on the optimizers for the next log line
 

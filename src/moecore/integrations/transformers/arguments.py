@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainingArguments
 
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 
 _PRECISION = "give parallelize_moe fsdp=FSDPOptions(param_dtype=torch.bfloat16)"
 _SHARDING = "leave it out, parallelize_moe has sharded the model"

@@ -54,7 +54,7 @@ from moecore.integrations.transformers.run_state import (
 )
 from moecore.io import Saver, load
 from moecore.io.checkpoint.directory import directory_of
-from moecore.moe.state import moe_state
+from moecore.parallel.attached import moe_state
 from moecore.parallel.shard.late_parameters import refuse_earlier
 from moecore.train.loss_scale import DynamicLossScale, is_fp16
 from moecore.train.step import StepResult, TrainStep

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import Rules, check_fields
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows

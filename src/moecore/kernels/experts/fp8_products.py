@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.rows.activation import ActivationOptions

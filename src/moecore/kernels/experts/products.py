@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moecore.base.options.recipe import Recipe, Scaling
+from moecore.base.options.precision import Recipe, Scaling
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,

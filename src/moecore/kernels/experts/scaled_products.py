@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
 from moecore.kernels.grouped.scaled import (
     ALIGNED,

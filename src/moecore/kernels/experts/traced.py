@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, ProductsName
 from moecore.kernels.experts.products import make_products

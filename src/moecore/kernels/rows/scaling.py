@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moecore.base.options.recipe import Block
+from moecore.base.options.precision import Block
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import BLOCK, FP8, MAX, block_scale_ref, magnitude_ref
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.options.nvlink import NVLinkOptions
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.streams import Stream, current_stream, new_stream, on_stream
 from moecore.kernels.common import record_launch
 from moecore.kernels.exchange import copies

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.base.options.nvlink import NVLinkOptions
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.kernels.common import num_sms, on_device
 from moecore.kernels.exchange.buffer import (
     ROW_ALIGNMENT,

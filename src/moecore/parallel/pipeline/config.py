@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moecore.base.fields import Count, Rules, check_fields
 from moecore.parallel.pipeline.layout import PipelineLayout, even_layout, parse_layout
-from moecore.parallel.pipeline.orders import RULES, ScheduleName
+from moecore.parallel.pipeline.orders import DEFERRING, RULES, ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +31,11 @@ class PipelineConfig:
     def _rules(self) -> Rules:
         if self.layout is not None and self.chunks is not None:
             yield "chunks", f"be None with a layout ({self.layout!r}), which has them: drop one"
+
+    @property
+    def defers(self) -> bool:
+        """Whether weight gradients are computed apart from those of inputs."""
+        return self.schedule in DEFERRING
 
     def stages(self, pp: int, num_layers: int, num_mtp_layers: int = 0) -> PipelineLayout:
         """Return the stages of a model.

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moecore.base.torch_names import mark
+from moecore.parallel.attached import engines_of
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
@@ -36,10 +37,8 @@ from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, run_stage
 from moecore.parallel.pipeline.timeline import mark_name
 from moecore.parallel.pipeline.transport import Groups, Transport
-from moecore.parallel.shard.engine import engines_of
 from moecore.parallel.shard.weight_gradients import WeightGradients
 
-PIPELINE_NAME = "_moecore_pipeline"  # attribute of a model that is cut into stages
 Inputs = Mapping[str, Any]  # keyword arguments of the model
 SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor | None]
 
@@ -102,11 +101,6 @@ class Pipeline:
             chunks=self.num_chunks,
             num_micro_batches=num_micro_batches,
         )
-
-
-def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """Return the place of a model among stages; None = it is whole."""
-    return getattr(model, PIPELINE_NAME, None)
 
 
 def run_pipeline(

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moecore.moe.params import ParamReader
 from moecore.parallel.mesh import Meshes, concatenate
 from moecore.parallel.shard.buffers import Buffer
-from moecore.parallel.shard.engine import ENGINE, Engine
+from moecore.parallel.shard.engine import Engine
 from moecore.parallel.shard.formats import Blocks, Cast, Format
 from moecore.parallel.shard.gradients import Gradients
 from moecore.parallel.shard.make import is_whole
@@ -49,8 +49,8 @@ NOTHING = FlatLayout(
 )
 
 
-def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> None:
-    """Shard a model in place. No communication.
+def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
+    """Shard a model in place; return what runs its units. No communication.
 
     Args:
         model: cut over tp, ep and etp.
@@ -74,8 +74,9 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> None:
             unit.ahead_in_backward = [u for n in planned.backward_prefetch for u in made[n]]
     _share_buffers(plan, made, streams)
     root, *others = [unit for planned in plan.units for unit in made[planned.name]]
-    setattr(model, ENGINE, Engine(model, [*others, root], streams))
+    engine = Engine(model, [*others, root], streams)
     _move_buffers(model, meshes.device_type)
+    return engine
 
 
 def _owners(model: nn.Module) -> dict[str, Owners]:

@@ -53,12 +53,12 @@ from moecore.base.torch_names import (
     tree_map_only,
     version,
 )
+from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.progress import Progress
 from moecore.parallel.shard.streams import Streams
 from moecore.parallel.shard.unit import State, Unit
 from moecore.parallel.shard.weight_gradients import WeightGradients
 
-ENGINE = "_moecore_engine"
 BORDER = "_moecore_border"
 
 
@@ -479,9 +479,3 @@ def progress_of(model: nn.Module) -> Progress | None:
     """Return where the step of a model is; None for one without a `TrainStep`."""
     found = (engine.progress() for engine in engines_of(model))
     return next((progress for progress in found if progress is not None), None)
-
-
-def engines_of(model: nn.Module) -> list[Engine]:
-    """Return the engines of the parallelized models that a model is or holds."""
-    found = (vars(module).get(ENGINE) for module in model.modules())
-    return [engine for engine in found if engine is not None]

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert

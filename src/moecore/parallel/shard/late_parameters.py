@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from moecore.base.torch_names import has_accumulate_hooks
-from moecore.parallel.shard.engine import engines_of
+from moecore.parallel.attached import engines_of
 
 
 def refuse_added(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.parallel.shard.plan import FlatLayout, FlatSlot, ParamPlan
 
 ALIGNMENT = 128  # elements

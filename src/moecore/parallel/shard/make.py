@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.copies import copy_modules, on_meta
 from moecore.base.options.fsdp import FSDPOptions, Strategy
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
+from moecore.parallel.dispatch import choose_dispatcher
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.request import Request, is_cut, roles_of
-from moecore.parallel.shard.dispatcher import choose_dispatcher
 from moecore.parallel.shard.fp8_gather import gathered_recipes
 from moecore.parallel.shard.kinds import kinds
 from moecore.parallel.shard.layout import flat_layouts

@@ -17,18 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from moecore.base.options.fsdp import Strategy
-from moecore.base.options.precision import Role
-from moecore.base.options.recipe import Recipe
+from moecore.base.options.precision import Recipe, Role
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 
 T = TypeVar("T")
 View = Literal["dense", "expert"]
 UnitRole = Literal["root", "block", "routers", "experts", "head"]
 Coordinate = Mapping[str, int]  # of a rank, by mesh dim; a dim that is left out counts as 0
-PLAN_NAME = "_moecore_plan"  # attribute of a parallelized model
 # Mesh dims whose ranks bring gradients of different tokens to the same weights.
 DATA_AXES = ("dp_replicate", "dp_shard", "dp_shard_cp", "edp_replicate", "edp_shard")
 
@@ -305,11 +303,6 @@ class ShardPlan:
                 rest, found[dim] = divmod(rest, getattr(p, dim))
         found["dp_shard_cp"] = found["dp_shard"] * p.cp + found["cp"]
         return found
-
-
-def plan_of(model: Any) -> ShardPlan | None:
-    """Return the plan that was applied to a model; None = it has not been parallelized."""
-    return getattr(model, PLAN_NAME, None)
 
 
 def _only(found: Iterator[T], param: str) -> T:

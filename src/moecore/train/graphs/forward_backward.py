@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from moecore.base.fields import Bound, check_arguments
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.room import SkippedSteps
-from moecore.moe.state import MoEState, moe_state
-from moecore.parallel.pipeline.run import pipeline_of
+from moecore.moe.state import MoEState
+from moecore.parallel.attached import attached, moe_state
 from moecore.parallel.shard.engine import free_units, progress_of
 from moecore.train.graphs.facts import Facts, facts_of
 
@@ -371,7 +371,8 @@ def _check_dispatchers(state: MoEState) -> None:
 
 
 def _check_whole(model: nn.Module) -> None:
-    if pipeline_of(model) is not None:
+    found = attached(model)
+    if found is not None and found.pipeline is not None:
         raise ValueError(
             f"model ({type(model).__name__}) must have no pipeline stages for a CUDA graph, "
             "because they wait for each other: call forward_backward itself"

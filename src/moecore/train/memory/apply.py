@@ -96,7 +96,7 @@ def apply_stash(
             "MemoryOptions.stash is not used: no MoE layer of a block has room for more rows than "
             "come (dispatcher 'nvlink', or a capacity with pad), and experts 'triton' or 'torch' "
             "without biases",
-            stacklevel=4,
+            stacklevel=5,
         )
         return None
     stash = Stash(device, options.stash, len(found))
@@ -125,7 +125,7 @@ def _apply_recompute(
             "MemoryOptions.recompute ('attention_scores') runs attention once more in backward, "
             "about 30% more time of attention, to drop its output alone: leave it out unless "
             "nothing else is left",
-            stacklevel=5,
+            stacklevel=6,
         )
     used: set[Recomputed] = set()
     for block in blocks:
@@ -138,7 +138,7 @@ def _apply_recompute(
     unused = [part for part in options.parts if part in wanted - used]
     if unused and options.recompute != "gemm_last":
         warnings.warn(
-            f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it", stacklevel=5
+            f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it", stacklevel=6
         )
 
 
@@ -166,7 +166,7 @@ def _offloaded(
         warnings.warn(
             f"MemoryOptions.offload ({unused[0]!r}) is not used: no block has it outside of what "
             "is compiled",
-            stacklevel=5,
+            stacklevel=6,
         )
     return found
 

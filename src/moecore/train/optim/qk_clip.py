@@ -35,7 +35,7 @@ from moecore.models.layers import Attention
 from moecore.models.mla import LatentAttention
 from moecore.moe.params import clean_name, global_indices
 from moecore.parallel.across import find_stages
-from moecore.parallel.request import request_of
+from moecore.parallel.attached import request_of
 
 BLOCK_NUMEL = 1 << 26  # logits that exist at once
 

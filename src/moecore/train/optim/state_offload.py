@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 
 from moecore.base.fields import Bound, check_arguments
 from moecore.base.torch_names import is_recomputing, tree_leaves
-from moecore.parallel.shard.engine import engines_of
+from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.units import find_blocks
 from moecore.train.memory.host_copies import HostCopies
 from moecore.train.memory.streams import CopyStream

@@ -1,9 +1,13 @@
-"""Options of the `nvlink` dispatcher; docs/dispatchers.md has what they cost."""
+"""How tokens travel, and clones of hot experts; docs/dispatchers.md has what options cost."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from moecore.base.fields import Bound, Count, Positive, Rules, check_fields
+
+DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
+
+Refresh = Annotated[Count | Literal["forward"], "use 'forward' to plan in every forward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,3 +57,24 @@ class NVLinkOptions:
                 "be None with exact_rows (True), which needs no room beyond the rows: leave one "
                 "of them out",
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloneOptions:
+    """Clones of hot experts on other ranks.
+
+    Attributes:
+        per_rank: most clones that a rank holds in one layer; one clone costs the transfer of its
+            expert's weights in forward, and of their gradients in backward.
+        least: no clone gets fewer tokens than this share of a rank's mean, so ranks that are as
+            close to it stay as they are.
+        refresh: when clones are planned. "forward": in every one, from its own choices. n: from the
+            loads of one optimizer step for the next n, so no forward waits for a plan.
+    """
+
+    per_rank: Count = 2
+    least: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
+    refresh: Refresh = "forward"
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -1,0 +1,100 @@
+"""How attention of context parallel ranks communicates.
+
+Note "fewest numbers": with H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A
+of H + h heads of a token each way, queries, keys, values and results together. A ring of R = cp / A
+ranks passes h heads on R - 1 times in forward and in backward, and so their gradients, which are
+twice as wide. So "auto" takes the divisor A of cp and h with the smallest
+
+    (A - 1) / A * (H + h) + 2 * (R - 1) * h
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moecore.base.fields import Count, Rules, check_fields
+
+Way = Literal["allgather", "a2a", "p2p", "a2a+p2p"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextOptions:
+    """How attention of context parallel ranks communicates.
+
+    Attributes:
+        way: "auto" takes "allgather" for latent attention, which then gathers latents, and what
+            sends fewest for other attention: note "fewest numbers".
+        a2a_ranks: neighbouring ranks that exchange heads for tokens, a divisor of cp, with
+            "a2a+p2p" alone; None = as many as heads allow.
+        dynamic: each forward has its own cp: groups of 1, 2, 4, ... neighbouring data ranks share
+            the rows of a micro-batch, as `packing.schedule_documents` plans them. With
+            `ParallelConfig.cp` 1 and loss="sum". Each size of groups has its way.
+
+    Raises:
+        ValueError: for a field that is none of these.
+    """
+
+    way: Way | Literal["auto"] = "auto"
+    a2a_ranks: Count | None = None
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.a2a_ranks is not None and self.way != "a2a+p2p":
+            yield "a2a_ranks", f"be None with way ({self.way!r}): only 'a2a+p2p' reads it"
+
+    def resolve(
+        self, cp: int, num_heads: int, kv_heads: int, *, has_latents: bool
+    ) -> ContextOptions:
+        """Return the options without "auto" and with the number of ranks of every all-to-all.
+
+        Args:
+            cp: context parallel ranks.
+            num_heads: query heads of a tp rank.
+            kv_heads: its key/value heads.
+            has_latents: whether keys and values come out of latents.
+
+        Raises:
+            ValueError: for a way that such heads and ranks cannot go.
+        """
+        way, ranks = self.way, self.a2a_ranks
+        if way == "auto" and has_latents:
+            way = "allgather"
+        elif way == "auto":
+            ranks = _fewest(cp, num_heads, kv_heads)
+            way = "p2p" if ranks == 1 else "a2a" if ranks == cp else "a2a+p2p"
+        if way == "a2a+p2p":
+            ranks = math.gcd(cp, kv_heads) if ranks is None else ranks
+            for problem in _problems_of_both(cp, kv_heads, ranks):
+                raise ValueError(f"ContextOptions.a2a_ranks ({ranks}) must {problem}")
+            return ContextOptions(way=way, a2a_ranks=ranks)
+        if way == "a2a" and kv_heads % cp:
+            raise ValueError(
+                f"ContextOptions.way ('a2a') must go with key/value heads of a tp rank ({kv_heads})"
+                f" that divide by cp ({cp}): lower cp, or use 'a2a+p2p', 'p2p' or 'allgather'"
+            )
+        return ContextOptions(way=way)
+
+
+def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
+    """Return A of the note "fewest numbers"."""
+    most = math.gcd(cp, kv_heads)
+
+    def numbers(A: int) -> float:
+        return (A - 1) / A * (num_heads + kv_heads) + 2 * (cp // A - 1) * kv_heads
+
+    return min((A for A in range(1, most + 1) if most % A == 0), key=numbers)
+
+
+def _problems_of_both(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
+    if ranks in (1, cp):
+        yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"
+    if cp % ranks:
+        yield f"divide cp ({cp}): choose another number"
+    if kv_heads % ranks:
+        yield f"divide the key/value heads of a tp rank ({kv_heads}): choose another number"

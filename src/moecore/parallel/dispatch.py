@@ -1,0 +1,147 @@
+"""Which dispatcher carries tokens, and MoE layers that have what the plan gives them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moecore.base.options.dispatch import NVLinkOptions
+from moecore.base.options.precision import Recipe
+from moecore.moe.clones import Cloner
+from moecore.moe.dispatch.allgather import AllGatherDispatcher
+from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.dispatch.exchange_pool import ExchangePool
+from moecore.moe.dispatch.local import LocalDispatcher
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from moecore.moe.dispatch.peer_memory import find_known_problem, find_problem
+from moecore.moe.layer import MoELayer, RoutedLayer
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import Dispatcher
+from moecore.parallel.attached import Attached
+from moecore.parallel.request import Request
+from moecore.precision.linear import Fp8Products
+
+logger = logging.getLogger("moecore.parallelize")
+
+
+def choose_dispatcher(request: Request) -> tuple[str, str]:
+    """Return the dispatcher and why; "auto" where only the GPUs of the group can tell.
+
+    Raises:
+        ValueError: when nvlink is asked for by name and cannot work.
+    """
+    meshes, name = request.meshes, request.dispatcher
+    num_ranks = meshes.parallel.ep * meshes.parallel.etp
+    if num_ranks == 1:
+        return "local", "ep * etp is 1"
+    if name not in ("auto", "nvlink"):
+        return name, "asked for"
+    problem = find_known_problem(num_ranks, meshes.device_type)
+    if name == "nvlink":
+        if problem is not None:
+            raise ValueError(f"dispatcher ('nvlink') {problem}")
+        return "nvlink", "asked for"
+    if meshes.device_type == "cuda":
+        problem = _memory_problem(request) or problem
+    if problem is not None:
+        return "alltoall", f"'nvlink' {problem.partition(': ')[0]}"
+    return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
+
+
+def _memory_problem(request: Request) -> str | None:
+    """Return why nvlink must be asked for by name: its shapes are static, so its room is too."""
+    options = request.nvlink or NVLinkOptions()
+    if options.row_factor is not None or options.exact_rows or request.memory.stash is not None:
+        return None
+    ep = request.meshes.parallel.ep
+    return (
+        "must have NVLinkOptions.row_factor (None), or every layer keeps room for any "
+        f"routing, up to ep ({ep}) times the expert rows of a balanced one: set it, 2.0 say, or "
+        "MemoryOptions.stash"
+    )
+
+
+def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
+    """Put the dispatcher that this machine allows into the plan. Collective where it is asked.
+
+    Raises:
+        ValueError: when nvlink is asked for by name and cannot work here.
+    """
+    request, plan = found.request, found.plan
+    meshes, group = request.meshes, request.meshes.dispatch_group
+    if group is None:
+        return
+    if plan.dispatcher in ("auto", "nvlink"):
+        problem = find_problem(group, meshes.device_type)
+        if problem is None:
+            why = "peer access among all GPUs of the group"
+            plan = replace(plan, dispatcher="nvlink", dispatcher_reason=why)
+        elif request.dispatcher == "nvlink":
+            raise ValueError(f"dispatcher ('nvlink') {problem}")
+        else:
+            why = f"'nvlink' {problem.partition(': ')[0]}"
+            plan = replace(plan, dispatcher="alltoall", dispatcher_reason=why)
+    if request.dispatcher == "auto" and dist.get_rank() == 0:
+        logger.info("dispatcher 'auto' is %r: %s", plan.dispatcher, plan.dispatcher_reason)
+    found.plan = plan
+
+
+def apply_layers(model: nn.Module, found: Attached) -> None:
+    """Give each MoE layer its configuration, products, dispatcher and clones. No communication."""
+    request, meshes = found.request, found.request.meshes
+    if found.plan.dispatcher == "nvlink" and meshes.dispatch_group is not None:
+        found.exchanges = ExchangePool(
+            meshes.dispatch_group, ep=meshes.parallel.ep, options=request.nvlink
+        )
+    stream = torch.cuda.Stream() if request.overlap_shared else None
+    for (name, layer), planned in zip(found.layers.items(), found.plan.layers, strict=True):
+        recipes = dict(planned.recipes)
+        layer.tracker.reset()  # what ran before is no part of a step
+        layer.set_config(request.config_of(layer))
+        _set_experts(name, layer, request, recipes["experts"])
+        placement = _placement(layer.config.num_experts, request)
+        layer.dispatcher = _dispatcher(layer.config.num_experts, placement, found)
+        if placement is not None and request.clones is not None and placement.num_clones:
+            group = meshes.expert.get_group("ep")
+            layer.cloner = Cloner(placement, group, request.clones, found.exchanges)
+        if isinstance(layer, MoELayer) and layer.part("shared") is not None:
+            layer.shared_stream = stream
+            recipe = recipes.get("shared_experts")
+            if recipe is not None:
+                layer.part("shared").multiply = (Fp8Products(recipe), Fp8Products(recipe))
+
+
+def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:
+    recompute_fc1 = "expert_fc1" in request.memory.parts
+    layer.part("experts").set_backend(
+        request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe
+    )
+    why_wide = request.why_wide(name, layer)
+    if why_wide is not None:
+        logger.info("precision leaves the experts of %r as they are: %s", name, why_wide)
+
+
+def _placement(num_experts: int, request: Request) -> ExpertPlacement | None:
+    """Return which ranks own the experts of a layer; None = this rank owns all."""
+    group, p, clones = request.meshes.dispatch_group, request.meshes.parallel, request.clones
+    if group is None:
+        return None
+    num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
+    return ExpertPlacement(
+        group=group, num_experts=num_experts, ep=p.ep, etp=p.etp, num_clones=num_clones
+    )
+
+
+def _dispatcher(num_experts: int, placement: ExpertPlacement | None, found: Attached) -> Dispatcher:
+    """Return what brings the tokens of a layer to its experts."""
+    if placement is None:
+        return LocalDispatcher(num_experts)
+    if found.exchanges is not None:
+        return NVLinkDispatcher(placement, found.exchanges)
+    if found.plan.dispatcher == "allgather":
+        return AllGatherDispatcher(placement)
+    return AllToAllDispatcher(placement)
