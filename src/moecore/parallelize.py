@@ -27,6 +27,7 @@ from moecore.graphs.regions import compile_blocks, compiled_modules, graph_block
 from moecore.hf.context import context_model
 from moecore.hf.device_map import refuse_accelerate
 from moecore.hf.guards import refuse_save_pretrained, warn_about_cache
+from moecore.hf.kept_fp32 import kept_fp32
 from moecore.hf.lora import adapt_experts, adapted, experts_unwrapped, refuse_peft_methods
 from moecore.hf.outputs import refuse_lost_outputs
 from moecore.hf.rows import tell_layers
@@ -239,7 +240,8 @@ def _plan(
     layout, stages = _cut_stages(model, request)
     kept = set(model.modules())
     layers = {name: layer for name, layer in layers.items() if layer in kept}
-    plan = make_plan(model, layers, request)
+    fp32 = kept_fp32(model, request.fsdp.param_dtype)
+    plan = make_plan(model, layers, request, fp32=fp32)
     precision = request.precision
     may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
     if not plan.is_in_fp8 and not may_be_wide:

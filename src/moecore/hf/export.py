@@ -36,6 +36,7 @@ from moecore.hf.config import HFConfig
 from moecore.hf.export_check import check_readable, check_tied
 from moecore.hf.export_config import export_config
 from moecore.hf.files import CONFIG, INDEX, SINGLE
+from moecore.hf.kept_fp32 import SELECTION_BIASES
 from moecore.hf.lora import adapted, trained_copies, without_adapters
 from moecore.hf.lora_merge import refuse_unmerged
 from moecore.hf.names import HEAD, MIXTRAL_TYPES, HFLayout, Recipe
@@ -44,7 +45,6 @@ from moecore.hf.upcycled import shared_of_no_size
 from moecore.pipeline.across import find_stages
 
 ExportLayout = Literal["per_expert", "fused"]
-KEPT_FP32 = ("e_score_correction_bias", "expert_bias")  # small steps need fp32, whatever the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def make_items(
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in copies:
             continue
-        cast = dtypes[name].is_floating_point and not name.endswith(KEPT_FP32)
+        cast = dtypes[name].is_floating_point and not name.endswith(SELECTION_BIASES)
         kept = dtype if cast and dtype is not None else dtypes[name]
         for piece in recipe.pieces:
             found[piece.name] = Item(piece.name, name, piece, kept)

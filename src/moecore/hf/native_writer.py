@@ -34,8 +34,9 @@ from moecore.checkpoint.meter import Meter
 from moecore.checkpoint.shard_file import CHUNK_BYTES, ShardWriter, layout_of
 from moecore.checkpoint.snapshot import versions
 from moecore.hf.collect import Item
-from moecore.hf.export import KEPT_FP32, fill_shards
+from moecore.hf.export import fill_shards
 from moecore.hf.files import BoxReader, listed
+from moecore.hf.kept_fp32 import SELECTION_BIASES
 from moecore.hf.names import Piece, Recipe, hf_copies
 from moecore.hf.quant import Source
 from moecore.hf.verify import copy_problems, plan_problems
@@ -149,7 +150,7 @@ def _dtype_problems(
         parts = [sources[piece.name] for piece in recipe.pieces]
         odd = [s for s in parts if not s.dtype.is_floating_point or s.dtype.itemsize < 2]
         problems += [f"{source.name} ({source.dtype}) must be a float tensor" for source in odd]
-        if name.endswith(KEPT_FP32):  # stays fp32 whatever `dtype` is: not rounded
+        if name.endswith(SELECTION_BIASES):  # stays fp32 whatever `dtype` is: not rounded
             problems += [
                 f"{source.name} ({source.dtype}) must fit into fp32, which is how the router's "
                 "selection bias is kept: store it as fp32"
@@ -195,7 +196,7 @@ def _write_files(
 
 
 def _native_dtype(name: str, source: Source, dtype: torch.dtype | None) -> torch.dtype:
-    if name.endswith(KEPT_FP32):
+    if name.endswith(SELECTION_BIASES):
         return torch.float32
     if dtype is not None:
         return dtype

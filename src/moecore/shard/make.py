@@ -47,13 +47,16 @@ from moecore.shard.units import (
 Layers = Mapping[str, RoutedLayer]
 
 
-def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
+def make_plan(
+    model: nn.Module, layers: Layers, request: Request, *, fp32: Set[str] = frozenset()
+) -> ShardPlan:
     """Return the plan of a model, which stays as it is. No communication.
 
     Args:
         model: its MoE blocks are MoELayers; `request.check_layers` has taken it.
         layers: those, by name.
         request: the call.
+        fp32: names of parameters that are gathered in their own dtype, as routers are.
 
     Raises:
         ValueError: for what tensor parallelism cannot cut, parameters that cannot be trained, and a
@@ -66,7 +69,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
     found = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in found.items() if linear.recipe}
     recipes = gathered_recipes(twin, twins, linears, request)
-    maker = _Maker(twin, twins, request, recipes)
+    maker = _Maker(twin, twins, request, recipes, fp32)
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
         model=type(model).__name__,
@@ -124,13 +127,19 @@ class _Maker:
         layers: its MoE layers by name.
         request: the call.
         recipes: of the parameters that are gathered in FP8, by name.
+        fp32: as of `make_plan`.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Layers, request: Request, recipes: Mapping[str, Recipe]
+        self,
+        model: nn.Module,
+        layers: Layers,
+        request: Request,
+        recipes: Mapping[str, Recipe],
+        fp32: Set[str],
     ) -> None:
         self.model, self.options, self.meshes = model, request.fsdp, request.meshes
-        self.recipes = recipes
+        self.recipes, self.fp32 = recipes, fp32
         self.divisor = float(self.meshes.data_ranks) if request.loss == "mean" else 1.0
         self.names = {module: name for name, module in model.named_modules()}
         self.places = {module: i for i, module in enumerate(self.names)}
@@ -259,6 +268,7 @@ class _Maker:
                 ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
                 gather_dtype=gather_dtype,
                 recipes=self.recipes,
+                fp32=self.fp32,
             ),
         )
 
