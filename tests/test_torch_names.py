@@ -97,6 +97,8 @@ FOREIGN = {
     "_apply_gate": "transformers",
     "_debug_force_load_balance": "torchtitan",
     "_experts_implementation": "transformers",
+    "_from_config": "transformers",
+    "_get_dtype_plan": "transformers",
     "_init_weights": "transformers",
     "_param_init": "torchtitan",
     "_save_rng_state": "transformers",

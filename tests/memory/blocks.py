@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -221,3 +222,31 @@ def _start(job: Any, on_device: str, refs: list[Any], is_one: bool, after: tuple
     job._replace(**{on_device: device[0] if is_one else device}).start(
         CopyStream(torch.device("cpu"))
     )
+
+
+class NoisyBlock(nn.Module):
+    """A norm, and attention that drops scores and what it returns, in plain torch."""
+
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(dim), NoisyAttention(dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.attention(self.norm(x_BTD))
+
+
+class NoisyAttention(nn.Module):
+    """Attention of two heads."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(dim, dim))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k, v = (
+            f(F.silu(x_BTD)).unflatten(-1, (2, -1)).transpose(1, 2)
+            for f in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        o_BhTd = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+        return F.dropout(self.o_proj(F.gelu(o_BhTd.transpose(1, 2).flatten(-2))), 0.3)

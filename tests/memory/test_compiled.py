@@ -23,6 +23,7 @@ from moecore.precision.apply import apply_precision
 from moecore.train.graphs.regions import compile_blocks, compiled_modules
 from moecore.train.memory.apply import apply_memory
 from moecore.train.memory.compiled import inductor_options
+from tests.memory.blocks import NoisyBlock
 from tests.memory.test_recompute import CPU, equal, gradients, kept_bytes, tokens
 
 PRODUCTS = re.compile("aten::(mm|bmm|addmm|_scaled_dot_product_.*)")
@@ -127,3 +128,17 @@ def test_inductor_takes_the_marks() -> None:
     assert torch.compile(torch.sin, options=options) and options["joint_custom_pre_pass"].uuid()
     with pytest.raises(RuntimeError, match="Unexpected optimization option"):
         torch.compile(torch.sin, options={"no_such_pass": options["joint_custom_pre_pass"]})
+
+
+@pytest.mark.parametrize("parts", [GEMM_LAST, ("qkv_proj", "attention_scores")], ids=str)
+def test_random_numbers_are_those_of_forward(parts: Any) -> None:
+    torch.manual_seed(0)
+    block, x_BTD, found = NoisyBlock(), torch.randn(2, 16, 64), []
+    for options in ({}, inductor_options([block], MemoryOptions(recompute=parts))):
+        torch.compiler.reset()
+        compiled = torch.compile(block, backend=backend(options))
+        torch.manual_seed(1)
+        for _ in range(2):
+            compiled(x_BTD).square().sum().backward()
+        found.append(gradients(block) | {"next": torch.rand(1)})
+    equal(found[1], found[0])

@@ -179,22 +179,108 @@ def test_autocast_is_that_of_forward() -> None:
     equal(found[1], found[0])
 
 
-def test_dropout_draws_once() -> None:
+def in_place(x: Tensor) -> Tensor:
+    return x * torch.empty_like(x).bernoulli_(0.5)
+
+
+def of_its_own(x: Tensor) -> Tensor:
+    return x * torch.rand(x.shape, generator=OWN)
+
+
+def chosen(x: Tensor) -> Tensor:
+    return x * F.one_hot(torch.multinomial(x.softmax(1), 1)[:, 0], x.shape[1])
+
+
+def attended(x: Tensor) -> Tensor:
+    x_1BTD = x[None, None]
+    return F.scaled_dot_product_attention(x_1BTD, x_1BTD, x_1BTD, dropout_p=0.5)[0, 0]
+
+
+class Noisy(torch.autograd.Function):
+    """Draws in a function of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.noise = torch.randn_like(x)
+        return x * ctx.noise
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.noise
+
+
+OWN = torch.Generator()
+ALL = tuple(part for part in RECOMPUTED if part not in ("shared_experts", "expert_fc1"))
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": F.dropout,
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "feature_dropout": lambda x: F.dropout1d(x[None])[0],
+    "alpha_dropout": lambda x: F.alpha_dropout(x, training=True),
+    "dropout in place": lambda x: F.dropout(x * 1.0, inplace=True),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "bernoulli": lambda x: x * torch.bernoulli(x.sigmoid()),
+    "multinomial": chosen,
+    "gumbel_softmax": F.gumbel_softmax,
+    "normal": lambda x: x + torch.normal(0.0, 1.0, x.shape),
+    "in place": in_place,
+    "a generator of its own": of_its_own,
+    "autograd": Noisy.apply,
+    "attention": attended,
+}
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+@pytest.mark.parametrize("repeats_scores", [True, False])
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_are_those_of_forward(
+    name: str, repeats_scores: bool, has_products: bool
+) -> None:
+    if "own" in name and not has_products:
+        pytest.skip("only norms have no products, and they draw nothing")
     torch.manual_seed(0)
     x, linear = torch.randn(8, 16, requires_grad=True), nn.Linear(16, 16)
 
-    def part(x: Tensor) -> Tensor:
-        return linear(F.dropout(F.silu(linear(x)), 0.5))
+    def part(x: Tensor) -> Tensor:  # what a second run leaves out stands between draws
+        for _ in range(2):
+            x = linear(attended(DRAWS[name](F.silu(linear(x)))))
+        return DRAWS[name](F.silu(x)).exp()
+
+    def in_region(x: Tensor) -> Tensor:
+        how = {"has_products": has_products, "repeats_scores": repeats_scores}
+        return recompute("part", part, (x,), **how) * 1.0
 
     found = []
-    for function in (part, lambda x: recompute("part", part, (x,))):
+    for function in (lambda x: part(x) * 1.0, in_region):
         torch.manual_seed(1)
+        OWN.manual_seed(1)
         with sharing_outputs():
-            y = function(x)
-        y.square().sum().backward()
-        found.append((x.grad, linear.weight.grad))
+            ys = [function(x) for _ in range(2)]  # two forwards in flight
+        for y in ys:
+            torch.rand(1)
+            y.square().sum().backward()
+        found.append((*ys, x.grad, linear.weight.grad, torch.rand(1), torch.rand(1, generator=OWN)))
         x.grad = linear.weight.grad = None
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:MemoryOptions.recompute")
+@pytest.mark.parametrize("parts", ["gemm_last", *((p,) for p in RECOMPUTED), ALL], ids=str)
+def test_attention_dropout_of_a_stock_model(parts: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, vocab_size=100)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=2)
+    experts = dict(num_experts=4, num_experts_per_tok=2, attention_dropout=0.3)
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, **experts, use_cache=False)
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config).train()
+    found = []
+    for wanted in ((), parts):
+        apply_memory(model.model.layers, MemoryOptions(recompute=wanted), CPU)
+        torch.manual_seed(1)
+        for i in range(2):
+            model(input_ids=tokens(i, 12), labels=tokens(i, 12)).loss.backward()
+        found.append(gradients(model))
+    equal(found[1], found[0])
 
 
 def test_a_copy_runs_its_own_parameters() -> None:

@@ -196,6 +196,9 @@ def test_the_example_of_the_layout() -> None:
     assert [slot.whole_offset for slot in layout.slots] == [0, 1536]
     assert (layout.shard_numel, layout.whole_numel) == (512, 2048)
     assert (other.dtype, [slot.param for slot in other.slots]) == ("bfloat16", ["c"])
+    found = flat_layouts([a, c, b], ranks=4, gather_dtype="bfloat16", fp32={"b"})
+    gathered = {slot.param: layout.gathers for layout in found for slot in layout.slots}
+    assert gathered == {"a": "bfloat16", "b": "float32", "c": "bfloat16"}
 
 
 def test_what_units_are_told() -> None:

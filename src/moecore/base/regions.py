@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# What a region does not run again. Dropout draws numbers, so a second run would draw others.
+# What a region does not run again.
 SCORES = frozenset((F.scaled_dot_product_attention,))
-DRAWS = frozenset((F.dropout, torch.dropout, torch.rand_like, torch.randn_like, torch.bernoulli))
 OF_TORCH = (torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum)
 OF_TENSORS = (Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm)
 PRODUCTS = SCORES | frozenset((F.linear, *OF_TORCH, *OF_TENSORS))
@@ -36,6 +35,10 @@ class Region(Protocol):
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a product and keep its result; in a second run, return that."""
+        ...
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Note that what runs draws from a generator of its own."""
         ...
 
 
@@ -81,8 +84,8 @@ class _FindProducts(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in DRAWS and _draws(func, args, kwargs):
-            return once(func, *args, **kwargs)
+        if kwargs.get("generator") is not None and _here.region is not None:
+            _here.region.draw(kwargs["generator"])
         if func not in PRODUCTS or (func in SCORES and self._repeats_scores):
             return func(*args, **kwargs)
         return as_product(func, *args, **kwargs)
@@ -117,12 +120,3 @@ def running_again() -> Iterator[None]:
         yield
     finally:
         _here.runs_again = before
-
-
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws numbers: a dropout of 0 or in eval does not."""
-    if func not in (F.dropout, torch.dropout):
-        return True
-    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    is_training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-    return bool(p > 0 and is_training)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 from torch import nn
 from typing_extensions import override
 
 from moecore.families.adapters import replace_blocks
 from moecore.families.device_map import refuse_accelerate
+from moecore.families.kept_fp32 import kept_fp32
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.family import Adapter, Family
 from moecore.parallel.pipeline.stages import StagedModel
@@ -31,6 +33,10 @@ class Plain(Family):
     @override
     def swapped(self, model: nn.Module) -> None:
         pass
+
+    @override
+    def fp32_names(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
+        return kept_fp32(model, dtype)
 
     @override
     def staged(self, model: nn.Module) -> StagedModel:

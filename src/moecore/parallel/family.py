@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,6 +37,10 @@ class Family(Protocol):
 
     def swapped(self, model: nn.Module) -> None:
         """Prepare a model whose blocks were swapped, before anything is sharded."""
+        ...
+
+    def fp32_names(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
+        """Return the names of parameters that stay fp32 where a model computes in a dtype."""
         ...
 
     def staged(self, model: nn.Module) -> StagedModel:

@@ -18,7 +18,8 @@ class FSDPOptions:
 
     Attributes:
         param_dtype: dtype of compute and all-gathers, fp32, bf16, or fp16 with a loss scale
-            (`TrainStep(loss_scale=...)`); None = the parameters' own.
+            (`TrainStep(loss_scale=...)`); None = the parameters' own. Routers keep theirs, and so
+            do names that a class of transformers keeps fp32.
         reduce_dtype: dtype in which gradients are reduced, fp32 or bf16.
         dense_strategy: what is sharded of blocks, ZeRO stage 0 to 3. "no_shard": nothing, gradients
             are all-reduced. "optim": weights are gathered once per step, for all micro-batches that

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import NumBytes, check_arguments
+from moecore.families.kept_fp32 import SELECTION_BIASES
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.files import sync, write_new
 from moecore.io.checkpoint.meter import Meter, Progress
@@ -44,7 +45,6 @@ from moecore.io.hf.upcycled import shared_of_no_size
 from moecore.parallel.across import find_stages
 
 ExportLayout = Literal["per_expert", "fused"]
-KEPT_FP32 = ("e_score_correction_bias", "expert_bias")  # small steps need fp32, whatever the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def make_items(
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in copies:
             continue
-        cast = dtypes[name].is_floating_point and not name.endswith(KEPT_FP32)
+        cast = dtypes[name].is_floating_point and not name.endswith(SELECTION_BIASES)
         kept = dtype if cast and dtype is not None else dtypes[name]
         for piece in recipe.pieces:
             found[piece.name] = Item(piece.name, name, piece, kept)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from moecore.families.kept_fp32 import SELECTION_BIASES
 from moecore.io.checkpoint.directory import (
     check_unused,
     directory_of,
@@ -34,7 +35,7 @@ from moecore.io.checkpoint.meter import Meter
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardWriter, layout_of
 from moecore.io.checkpoint.snapshot import versions
 from moecore.io.hf.collect import Item
-from moecore.io.hf.export import KEPT_FP32, fill_shards
+from moecore.io.hf.export import fill_shards
 from moecore.io.hf.files import BoxReader, listed
 from moecore.io.hf.names import Piece, Recipe, hf_copies
 from moecore.io.hf.quant import Source
@@ -149,7 +150,7 @@ def _dtype_problems(
         parts = [sources[piece.name] for piece in recipe.pieces]
         odd = [s for s in parts if not s.dtype.is_floating_point or s.dtype.itemsize < 2]
         problems += [f"{source.name} ({source.dtype}) must be a float tensor" for source in odd]
-        if name.endswith(KEPT_FP32):  # stays fp32 whatever `dtype` is: not rounded
+        if name.endswith(SELECTION_BIASES):  # stays fp32 whatever `dtype` is: not rounded
             problems += [
                 f"{source.name} ({source.dtype}) must fit into fp32, which is how the router's "
                 "selection bias is kept: store it as fp32"
@@ -195,7 +196,7 @@ def _write_files(
 
 
 def _native_dtype(name: str, source: Source, dtype: torch.dtype | None) -> torch.dtype:
-    if name.endswith(KEPT_FP32):
+    if name.endswith(SELECTION_BIASES):
         return torch.float32
     if dtype is not None:
         return dtype

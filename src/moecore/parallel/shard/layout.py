@@ -23,7 +23,7 @@ offsets 0 and 384, whole offsets 0 and 1536, 512 elements of a shard, 2048 of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 
@@ -39,6 +39,7 @@ def flat_layouts(
     ranks: int,
     gather_dtype: str | None = None,
     recipes: Mapping[str, Recipe] | None = None,
+    fp32: Set[str] = frozenset(),
 ) -> tuple[FlatLayout, ...]:
     """Return where the parameters of a unit lie: a layout for those that are gathered alike.
 
@@ -47,14 +48,16 @@ def flat_layouts(
         ranks: over which the unit is sharded.
         gather_dtype: of floating ones; None = that in which they are stored.
         recipes: of those that are gathered in FP8, by name.
+        fp32: names of those that are gathered as they are stored, whatever `gather_dtype`.
     """
     alike: dict[tuple[str, str, Recipe | None], list[ParamPlan]] = {}
     for param in params:
         recipe, gathers = (recipes or {}).get(param.name), param.dtype
         if recipe is not None:
             gathers = "float8_e4m3fn"
-        elif gather_dtype is not None and getattr(torch, param.dtype).is_floating_point:
-            gathers = gather_dtype
+        elif gather_dtype is not None and param.name not in fp32:
+            is_float = getattr(torch, param.dtype).is_floating_point
+            gathers = gather_dtype if is_float else param.dtype
         alike.setdefault((param.dtype, gathers, recipe), []).append(param)
     return tuple(_flat_layout(*how, params, ranks) for how, params in alike.items())
 

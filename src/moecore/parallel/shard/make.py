@@ -66,7 +66,8 @@ def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
     found = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in found.items() if linear.recipe}
     recipes = gathered_recipes(twin, twins, linears, request)
-    maker = _Maker(twin, twins, request, recipes)
+    fp32 = request.family.fp32_names(model, request.fsdp.param_dtype)
+    maker = _Maker(twin, twins, request, recipes, fp32)
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
         model=type(model).__name__,
@@ -124,13 +125,19 @@ class _Maker:
         layers: its MoE layers by name.
         request: the call.
         recipes: of the parameters that are gathered in FP8, by name.
+        fp32: names of parameters that are gathered in their own dtype, as routers are.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Layers, request: Request, recipes: Mapping[str, Recipe]
+        self,
+        model: nn.Module,
+        layers: Layers,
+        request: Request,
+        recipes: Mapping[str, Recipe],
+        fp32: Set[str],
     ) -> None:
         self.model, self.options, self.meshes = model, request.fsdp, request.meshes
-        self.recipes = recipes
+        self.recipes, self.fp32 = recipes, fp32
         self.divisor = float(self.meshes.data_ranks) if request.loss == "mean" else 1.0
         self.names = {module: name for name, module in model.named_modules()}
         self.places = {module: i for i, module in enumerate(self.names)}
@@ -259,6 +266,7 @@ class _Maker:
                 ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
                 gather_dtype=gather_dtype,
                 recipes=self.recipes,
+                fp32=self.fp32,
             ),
         )
 

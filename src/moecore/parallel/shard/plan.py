@@ -186,7 +186,7 @@ class UnitPlan:
         backward_prefetch: the same for backward. Of a head that is not the last unit () stands for
             what ran before it in forward.
         layouts: of its flat buffers, one for each dtype of its parameters: several only where some
-            are frozen, whole experts, or gathered in FP8.
+            are frozen, whole experts, gathered in FP8, or stay fp32.
     """
 
     name: str

@@ -10,6 +10,10 @@ of y = x W reads x and W, never y. So a chain that ends in a product costs no pr
 The consumers of a region's output may stand outside of it, a norm's three projections or the
 experts, in the same block: `sharing_outputs` surrounds a block's forward and finds them.
 
+Note "random numbers": a second run draws the numbers of the first. It sets the generators to the
+states that the first run began with, and puts theirs back when it ends. Of products only attention
+draws: a second run, which leaves attention out, sets the states that were behind it.
+
 Note "order": a second run saves the same tensors in the same order as the first, so a place in that
 order names a value. Shapes and dtypes are compared, and inputs must not have changed in place.
 
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.base.regions import finding_products, is_in_region
+from moecore.base.regions import SCORES, finding_products, is_in_region
 from moecore.base.saved import Handle, is_packing, keep, packing
 from moecore.base.torch_names import (
     autocast_dtype,
@@ -39,6 +43,7 @@ from moecore.base.torch_names import (
     tree_unflatten,
     version,
 )
+from moecore.moe.lanes import generators, set_generators
 
 SMALL = 8  # what is so many times smaller than the largest input is kept
 
@@ -80,6 +85,7 @@ class _Product:
     output: Any = None  # of the call, until the region ends; then handles
     is_needed: bool = True
     versions: tuple[int, ...] = ()  # of the output
+    numbers: Sequence[Tensor] = ()  # states of generators behind it, where it may draw
 
 
 class _Dropped:
@@ -132,6 +138,8 @@ class _Region:
     _left: Counter[_Place] = field(default_factory=Counter)
     _values: dict[_Place, Tensor] = field(default_factory=dict)
     _context: Any = None  # autocast of the first run
+    _numbers: Sequence[Tensor] = ()  # states of torch's generators before the first run
+    _own_numbers: dict[torch.Generator, Tensor] = field(default_factory=dict)  # of a model's own
     _stream: torch.cuda.Stream | None = None  # of the second run, and its end
     _event: torch.cuda.Event | None = None
     _is_again: bool = False
@@ -143,6 +151,7 @@ class _Region:
         leaves, self._tree = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._start(tensors)
+        self._numbers = generators()
         with ExitStack() as stack:
             stack.enter_context(packing(self._pack))
             stack.enter_context(finding_products(self, has_products=self.has_products))
@@ -226,9 +235,16 @@ class _Region:
         finally:
             self._open, product.inputs = None, []
         product.output, product.versions = output, _versions(_tensors(output))
+        if function in SCORES:
+            product.numbers = generators()
         self._known |= {storage_key(t) for t in _tensors(output)}
         self._num_products += 1
         return output
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Note that the function draws from a generator of its own."""
+        if not self._is_again:
+            self._own_numbers.setdefault(generator, generator.get_state())
 
     # The second run.
 
@@ -261,6 +277,7 @@ class _Region:
         self._is_again = True
         try:
             with ExitStack() as stack:
+                stack.enter_context(self._drawing_again())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self._context or nullcontext())
                 hooks = torch.autograd.graph.saved_tensors_hooks(self._find_saved, _never)
@@ -286,6 +303,27 @@ class _Region:
             self._stream = torch.cuda.current_stream(some.device)
             self._event = self._stream.record_event()
 
+    @contextmanager
+    def _drawing_again(self) -> Iterator[None]:
+        """Within, generators are as the first run had them."""
+        before, own = generators(), {g: g.get_state() for g in self._own_numbers}
+        set_generators(self._numbers)
+        for generator, state in self._own_numbers.items():
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            has_drawn = len(before) > 1 and _offset(generators()[1]) > _offset(before[1])
+            set_generators(before)
+            for generator, state in own.items():
+                generator.set_state(state)
+            # In one capture backward comes after what forward has drawn; each begins at 0.
+            if has_drawn and torch.cuda.is_current_stream_capturing():
+                raise NotImplementedError(
+                    f"{self.name} must not draw random numbers where its backward is a CUDA graph "
+                    "of its own: leave it out of MemoryOptions.recompute"
+                )
+
     def _find_saved(self, tensor: Tensor) -> None:
         if not self._is_kept(tensor):
             place = _Place("saved", self._num_saved)
@@ -300,6 +338,8 @@ class _Region:
         product = self.products[number]
         if not product.is_needed:
             raise _Stop
+        if product.numbers:
+            set_generators(product.numbers)
         output = _map(_again, product.output)
         self._known |= {storage_key(t) for t in _tensors(output)}
         return output
@@ -349,10 +389,11 @@ def recompute(
 
     Args:
         name: of what runs, for errors.
-        function: of tensors and others, in any nesting; deterministic but for dropout.
+        function: of tensors and others, in any nesting; random numbers are torch's.
         args: of the function.
         kwargs: of the function.
-        has_products: False where the function has none, which saves host time.
+        has_products: False where the function has none, and draws from no generator of its own;
+            this saves host time.
         repeats_scores: run attention again, too.
     """
     kwargs = dict(kwargs or {})
@@ -406,6 +447,11 @@ def _again(leaf: Any) -> Any:
         return leaf
     handle, requires_grad = leaf
     return handle.unpack().detach().requires_grad_(requires_grad)
+
+
+def _offset(state: Tensor) -> int:
+    """Return how many numbers a GPU's generator has drawn."""
+    return int(state.view(torch.int64)[1])
 
 
 def _map(function: Callable[[Any], Any], output: Any) -> Any:
