@@ -28,8 +28,7 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig, num_params, preset
 from moecore.parallel import rank_bytes
-from moecore.parallel.shard.layout import flat_layouts
-from moecore.parallel.shard.plan import ParamPlan, UnitPlan
+from moecore.parallel.shard.plan import ParamPlan, UnitPlan, flat_layouts
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)

@@ -42,10 +42,9 @@ from moecore.moe.placement import ExpertPlacement
 from moecore.parallel.attached import Attached, attached
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS
 from moecore.parallel.request import Request
-from moecore.parallel.shard.kinds import kinds
 from moecore.parallel.shard.plan import ParamPlan, ShardPlan
 from moecore.parallel.shard.size import rank_bytes
-from moecore.parallel.shard.units import find_blocks
+from moecore.parallel.shard.units import find_blocks, kinds
 from moecore.precision.linear import Fp8Linear
 from moecore.train.graphs.regions import compiled_modules
 from moecore.train.memory.kept import kept_bytes

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moecore.moe.params import ParamReader
 from moecore.parallel.mesh import Meshes, concatenate
-from moecore.parallel.shard.buffers import Buffer
+from moecore.parallel.shard.buffers import Buffer, plan_buffers
 from moecore.parallel.shard.engine import Engine
 from moecore.parallel.shard.formats import Blocks, Cast, Format
 from moecore.parallel.shard.gradients import Gradients
@@ -34,7 +34,6 @@ from moecore.parallel.shard.make import is_whole
 from moecore.parallel.shard.params import Owners, UnitParam
 from moecore.parallel.shard.plan import FlatLayout, ShardPlan, UnitPlan
 from moecore.parallel.shard.streams import Streams
-from moecore.parallel.shard.turns import plan_buffers
 from moecore.parallel.shard.unit import Unit, UnitOptions
 
 # Of a root without parameters, which casts inputs all the same.

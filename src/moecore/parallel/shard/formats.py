@@ -31,8 +31,7 @@ from moecore.kernels.rows.shard_blocks import (
     quantise_blocks_,
 )
 from moecore.moe.params import GATHERED
-from moecore.parallel.shard.params import UnitParam
-from moecore.parallel.shard.views import copy_all
+from moecore.parallel.shard.params import UnitParam, copy_all
 
 
 class Format(Protocol):

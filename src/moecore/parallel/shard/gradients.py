@@ -29,11 +29,10 @@ from moecore.base.torch_names import (
 )
 from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
 from moecore.parallel.shard.buffers import Buffer
-from moecore.parallel.shard.params import UnitParam
+from moecore.parallel.shard.params import UnitParam, Views, copy_all, cut_views
 from moecore.parallel.shard.plan import FlatLayout
 from moecore.parallel.shard.streams import Streams
 from moecore.parallel.shard.transport import Transport
-from moecore.parallel.shard.views import Views, copy_all, cut_views
 from moecore.parallel.shard.weight_gradients import Product, WeightGradients
 
 

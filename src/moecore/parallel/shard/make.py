@@ -24,8 +24,6 @@ from moecore.parallel.dispatch import choose_dispatcher
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.request import Request, is_cut, roles_of
 from moecore.parallel.shard.fp8_gather import gathered_recipes
-from moecore.parallel.shard.kinds import kinds
-from moecore.parallel.shard.layout import flat_layouts
 from moecore.parallel.shard.plan import (
     AxisPlacement,
     LayerPlan,
@@ -34,6 +32,7 @@ from moecore.parallel.shard.plan import (
     UnitPlan,
     UnitRole,
     View,
+    flat_layouts,
 )
 from moecore.parallel.shard.units import (
     Prefetch,
@@ -41,6 +40,7 @@ from moecore.parallel.shard.units import (
     backward_prefetch,
     find_units,
     forward_prefetch,
+    kinds,
 )
 from moecore.precision.apply import check_precision
 

@@ -5,12 +5,13 @@
 
 dim 0 is cut into even chunks, as DTensor's Shard(0) does, so the chunks of all ranks one after the
 other are the whole parameter: it is gathered where it is used, and nothing is copied. Chunks of
-another dim are gathered beside it and copied.
+another dim are gathered beside it and copied. `Views` cuts a unit's flat memory into these parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from moecore.base.torch_names import StridedShard, call_accumulate_hooks, local_of, wrapped_like
+from moecore.base.torch_names import (
+    StridedShard,
+    call_accumulate_hooks,
+    foreach_copy_,
+    local_of,
+    wrapped_like,
+)
 from moecore.moe.params import grad_placements
 from moecore.parallel.shard.plan import FlatSlot
 
+LARGE = 1 << 22  # elements, from which a copy of its own is faster than a part of one for many
 Owners = list[tuple[nn.Module, str]]  # modules, and their attributes that are one parameter
 
 
@@ -215,3 +223,52 @@ def _placements(
         # Tensor and expert parallelism have cut the dim first.
         own[-1] = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
     return (mesh if inner is None else join(mesh, inner)), (*own, *before)
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Pieces of a unit's memory, one of each kind per parameter.
+
+    Attributes:
+        flat: all of the memory.
+        regions: the shards of all ranks.
+        padded: this rank's part of each.
+        own: that without padding.
+        parameters: the whole parameters; where dim 0 is cut, the regions without padding.
+    """
+
+    flat: Tensor
+    regions: list[Tensor]
+    padded: list[Tensor]
+    own: list[Tensor]
+    parameters: list[Tensor]
+
+
+def cut_views(params: Sequence[UnitParam], flat: Tensor, beside: int) -> Views:
+    """Cut a unit's memory; strided parameters lie from `beside` on, behind all regions."""
+    views = Views(flat, [], [], [], [])
+    for param in params:
+        slot, size = param.slot, param.shape.numel()
+        n, at = slot.shard_numel, slot.whole_offset
+        region = flat[at : at + param.num_ranks * n]
+        padded = region[param.rank * n : (param.rank + 1) * n]
+        if param.is_strided:
+            at, beside = beside, beside + size
+        views.regions.append(region)
+        views.padded.append(padded)
+        views.own.append(padded[: param.shard.numel()])
+        views.parameters.append(flat[at : at + size].view(param.shape))
+    return views
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors, small ones in one launch, and cast them."""
+    small: tuple[list[Tensor], list[Tensor]] = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if target.numel() >= LARGE:
+            target.copy_(source)
+        else:
+            small[0].append(target)
+            small[1].append(source)
+    if small[0]:
+        foreach_copy_(*small)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from moecore.base.fields import CountOrZero, check_arguments
+from moecore.parallel.shard.buffers import plan_buffers
 from moecore.parallel.shard.plan import ParamPlan, ShardPlan, UnitPlan, UnitRole
-from moecore.parallel.shard.turns import plan_buffers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

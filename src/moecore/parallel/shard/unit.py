@@ -28,11 +28,10 @@ from moecore.kernels.experts.contract import SINK
 from moecore.parallel.shard.buffers import Buffer
 from moecore.parallel.shard.formats import Format
 from moecore.parallel.shard.gradients import Gradients
-from moecore.parallel.shard.params import UnitParam
+from moecore.parallel.shard.params import UnitParam, Views, cut_views
 from moecore.parallel.shard.plan import FlatLayout
 from moecore.parallel.shard.streams import Streams
 from moecore.parallel.shard.transport import Transport, transport_of
-from moecore.parallel.shard.views import Views, cut_views
 
 
 class State(enum.Enum):

@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded together, and in which order they are gathered.
+"""Which modules of a model are sharded together, in which order, and what each parameter is.
 
 Functions of the structure alone: nothing is changed, and devices, ranks and values do not matter.
 
@@ -33,8 +33,10 @@ from torch import nn
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer, RoutedLayer
+from moecore.moe.params import clean_name
 from moecore.moe.router import Router
 
+WORDS = {"norm": "norms", "embedding": "embeddings", "attention": "attention", "mlp": "MLP"}
 Prefetch = Mapping[nn.Module, list[nn.Module]]  # a unit's first module -> those of others
 
 
@@ -273,3 +275,38 @@ def _parts(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Mo
     layers = _layers(blocks)
     parts = [m.part("router") for m in layers if m.part("router") in first_routers]
     return [*parts, *(m.part("experts") for m in layers)]
+
+
+def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
+    """Return what tells the kind of a parameter by its name, which `clean_name` has cleaned."""
+    roles: dict[str, str] = {}
+    for name, layer in layers.items():
+        of_role = {"router": "router", "experts": "experts", "shared": "shared experts"}
+        parts = {layer.name_of(r): kind for r, kind in of_role.items() if layer.part(r) is not None}
+        if isinstance(layer, MoELayer):
+            parts["latent"] = "latent"
+            if layer.layout.shared_gate:
+                parts[layer.layout.shared_gate] = "shared experts"
+        roles |= {f"{name}.{part}".strip("."): kind for part, kind in parts.items()}
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+
+    def kind_of(param: str) -> str:
+        *path, leaf = param.split(".")
+        if any("lora_" in part for part in [*path, leaf]):
+            return "LoRA"
+        prefixes = [".".join(path[:n]) for n in range(len(path), -1, -1)]  # innermost first
+        for prefix in prefixes:
+            kind = roles.get(prefix) or _kind_of_module(modules.get(prefix), prefix)
+            if kind is not None:
+                return kind
+        return "other"
+
+    return kind_of
+
+
+def _kind_of_module(module: nn.Module | None, name: str) -> str | None:
+    """Return the kind of a module's parameters by its class, or None; a head may be a linear."""
+    what = type(module).__name__.lower()
+    if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):
+        return "head"
+    return next((kind for word, kind in WORDS.items() if word in what), None)
