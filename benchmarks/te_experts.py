@@ -31,8 +31,7 @@ from torch.func import functional_call
 
 from moecore.kernels.rows.activation import weighted_activation
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.moe.activation import activation_options
-from moecore.moe.experts import Experts
+from moecore.moe.experts import Experts, activation_options
 from moecore.moe.records import ExpertInput
 
 Recipe = Literal["blockwise"]

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from moecore.base.fields import check_value
-from moecore.base.usage import UsageError
+from moecore.base.fields import UsageError, check_value
 from moecore.io.checkpoint.directory import Step, latest, prunable, prune, whole_directories
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.io.checkpoint.meter import Progress

@@ -35,7 +35,7 @@ from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.models import Decoder, DecoderConfig, layers
 from moecore.models.decoder import Backbone
-from moecore.models.rotary import rotary_table
+from moecore.models.layers import rotary_table
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 from moecore.train import QKClip

@@ -11,7 +11,7 @@ import torch
 from moecore.attention.rotary import RotaryTable
 from moecore.attention.sequence import Sequence
 from moecore.models import MLAConfig, YarnConfig, preset
-from moecore.models.rotary import rotary_table
+from moecore.models.layers import rotary_table
 
 FREQUENCIES = torch.tensor([1.0, 0.1])  # d = 4, theta = 100
 

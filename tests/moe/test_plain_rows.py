@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.moe.plain_rows import gather_plain, sum_plain
+from moecore.moe.backends import gather_plain, sum_plain
 
 
 def test_gather_then_sum_of_one_row_each_is_the_identity() -> None:

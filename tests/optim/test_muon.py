@@ -15,7 +15,7 @@ from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.parallel.shard.clip import step_clipped
 from moecore.train import AdamW, Cut, MatrixAssignment, Muon, assign_matrices
-from moecore.train.optim.newton_schulz import orthogonalize, orthogonalize_all
+from moecore.train.optim.muon import orthogonalize, orthogonalize_all
 
 STEPS = 3
 CONVERGING = (15 / 8, -10 / 8, 3 / 8)  # singular values go to 1, slowly at first

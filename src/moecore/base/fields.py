@@ -315,3 +315,7 @@ def _tuple_of(args: tuple[Any, ...]) -> _Kind:
         return f"a tuple, each {items}" if is_open else f"a tuple of {len(kinds)}, each {items}"
 
     return _Kind(takes, name, "pass a tuple")
+
+
+class UsageError(Exception):
+    """A command of `moecore` was called wrongly; exit code 2."""

@@ -134,7 +134,7 @@ class DecoderConfig:
         mla: multi-head latent attention; None = grouped-query attention. With it num_kv_heads is
             num_heads, and head_dim is that of queries and keys.
         num_mtp_layers: modules that predict further tokens in training (multi-token prediction,
-            `models/mtp.py`); 0 = none. Their MLP or MoE is that of the last layer.
+            `MTPLayer`); 0 = none. Their MLP or MoE is that of the last layer.
         mtp_loss_coef: weight of the mean of their losses; 0 without them.
         qk_norm: RMSNorm on queries and keys: "head" over each head (Qwen3), "full" over the whole
             projection (OLMoE), None = off.

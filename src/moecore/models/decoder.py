@@ -30,13 +30,11 @@ from moecore.attention.context_parallel.held import HeldTokens, check_documents
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.fields import Count, CountOrZero, PositiveOrZero, Seed, check_arguments
 from moecore.base.options.context import ContextOptions
-from moecore.models.block import Block
+from moecore.models.block import Block, MTPLayer
 from moecore.models.config import DecoderConfig
 from moecore.models.head import Head
-from moecore.models.layers import RMSNorm
+from moecore.models.layers import RMSNorm, rotary_table
 from moecore.models.loss import IGNORE_INDEX
-from moecore.models.mtp import MTPLayer
-from moecore.models.rotary import rotary_table
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name, init_normal_, local_param
@@ -384,7 +382,7 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Run a stage's multi-token prediction modules and their losses; see `models/mtp.py`.
+        """Run a stage's multi-token prediction modules and their losses; see `MTPLayer`.
 
         Args:
             states: normed hidden states h_0, h_1, ..; those of the stage's modules are added.

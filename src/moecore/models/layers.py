@@ -1,4 +1,4 @@
-"""The parts of a block besides the MoE layer: RMSNorm, grouped-query attention, MLP.
+"""The parts of a block besides the MoE layer: RMSNorm, grouped-query attention, rotary table, MLP.
 
 Legend: B sequences, T tokens of a sequence, D model dim, H query heads, h key/value heads, d head
 dim, F hidden dim of the MLP. Under tensor parallelism H, h and F are this rank's share, and x_BTD
@@ -9,6 +9,7 @@ Activations are plain local tensors; every parameter is read through `local_para
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.attention.function import attend
+from moecore.attention.rotary import RotaryTable
 from moecore.attention.sequence import Sequence
-from moecore.models.config import DecoderConfig
+from moecore.models.config import DecoderConfig, YarnConfig
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.params import local_param
 from moecore.precision.plain import Linear
@@ -156,3 +158,38 @@ class MLP(nn.Module):
             x_BTD = self.tp.gather(x_BTD)
         y_BTD = self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
         return y_BTD if self.tp is None else self.tp.scatter_sum(y_BTD)
+
+
+def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable:
+    """Return the table that a decoder's attention reads, of positions as `RotaryTable` takes them.
+
+    Source: RoFormer (arXiv:2104.09864); YaRN (arXiv:2309.00071).
+    """
+    mla = config.mla
+    head_dim = config.head_dim if mla is None else mla.qk_rope_head_dim
+    half = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    frequencies_d = 1.0 / config.rope_theta ** (half / head_dim)
+    if mla is None or mla.yarn is None:
+        return RotaryTable(positions, frequencies_d)
+    factors_d = _yarn_factors(head_dim, config.rope_theta, mla.yarn, positions.device)
+    return RotaryTable(positions, frequencies_d * factors_d, mla.yarn.table_scale)
+
+
+def _yarn_factors(head_dim: int, theta: float, yarn: YarnConfig, device: torch.device) -> Tensor:
+    """Return fp32 [d / 2], the factor on each frequency: 1 for fast ones, 1 / factor for slow ones.
+
+    Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
+    mix is linear in i, between the i that turns beta_fast times (rounded down) and the one that
+    turns beta_slow times (rounded up).
+    """
+
+    def index_of(turns: float) -> float:
+        length = yarn.original_max_seq_len / (2 * math.pi * turns)
+        return head_dim * math.log(length) / (2 * math.log(theta))
+
+    first = max(math.floor(index_of(yarn.beta_fast)), 0)
+    last = min(math.ceil(index_of(yarn.beta_slow)), head_dim - 1)
+    index_d = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
+    # A thousandth in place of no width at all, as published.
+    slow_d = ((index_d - first) / (last - first or 0.001)).clamp(0, 1)
+    return 1.0 - slow_d + slow_d / yarn.factor

@@ -13,13 +13,14 @@ With "triton" a NaN in one expert's first rows reaches the weight gradient of th
 too (`kernels/grouped/wgrad.py`).
 
 Legend: S source rows, R expert rows, D model dim, F hidden dim of this rank, C columns of FC1 (2F
-with a gate, else F), e local experts.
+with a gate, else F), e local experts. The oracle and experts with biases move rows in plain
+PyTorch (`gather_plain`, `sum_plain`); the fast way is `kernels/rows/move.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -37,7 +38,6 @@ from moecore.kernels.experts.products import refuse_recipe, why_not
 from moecore.kernels.rows.activation import ActivationOptions, activation, weighted_activation
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows, sum_rows
-from moecore.moe.plain_rows import gather_plain, sum_plain
 from moecore.moe.records import ExpertInput, summed_input
 
 ExpertBackend = Literal["auto", "triton", "torch", "sequential"]
@@ -147,3 +147,45 @@ def _stops(index: ExpertIndex) -> list[int]:
 
 def _matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) -> Tensor:
     return w_eOI[i] if update is None else w_eOI[i] + update.b_eOr[i] @ update.a_erI[i]
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, ids_R: Tensor) -> Tensor:
+        ctx.save_for_backward(ids_R)
+        ctx.num_rows = x_SD.shape[0]
+        return x_SD.index_select(0, ids_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _add_rows(grads[0], ctx.saved_tensors[0], ctx.num_rows), None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(ids_R)
+        return _add_rows(y_RD, ids_R, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
+    dtype = torch.promote_types(y_RD.dtype, torch.float32)
+    out = torch.zeros(num_rows, *y_RD.shape[1:], dtype=dtype, device=y_RD.device)
+    return out.index_add_(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)
+
+
+def gather_plain(x_SD: Tensor, ids_R: Tensor) -> Tensor:
+    """Return x_SD[ids_R]; its backward adds in fp32."""
+    return _GatherRows.apply(x_SD, ids_R)
+
+
+def sum_plain(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
+    """Return out[s] = sum of y_RD[r] over ids_R[r] == s, added in fp32 and rounded once.
+
+    Not bit-reproducible on CUDA: the adds are atomic.
+    """
+    return _SumRows.apply(y_RD, ids_R, num_rows)

@@ -34,7 +34,7 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices
-from moecore.moe.activation import activation_options
+from moecore.kernels.rows.activation import ActivationOptions, activation
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.clone_weights import with_clones
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
@@ -431,3 +431,24 @@ def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager
     if R not in whole:
         used.append(UsedRows(R, index.num_rows, balanced=expert))
     return counting_rows(*used)
+
+
+def activation_options(
+    config: MoEConfig,
+    *,
+    interleaved: bool = False,
+    function: Callable[[Tensor], Tensor] | None = None,
+) -> ActivationOptions:
+    """Return the activation of a layer's experts; `interleaved` gate and up columns alternate."""
+    return ActivationOptions(
+        kind=config.activation,
+        limit=config.activation_limit,
+        alpha=config.activation_alpha,
+        interleaved=interleaved,
+        function=function,
+    )
+
+
+def activate(h_RF: Tensor, config: MoEConfig, *, interleaved: bool = False) -> Tensor:
+    """Return the activated hidden rows [R, F] in fp32, in plain PyTorch."""
+    return activation(h_RF, activation_options(config, interleaved=interleaved))

@@ -25,11 +25,10 @@ from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
-from moecore.moe.latent import Latent
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
 from moecore.moe.router import Router
-from moecore.moe.shared import SharedExpert, SharedRun
+from moecore.moe.shared import Latent, SharedExpert, SharedRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,9 @@
-"""The shared experts: dense MLPs that every token passes, added to the routed experts' output.
+"""What every token passes: the shared experts, and the projections of a LatentMoE layer.
 
-Legend: T local tokens, D model dim, n shared experts, F hidden dim of all of them together.
+Legend: T local tokens, D model dim, n shared experts, F hidden dim of all of them together, L
+latent dim, in which tokens travel and experts work.
 
-Under sequence parallelism every tp rank holds other tokens, so their weights are whole on each tp
+Under sequence parallelism every tp rank holds other tokens, so these weights are whole on each tp
 rank and need no communication.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
 from moecore.kernels.rows.activation import weighted_activation
-from moecore.moe.activation import activation_options
+from moecore.moe.experts import activation_options
 from moecore.moe.params import init_normal_, local_param
 
 Multiply = Callable[[Tensor, nn.Parameter], Tensor]
@@ -37,8 +38,6 @@ class SharedExpert(nn.Module):
 
     Args:
         config: the layer; F is `num_shared_experts * shared_hidden_dim`.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
 
     Attributes:
         multiply: what multiplies by w1, and by w2; the gate is never quantised.
@@ -120,3 +119,35 @@ class SharedRun:
             current.wait_stream(self._stream)
             self.y_TD.record_stream(current)
         return self.y_TD
+
+
+class Latent(nn.Module):
+    """`w_down` [L, D] before dispatch, `w_up` [D, L] after combine; L is `config.latent_dim`.
+
+    Source: LatentMoE, section 7.3 of the Megatron-Core MoE report (arXiv:2603.07685).
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        D, L = config.dim, config.latent_dim
+        self.w_down = nn.Parameter(torch.empty(L, D, device=device, dtype=dtype))
+        self.w_up = nn.Parameter(torch.empty(D, L, device=device, dtype=dtype))
+
+    def init_weights(self, *, std: float, key: str, seed: int) -> None:
+        """Fill the weights with N(0, std^2), the same on every layout."""
+        for name, parameter in self.named_parameters(recurse=False):
+            init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
+
+    def down(self, x_TD: Tensor) -> Tensor:
+        """Return [T, L] in the dtype of x."""
+        return F.linear(x_TD, local_param(self.w_down).to(x_TD.dtype))
+
+    def up(self, y_TL: Tensor) -> Tensor:
+        """Return [T, D] in the dtype of y."""
+        return F.linear(y_TL, local_param(self.w_up).to(y_TL.dtype))

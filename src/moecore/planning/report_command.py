@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moecore.base.usage import UsageError
+from moecore.base.fields import UsageError
 from moecore.planning.report import report_trace
 
 EXAMPLE = """\

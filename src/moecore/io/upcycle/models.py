@@ -20,7 +20,7 @@ from moecore.families.adopt import adopt
 from moecore.io.upcycle.upcycle import UpcycleOptions, upcycle_mlp
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
-from moecore.moe.activation import activate
+from moecore.moe.experts import activate
 from moecore.moe.layer import LayerLayout, MoELayer
 
 PROBE_TOKENS = 16

@@ -10,8 +10,8 @@ Legend: B sequences, T tokens of a sequence, D model dim, k multi-token predicti
 
 Every rank has all inputs of a micro-batch, so that hidden states alone travel. They are the
 residual stream until the final norm has run, and from then on the stack of normed states
-[h_0 .. h_k] of the decoder and of the modules that have run (see `models/mtp.py`). A model without
-such modules has its norm where its head is.
+[h_0 .. h_k] of the decoder and of the modules that have run (see `MTPLayer` in `models/block.py`).
+A model without such modules has its norm where its head is.
 
 Names of parameters are those of the whole model. The embedding table is kept by each rank that
 embeds tokens, predicts several of them, or has a head that is tied to it.

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from moecore.base.fields import Count, OneOf, Rules, check_arguments, check_fields
 from moecore.models.decoder import Embedding
 from moecore.moe.experts import Experts
-from moecore.moe.latent import Latent
 from moecore.moe.params import clean_name, global_indices
 from moecore.moe.router import Router
-from moecore.moe.shared import SharedExpert
+from moecore.moe.shared import Latent, SharedExpert
 
 HEADS = frozenset(("lm_head", "output", "score", "embed_out"))
 ROUTERS = frozenset(("gate", "router"))  # last parts of names of transformers' own routers

@@ -13,7 +13,7 @@ Source: https://kellerjordan.github.io/posts/muon; scale and weight decay, arXiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -32,11 +32,12 @@ from moecore.base.fields import (
 from moecore.kernels.momentum import momentum_
 from moecore.train.optim.exchange import Block, Plan, Round, make_plan
 from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, scale_of
-from moecore.train.optim.newton_schulz import COEFFICIENTS, orthogonalize_all
 
 Momentum = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 NSDtype = Annotated[torch.dtype, OneOf((torch.bfloat16, torch.float32))]
 AdjustLR = Literal["match_rms_adamw", "original"]
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz
+BATCH_NUMEL = 1 << 26  # of matrices that are multiplied at once
 CHUNK_NUMEL = 1 << 26  # elements of parameters that are stepped at once, where none travels
 
 
@@ -53,7 +54,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: times lr, the part of each weight that is taken off.
         momentum: of the gradient's running mean, in [0, 1).
         nesterov: orthogonalise the mean of gradient and momentum in place of momentum.
-        ns_coefficients: of `newton_schulz.py`.
+        ns_coefficients: a, b and c of `orthogonalize`.
         eps: least norm by which a matrix is divided.
         ns_steps: of the iteration.
         adjust_lr_fn: factor on lr per matrix. "match_rms_adamw" is 0.2 * sqrt(longer side), so that
@@ -324,3 +325,54 @@ def _momentum(optimizer: Muon, param: nn.Parameter) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def orthogonalize(
+    x_nRC: Tensor,
+    *,
+    steps: int = 5,
+    coefficients: Sequence[float] = COEFFICIENTS,
+    eps: float = 1e-7,
+) -> Tensor:
+    """Return x with its singular values moved to about 1, in its dtype; of zeros, zeros.
+
+    Newton-Schulz: a matrix U S V^T becomes about U V^T, by products alone. Each step is
+    X <- a X + (b A + c A A) X with A = X X^T, of the shorter side. With the usual coefficients
+    singular values end between 0.7 and 1.2, not at 1: they are chosen for the steepest start. Flops
+    of a step: 2 m^2 (2 l + m), m the shorter side, l the longer. Products add in fp32 and round to
+    the dtype of x.
+
+    Args:
+        x_nRC: n finite matrices, any strides.
+        coefficients: a, b and c.
+        eps: least norm by which a matrix is divided.
+    """
+    a, b, c = coefficients
+    is_tall = x_nRC.shape[1] > x_nRC.shape[2]
+    x = x_nRC.mT if is_tall else x_nRC
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
+    x = x / norm.clamp(min=eps).to(x.dtype)  # no singular value is above 1
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def orthogonalize_all(matrices: Sequence[Tensor], **options: object) -> list[Tensor]:
+    """Return `orthogonalize` of each [n, R, C], those of one shape in as few products as fit."""
+    of_shape: dict[torch.Size, list[int]] = {}
+    for i, x in enumerate(matrices):
+        of_shape.setdefault(x.shape[1:], []).append(i)
+    found: list[Tensor] = list(matrices)
+    for shape, places in of_shape.items():
+        joined = matrices[places[0]]
+        if len(places) > 1:
+            joined = torch.cat([matrices[i] for i in places])
+        most = max(1, BATCH_NUMEL // shape.numel())
+        parts = [orthogonalize(part, **options) for part in joined.split(most)]  # type: ignore[arg-type]
+        done = parts[0] if len(parts) == 1 else torch.cat(parts)
+        sizes = [matrices[i].shape[0] for i in places]
+        for i, part in zip(places, done.split(sizes), strict=True):
+            found[i] = part
+    return found
