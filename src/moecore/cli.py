@@ -271,7 +271,7 @@ def _totals(tensors: dict[str, Any]) -> dict[str, Any]:
 def _verify(args: Any) -> int:
     path, kind = _find(args.path)
     if kind == "native":
-        from moecore.io.checkpoint.verify import verify
+        from moecore.io.checkpoint.store import verify
 
         with _progress("hashing") as progress:
             manifest = verify(path, "sizes" if args.sizes else "full", progress=progress)

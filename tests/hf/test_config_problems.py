@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moecore.io.hf.config_problems import config_problems
+from moecore.io.hf.config import config_problems
 from tests.hf.hf_models import transformers
 from tests.hf.test_config import PUBLISHED
 

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.families.device_map import ShardedDeviceMap
+from moecore.families.transformers.guards import ShardedDeviceMap
 from moecore.integrations.transformers import MoETrainer
 from moecore.integrations.transformers.arguments import (
     REFUSED,

@@ -10,8 +10,8 @@ from torch import nn
 from typing_extensions import override
 
 from moecore.families.adapters import replace_blocks
-from moecore.families.device_map import refuse_accelerate
 from moecore.families.kept_fp32 import kept_fp32
+from moecore.families.transformers.guards import refuse_accelerate
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.family import Adapter, Family
 from moecore.parallel.pipeline.stages import StagedModel

@@ -18,7 +18,7 @@ _HOMES = {
     "export_hf": "hf.export",
     "hf_to_native": "hf.convert",
     "init_adapters": "hf.lora_files",
-    "init_hf": "hf.init",
+    "init_hf": "hf.load",
     "latest": "checkpoint.directory",
     "load": "checkpoint.store",
     "load_adapters": "hf.lora_files",
@@ -36,7 +36,7 @@ _HOMES = {
     "upcycle_mlp": "upcycle.upcycle",
     "upcycle_modules": "upcycle.models",
     "upcycle_state_dict": "upcycle.models",
-    "verify": "checkpoint.verify",
+    "verify": "checkpoint.store",
 }
 __all__ = list(_HOMES)
 

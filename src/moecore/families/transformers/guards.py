@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -66,3 +66,35 @@ def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             "attention keeps all: pass use_cache=False, or set model.config.use_cache",
             stacklevel=2,
         )
+
+
+class ShardedDeviceMap(Mapping[str, str]):
+    """A device map that accelerate and Trainer cannot count, so that they do not wrap its model.
+
+    accelerate calls `len(model.hf_device_map)` of whatever it is about to wrap, in one process and
+    in many, because it refuses models that are spread over devices already. A parallelized model is
+    one: its map has no entry for other readers (such as `generate`), and its length is the error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __len__(self) -> NoReturn:
+        raise ValueError(
+            f"model ({self._name}) must not be wrapped by Trainer or accelerate, because "
+            "parallelize_moe has sharded it: use moecore.integrations.transformers.MoETrainer, or "
+            "moecore.TrainStep in a loop of your own"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __getitem__(self, key: str) -> str:
+        raise KeyError(key)
+
+
+def refuse_accelerate(model: nn.Module) -> None:
+    """Make Trainer and accelerate raise for a model and for the transformers models in it."""
+    for module in model.modules():
+        if module is model or is_pretrained(module):
+            module.hf_device_map = ShardedDeviceMap(type(module).__name__)  # type: ignore[assignment]

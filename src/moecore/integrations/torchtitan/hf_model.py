@@ -63,7 +63,7 @@ class HFModel(nn.Module):
             ValueError: on every rank, for files that do not fit the model.
         """
         if self.hf_weights is None:
-            from moecore.io.hf.init import init_hf
+            from moecore.io.hf.load import init_hf
 
             init_hf(self.hf, torch.initial_seed())
         else:

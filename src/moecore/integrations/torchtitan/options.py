@@ -85,3 +85,17 @@ def nvlink_options(options: MoECore) -> NVLinkOptions | None:
             f"({options.dispatcher!r}) = 'nvlink' or 'auto': drop it"
         )
     return NVLinkOptions(row_factor=factor)
+
+
+def import_error(error: ModuleNotFoundError, other_version: str) -> ImportError:
+    """Return the error to raise for that of an import from torchtitan, in other words.
+
+    torchtitan imports triton, which CPU builds of torch lack. `other_version` is the message where
+    another version of torchtitan is installed, or none.
+    """
+    if (error.name or "").partition(".")[0] == "triton":
+        return ImportError(
+            "triton (None) must be installed for torchtitan, which imports it; CPU builds of torch "
+            "lack it: pip install 'triton>=3.6'"
+        )
+    return ImportError(other_version)

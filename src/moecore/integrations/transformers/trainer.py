@@ -23,26 +23,27 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
-from accelerate.utils import gather
+from accelerate import Accelerator
+from accelerate.utils import gather, recursively_apply
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from moecore.integrations.transformers.accelerator import ShardedAccelerator
 from moecore.integrations.transformers.arguments import (
     check_accelerator,
     check_arguments,
     check_model,
 )
-from moecore.integrations.transformers.export import export_into
 from moecore.integrations.transformers.run_state import (
     GENERATORS,
     STATE,
@@ -52,8 +53,10 @@ from moecore.integrations.transformers.run_state import (
     set_host_generators,
     state_text,
 )
-from moecore.io import Saver, load
+from moecore.io import Saver, export_hf, load, save_adapters
 from moecore.io.checkpoint.directory import directory_of
+from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.io.hf.lora_merge import unmerged
 from moecore.parallel.attached import moe_state
 from moecore.parallel.shard.late_parameters import refuse_earlier
 from moecore.train.loss_scale import DynamicLossScale, is_fp16
@@ -263,3 +266,84 @@ class _StepOwner(TrainerCallback):
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.accelerator.owner.check()
+
+
+class ShardedAccelerator(Accelerator):
+    """An Accelerator that wraps no model and no optimizer, and clips through a `TrainStep`.
+
+    It has devices, data loaders and gathers, but no part of a step. Processes are data ranks to it:
+    cp ranks read the same batches.
+    """
+
+    owner: TrainStep  # set before the first step
+    cp: int = 1  # context parallel ranks, neighbours
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks with different data."""
+        return super().num_processes // self.cp
+
+    @property
+    def process_index(self) -> int:
+        """Index of this rank's data."""
+        return super().process_index // self.cp
+
+    def gather(self, tensor: Any) -> Any:
+        """Return tensors of all data ranks, one after the other along the first dim. Collective."""
+        gathered = super().gather(tensor)
+        return recursively_apply(self._of_data_ranks, gathered) if self.cp > 1 else gathered
+
+    def _of_data_ranks(self, gathered: Tensor) -> Tensor:
+        return gathered.unflatten(0, (self.num_processes, self.cp, -1))[:, 0].flatten(0, 1)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return False: the model is not placed by accelerate (see `ShardedDeviceMap`)."""
+        return False
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Return the model itself, on the device; that is what evaluation mode does."""
+        return super().prepare_model(model, device_placement, evaluation_mode=True)
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> Optimizer:
+        """Return the optimizer itself, which a checkpoint must know by its class."""
+        return optimizer
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward of a micro-batch's loss, times the loss scale of fp16."""
+        super().backward(self.owner.scale(loss), **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
+        """Clip the step's gradient over both meshes, at the norm that `owner` was made with."""
+        return self.owner.clip().total
+
+
+def export_into(model: nn.Module, folder: Path) -> None:
+    """Write a model into a directory that may exist, in place of an earlier export. Collective.
+
+    Of a model with adapters of peft that are not merged only the active ones are written.
+    """
+    if unmerged(model):
+        save_adapters(model, folder, adapter=cast(Any, model).active_adapter)
+        return
+    draft = folder / ".export"
+    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))  # a kill may have left one
+    export_hf(model, draft)
+    on_first_rank(lambda: _publish(draft, folder))
+
+
+def _publish(draft: Path, folder: Path) -> None:
+    """Move an export's files up; config.json, without which nothing loads, goes and comes last."""
+    config = folder / "config.json"
+    config.unlink(missing_ok=True)
+    for old in folder.glob("model*.safetensors*"):
+        old.unlink()
+    for file in sorted(draft.iterdir(), key=lambda file: file.name == config.name):
+        file.replace(folder / file.name)
+    draft.rmdir()

@@ -1,6 +1,6 @@
-"""save and load: one directory per step, written and read by all ranks together.
+"""save, load and verify: one directory per step, written and read by all ranks together.
 
-Both are the short form of what `Saver` also does in the background.
+The first two are the short form of what `Saver` also does in the background.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import CountOrZero, check_arguments
-from moecore.io.checkpoint.buffers import fresh_buffers
 from moecore.io.checkpoint.comparison import (
     Comparison,
     below,
@@ -44,6 +44,7 @@ from moecore.io.checkpoint.ranks import (
     on_every_rank,
     on_first_rank,
 )
+from moecore.io.checkpoint.shard_file import check_file, layout_of
 from moecore.io.checkpoint.snapshot import (
     Schedulers,
     Snapshot,
@@ -54,16 +55,18 @@ from moecore.io.checkpoint.stages import Part, join_stages, whole_of
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
+    fresh_buffers,
     listed_optimizers,
     restore_optimizer_state,
     restore_rng,
 )
 from moecore.io.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
-from moecore.io.checkpoint.verify import Verify, verify_files
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.across import find_stages
 from moecore.train.step import drop_step
 
+Verify = Literal["full", "sizes"]
+_THREADS = 4
 logger = logging.getLogger("moecore.io")
 
 
@@ -306,3 +309,53 @@ def _read(
         restore_optimizer_state(optimizer, state)
     restore_rng(rng)
     return {**manifest.facts.extra, **extra}
+
+
+def verify(
+    path: str | os.PathLike[str], how: Verify = "full", *, progress: Progress | None = None
+) -> Manifest:
+    """Check a checkpoint and return its manifest; nothing is loaded. Collective.
+
+    Args:
+        path: its directory.
+        how: "full" hashes every byte, each file on one rank; "sizes" looks at sizes and headers.
+        progress: called with (bytes done, bytes expected) of this rank.
+
+    Raises:
+        ValueError: on every rank, naming the first damaged file.
+        OSError: when a rank could not read.
+    """
+    check_arguments(verify, locals())
+    manifest = on_first_rank(lambda: read_manifest(Path(path)))
+    verify_files(Path(path), manifest, how, Meter(progress))
+    return manifest
+
+
+def verify_files(path: Path, manifest: Manifest, how: Verify, meter: Meter) -> None:
+    """Raise on every rank when a file is damaged; see `verify`."""
+    names = sorted(manifest.files)
+    if dist.is_initialized():
+        names = names[dist.get_rank() :: dist.get_world_size()]
+    if how == "full":
+        meter.expect(sum(manifest.files[name].size for name in names))
+
+    def check(name: str) -> Exception | None:
+        layout = layout_of(manifest.entries_of(name))
+        try:
+            problem = check_file(
+                path / name, layout, manifest.files[name], full=how == "full", meter=meter
+            )
+        except OSError as error:
+            return OSError(f"path ({path / name}) could not be read to verify it: {error}")
+        if problem is None:
+            return None
+        return ValueError(
+            f"path ({path / name}) must be as it was saved, but {problem}: load another checkpoint"
+        )
+
+    # Hashing runs without the interpreter's lock, so files go side by side.
+    with ThreadPoolExecutor(min(_THREADS, max(1, len(names)))) as pool:
+        mine = next((error for error in pool.map(check, names) if error is not None), None)
+    for error in gather(mine):
+        if error is not None:
+            raise error

@@ -22,10 +22,9 @@ from moecore.io.checkpoint.directory import Step, check_unused
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
 from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, layout_of
-from moecore.io.checkpoint.verify import verify
+from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item
-from moecore.io.hf.config import HFConfig, decoder_config_from_hf, read_config
-from moecore.io.hf.config_problems import config_problems
+from moecore.io.hf.config import HFConfig, config_problems, decoder_config_from_hf, read_config
 from moecore.io.hf.export import (
     ExportLayout,
     check_target,

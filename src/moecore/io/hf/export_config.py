@@ -9,8 +9,13 @@ from typing import Any, NoReturn
 from torch import nn
 
 from moecore.io.checkpoint.config_differences import TRAINING, training_only
-from moecore.io.hf.config import MTP_KEYS, HFConfig, decoder_config_from_hf, read_config
-from moecore.io.hf.config_problems import config_problems
+from moecore.io.hf.config import (
+    MTP_KEYS,
+    HFConfig,
+    config_problems,
+    decoder_config_from_hf,
+    read_config,
+)
 from moecore.io.hf.upcycled import upcycled_config
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder

@@ -1,4 +1,4 @@
-"""load_hf: fill a model from a Hugging Face directory; every rank reads its own shards only.
+"""load_hf fills a model from a Hugging Face directory, every rank its shards; init_hf from a seed.
 
 Names, shapes and dtypes are compared from the headers alone, on every rank, and all that is wrong
 is one error before the first value is written. Then each rank copies box after box of the files
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from typing import cast as as_type
 
 import torch
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import check_arguments
+from moecore.base.fields import Seed, check_arguments
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
-from moecore.io.checkpoint.buffers import fresh_buffers
 from moecore.io.checkpoint.config_differences import own_config
 from moecore.io.checkpoint.ranks import gather, on_every_rank, on_first_rank
-from moecore.io.hf.config_problems import config_problems
+from moecore.io.checkpoint.state import fresh_buffers
+from moecore.io.hf.config import config_problems
 from moecore.io.hf.files import (
     CONFIG,
     HFFiles,
@@ -47,7 +47,7 @@ from moecore.io.hf.target import (
 )
 from moecore.io.hf.verify import copy_problems
 from moecore.models.decoder import Decoder
-from moecore.moe.params import global_indices
+from moecore.moe.params import clean_name, global_indices, init_normal_
 from moecore.parallel.across import find_stages
 from moecore.train.step import drop_step
 
@@ -345,3 +345,44 @@ def _fill(target: Tensor, recipe: Recipe, sources: Mapping[str, Source], files: 
         for overlap in overlaps(indices, piece, recipe.shape, max_numel=most):
             part = local[overlap.target]
             part.copy_(source.read(files, overlap.source).view(part.shape))
+
+
+@torch.no_grad()
+def init_hf(model: nn.Module, seed: Seed = 0) -> None:
+    """Fill every parameter and buffer of a transformers model: the same values on every layout.
+
+    transformers' own initialisation knows no DTensors and no MoELayers. Norms are 1, biases 0
+    (gpt-oss's router bias and DeepSeek-V3's selection bias too), everything else is N(0, s^2) with
+    s the config's `initializer_range`; buffers that no file holds (rotary frequencies) are worked
+    out anew. No communication.
+
+    Args:
+        model: plain or parallelized, with storage; has a `config`.
+        seed: different seeds give independent models.
+
+    Raises:
+        ValueError: for a model that is not transformers'.
+        NotImplementedError: when a module's buffers cannot be worked out from its config.
+
+    Note: CPU and CUDA draw different values from the same seed.
+    """
+    check_arguments(init_hf, locals())
+    std = getattr(cast(Any, model).config, "initializer_range", None)
+    if std is None:
+        raise ValueError(
+            f"model ({type(model).__name__}) must be a transformers model, whose config has an "
+            "initializer_range: a Decoder has init_weights(seed)"
+        )
+    for name, param in model.named_parameters():
+        key = clean_name(name)
+        if key.endswith("bias"):
+            param.zero_()
+        elif param.ndim == 1 and key.endswith("weight"):  # only norms have such weights
+            param.fill_(1)
+        else:
+            init_normal_(param, std=std, key=key, seed=seed)
+    for name, buffer in model.named_buffers():
+        if clean_name(name).endswith("bias"):
+            buffer.zero_()
+    for buffer, value in fresh_buffers(model):
+        buffer.copy_(value)

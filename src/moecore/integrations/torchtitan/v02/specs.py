@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecore.integrations.torchtitan.missing import import_error
+from moecore.integrations.torchtitan.options import import_error
 
 try:
     from torchtitan.protocols.train_spec import TrainSpec, register_train_spec

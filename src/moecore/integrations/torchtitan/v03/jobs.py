@@ -21,7 +21,7 @@ from functools import partial
 
 from torch import nn
 
-from moecore.integrations.torchtitan.missing import import_error
+from moecore.integrations.torchtitan.options import import_error
 
 try:
     from torchtitan.protocols.model_spec import ModelSpec
