@@ -45,7 +45,7 @@ from moecore.base.options.precision import Precision
 from moecore.kernels.experts.triton_products import GATHER_FIRST
 from moecore.kernels.zigzag import held_tokens, row_borders
 from moecore.models import Decoder, DecoderConfig
-from moecore.models.decoder import Block
+from moecore.models.block import Block
 from moecore.moe.balance import LOSS_NAMES
 from moecore.moe.clones import Clones
 from moecore.moe.dispatch.clone_exchange import CloneExchange

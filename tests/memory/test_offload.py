@@ -28,7 +28,7 @@ from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.params import ParamReader
 from moecore.moe.records import ExpertInput
-from moecore.train.memory import offload as offload_module
+from moecore.train.memory import storages
 from moecore.train.memory.apply import apply_memory
 from moecore.train.memory.offload import Offload
 from tests.memory.blocks import (
@@ -163,7 +163,7 @@ def test_gradients_have_the_bits_of_those_without(name: str, run: Callable[[Mode
 def test_copies_may_end_as_late_as_somebody_waits_for_them(
     name: str, run: Callable[[Model], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload_module, "Streams", LateStreams)
+    monkeypatch.setattr(storages, "Streams", LateStreams)
     model = make(name)
     want = gradients(model, run)
     for parts in (part_of, part_or_block):

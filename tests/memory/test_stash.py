@@ -38,8 +38,7 @@ from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.parallel import dispatch
 from moecore.parallel.attached import moe_state
-from moecore.train.memory import offload as offload_module
-from moecore.train.memory import page_store
+from moecore.train.memory import page_store, storages
 from moecore.train.memory.apply import apply_memory, apply_stash
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
@@ -118,7 +117,7 @@ def test_gradients_have_the_bits_of_those_without(
     if run is None:
         run = one
     else:
-        monkeypatch.setattr(offload_module, "Streams", LateStreams)
+        monkeypatch.setattr(storages, "Streams", LateStreams)
     model = make_tower(3)
     want = gradients(model, run)
     stash = stashed(model)
@@ -147,7 +146,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {  # options of a tower, and widt
 
 @pytest.mark.parametrize("name", CASES)
 def test_with_other_options(group: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_module, "Streams", LateStreams)
+    monkeypatch.setattr(storages, "Streams", LateStreams)
     options, num_widths = CASES[name]
     model = make_tower(3, **options)
     want = gradients(model, in_order)

@@ -34,7 +34,7 @@ from moecore.attention.context_parallel import ring
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.models import Decoder, DecoderConfig, layers
-from moecore.models.decoder import Backbone
+from moecore.models.backbone import Backbone
 from moecore.models.layers import rotary_table
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch

@@ -170,7 +170,7 @@ def compared(
     assert nothing is None
     options = replace(plain, offload=PARTS, offload_fraction=fractions)
     watch = Watch()
-    with patch("moecore.train.memory.offload.Streams", LateStreams):
+    with patch("moecore.train.memory.storages.Streams", LateStreams):
         found, offload = trained(meshes, config, options, watch)
     assert found.keys() == want.keys() and offload is not None
     return {

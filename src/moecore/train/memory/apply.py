@@ -19,11 +19,10 @@ from moecore.base.options.memory import MemoryOptions, Recomputed
 from moecore.base.regions import running_again
 from moecore.moe.backends import separate_computation
 from moecore.moe.layer import RoutedLayer
-from moecore.train.memory.offload import Offload
+from moecore.train.memory.offload import Offload, within, wrap
 from moecore.train.memory.parts import Part, Use, find_parts, use_of
 from moecore.train.memory.recompute import recompute, sharing_outputs
 from moecore.train.memory.stash import Stash
-from moecore.train.memory.wrap import within, wrap
 
 
 def apply_memory(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import Count, OneOf, Rules, check_arguments, check_fields
-from moecore.models.decoder import Embedding
+from moecore.models.backbone import Embedding
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name, global_indices
 from moecore.moe.router import Router

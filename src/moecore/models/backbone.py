@@ -1,0 +1,160 @@
+"""Tokens -> normed hidden states: everything of a decoder but its head.
+
+Legend: B sequences, T tokens of a sequence, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moecore.attention.context_parallel.group import ContextParallel
+from moecore.attention.context_parallel.held import HeldTokens, check_documents
+from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.models.block import Block
+from moecore.models.config import DecoderConfig
+from moecore.models.layers import RMSNorm, rotary_table
+from moecore.models.tensor_parallel import TensorParallel
+from moecore.moe.params import local_param
+from moecore.parallel.pipeline.layout import Stage
+from moecore.parallel.pipeline.stages import runs_norm
+
+
+class Embedding(nn.Module):
+    """A table of V rows, whole on every tp rank.
+
+    Args:
+        config: the decoder.
+        dtype: dtype of the table.
+    """
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return x_BTD in the dtype of the table."""
+        return F.embedding(tokens_BT, local_param(self.weight))
+
+
+class Backbone(nn.Module):
+    """Everything but the head: tokens -> normed hidden states.
+
+    Args:
+        config: the decoder.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.tp: TensorParallel | None = None
+        self.cp: ContextParallel | None = None
+        self.context_groups: Mapping[int, ContextParallel] = {}  # by the cp of a forward
+        self.embed_tokens = Embedding(config, dtype=dtype)
+        self.layers = nn.ModuleList(Block(config, i, dtype=dtype) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
+        self.whole = Stage(
+            index=0,
+            embedding=True,
+            layers=tuple(range(config.num_layers)),
+            mtp=tuple(range(config.num_mtp_layers)),
+            loss=True,
+        )
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        sequence: Sequence | None = None,
+        *,
+        hidden: Tensor | None = None,
+        stage: Stage | None = None,
+    ) -> Tensor:
+        """Return x_BTD; under cp and tp only this rank's tokens of each row.
+
+        Args:
+            tokens_BT: int64 ids, the same on every cp and tp rank.
+            sequence: where they stand, from `sequence_of`; None = rows of one document each.
+            hidden: the residual stream x_BTD that enters a stage without the embedding.
+            stage: which part runs; None = all of it.
+        """
+        stage = self.whole if stage is None else stage
+        if sequence is None:
+            sequence = self.sequence_of(tokens_BT)
+        x_BTD = self.embed(tokens_BT, sequence) if stage.embedding else hidden
+        assert x_BTD is not None, "checked by Decoder.forward"
+        for index in stage.layers:
+            x_BTD = self.layers[index](x_BTD, sequence)
+        return self.norm(x_BTD) if runs_norm(stage, self.config.num_mtp_layers) else x_BTD
+
+    def sequence_of(
+        self,
+        tokens_BT: Tensor,
+        padding_mask_BT: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cp: int | None = None,
+    ) -> Sequence:
+        """Return where tokens stand, as blocks read it; see `Decoder.forward`.
+
+        Raises:
+            ValueError: for documents that are too long, are not those of the tokens, or cannot be
+                cut over cp, and for a cp without group.
+        """
+        ranks = self.ranks_of(cp)
+        (B, T), device = tokens_BT.shape, tokens_BT.device
+        if cu_seqlens is None:
+            if max_seqlen is not None:
+                raise ValueError(
+                    f"max_seqlen ({max_seqlen}) must be None without cu_seqlens, where rows are "
+                    "documents: leave it out"
+                )
+            sequence, longest = Sequence(), T
+            positions = torch.arange(T, device=device)
+        else:
+            sequence = packed_sequence(cu_seqlens, max_seqlen, (B, T), device)
+            assert sequence.positions_BT is not None
+            positions, longest = sequence.positions_BT, sequence.max_seqlen
+        if longest > self.config.max_seq_len:
+            raise ValueError(
+                f"sequence length ({longest}) must be <= max_seq_len ({self.config.max_seq_len}): "
+                "cut the documents, pass max_seqlen with packed ones, or raise max_seq_len"
+            )
+        if ranks is not None:
+            if cu_seqlens is not None:
+                check_documents(cu_seqlens, ranks.size)
+            held = HeldTokens(ranks, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+            sequence = replace(sequence, held=held)
+            positions = held.own(positions.view(-1, T)).view(*positions.shape[:-1], -1)
+        return replace(
+            sequence,
+            padding_mask_BT=None
+            if padding_mask_BT is None
+            else self.own(padding_mask_BT, sequence),
+            rotary=rotary_table(self.config, positions),
+        )
+
+    def ranks_of(self, cp: int | None) -> ContextParallel | None:
+        """Return the cp ranks of a forward; None = this rank alone."""
+        size = 1 if self.cp is None else self.cp.size
+        if cp in (None, size):
+            return self.cp
+        if cp not in self.context_groups:
+            raise ValueError(
+                f"cp ({cp}) must be one of {[size, *self.context_groups]}, which have groups of "
+                "ranks: parallelize with ContextOptions(dynamic=True), and plan for its data ranks"
+            )
+        return self.context_groups[cp]
+
+    def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
+        """Return the embeddings of this rank's tokens."""
+        return self.embed_tokens(self.own(tokens_BT, sequence))
+
+    def own(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
+        """Return this rank's tokens of whole rows."""
+        x_BT = sequence.own(x_BT)
+        return x_BT if self.tp is None else self.tp.own(x_BT)

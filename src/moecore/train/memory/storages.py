@@ -1,0 +1,309 @@
+"""Storages that leave the device after a forward has saved them, and return before backward.
+
+Handles of saved tensors stand for storages, each once however many views of it are saved. A store
+(`store.py`) has the copies: host memory, or pages. `Offload` calls this class where parts of blocks
+begin and end.
+
+    _pack           a tensor that is saved      -> a handle; its storage is taken, or stays
+    _put            a group of storages         -> starts to be copied out
+    _retire         a group that was copied out -> its device memory is freed
+    _fetch          a handle is unpacked        -> the storage, copied back at the latest now
+    _tend           handles have died           -> what is next starts to be copied back
+
+Note "streams": copies run on streams of their own, and device memory is freed after the current
+stream waits for the copy that still reads or writes it: no allocator event decides when, so all
+ranks and a CUDA graph's capture do the same. A part may run on another stream than its block, if
+that one begins by waiting for the block's. Host memory is given back by the last handle's death;
+whoever gets it next copies after work that has waited for its last reader.
+
+Note "order": a part has run backward when each of its handles has been unpacked, or has died. The
+copy back is launched once they all have died, or at the next unpacking, which is after the part's
+last operation was launched. A retained graph brings everything back once more.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moecore.base.saved import Handle, Kept, UsedRows, changed_in_place, used_rows
+from moecore.base.torch_names import storage_key, version
+from moecore.train.memory.groups import Copy, Group, Use, bytes_of
+from moecore.train.memory.host import HostPool
+from moecore.train.memory.store import HostStore, Store
+from moecore.train.memory.streams import Streams
+
+
+class _Offloaded:
+    """A view of a storage."""
+
+    __slots__ = ("_dtype", "_offset", "_shape", "_storages", "_stride", "_use")
+
+    def __init__(self, storages: SavedStorages, use: Use, tensor: Tensor) -> None:
+        self._storages, self._use = storages, use
+        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def unpack(self) -> Tensor:
+        """Return the view, of the storage as it was saved.
+
+        Raises:
+            RuntimeError: when it was changed in place since forward.
+        """
+        data = self._storages._fetch(self._use, self._shape)
+        view = torch.empty(0, dtype=self._dtype, device=data.device)
+        return view.set_(data.untyped_storage(), self._offset, self._shape, self._stride)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._storages._leave(self._use)
+
+
+class SavedStorages:
+    """Storages that a model's blocks save for backward, on the device or in a store.
+
+    Arguments are those of `Offload`.
+
+    Attributes:
+        kept_bytes: what forwards have saved so far in parts of layers but the last, from
+            `min_bytes` up.
+        out_bytes: how much of it was copied out; rows that are not in use count.
+        back_bytes: and back.
+        late_bytes: how much of that only when backward asked for it.
+        observe: gets each tensor that is taken; None = nobody does.
+    """
+
+    def __init__(
+        self, device: torch.device, fraction: float, min_bytes: int, max_host_bytes: int | None
+    ) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.fraction, self.min_bytes = fraction, min_bytes
+        self.kept_bytes = self.out_bytes = self.back_bytes = self.late_bytes = 0
+        self.observe: Callable[[Tensor], None] | None = None
+        self._streams = Streams(device)
+        self._pool = HostPool(
+            pinned=device.type == "cuda",
+            max_bytes=max_host_bytes,
+            device="meta" if device.type == "meta" else "cpu",
+        )
+        self._store: Store = HostStore(self._streams, self._pool)
+        self._nothing = torch.empty(0, device=device)
+        self._share = fraction  # of this forward
+        self._leaving: list[Group] = []  # groups whose device memory is not freed yet
+        # Storage -> the last copy of it. Its address would not do: a unit may free and allocate the
+        # memory of a storage that stays.
+        self._copies: dict[int, Copy] = {}
+        self._staying: dict[int, StorageWeakRef] = {}  # beyond the fraction, or held
+        self._done: list[Group] = []  # groups that have run backward just now
+        self._offered = self._taken = 0  # bytes of this forward
+        self._dead: deque[Use] = deque()
+        self._lock = threading.Lock()  # forward, autograd's thread, and whoever frees a graph
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is reserved, used or not."""
+        return self._pool.num_bytes
+
+    @property
+    def used_host_bytes(self) -> int:
+        """Host memory that handles hold."""
+        return self._pool.used_bytes
+
+    @property
+    def away(self) -> frozenset[int]:
+        """Storages (`StorageWeakRef.cdata`) whose copy in host memory backward waits for."""
+        return frozenset(key for key, copy in self._copies.items() if copy.piece is not None)
+
+    # Forward.
+
+    def _start_forward(self, share: float) -> None:
+        self._share = share
+        self._offered = self._taken = 0
+        with self._locked():
+            known = self._copies.items()
+            self._copies = {a: c for a, c in known if c.readers.alive or not c.ref.expired()}
+            self._staying = {a: ref for a, ref in self._staying.items() if not ref.expired()}
+
+    def _pack(self, group: Group, tensor: Tensor) -> Handle | None:
+        """Return the handle of a tensor; None leaves it to the other packers."""
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return None
+        used = used_rows(tensor)
+        if not self._store.takes(used):
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < max(self.min_bytes, 1) or tensor.device != self._streams.device:
+            return None
+        if storage_key(tensor) in group.weights:
+            return Kept(tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            return None
+        with self._lock:  # deaths meanwhile are counted by the next call
+            ref = StorageWeakRef(storage)
+            copy = self._copies.get(ref.cdata)
+            outlives = copy is not None and not copy.ref.expired()
+            if copy is None or not outlives or not copy.holds(tensor):
+                if outlives or not (group.layer.is_last or self._goes(ref, storage.nbytes())):
+                    return None
+                copy = self._new(tensor, ref, group, used)
+            use = Use(copy, group, copy.readers.join(), group.readers.join())
+        if self.observe is not None:
+            self.observe(tensor)
+        return _Offloaded(self, use, tensor)
+
+    def _goes(self, ref: StorageWeakRef, size: int) -> bool:
+        """Whether a storage that is saved for the first time is within the fraction."""
+        stays = self._staying.get(ref.cdata)
+        if stays is not None and not stays.expired():
+            return False
+        self._offered += size
+        self.kept_bytes += size
+        if self._taken + size <= self._share * self._offered:
+            self._taken += size
+            return True
+        self._staying[ref.cdata] = ref
+        return False
+
+    def _new(
+        self, tensor: Tensor, ref: StorageWeakRef, group: Group, used: UsedRows | None
+    ) -> Copy:
+        storage = tensor.untyped_storage()
+        counter = tensor.detach()
+        if not tensor.is_inference():
+            counter.data = self._nothing
+        copy = Copy(
+            size=storage.nbytes(),
+            ref=ref,
+            counter=counter,
+            version=version(tensor),
+            data=bytes_of(storage),
+            home=group.layer.stream,
+            used=used,
+        )
+        self._copies[ref.cdata] = copy
+        group.fresh.append(copy)
+        return copy
+
+    def _put(self, group: Group) -> None:
+        ready = [copy for copy in group.fresh if copy.readers.alive and copy.is_as_saved()]
+        going = self._store.put(ready)
+        self._taken -= sum(copy.size for copy in group.fresh if copy.piece is None)
+        if going:
+            self.out_bytes += sum(copy.size for copy in going)
+            self._leaving.append(group)
+
+    def _retire(self, is_due: Callable[[Group], bool]) -> None:
+        """Free the device memory of groups that were copied out."""
+        for group in self._leaving:
+            if is_due(group):
+                group.retire()
+        self._leaving = [group for group in self._leaving if not is_due(group)]
+
+    # Backward.
+
+    def _fetch(self, use: Use, shape: torch.Size) -> Tensor:
+        """Return a storage on the device, which the current stream may read from here on."""
+        copy, group = use.copy, use.group
+        with self._locked():
+            if version(copy.counter) != copy.version:
+                raise changed_in_place(shape, version(copy.counter), copy.version)
+            if copy.data is None:
+                self.late_bytes += copy.size
+                self._bring([copy])
+            data = copy.data
+            assert data is not None
+            if copy.is_back:
+                assert copy.busy is not None
+                current = self._streams.current()
+                copy.busy.hold(current)
+                if isinstance(current, torch.cuda.Stream) and current != copy.home:
+                    data.record_stream(current)
+            use.copy_turn, is_over = copy.readers.asked(use.copy_turn)
+            if is_over and copy.piece is not None:
+                copy.free()
+            group.is_asked = True
+            use.group_turn, is_over = group.readers.asked(use.group_turn)
+            if is_over:
+                self._done.append(group)
+        return data
+
+    def _bring_all(self, groups: Iterable[Group], gone: Sequence[Any] = ()) -> None:
+        """Start to copy back what is away of groups, in the order of backward.
+
+        Args:
+            groups: in that order.
+            gone: pieces that nobody asks for any more.
+        """
+        for group in groups:
+            copies = [c for c in reversed(group.fresh) if c.readers.alive and c.data is None]
+            if copies:
+                self._bring(copies, gone)
+                gone = ()
+        if gone:
+            self._store.give(gone)
+
+    def _bring(self, copies: Sequence[Copy], gone: Sequence[Any] = ()) -> None:
+        """Start to copy storages back."""
+        home = self._streams.current()
+        for copy in copies:
+            copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
+            copy.home, copy.is_back = home, True
+            self.back_bytes += copy.size
+        self._store.bring(copies, gone)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Within, no other thread changes anything; what has happened since is done first."""
+        with self._lock:
+            self._tend()
+            yield
+        self._tend_if_free()
+
+    def _leave(self, use: Use) -> None:
+        """Count the death of a handle, which may come at any time, within the lock too."""
+        self._dead.append(use)
+        self._tend_if_free()
+
+    def _tend_if_free(self) -> None:
+        while self._dead and self._lock.acquire(blocking=False):
+            try:
+                self._tend(more_may_die=True)
+            finally:
+                self._lock.release()
+
+    def _tend(self, *, more_may_die: bool = False) -> None:
+        """Bring back what is next, and free what no handle stands for.
+
+        Args:
+            more_may_die: wait for the other handles of a part that has run backward, which die one
+                after the other: what they stood for is given back with what comes.
+        """
+        if not self._dead and not self._done:
+            return
+        gone = []
+        while self._dead:
+            use = self._dead.popleft()
+            copy, group = use.copy, use.group
+            is_over = copy.readers.leave(use.copy_turn)
+            if not copy.readers.alive or (is_over and copy.piece is not None):
+                copy.free()
+            if not copy.readers.alive and copy.piece is not None:
+                gone.append(copy.piece)
+                copy.piece = None
+            if group.readers.leave(use.group_turn) and group.is_asked:
+                self._done.append(group)
+        done = [g for g in self._done if not (more_may_die and g.readers.alive)]
+        self._done = [group for group in self._done if group not in done]
+        for group in done:
+            group.is_asked = False
+        self._bring_all(chain.from_iterable(group.before for group in done), gone)
