@@ -25,12 +25,7 @@ from moecore.parallel.pipeline.stages import runs_norm
 
 
 class Embedding(nn.Module):
-    """A table of V rows, whole on every tp rank.
-
-    Args:
-        config: the decoder.
-        dtype: dtype of the table.
-    """
+    """A table of V rows, whole on every tp rank."""
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -42,12 +37,7 @@ class Embedding(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Everything but the head: tokens -> normed hidden states.
-
-    Args:
-        config: the decoder.
-        dtype: dtype of the parameters.
-    """
+    """Everything but the head: tokens -> normed hidden states."""
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()

@@ -35,7 +35,6 @@ class RMSNorm(nn.Module):
         dim: size of the last dim, over all tp ranks.
         eps: added to the mean square.
         over_tp: the last dim is cut over tp, so the mean square is taken over all tp ranks.
-        dtype: dtype of the weight.
     """
 
     def __init__(
@@ -66,10 +65,6 @@ class RMSNorm(nn.Module):
 
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary embedding.
-
-    Args:
-        config: the decoder.
-        dtype: dtype of the parameters.
 
     Attributes:
         observe_scores: gets turned queries and keys, the sequence and the scale in every forward;
@@ -132,12 +127,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), the feed-forward part of a dense layer.
-
-    Args:
-        config: the decoder.
-        dtype: dtype of the parameters.
-    """
+    """down(silu(gate(x)) * up(x)), the feed-forward part of a dense layer."""
 
     def __init__(
         self,

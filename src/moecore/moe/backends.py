@@ -48,7 +48,6 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
     """Raise a ValueError for a backend that does not exist or cannot compute these experts.
 
     Args:
-        name: the backend.
         spec: what is known of the experts.
     """
     if name not in get_args(ExpertBackend):
@@ -66,7 +65,6 @@ def separate_computation(name: str, *, has_more: bool) -> Computation | None:
     """Return what computes the experts in place of `expert_mlp`; None = nothing does.
 
     Args:
-        name: the backend.
         has_more: whether there is more than two matrices and an activation of `MoEConfig`: biases,
             low-rank updates, an activation of the model's own.
     """

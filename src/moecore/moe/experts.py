@@ -54,14 +54,12 @@ class Experts(nn.Module):
     and w2 that `adapt` adds, by the matrix's name.
 
     Args:
-        config: the layer.
         backend: how the matrices are multiplied.
         layout: names and order of the stored weights.
         own_activation: FC1's output [R, C] in fp32 -> [R, F], element by element, in place of the
             config's activation, which then tells whether there is a gate. Differentiable torch,
             no parameters; `expert_mlp`'s kernels do not know it.
         device: device of the parameters; "meta" allocates nothing.
-        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -414,7 +412,6 @@ def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager
     R is S the source rows are known by their storage, unless experts keep quantised ones instead.
 
     Args:
-        inp: of the experts.
         is_quantised: whether experts may keep the source rows in a format of their own.
     """
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():

@@ -89,7 +89,6 @@ class SharedRun:
 
     Args:
         forward: x_TD -> y_TD, or None where there are no shared experts.
-        x_TD: tokens.
         stream: where to run; None = on the current stream.
 
     Attributes:

@@ -47,9 +47,6 @@ class ModelView:
         config: of the native decoder or transformers model that the model is or holds; None =
             there is none.
 
-    Args:
-        model: parallelized or plain.
-
     Raises:
         ValueError: for a tensor on the meta device.
         NotImplementedError: for state that is no tensor.
@@ -166,7 +163,6 @@ def optimizer_state_to_fill(
 
     Args:
         optimizer: whose parameters it is for.
-        model: names them.
         matrices: "<slot>.<fqn>" -> dtype of state laid out like its parameter.
         scalars: likewise, of scalar state.
     """

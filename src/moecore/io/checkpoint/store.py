@@ -215,7 +215,6 @@ def begin(lock: RunLock, step: int, group: Group = None) -> Path:
 
     Args:
         lock: of the run; rank 0 takes it, where it does not hold it yet.
-        step: of the save.
         group: all ranks; None = the default group.
     """
 
@@ -248,7 +247,6 @@ def write(
     """Write a snapshot into a draft and publish it. Collective over `group`.
 
     Args:
-        draft: from `begin`.
         snapshot: what to keep; of its tensors only the layout is read.
         locals_: name -> their contents on this rank.
         keep: how many of the newest checkpoints stay; 0 = all.

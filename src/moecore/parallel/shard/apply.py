@@ -53,8 +53,6 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
 
     Args:
         model: cut over tp, ep and etp.
-        plan: of the model.
-        meshes: both views.
     """
     streams, owners = Streams(meshes.device_type), _owners(model)
     join = cache(concatenate)  # milliseconds each, and parameters have few

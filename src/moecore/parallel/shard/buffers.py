@@ -32,7 +32,6 @@ class BufferPlan:
 
     Attributes:
         holds: whole parameters, or sums of gradients.
-        dtype: of its elements.
         numel: of the largest of the layouts.
         places: the layouts, in the order of forward.
     """

@@ -40,17 +40,11 @@ class Gradients:
     """Those of one unit.
 
     Args:
-        params: of the unit.
-        layout: of their memory.
         transport: over the ranks that hold shards; None = this rank alone.
         replicas: groups of ranks that hold the same shards.
-        dtype: of the sums.
-        divisor: of the sums.
         accumulates: whether sums wait for the last micro-batch of a step.
-        streams: of the model.
 
     Attributes:
-        dtype, divisor: see above.
         reduces: whether the next `reduce` moves sums to the shards; else they wait for more.
         buffer: memory of the sums, in which units take turns; None = new ones each time, which
             become the gradients where nothing is scattered.
@@ -92,7 +86,6 @@ class Gradients:
         """Return what takes a whole parameter's gradient from a kernel; None where it has none.
 
         Args:
-            index: of the parameter.
             shape: of the gradient, in the parameter's order.
         """
         whole = self._params[index].whole
@@ -106,10 +99,7 @@ class Gradients:
         """Let a kernel put the gradient of a parameter where it is summed; else return it.
 
         Args:
-            index: of the parameter.
             shape: of the gradient, in the parameter's order.
-            compute: as of `GradSink.put`.
-            operands: too.
         """
         if self.defer(index, shape, compute, *operands):
             return None
@@ -306,7 +296,6 @@ class Gradients:
         """Add gradients of autograd to those of the shards.
 
         Args:
-            found: by parameter.
             taken: those that a kernel has put there.
         """
         for i in taken.difference(found):

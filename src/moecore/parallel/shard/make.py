@@ -52,8 +52,6 @@ def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
 
     Args:
         model: its MoE blocks are MoELayers; `request.check_layers` has taken it.
-        layers: those, by name.
-        request: the call.
 
     Raises:
         ValueError: for what tensor parallelism cannot cut, parameters that cannot be trained, and a
@@ -89,7 +87,6 @@ def cut_model(model: nn.Module, layers: Layers, meshes: Meshes) -> None:
     Args:
         model: whole, or cut over tp already.
         layers: its MoE layers by name.
-        meshes: both views.
     """
     p = meshes.parallel
     if p.tp > 1 and not is_cut(model):
@@ -121,9 +118,7 @@ class _Maker:
     """Makes the plans of units and parameters.
 
     Args:
-        model: cut.
         layers: its MoE layers by name.
-        request: the call.
         recipes: of the parameters that are gathered in FP8, by name.
         fp32: names of parameters that are gathered in their own dtype, as routers are.
     """
@@ -289,8 +284,6 @@ def check_parameters(
 
     Args:
         owned: units, their roles and own parameters.
-        name_of: the parameters' names.
-        options: which an error names.
         whole: whether experts are reduced over no rank.
     """
     for param, name in name_of.items():
@@ -341,9 +334,6 @@ def _prefetch(
     """Return what each unit gathers early in forward and in backward.
 
     Args:
-        model: of the units.
-        found: the units.
-        options: how far ahead.
         whole: experts that are not gathered.
     """
     if not options.prefetch_blocks:

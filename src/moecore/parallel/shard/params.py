@@ -38,20 +38,15 @@ class UnitParam:
 
     Args:
         slot: its place in the unit's buffers.
-        owners: where it stands.
         mesh: (replicate, shard) or (shard); None = no other data rank has a part in it.
         device_type: on which it is trained.
         is_cut: whether the ranks of the mesh's last dim have parts of it, or all of it each.
-        join: see `_placements`.
 
     Attributes:
-        sharded: see above.
         shard: this rank's part of it.
         whole: see above; None before the first gather.
         shape: of the whole on this rank, which tensor and expert parallelism have cut already.
         shard_shape: of the largest shard.
-        num_ranks: shard ranks.
-        rank: this one of them.
     """
 
     def __init__(
@@ -230,7 +225,6 @@ class Views:
     """Pieces of a unit's memory, one of each kind per parameter.
 
     Attributes:
-        flat: all of the memory.
         regions: the shards of all ranks.
         padded: this rank's part of each.
         own: that without padding.

@@ -49,7 +49,6 @@ class UnitOptions:
     Attributes:
         name: of messages.
         reduce_dtype: in which gradients are summed.
-        divisor: of the sum.
         cast_inputs: to which floating inputs of its modules are cast; None = as they are.
         stays: whether it stays whole from forward to backward.
         accumulates: whether its gradients wait for the last micro-batch of a step.
@@ -67,17 +66,9 @@ class Unit:
     """Modules whose parameters live together.
 
     Args:
-        modules: they run the unit.
         params: of one dtype and mesh.
-        layout: of their memory.
-        format: of what is gathered.
         shard_group: ranks that hold shards; None = this rank alone.
         replicas: groups of ranks that hold the same shards.
-        options: see there.
-        streams: of the model.
-
-    Attributes:
-        gradients: of its parameters.
     """
 
     def __init__(

@@ -123,10 +123,6 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     """Return the heads that are units of their own, in order: see the note "head".
 
     They come after a block, are in none, and share no parameter with another module.
-
-    Args:
-        model: the whole model.
-        blocks: of `find_blocks`.
     """
     heads: list[nn.Module] = []
     in_blocks = {module for block in blocks for module in block.modules()}
@@ -141,11 +137,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def find_ties(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return what tells whether a module's parameter is also one of a module reached without it.
-
-    Args:
-        model: that holds the modules.
-    """
+    """Return what tells whether a module's parameter is also one of a module reached without it."""
     holders, parents = Counter[int](), Counter[nn.Module]()
     for module in model.modules():
         holders.update(id(p) for p in module.parameters(recurse=False))
@@ -190,7 +182,6 @@ def forward_prefetch(model: nn.Module, units: Units, ahead: int) -> Prefetch:
     (multi-token prediction without labels), and what is gathered for it would be in vain.
 
     Args:
-        model: the whole model.
         units: of `find_units`, `first_use` without what is not gathered.
         ahead: how many groups; each head counts as one more.
     """
@@ -269,7 +260,6 @@ def _parts(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Mo
     """Return one module of each unit that begins in a group of blocks, in the order of first use.
 
     Args:
-        blocks: the group.
         first_routers: the first of each unit of routers.
     """
     layers = _layers(blocks)

@@ -198,8 +198,6 @@ class _Step:
     """One step of some parameters with one set of options.
 
     Args:
-        optimizer: whose state it is.
-        group: the options.
         params: all have a gradient.
     """
 
