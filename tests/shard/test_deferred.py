@@ -35,10 +35,11 @@ from moecore.kernels.rows.record import Rows
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.apply import shard_model
+from moecore.parallel.shard.engine import Engine
 from moecore.parallel.shard.weight_gradients import Product, WeightGradients
 from moecore.precision import linear as fp8_linear
 from moecore.precision import plain as deferred_linear
-from moecore.precision.deferred import defer_linears
+from moecore.precision.apply import defer_linears
 from tests.ranks import run_ranks
 from tests.shard.test_unit import BLOCKS, DIM, Model, freed_is_nan
 from tests.shard.test_unit import one_rank as one_rank  # a fixture of this module too
@@ -170,9 +171,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def deferring_linears() -> Iterator[None]:
     """Within, linears of models that are parallelized can defer."""
 
-    def shard(model: nn.Module, *args: Any) -> None:
+    def shard(model: nn.Module, *args: Any) -> Engine:
         defer_linears(model)
-        shard_model(model, *args)
+        return shard_model(model, *args)
 
     with patch.object(parallelize, "shard_model", shard):
         yield
