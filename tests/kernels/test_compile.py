@@ -42,8 +42,6 @@ from moecore.kernels.rows import (
     quantised_activation,
     record,
     shard_blocks,
-    used,
-    widen,
 )
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
@@ -237,7 +235,7 @@ def run_quantised_rows(travelled: bool) -> None:
     sources = quantised.quantise_rows(bf16(T, D), power_of_two=True, num_rows=ints())
     if travelled:
         sources = record.Rows.from_packed(fp8_rows.pack_rows(bf16(T, D)), D, torch.bfloat16)
-    widen.widen_rows(sources, ints())
+    record.widen_rows(sources, ints())
     blocks = quantised.gather_row_blocks(sources, ints(T * K), ints(T, K), ints())
     quantised.gather_row_blocks(sources, None, None, ints())
     quantised.tile_tokens(sources, ints(T * K), tiles)
@@ -311,7 +309,7 @@ def run_wide_wgrad() -> None:
 
 
 def run_used(row_bytes: int) -> None:
-    used.copy_used(*torch.zeros(2, T, row_bytes, dtype=torch.uint8), ints(1)[0])
+    rows.copy_used(*torch.zeros(2, T, row_bytes, dtype=torch.uint8), ints(1)[0])
 
 
 def run_pages(x_bytes: int, h_bytes: int, num_host_pages: int = 0, k: int = K) -> None:
