@@ -132,14 +132,7 @@ def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tenso
 
 
 def refuse_half(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
-    """Return why fused kernels of 16-bit numbers cannot take such a block; None = they can.
-
-    Args:
-        q: [B, T, H, d].
-        k: [B, S, h, d].
-        v: [B, S, h, v].
-        capability: the least of the device.
-    """
+    """Return why fused kernels of 16-bit numbers cannot take such a block; None = they can."""
     if not q.numel() or not k.numel() or not v.numel():
         return "queries, keys and values must not be empty: fused kernels leave such undefined"
     if not is_gpu(q):

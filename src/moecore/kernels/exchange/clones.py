@@ -44,17 +44,10 @@ BLOCK_BYTES = 1 << 15  # that a program moves at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneLayout:
-    """What all ranks agree on.
-
-    Attributes:
-        num_ranks: G.
-        set_bytes: of one set of slots.
-        num_programs: of a launch.
-        num_warps: of a program.
-    """
+    """What all ranks agree on."""
 
     num_ranks: int
-    set_bytes: int = SET_BYTES
+    set_bytes: int = SET_BYTES  # of one of the two sets of slots
     num_programs: int = 64
     num_warps: int = 16
 
@@ -101,15 +94,9 @@ class Places:
 
 
 class Piece(NamedTuple):
-    """Elements of an expert's row that travel together.
+    """Elements of an expert's row that travel together."""
 
-    Attributes:
-        width: W.
-        start: the first.
-        length: how many.
-    """
-
-    width: int
+    width: int  # W
     start: int
     length: int
 

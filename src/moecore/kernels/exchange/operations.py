@@ -103,21 +103,13 @@ def reduce_ref(y_GSN: Tensor, peers_T: Tensor, rank: int) -> Tensor:
 
 
 class Ptrs(NamedTuple):
-    """Tensors of a kernel. A spread moves words of 4 bytes and makes copies; a reduce, sums.
+    """Tensors of a kernel. A spread moves words of 4 bytes and makes copies; a reduce, sums."""
 
-    Attributes:
-        rows: [T, D] to spread, [R, D] to add.
-        peers: [T] int32 ranks by bit.
-        places: [S] int32.
-        slots: [S, N] int32; the places where they are the slots.
-        out: [R, D] or [T, D], out.
-    """
-
-    rows: Any
-    peers: Any
-    places: Any
-    slots: Any
-    out: Any
+    rows: Any  # [T, D] to spread, [R, D] to add
+    peers: Any  # [T] int32 ranks by bit
+    places: Any  # [S] int32
+    slots: Any  # [S, N] int32; the places where N = 1 and choices travel
+    out: Any  # [R, D] or [T, D], out
 
 
 # Numbers of a tuple would be specialised; those of a launch that may change are arguments.

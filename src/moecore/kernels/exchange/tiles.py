@@ -22,14 +22,9 @@ MAX_SLOTS = 4096  # slots that it looks at together
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of the rows of one operation.
+    """The columns of the rows of one operation."""
 
-    Attributes:
-        count: D.
-        itemsize: bytes of one.
-    """
-
-    count: int
+    count: int  # D
     itemsize: int
 
 
