@@ -3,7 +3,7 @@
     Ring         stages of two operands in shared memory that loading warps fill and groups read
     RowTiling    tiles of [R, N] outputs, by the map of `grouped/row_tiles.py`
     WeightTiling tiles of [e, M, N] outputs
-    loading      a kernel's LOAD begins the loads of a step, here are the loops over tiles and steps
+    loading      the loops over tiles and steps; a kernel's LOAD begins the loads of one step
     staging      a result goes through shared memory and leaves by TMA; where it ends, by threads
 
 A stage has two barriers: full when all that was announced for it has arrived, empty when all who
