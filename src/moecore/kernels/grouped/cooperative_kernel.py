@@ -174,7 +174,7 @@ def _consume(
 def sm90_bf16_grouped_kernel(
     a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # [e * N, K] as blocks [WIDTH, BLOCK_K], or [e * K, N] as blocks [BLOCK_K, BLOCK_N]
-    map_ptr,  # see `grouped/row_tiles.py`
+    map_ptr,  # see `rows/row_tiles.py`
     weights_ptr,  # [R] fp32, or None with h: the product alone
     h_ptr,  # [R, 2F], out
     h_desc,  # the same in blocks like those of out_desc
