@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from options import DEGREES, DTYPES, MOMENT_DTYPES, count, positive, whole
-
-from moecore.precision.roles import PrecisionName
+from options import DEGREES, add_common, check_wandb, whole
 
 SHARDING = tuple(d for d in DEGREES if d not in ("pp", "tp"))  # of transformers models
 
@@ -31,32 +28,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         metavar="FILE",
         help='.jsonl of "messages", "prompt" and "completion", or "text"; else plain text',
     )
-    add("--run-dir", type=Path, default=Path("runs/tuned"), help="all that a run leaves goes here")
     add("--eval-data", type=Path, nargs="+", default=[], metavar="FILE", help="held-out files")
     add("--eval-share", type=share, default=0.05, help="of --data, held out without --eval-data")
-    add("--eval-every", type=count, default=50, help="steps; 0 = no evaluation at all")
     add("--epochs", type=whole, default=1, help="times that all of --data is read")
     add("--max-steps", type=whole, help="optimizer steps of the whole run (None = of --epochs)")
-    add("--batch-size", type=whole, default=4, help="rows per data rank and micro-batch")
-    add("--grad-accum", type=whole, default=1, help="micro-batches per step")
-    add("--seq-len", type=whole, default=1024, help="tokens of a row, and most of a sequence")
-    add("--lr", type=positive, default=1e-5, help="peak of warm-up and cosine")
-    add("--aux-loss", type=positive, help="balance loss coefficient (None = no such loss)")
     add("--recompute", action="store_true", help="activations again in backward: less memory")
-    add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
-    add(
-        "--precision",
-        choices=get_args(PrecisionName),
-        help="products in FP8, on Hopper (None = all in --dtype)",
+    add_common(parser, SHARDING)
+    parser.set_defaults(
+        run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, lr=1e-5, eval_every=50
     )
-    add("--moment-dtype", default="float32", choices=MOMENT_DTYPES, help="of AdamW")
-    add("--seed", type=count, default=0, help="of the order of examples")
-    add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
-    add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
-    add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
-    for degree in SHARDING:
-        flag, text = f"--{degree.replace('_', '-')}", "parallel degree (None = what fits)"
-        add(flag, type=int, help=text, metavar="N")
+    parser.set_defaults(schedule_steps=None, expert_loads_every=10)  # no options here
     return parser.parse_args(arguments)
 
 
@@ -77,5 +58,4 @@ def check_arguments(args: argparse.Namespace, config: Any) -> None:
         raise ValueError(
             f"--seq-len ({args.seq_len}) must be <= max_position_embeddings ({longest}) of --model"
         )
-    if args.wandb and importlib.util.find_spec("wandb") is None:
-        raise ValueError(f"--wandb ({args.wandb}) must have wandb installed: pip install wandb")
+    check_wandb(args)

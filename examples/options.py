@@ -38,17 +38,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--run-dir", type=Path, default=Path("runs/demo"), help="checkpoints and metrics go here")
     add("--preset", default="tiny", help="which decoder, see moecore.models.PRESETS")
     add("--experts", default="auto", choices=get_args(ExpertBackend), help="how experts multiply")
     add("--data", type=Path, nargs="+", default=[], metavar="FILE", help='text, or jsonl "text"')
     add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
     add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
-    add("--batch-size", type=whole, default=8, help="rows per data rank and micro-batch")
-    add("--grad-accum", type=whole, default=1, help="micro-batches per step")
-    add("--seq-len", type=whole, default=256, help="bytes per row")
-    add("--lr", type=positive, default=3e-3, help="peak of warm-up and cosine")
-    add("--aux-loss", type=float, help="balance loss coefficient (None = the preset's)")
     add("--bias-rate", type=float, help="step of the expert bias (None = the preset's)")
     add("--quantile", action="store_true", help="sigmoid scores, a bias solved for even loads")
     add("--bias-per-micro-batch", action="store_true", help="of --quantile: solved before choosing")
@@ -76,21 +70,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--graph-dense", action="store_true", help="CUDA graphs of what is between exchanges")
     add("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
-    add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
-    add(
-        "--precision",
-        choices=get_args(PrecisionName),
-        help="products in FP8, on Hopper (None = all in --dtype)",
-    )
     add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
-    add("--moment-dtype", default="float32", choices=MOMENT_DTYPES, help="of AdamW")
-    add("--seed", type=count, default=0, help="of weights and data")
-    add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
-    add("--eval-every", type=count, default=0, help="steps between losses on held-out text")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add("--prompt", type=some, default="def ", help="what the sample continues")
     add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
-    add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     add(
         "--peak-tflops",
         type=positive,
@@ -98,11 +81,35 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add("--layout", help="of pipeline stages, such as 'Et*3|(tt|)*29m|L' (None = even)")
     add("--schedule", default="1f1b", choices=get_args(ScheduleName), help="of pipeline stages")
+    add_common(parser, DEGREES)
+    parser.set_defaults(run_dir=Path("runs/demo"), batch_size=8, seq_len=256, lr=3e-3, eval_every=0)
+    return parser.parse_args(arguments)
+
+
+def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
+    """Add what train.py and finetune_hf.py share; a script sets its defaults."""
+    add = parser.add_argument
+    add("--run-dir", type=Path, help="all that a run leaves goes here")
+    add("--batch-size", type=whole, help="rows per data rank and micro-batch")
+    add("--grad-accum", type=whole, default=1, help="micro-batches per step")
+    add("--seq-len", type=whole, help="tokens of a row, and most of a document's piece")
+    add("--lr", type=positive, help="peak of warm-up and cosine")
+    add("--aux-loss", type=float, help="balance loss coefficient (None = the model's)")
+    add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
+    add(
+        "--precision",
+        choices=get_args(PrecisionName),
+        help="products in FP8, on Hopper (None = all in --dtype)",
+    )
+    add("--moment-dtype", default="float32", choices=MOMENT_DTYPES, help="of AdamW")
+    add("--seed", type=count, default=0, help="of the order of the data, and of new weights")
+    add("--eval-every", type=count, help="steps between losses on held-out data; 0 = none")
+    add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
+    add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
-    for degree in DEGREES:
+    for degree in degrees:
         flag, text = f"--{degree.replace('_', '-')}", "parallel degree (None = what fits)"
         add(flag, type=int, help=text, metavar="N")
-    return parser.parse_args(arguments)
 
 
 def whole(text: str, least: int = 1) -> int:
@@ -201,6 +208,10 @@ def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
             f"--cuda-graph must not go with --pp {args.pp}, whose micro-batches wait for other "
             "ranks: drop it"
         )
+    check_wandb(args)
+
+
+def check_wandb(args: argparse.Namespace) -> None:
     if args.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError(f"--wandb ({args.wandb}) must have wandb installed: pip install wandb")
 

@@ -53,7 +53,7 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     """Run straight, then with a stop; return what each start prints on this rank."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     sys.path.insert(0, str(EXAMPLES))
-    script = importlib.import_module("finetune_hf")
+    script, loop = importlib.import_module("finetune_hf"), importlib.import_module("loop")
     words = f"{TWO_RANKS} {SAVING}"
 
     def start(run: str) -> str:
@@ -64,17 +64,17 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
         return printed.getvalue()
 
     straight = start("straight")
-    train_step = script.train_step
+    train_step = loop.train_step
 
     def stops(job: Any, step: int) -> Any:
         if step == STOP_AT:
             raise Stopped
         return train_step(job, step)
 
-    script.train_step = stops
+    loop.train_step = stops
     with pytest.raises(Stopped):
         start("stopped")
-    script.train_step = train_step
+    loop.train_step = train_step
     if rank == 0:
         (folder / "stopped" / ".export.draft").mkdir()  # of an export that was stopped, too
     return [straight, start("stopped"), start("stopped")]
@@ -139,6 +139,8 @@ def steps_of(examples: list[Any]) -> Iterator[list[int]]:
 
 def oracle(finetune: ModuleType, folder: Path) -> tuple[list[float], list[float], Any]:
     """Return the losses of all steps, the gradient norms, and the model that was trained."""
+    from schedule import lr_at
+
     examples, _ = examples_of(finetune, folder)
     steps = steps_of(examples)
     model = stock(folder / "tiny").train()
@@ -149,7 +151,7 @@ def oracle(finetune: ModuleType, folder: Path) -> tuple[list[float], list[float]
         loss = sum(part for part, _ in parts) / sum(n for _, n in parts)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.param_groups[0]["lr"] = finetune.lr_at(step, peak=3e-3, steps=STEPS)
+        optimizer.param_groups[0]["lr"] = lr_at(step, peak=3e-3, steps=STEPS)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -184,14 +186,15 @@ def test_one_rank_computes_the_same_and_routes_no_padding(
     shutil.copytree(folder / "tiny", tmp_path / "tiny")
     (tmp_path / "tiny" / "generation_config.json").unlink()  # which an export then makes
     routed: list[float] = []
-    launched = finetune.Launched
+    loop = importlib.import_module("loop")
+    launched = loop.Launched
 
     def seen(**fields: Any) -> Any:
         counts_of = fields["done"].metrics.tokens_per_expert
         routed.extend(float(counts.sum()) for counts in counts_of.values())
         return launched(**fields)
 
-    monkeypatch.setattr(finetune, "Launched", seen)
+    monkeypatch.setattr(loop, "Launched", seen)
     assert in_this_process(finetune, tmp_path, "one", f"{ONE_RANK} --checkpoint-every 0") == 0
     examples, _ = examples_of(finetune, folder)
     steps = [next(numbers) for numbers in [steps_of(examples)] * STEPS]

@@ -12,7 +12,9 @@ from tests.examples.test_train import corpus_of
 
 
 def packed(script: ModuleType, corpus: Any, *, ranks: int, accum: int, rank: int = 0) -> Any:
-    shape = script.BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=2, seq_len=16)
+    from data import BatchShape
+
+    shape = BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=2, seq_len=16)
     return script.packed_corpus(corpus, shape, seed=3, data_rank=rank)
 
 

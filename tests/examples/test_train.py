@@ -343,12 +343,14 @@ def test_a_folding_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
 def test_a_rank_prints_itself_what_rank_0_did_not_find(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from errors import print_rank_error
+
     waited: list[float] = []
     monkeypatch.setattr(sys, "argv", ["examples/train.py"])
     monkeypatch.setattr("time.sleep", waited.append)
     for error, waits in ((ValueError("of all ranks"), 1), (FileNotFoundError("of this one"), 0)):
         waited.clear()
-        assert script.print_rank_error(error, rank=1) == 2
+        assert print_rank_error(error, rank=1) == 2
         assert len(waited) == waits
         assert capsys.readouterr().err == f"train.py: error: {error}\n"
 
