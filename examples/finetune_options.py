@@ -9,7 +9,7 @@ from typing import Any
 
 from options import DEGREES, add_common, check_wandb, whole
 
-SHARDING = tuple(d for d in DEGREES if d not in ("pp", "tp"))  # of transformers models
+SHARDING = tuple(d for d in DEGREES if d not in ("pp", "cp", "tp"))  # of transformers models
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

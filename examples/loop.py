@@ -211,7 +211,7 @@ def train_step(job: Job, step: int) -> Launched:
     for group in (group for one in job.optimizers for group in one.param_groups):
         group["lr"] = lr_at(step, peak=args.lr, steps=args.schedule_steps or args.steps)
     batch = job.next_batch(step)
-    copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: tp ranks
+    copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
     counts = to_device(batch.counts(), job.device)
     dist.all_reduce(counts)
     counts //= copies
@@ -258,6 +258,7 @@ def batch_shape(args: argparse.Namespace, meshes: Meshes) -> BatchShape:
         grad_accum=args.grad_accum,
         batch_size=args.batch_size,
         seq_len=args.seq_len,
+        cp=meshes.parallel.cp,
     )
 
 

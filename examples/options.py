@@ -15,14 +15,30 @@ import torch
 from data import VOCAB_SIZE
 
 from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig, PipelineConfig
-from moecore.memory.options import RECOMPUTED, MemoryOptions, StashOptions
+from moecore.memory.options import (
+    GEMM_LAST,
+    OFFLOADED,
+    RECOMPUTED,
+    MemoryOptions,
+    StashOptions,
+)
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
 from moecore.parallelize import DispatcherName
 from moecore.pipeline.orders import ScheduleName
 from moecore.precision.roles import PrecisionName
 
-DEGREES = ("pp", "dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
+DEGREES = (
+    "pp",
+    "dp_shard",
+    "dp_replicate",
+    "cp",
+    "tp",
+    "ep",
+    "etp",
+    "edp_shard",
+    "edp_replicate",
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOMENT_DTYPES = {
     "float32": torch.float32,
@@ -58,13 +74,26 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         choices=("gemm_last", *RECOMPUTED),
         help="what backward computes again; gemm_last costs no product",
     )
+    add(
+        "--offload",
+        nargs="+",
+        default=(),
+        choices=OFFLOADED,
+        help="parts of a block whose activations lie in host memory until backward",
+    )
+    add("--offload-fraction", type=float, default=1.0, help="of their bytes, in [0, 1]")
     add("--stash", action="store_true", help="experts' rows in pages, where there is room for more")
     add("--clones", action="store_true", help="clones of hot experts on ranks with few tokens")
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
     add("--keep-experts", action="store_true", help="keep gathered or cast experts for backward")
-    add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
+    add(
+        "--blocks-per-unit",
+        type=whole,
+        default=1,
+        help="blocks whose parameters are gathered together",
+    )
     add("--fp8-gather", action="store_true", help="gather weights of blockwise products as FP8")
-    add("--no-overlap", action="store_true", help="nvlink: gradients home after, not beside")
+    add("--no-overlap", action="store_true", help="nvlink: weight gradients after the exchange")
     add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")
     add("--fp8-dispatch", action="store_true", help="nvlink: tokens travel and are kept as FP8")
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
@@ -208,7 +237,19 @@ def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
             f"--cuda-graph must not go with --pp {args.pp}, whose micro-batches wait for other "
             "ranks: drop it"
         )
+    memory_options(args)  # has rules of its own
     check_wandb(args)
+
+
+def check_rows(args: argparse.Namespace, parallel: ParallelConfig) -> None:
+    """Raise ValueError for rows that cp and tp ranks cannot share."""
+    cp, tp = parallel.cp, parallel.tp
+    multiple = cp * math.lcm(2, tp) if cp > 1 else tp
+    if args.seq_len % multiple:
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be a multiple of {multiple} with --cp {cp} and "
+            f"--tp {tp}: use {-(-args.seq_len // multiple) * multiple}"
+        )
 
 
 def check_wandb(args: argparse.Namespace) -> None:
@@ -233,7 +274,7 @@ def least_bytes(args: argparse.Namespace, config: DecoderConfig, device: torch.d
     A step's tokens and labels are int64, and each layer keeps its input for backward.
     """
     tokens = args.batch_size * args.seq_len
-    rows = tokens // max(1, args.tp or 1)
+    rows = tokens // max(1, args.tp or 1) // max(1, args.cp or 1)
     layers = config.num_layers // max(1, args.pp or 1)
     kept = rows * layers * config.dim * compute_dtype(args, device).itemsize
     return 2 * 8 * args.grad_accum * tokens + kept
@@ -264,8 +305,12 @@ def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:
 def memory_options(args: argparse.Namespace) -> MemoryOptions:
     """Return what is computed again in backward, and where experts' rows lie until then."""
     parts = tuple(args.recompute)
+    if len(parts) > 1 and "gemm_last" in parts:  # stands for more than one part
+        parts = (*GEMM_LAST, *(part for part in parts if part != "gemm_last"))
     return MemoryOptions(
         recompute="gemm_last" if parts == ("gemm_last",) else parts,
+        offload=tuple(args.offload),
+        offload_fraction=args.offload_fraction,
         stash=StashOptions() if args.stash else None,
     )
 
@@ -288,7 +333,8 @@ def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
         exact_rows=args.exact_rows,
         keep_rows=not args.send_again,
         fp8_dispatch=args.fp8_dispatch,
-        max_tokens=args.batch_size * args.seq_len // max(1, args.tp or 1),  # -1: not known yet
+        # A degree of -1 is not known yet.
+        max_tokens=args.batch_size * args.seq_len // max(1, args.tp or 1) // max(1, args.cp or 1),
     )
 
 

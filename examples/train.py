@@ -13,7 +13,8 @@ first step; docs/performance.md has what it reaches:
         --seq-len 4096 --batch-size 4 --lr 3e-4 --schedule-steps 40000 --dispatcher nvlink \
         --row-factor 1.5 --quantile --bias-per-micro-batch
 
-With --pp N a rank has a part of the layers, cut as --layout says: docs/pipeline.md.
+With --pp N a rank has a part of the layers, cut as --layout says: docs/pipeline.md. With --cp N so
+many ranks share each row of tokens: docs/sequences.md.
 
 With --precision blockwise the products of experts and projections are in FP8, with --dtype float16
 losses are scaled: docs/precision.md.
@@ -61,6 +62,7 @@ from options import (
     MOMENT_DTYPES,
     check_arguments,
     check_memory,
+    check_rows,
     compute_dtype,
     memory_options,
     model_config,
@@ -259,7 +261,8 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
 def check(args: argparse.Namespace, world_size: int) -> DecoderConfig:
     """Return the config of the model; raise ValueError for arguments that do not fit together."""
     config = model_config(args)
-    parallel_config(args, world_size, num_experts=config.moe.num_experts).resolve(world_size)
+    parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
+    check_rows(args, parallel.resolve(world_size))
     check_arguments(args, config)
     return config
 
