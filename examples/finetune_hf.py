@@ -1,7 +1,8 @@
 r"""Fine-tune a Hugging Face Mixture-of-Experts model: one command to a directory that vLLM serves.
 
     python examples/tiny_hf.py runs/tiny                        a tiny model and chats, to try it
-    python examples/finetune_hf.py --model runs/tiny --data runs/tiny/chats.jsonl --lr 3e-3
+    python examples/finetune_hf.py --model runs/tiny --data runs/tiny/chats.jsonl --lr 3e-3 \
+        --epochs 25 --seq-len 256 --batch-size 1 --eval-share 0
     torchrun --nproc-per-node 8 examples/finetune_hf.py --model hf/Qwen3-30B-A3B --ep 8 \
         --data chats.jsonl --run-dir runs/mine --recompute
 

@@ -277,6 +277,35 @@ def test_stock_transformers_reload_it_with_equal_logits(
     assert mean_loss(reloaded, held_out) == pytest.approx(wanted, rel=1e-5)
 
 
+def first_try(page: str) -> list[str]:
+    """The options of the command that a page has for the tiny model."""
+    text = (EXAMPLES.parent / page).read_text().replace("\\\n", " ")
+    line = text.split("--data runs/tiny/chats.jsonl")[1].splitlines()[0]
+    return line.partition("#")[0].split()
+
+
+@pytest.mark.slow
+def test_a_tuned_model_answers_its_chats(finetune: ModuleType, tmp_path: Path) -> None:
+    """By the command of the pages; fewer chats make fewer steps of an epoch, so epochs are more."""
+    options = first_try("README.md")
+    assert options == first_try("docs/finetuning.md")
+    sizes = SIZES | dict(hidden_size=64, head_dim=16, moe_intermediate_size=32)
+    importlib.import_module("tiny_hf").make(tmp_path / "tiny", **sizes)
+    lines = (tmp_path / "tiny" / "chats.jsonl").read_text().splitlines()
+    number = next(i for i, line in enumerate(lines) if "What does bisect.insort_left do?" in line)
+    some = lines[max(0, number - 10) : number + 10]
+    (tmp_path / "some.jsonl").write_text("\n".join(some))
+    where = ["--model", str(tmp_path / "tiny"), "--run-dir", str(tmp_path / "tuned")]
+    where += ["--data", str(tmp_path / "some.jsonl")]
+    words = [*where, *options, "--epochs", "50", "--checkpoint-every", "0"]
+    assert finetune.run_rank(finetune.parse_arguments(words)) == 0
+    ask = transformers.pipeline("text-generation", str(tmp_path / "tuned" / "export"))
+    for messages in (json.loads(line)["messages"] for line in some):
+        for i in range(0, len(messages), 2):
+            chat = ask(messages[: i + 1], max_new_tokens=80)[0]["generated_text"]
+            assert chat[i + 1]["content"] == messages[i + 1]["content"]
+
+
 @pytest.mark.parametrize(("scaling", "in_chunks"), [(1.0, False), (4.0, False), (None, True)])
 def test_the_loss_is_the_models_own(
     scaling: float | None, in_chunks: bool, finetune: ModuleType
