@@ -77,6 +77,7 @@ SHOWN = (
     "graph_dense",
     "cuda_graph",
     "recompute",
+    "offload",
     "stash",
     "clones",
     "gather_once",
@@ -90,6 +91,7 @@ SHOWN = (
     "send_again",
     "fp8_dispatch",
     "ep",
+    "cp",
     "tp",
     "dp_shard",
 )
