@@ -27,9 +27,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ import torch.distributed as dist
 from batches import digest_of, packed_examples, split_examples
 from chat import Example, Examples, read_examples
 from data import BatchShape, PackedSteps, StepBatch, to_device
-from finetune_options import check_arguments, parse_arguments
 from hf_model import (
     WithLoss,
     build_hf,
@@ -49,7 +49,15 @@ from hf_model import (
 )
 from loop import Job, batch_shape, begins, ranks_of, run, say, start
 from metrics import Metrics
-from options import MOMENT_DTYPES, compute_dtype, parallel_config
+from options import (
+    DEGREES,
+    MOMENT_DTYPES,
+    add_common,
+    check_wandb,
+    compute_dtype,
+    parallel_config,
+    whole,
+)
 from report import make_run_dir
 from torch import Tensor
 
@@ -58,6 +66,7 @@ from moecore.hf import load_hf
 from moecore.optim import AdamW
 
 EXPORT = "export"
+SHARDING = tuple(d for d in DEGREES if d not in ("pp", "cp", "tp"))  # of transformers models
 
 
 @dataclass(kw_only=True)
@@ -230,11 +239,55 @@ def build_model(args: argparse.Namespace, config: object, meshes: Meshes) -> Wit
     return model
 
 
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the arguments of a run; None = those of the command line."""
+    parser = argparse.ArgumentParser(
+        description="Fine-tune a Hugging Face Mixture-of-Experts model on chats, prompts or text.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="config, tokenizer and weights")
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help='.jsonl of "messages", "prompt" and "completion", or "text"; else plain text',
+    )
+    add("--eval-data", type=Path, nargs="+", default=[], metavar="FILE", help="held-out files")
+    add("--eval-share", type=share, default=0.05, help="of --data, held out without --eval-data")
+    add("--epochs", type=whole, default=1, help="times that all of --data is read")
+    add("--max-steps", type=whole, help="optimizer steps of the whole run (None = of --epochs)")
+    add("--recompute", action="store_true", help="activations again in backward: less memory")
+    add_common(parser, SHARDING)
+    parser.set_defaults(
+        run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, lr=1e-5, eval_every=50
+    )
+    parser.set_defaults(schedule_steps=None, expert_loads_every=10)  # no options here
+    return parser.parse_args(arguments)
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"({text}) must be a number in [0, 1)")
+    return value
+
+
 def check(args: argparse.Namespace, world_size: int) -> Any:
     """Return the config of the model; raise ValueError for arguments that do not fit it."""
     config = read_config(args.model)
     parallel_config(args, world_size, num_experts=num_experts(config)).resolve(world_size)
-    check_arguments(args, config)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_len > longest:
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be <= max_position_embeddings ({longest}) of --model"
+        )
+    check_wandb(args)
     return config
 
 
