@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from data import BatchShape, PackedSteps, StepBatch, to_device
+from data import BatchShape, PackedSteps, to_device
 from errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -38,7 +37,6 @@ from options import DEGREES, loss_scale
 from report import Report, make_run_dir
 from resume import KEPT_CHECKPOINTS, checkpoint_dir, resume
 from schedule import is_due, lr_at
-from torch import Tensor
 
 from moecore import Meshes, TrainStep
 from moecore.checkpoint import Saver
@@ -47,8 +45,17 @@ CPU_RANKS = 2
 
 
 @dataclass(kw_only=True)
-class Job(ABC):
+class Job:
     """One rank's part of a run that is ready to train; loads the last checkpoint, if there is one.
+
+    A script's subclass has the methods that differ:
+
+        begin()                          prints what is trained, before the first step of a start
+        next_batch(step)                 -> StepBatch of this rank
+        forward_backward(labels, batch)  -> this rank's part of the mean loss over all data ranks'
+                                         labels, an int64 scalar, after backward
+        evaluate()                       -> loss on held-out data, or None; waits for the device
+        finish()                         leaves the result of a run whose steps are done
 
     Attributes:
         model: parallelized, with weights.
@@ -89,34 +96,9 @@ class Job(ABC):
         self.start = resume(self.args, self.model, self.optimizers, self.facts, self.owner, sampler)
         self.reader = torch.cuda.Stream() if self.device.type == "cuda" else None
 
-    @abstractmethod
-    def begin(self) -> None:
-        """Print what is trained, before the first step of this start."""
-
-    @abstractmethod
-    def next_batch(self, step: int) -> StepBatch:
-        """Return what this rank reads in a step."""
-
-    @abstractmethod
-    def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
-        """Run a step's micro-batches; return this rank's part of the mean loss over all labels.
-
-        Args:
-            num_labels: int64 scalar, those of all data ranks.
-            batch: of this rank.
-        """
-
-    @abstractmethod
-    def evaluate(self) -> float | None:
-        """Return the loss on held-out data; None = there is none. Waits for the device."""
-
     def more_metrics(self, labels: int, tokens: int, pairs: int, seconds: float) -> Metrics:
         """Return a script's own metrics of a step: see `StepBatch.counts`."""
         return {}
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Leave the result of the run; all steps are done, now or at an earlier start."""
 
 
 def start(
@@ -194,7 +176,12 @@ def train(job: Job) -> None:
                 log(job, running, report)
                 raise
             saved = is_due(step, every=args.checkpoint_every, steps=args.steps)
-            log(job, running, report, keep=0 if saved or step in (job.start + 1, args.steps) else 1)
+            log(
+                job,
+                running,
+                report,
+                keep=0 if saved or step in (job.start + 1, args.steps) else 1,
+            )
             saver.check()  # a save that failed in the background ends the run here
             if saved:
                 job.owner.check()  # no checkpoint of a step whose tokens got lost

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -28,17 +28,7 @@ from moecore.parallelize import DispatcherName
 from moecore.pipeline.orders import ScheduleName
 from moecore.precision.roles import PrecisionName
 
-DEGREES = (
-    "pp",
-    "dp_shard",
-    "dp_replicate",
-    "cp",
-    "tp",
-    "ep",
-    "etp",
-    "edp_shard",
-    "edp_replicate",
-)
+DEGREES = tuple(field.name for field in fields(ParallelConfig))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOMENT_DTYPES = {
     "float32": torch.float32,
