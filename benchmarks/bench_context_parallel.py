@@ -63,7 +63,7 @@ from moecore.attention.sequence import Sequence
 from moecore.models import Decoder, preset
 from moecore.moe.forced import force_even_load
 from moecore.optim import AdamW
-from moecore.planning.trace import break_down
+from moecore.planning.report import break_down
 
 Call = Callable[[], Any]
 Row = dict[str, Any]

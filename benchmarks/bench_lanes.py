@@ -38,7 +38,7 @@ from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.state import moe_state
-from moecore.planning.trace import COMMUNICATION, Kernel, break_down, category_of, covered
+from moecore.planning.report import COMMUNICATION, Kernel, break_down, category_of, covered
 
 EXCHANGE = "SendRecv"  # NCCL's kernel of an all-to-all
 WAITING = "spin_kernel"  # that of `DelayedLink`

@@ -32,8 +32,8 @@ from moecore import FSDPOptions, MemoryOptions, NVLinkOptions, ParallelConfig, P
 from moecore.models import preset
 from moecore.moe.forced import force_even_load
 from moecore.planning import OptimizerOptions, TrainingRun
-from moecore.planning.build import model_of, optimizer_of
 from moecore.planning.on_gpu import between, mark
+from moecore.planning.run import model_of, optimizer_of
 from moecore.precision.roles import Precision
 from moecore.step import TrainStep
 

@@ -44,7 +44,7 @@ from benchmarks.records import RESULTS, Environment
 from benchmarks.trace import trace
 from moecore.models.size import active_params, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
-from moecore.planning.trace import Breakdown, table
+from moecore.planning.report import Breakdown, table
 
 sys.path.insert(0, str(ROOT / "examples"))
 

@@ -1,4 +1,4 @@
-"""What runs on this rank's GPU in some steps; `moecore.planning.trace` sums it up."""
+"""What runs on this rank's GPU in some steps; `moecore.planning.report` sums it up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moecore.planning.trace import Breakdown, Kernel, break_down
+from moecore.planning.report import Breakdown, Kernel, break_down
 
 
 def trace(step: Callable[[], object], *, num_steps: int = 1) -> Breakdown:

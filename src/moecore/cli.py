@@ -19,10 +19,8 @@ from moecore._fields import check_value
 from moecore.checkpoint.directory import Step, latest, prunable, prune, whole_directories
 from moecore.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.checkpoint.meter import Progress
-from moecore.planning.command import add_plan
-from moecore.planning.dry_run_command import add_dry_run
+from moecore.planning.commands import add_dry_run, add_plan, add_report
 from moecore.planning.measure import add_measure
-from moecore.planning.report_command import add_report
 from moecore.usage import UsageError
 
 DESCRIPTION = """\

@@ -10,8 +10,8 @@ import torch
 
 from moecore import FSDPOptions, MemoryOptions, ParallelConfig, PipelineConfig
 from moecore.models import preset
-from moecore.planning import OptimizerOptions, TrainingRun, memory, plan_memory
-from moecore.planning.alike import few_layers, lone_rank
+from moecore.planning import OptimizerOptions, TrainingRun, memory, plan_memory, stored
+from moecore.planning.stored import few_layers, lone_rank
 from moecore.precision.roles import Precision
 
 DEEP = replace(preset("tiny-deepseek-v3"), num_layers=7, dense_layers=(0, 1))
@@ -56,8 +56,8 @@ def test_plans_are_those_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatc
     found = plan_memory(run)
     assert few_layers(run) is not None
     monkeypatch.setattr(memory, "few_layers", lambda run: None)
-    monkeypatch.setattr(memory, "lone_rank", lambda run, own: None)
-    monkeypatch.setattr(memory, "shallow", lambda run: None)
+    monkeypatch.setattr(stored, "lone_rank", lambda run, own: None)
+    monkeypatch.setattr(stored, "shallow", lambda run: None)
     assert found == plan_memory(run)
 
 

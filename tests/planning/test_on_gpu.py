@@ -22,14 +22,14 @@ from moecore.planning import (
     GpuRun,
     OptimizerOptions,
     TrainingRun,
+    commands,
     dry_run,
-    dry_run_command,
     fake_world,
     plan_peak,
     run_on_gpu,
 )
 from moecore.planning.on_gpu import started
-from moecore.planning.recorder import ALIGNMENT
+from moecore.planning.record import ALIGNMENT
 from moecore.planning.stand_ins import repeat_rows, stand_ins
 
 CPU = torch.device("cpu")
@@ -193,7 +193,7 @@ def test_the_command_prints_both(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = GpuRun(rank=3, held=10**9, peak=2 * 10**9, seconds=0.25)
-    monkeypatch.setattr(dry_run_command, "run_on_gpu", lambda run, rank: real)
+    monkeypatch.setattr(commands, "run_on_gpu", lambda run, rank: real)
     command = ["dry-run", "--preset", "tiny-qwen3", "--gpus", "4", "--pp", "2", "--seq-len", "64"]
     command += ["--layout", "Ett|L", "--rank", "3", "--on-gpu"]
     assert main(command) == 0

@@ -22,10 +22,9 @@ from moecore.planning import (
     plan_time,
     time_step,
 )
-from moecore.planning.pieces import Pieces
-from moecore.planning.step_time import run_queue
-from moecore.planning.time_plan import pieces_of
-from moecore.planning.work import placed
+from moecore.planning.pieces import Pieces, pieces_of
+from moecore.planning.record import placed
+from moecore.planning.times import run_queue
 from moecore.precision.roles import Precision
 
 TABLE = CostTable.of("h200-141")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moecore.planning.trace import OTHER, Kernel, break_down, category_of, table
+from moecore.planning.report import OTHER, Kernel, break_down, category_of, table
 from tests.kernels.every_kernel import OF_SEVERAL_RANKS, every_kernel
 
 US = 1e-3  # ms

@@ -24,9 +24,9 @@ from moecore.planning.costs import CostTable
 from moecore.planning.foldings import TWICE
 from moecore.planning.gpus import GPUS
 from moecore.planning.levers import has_fp8
-from moecore.planning.peak import plan_peak
+from moecore.planning.memory import plan_peak
 from moecore.planning.run import TrainingRun
-from moecore.planning.time_plan import TimePlan, plan_time
+from moecore.planning.times import TimePlan, plan_time
 from moecore.precision.roles import Precision
 
 LEAST = 0.01  # of the tokens per second that are worth a change

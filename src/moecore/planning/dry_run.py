@@ -15,11 +15,12 @@ of the rows: of a second run, which has no more room.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore._fields import CountOrZero, check_arguments
@@ -27,14 +28,21 @@ from moecore._streams import dry_streams
 from moecore.kernels.common import launches_on_meta
 from moecore.memory.on_meta import OnMeta
 from moecore.memory.stash import Stash
+from moecore.models import Decoder
 from moecore.moe.state import moe_state
 from moecore.optim.adamw import AdamW
-from moecore.planning.build import model_of, optimizer_of
-from moecore.planning.pieces import END, Start, cut
-from moecore.planning.recorder import Recorder
-from moecore.planning.run import TrainingRun
-from moecore.planning.work import Queued, Work
-from moecore.planning.world import fake_world, new_garbage, quiet
+from moecore.planning.record import (
+    END,
+    Pass,
+    Queued,
+    Recorder,
+    Start,
+    Work,
+    fake_world,
+    new_garbage,
+    quiet,
+)
+from moecore.planning.run import TrainingRun, model_of, optimizer_of
 from moecore.step import TrainStep
 
 ADAMW = "_adamw_kernel"
@@ -125,6 +133,35 @@ def _dry_run(run: TrainingRun, rank: int) -> DryRun:
             queued=tuple(_with_bytes(recorder.queued, moved)),
             starts=tuple(recorder.starts),
         )
+
+
+def cut(model: Decoder, begin: Callable[[Pass, str], None]) -> None:
+    """Have `begin` called wherever a part of a model begins a pass."""
+    calls: dict[str, int] = {}
+
+    def watch(module: nn.Module, part: str) -> None:
+        def before(*_: Any) -> None:
+            calls[part] = calls.get(part, 0) + 1
+            begin("F", name())
+
+        def behind(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                own = name()
+                output.register_hook(lambda _: begin("B", own))
+
+        def name() -> str:  # later embeddings of a micro-batch are those of predictions
+            return "predictions" if part == "embedding" and calls[part] > 1 else part
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(behind)
+
+    model.register_forward_pre_hook(lambda *_: calls.clear())
+    watch(model.model.embed_tokens, "embedding")
+    for i, layer in enumerate(model.layers):
+        watch(layer, f"layer {i}")
+    for layer in model.mtp:
+        watch(layer, "predictions")
+    watch(model.lm_head, "head")
 
 
 def _moved(optimizer: AdamW, param: Tensor) -> int:

@@ -44,9 +44,8 @@ from moecore.planning.costs import CostTable, Point
 from moecore.planning.dry_run import dry_run
 from moecore.planning.gpus import GPUS, NODE
 from moecore.planning.on_gpu import started
-from moecore.planning.operations import SUMS
+from moecore.planning.record import SUMS, Work
 from moecore.planning.run import TrainingRun
-from moecore.planning.work import Work
 
 Call = Callable[[], Any]
 WARM_UP_S, ROUNDS, MOST = 0.3, 15, 1000

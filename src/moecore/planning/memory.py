@@ -1,22 +1,17 @@
-"""Bytes that each pipeline rank of a run holds, by kind.
+"""The most bytes that each pipeline rank of a run holds at once, and bytes by kind.
 
-    TrainingRun -> ShardPlan of each pipeline rank    parameters, gradients, buffers of units
-                -> kept_bytes of a model on meta      what each block's forward leaves
-                -> Schedule                           how many forwards wait for their backward
-
-These are the records that the run itself uses, made in a fake world: there is no formula beside
-them. Ranks of a pipeline stage hold as much as its first one, or less.
-
-A sum of kinds, some of which are never there at once: `plan_peak` has what is. Not counted: what an
-operation needs while it runs, what an allocator cannot use, NCCL's buffers.
+TrainingRun -> ShardPlan of each pipeline rank    parameters, gradients, buffers of units
+-> kept_bytes of a model on meta      what each block's forward leaves
+-> Schedule                           how many forwards wait for their backward
+Pieces of few layers -> levels of all layers, in the order of the rank's schedule -> `plan_peak`
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,21 +23,33 @@ from moecore.memory.kept import KeptBytes, ModelKept, kept_bytes
 from moecore.mesh import build_meshes
 from moecore.models import Decoder
 from moecore.moe.state import moe_state
-from moecore.optim.adamw import AdamW
-from moecore.parallelize import parallelize_moe, plan_sharding
+from moecore.parallelize import parallelize_moe
 from moecore.pipeline.layout import Stage
-from moecore.pipeline.orders import actions_of
+from moecore.pipeline.orders import Action, Item, actions_of
 from moecore.pipeline.schedule import Schedule, make_schedule
-from moecore.planning.alike import deeper, few_layers, lone_rank, shallow
-from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.planning.world import fake_world, quiet
-from moecore.shard.plan import ShardPlan
-from moecore.shard.size import RankBytes, rank_bytes
+from moecore.planning.pieces import (
+    MIDDLE,
+    Piece,
+    Pieces,
+    like_of,
+    pages_of,
+    pieces_of,
+    small_of,
+    timed_stages,
+)
+from moecore.planning.record import PASSES, Pass, fake_world, quiet
+from moecore.planning.run import TrainingRun
+from moecore.planning.stored import (
+    WHOLE,
+    _rank_size,
+    _stored,
+    few_layers,
+    held_bytes,
+    sizes_of,
+    stages_of,
+    state_bytes,
+)
 from moecore.tables import columns, shown_bytes
-
-WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
-WITHIN_STEP = ("gradients", "sums over micro-batches")  # what is stored, but not between steps
-SAMPLE = 1 << 20  # elements whose optimizer state is counted
 
 
 class _Forward(NamedTuple):
@@ -171,46 +178,6 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
     return MemoryPlan(run=run, ranks=tuple(ranks))
 
 
-def stages_of(run: TrainingRun) -> Sequence[Stage]:
-    """Return the stages of a run, in the order of forward."""
-    if run.pipeline is None:
-        return [WHOLE]
-    model = run.model
-    layout = run.pipeline.stages(run.resolved.pp, model.num_layers, model.num_mtp_layers)
-    layout.chunks(run.resolved.pp)  # refused where these do not divide
-    return layout.stages
-
-
-def stored_bytes(run: TrainingRun) -> int:
-    """Return the bytes of parameters that the pipeline rank with the most of them stores."""
-    return max(size.parameters for size in sizes_of(run))
-
-
-def held_bytes(run: TrainingRun) -> tuple[int, ...]:
-    """Return what each pipeline rank holds between steps, with all state on the device."""
-    return tuple(
-        sum(n for kind, n in _stored(run, size).items() if kind not in WITHIN_STEP)
-        for size in sizes_of(run)
-    )
-
-
-def sizes_of(run: TrainingRun) -> list[RankBytes]:
-    """Return what each pipeline rank stores."""
-    stages = stages_of(run)
-    rank_of = ranks_of(run)
-    ranks = [[s for s in stages if rank_of[s.index] == rank] for rank in range(run.resolved.pp)]
-    return [_rank_size(run, rank, own) for rank, own in enumerate(ranks)]
-
-
-def ranks_of(run: TrainingRun) -> Sequence[int]:
-    """Return the pipeline rank of each stage."""
-    if run.pipeline is None:
-        return (0,)
-    pp = run.resolved.pp
-    chunks = len(stages_of(run)) // pp
-    return make_schedule(run.pipeline.schedule, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
-
-
 def blocks_of_stage(stage: Stage, kept: ModelKept, num_layers: int) -> list[KeptBytes]:
     """Return what a stage's parts keep: its layers, its predictions, and what is outside of them.
 
@@ -249,34 +216,6 @@ def until_steady(run: TrainingRun) -> int:
     number, round_ = run.num_micro_batches, run.resolved.pp
     is_steady = run.pipeline is not None and run.pipeline.schedule != "gpipe"
     return min(number, 4 * round_) if is_steady and number % round_ == 0 else number
-
-
-def _rank_size(run: TrainingRun, pp_rank: int, own: Sequence[Stage]) -> RankBytes:
-    """Return the bytes of a pipeline rank, found once for all ranks that are alike."""
-    if (pair := shallow(run)) is not None:
-        low, high, times = pair
-        return deeper(_size(low, 0), _size(high, 0), times)
-    found = None if run.pipeline is None else lone_rank(run, own)
-    return _size(*(found or (replace(run, num_micro_batches=1), pp_rank)))
-
-
-@lru_cache(maxsize=1024)
-def _size(run: TrainingRun, pp_rank: int) -> RankBytes:
-    return rank_bytes(_shard_plan(run, pp_rank), pp_rank * run.num_gpus // run.resolved.pp)
-
-
-def _shard_plan(run: TrainingRun, pp_rank: int) -> ShardPlan:
-    """Return the plan of a pipeline rank."""
-    with fake_world(run.num_gpus, pp_rank * run.num_gpus // run.resolved.pp), quiet():
-        return plan_sharding(
-            Decoder(run.model, device="meta", dtype=run.dtype),
-            build_meshes(run.parallel, "cpu"),
-            dispatcher="alltoall",
-            memory=run.memory,
-            precision=run.precision,
-            fsdp=run.fsdp,
-            pipeline=run.pipeline,
-        )
 
 
 def _forward_of_layers(run: TrainingRun) -> _Forward:
@@ -323,26 +262,112 @@ def _forward(run: TrainingRun) -> _Forward:
     return _Forward(kept, 0 if exchanges is None else exchanges.planned_bytes)
 
 
-def _stored(run: TrainingRun, size: RankBytes) -> dict[str, int]:
-    """Return what a rank holds whatever it computes, by kind."""
-    found = {f"parameters: {role.role}": role.parameters for role in size.roles}
-    found |= {"gradients": size.gradients, "gathered weights": size.weights}
-    found["sums of gradients"] = size.sums
-    if run.num_micro_batches > 1:
-        found["sums over micro-batches"] = size.accumulated
-    per_element = state_bytes(run.optimizer, run.dtype)
-    found["optimizer state"] = int(size.parameters // run.dtype.itemsize * per_element)
-    return found
+def plan_peak(run: TrainingRun) -> tuple[int, ...]:
+    """Return the most bytes of each pipeline rank, as `torch.cuda.max_memory_allocated` counts.
 
+    And buffers of dispatcher "nvlink", which that does not count.
 
-@cache
-def state_bytes(options: OptimizerOptions, dtype: torch.dtype) -> float:
-    """Return bytes that AdamW keeps per element of a parameter."""
-    param = nn.Parameter(torch.empty(SAMPLE, dtype=dtype, device="meta"))
-    optimizer = AdamW(
-        [param],
-        moment_dtype=getattr(torch, options.moment_dtype),
-        master_remainder=options.master_remainder,
+    Args:
+        run: what is trained, and how.
+
+    Raises:
+        ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
+    """
+    check_arguments(plan_peak, locals())
+    pieces, share = pieces_of(run), run.optimizer.offload_fraction
+    beside = pieces.held - max(held_bytes(small_of(run)))  # of what no plan counts
+    beside -= pages_of(run)  # which have a part for each layer
+    buffers = buffer_bytes(run)
+    per_byte = share * state_bytes(run.optimizer, run.dtype) / run.dtype.itemsize
+    return tuple(
+        buffers + _peak(held + beside + pages, passes, pieces, round(per_byte * size.parameters))
+        for held, size, passes, pages in zip(
+            held_bytes(run), sizes_of(run), _passes(run, pieces), _pages(run), strict=True
+        )
     )
-    state = optimizer.state_of(param)
-    return sum(t.nbytes for name, t in state.items() if name != "step") / SAMPLE
+
+
+def _pages(run: TrainingRun) -> Iterator[int]:
+    """Yield the bytes of each pipeline rank's pages: as many for each layer with experts."""
+    small = small_of(run).model
+    each = pages_of(run) / max(1, small.num_moe_layers + small.num_mtp_layers)
+    stages, pp = timed_stages(run), run.resolved.pp
+    rank_of: Sequence[int] = [0] * len(stages)
+    if run.pipeline is not None:
+        name, chunks = run.pipeline.schedule, len(stages) // pp
+        rank_of = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
+    for rank in range(pp):
+        own = [stage for stage, of in zip(stages, rank_of, strict=True) if of == rank]
+        layers = [i for stage in own for i in stage.layers if not run.model.is_dense(i)]
+        yield round(each * (len(layers) + sum(len(stage.mtp) for stage in own)))
+
+
+def _peak(level: int, passes: Sequence[Sequence[Piece]], pieces: Pieces, away: int) -> int:
+    """Return the most bytes of a rank.
+
+    Args:
+        level: between steps.
+        passes: in its order.
+        pieces: of the step that was cut.
+        away: state that leaves with the blocks of the first pass and comes back with the last's.
+    """
+    highest = level
+    for number, queue in enumerate(passes):
+        for piece in queue:
+            level += away // len(queue) * (number == len(passes) - 1)
+            highest = max(highest, level + piece.rise)
+            level += piece.delta - away // len(queue) * (number == 0)
+    return max(highest, level + pieces.end.rise)
+
+
+def _passes(run: TrainingRun, pieces: Pieces) -> Iterator[list[list[Piece]]]:
+    """Yield the pieces of each pipeline rank's passes, in its order."""
+    stages, number = timed_stages(run), until_steady(run)
+    like = like_of(number, pieces.num_micro_batches)
+    pp = run.resolved.pp
+    chunks = len(stages) // pp
+    orders: Sequence[Sequence[Item]] = [
+        [Action(kind, 0, i) for i in range(number) for kind in PASSES]
+    ]
+    if run.pipeline is not None:
+        name = run.pipeline.schedule
+        orders = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number).orders
+    sums = sizes_of(small_of(run))[0].accumulated
+    passes: dict[str, Pass] = {"F": "F", "B": "B", "W": "B"}  # D and W together are B
+    for order, size in zip(orders, sizes_of(run), strict=True):
+        actions = [action for item in order for action in actions_of(item)]
+        own = {action.stage for action in actions}
+        ends = {i for i in own if stages[i].embedding or stages[i].loss} or own
+        share = (size.accumulated / sums if sums else 1 / pp) / len(ends)
+        yield [
+            _of_stage(stages[stage], passes[kind], like[i], pieces, share * (stage in ends))
+            for kind, stage, i in actions
+            if kind in passes
+        ]
+
+
+def _of_stage(
+    stage: Stage, of: Pass, micro_batch: int, pieces: Pieces, share: float
+) -> list[Piece]:
+    """Return the pieces of a stage's pass, and what it frees or keeps at the end of a backward.
+
+    In the step that was cut this is in the embedding's piece, for all layers. A micro-batch between
+    the first and the last keeps nothing. These keep what their pieces have more than its, and of
+    what ends have more the stage's share of gradients that are summed up.
+    """
+    own = pieces.of_stage(stage, of, micro_batch)
+    if of == "F" or pieces.num_micro_batches < MIDDLE:
+        return own
+    layers, ends = replace(stage, embedding=False, loss=False), replace(WHOLE, layers=(), mtp=())
+    kept = sum(
+        part_share * (_net(part, micro_batch, pieces) - _net(part, MIDDLE // 2, pieces))
+        for part, part_share in ((layers, 1.0), (ends, share))
+    )
+    more = round(kept) - _net(stage, micro_batch, pieces)
+    *others, (place, delta, rise) = own or [Piece(range(0), 0, 0)]
+    return [*others, Piece(place, delta + more, max(0, rise + min(0, more)))]
+
+
+def _net(stage: Stage, micro_batch: int, pieces: Pieces) -> int:
+    """Return the bytes that a stage's pieces of a micro-batch leave."""
+    return sum(p.delta for of in PASSES for p in pieces.of_stage(stage, of, micro_batch))

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from moecore._fields import CountOrZero, check_arguments
 from moecore.moe.forced import force_even_load
-from moecore.planning.build import model_of, optimizer_of
-from moecore.planning.run import TrainingRun
+from moecore.planning.record import fake_world, quiet
+from moecore.planning.run import TrainingRun, model_of, optimizer_of
 from moecore.planning.stand_ins import stand_ins
-from moecore.planning.world import fake_world, quiet
 from moecore.step import TrainStep
 
 WARM_UP, TIMED = 3, 5

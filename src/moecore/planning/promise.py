@@ -21,10 +21,9 @@ from moecore.planning.costs import CostTable
 from moecore.planning.foldings import Folding, SearchRequest, run_of, rungs_of
 from moecore.planning.levers import OVERHEADS, Levers
 from moecore.planning.memory import plan_memory
-from moecore.planning.pieces import MIDDLE, PASSES, Pass, Pieces
+from moecore.planning.pieces import MIDDLE, Pieces, pieces_of, timed_stages
+from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import TrainingRun
-from moecore.planning.time_plan import pieces_of, timed_stages
-from moecore.planning.work import Work
 
 MESSAGES = 2  # of a layer's tokens, in each pass, among the ranks of tp and of cp
 BY_EXPERTS = ("collective", "grouped product")

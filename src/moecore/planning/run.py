@@ -1,20 +1,26 @@
-"""TrainingRun: a model, and how it is trained on how many GPUs. Records alone."""
+"""TrainingRun: a model, and how it is trained on how many GPUs; its model, optimizer and Python."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, get_args
 
 import torch
+from torch import nn
 
-from moecore._fields import Bound, Count, Rules, check_fields
+from moecore._fields import Bound, Count, Rules, check_arguments, check_fields
 from moecore.memory.options import MemoryOptions
-from moecore.mesh import ParallelConfig
+from moecore.mesh import ParallelConfig, build_meshes
+from moecore.models import Decoder
 from moecore.models.config import DecoderConfig
+from moecore.models.presets import PRESETS
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+from moecore.optim.adamw import AdamW
+from moecore.optim.state_offload import StateOffload
+from moecore.parallelize import parallelize_moe
 from moecore.pipeline.config import PipelineConfig
 from moecore.planning.gpus import NODE
-from moecore.precision.roles import Precision
+from moecore.precision.roles import Precision, PrecisionName
 from moecore.shard.options import FSDPOptions
 
 MomentDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
@@ -104,3 +110,96 @@ class TrainingRun:
     def dtype(self) -> torch.dtype:
         """Of the trained parameters."""
         return torch.bfloat16 if self.optimizer.master_remainder else torch.float32
+
+
+def model_of(run: TrainingRun, device_type: str) -> Decoder:
+    """Return the model of a run, parallelized on meta. A process group must be there."""
+    model = Decoder(run.model, device="meta", dtype=run.dtype)
+    parallelize_moe(
+        model,
+        build_meshes(run.parallel, device_type),
+        dispatcher="alltoall" if run.nvlink is None else "nvlink",
+        nvlink=run.nvlink,
+        memory=run.memory,
+        precision=run.precision,
+        fsdp=run.fsdp,
+        pipeline=run.pipeline,
+    )
+    return model
+
+
+def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
+    """Return the AdamW of a run's model, its state offloaded where the run says so."""
+    options = run.optimizer
+    optimizer = AdamW(
+        model.parameters(),
+        lr=1e-6,
+        moment_dtype=getattr(torch, options.moment_dtype),
+        master_remainder=options.master_remainder,
+    )
+    if options.offload_fraction:
+        StateOffload(optimizer, model, fraction=options.offload_fraction)
+    return optimizer
+
+
+def call_of(run: TrainingRun) -> str:
+    """Return the calls that make a run: meshes, model, `parallelize_moe`, optimizer, step."""
+    check_arguments(call_of, locals())
+    name = next((name for name, config in PRESETS.items() if config == run.model), None)
+    arguments = {"fsdp": _shown(run.fsdp)}
+    if run.memory.parts or run.memory.offload or run.memory.stash:
+        arguments["memory"] = _shown(run.memory)
+    if run.precision is not None:
+        arguments["precision"] = _precision(run.precision)
+    if run.nvlink is not None:
+        arguments |= {"dispatcher": "'nvlink'", "nvlink": _shown(run.nvlink)}
+    if run.pipeline is not None:
+        arguments["pipeline"] = _shown(run.pipeline)
+    options = run.optimizer
+    moments = (
+        "" if options.moment_dtype == "float32" else f", moment_dtype=torch.{options.moment_dtype}"
+    )
+    moments += ", master_remainder=True" if options.master_remainder else ""
+    away = options.offload_fraction
+    lines = [
+        "import torch",
+        "",
+        "from moecore import *",
+        "from moecore.models import Decoder, preset",
+        f"from moecore.optim import AdamW{', StateOffload' if away else ''}",
+        *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
+        "",
+        f"meshes = build_meshes({_shown(run.parallel)})",
+        f"config = preset({name!r})" if name else f"config = {run.model!r}",
+        f'model = Decoder(config, device="meta", dtype={run.dtype})',
+        "parallelize_moe(",
+        "    model,",
+        "    meshes,",
+        *(f"    {key}={value}," for key, value in arguments.items()),
+        ")",
+        "model.to_empty(device=meshes.device_type)",
+        "model.init_weights(0)",
+        f"optimizer = AdamW(model.parameters(){moments})",
+        *([f"StateOffload(optimizer, model, fraction={away})"] if away else []),
+        f"step = TrainStep(model, optimizer, num_micro_batches={run.num_micro_batches})",
+    ]
+    return "\n".join(lines)
+
+
+def _shown(record: Any) -> str:
+    """Return a record with the fields that are not its defaults."""
+    given = []
+    for each in fields(record):
+        value = getattr(record, each.name)
+        default = each.default
+        if default is MISSING and each.default_factory is not MISSING:
+            default = each.default_factory()
+        if value != default:
+            given.append(f"{each.name}={value!r}")
+    return f"{type(record).__name__}({', '.join(given)})"
+
+
+def _precision(precision: Precision) -> str:
+    names = get_args(PrecisionName)
+    name = next((name for name in names if Precision.of(name) == precision), None)
+    return repr(precision) if name is None else repr(name)

@@ -33,11 +33,11 @@ from moecore.planning.foldings import (
 )
 from moecore.planning.gpus import GPUS
 from moecore.planning.levers import Levers
-from moecore.planning.memory import MemoryPlan, plan_memory
-from moecore.planning.peak import plan_peak
+from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
+from moecore.planning.pieces import small_of
 from moecore.planning.promise import Promise
 from moecore.planning.run import TrainingRun
-from moecore.planning.time_plan import TimePlan, plan_time, plan_times, small_of
+from moecore.planning.times import TimePlan, plan_time, plan_times
 from moecore.tables import columns, shown_bytes
 
 

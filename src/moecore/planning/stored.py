@@ -1,30 +1,134 @@
-"""Runs of few layers that stand for a run of many, because layers of one kind are alike.
+"""What each pipeline rank of a run stores: parameters, gradients, buffers, optimizer state.
 
-    few_layers(run)        a layer of each kind, and the last one     what layers keep for backward
-    lone_rank(run, own)    the stages of one pipeline rank            what that rank stores
-    shallow(run)           4 and 5 layers of the last kind            what n layers store
-    timed_layers(run)      four layers of the last kind               how long a layer takes
-
-The first three are exact, and made equal where they can be: runs whose small ones are equal share
-what was found out about them. None where layers of a kind may differ: a precision that goes by
-names, an offload that counts layers.
+TrainingRun -> ShardPlan of each pipeline rank -> RankBytes
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, lru_cache
 from math import lcm
-from typing import Literal
+
+import torch
+from torch import nn
 
 from moecore.memory.options import MemoryOptions
+from moecore.mesh import build_meshes
+from moecore.models import Decoder
 from moecore.models.config import DecoderConfig
+from moecore.optim.adamw import AdamW
+from moecore.parallelize import plan_sharding
 from moecore.pipeline.config import PipelineConfig
 from moecore.pipeline.layout import Stage
+from moecore.pipeline.schedule import make_schedule
+from moecore.planning.record import fake_world, quiet
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.shard.size import RankBytes, RoleBytes
+from moecore.shard.plan import ShardPlan
+from moecore.shard.size import RankBytes, RoleBytes, rank_bytes
 
-Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
+WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
+
+
+WITHIN_STEP = ("gradients", "sums over micro-batches")  # what is stored, but not between steps
+
+
+SAMPLE = 1 << 20  # elements whose optimizer state is counted
+
+
+def stages_of(run: TrainingRun) -> Sequence[Stage]:
+    """Return the stages of a run, in the order of forward."""
+    if run.pipeline is None:
+        return [WHOLE]
+    model = run.model
+    layout = run.pipeline.stages(run.resolved.pp, model.num_layers, model.num_mtp_layers)
+    layout.chunks(run.resolved.pp)  # refused where these do not divide
+    return layout.stages
+
+
+def stored_bytes(run: TrainingRun) -> int:
+    """Return the bytes of parameters that the pipeline rank with the most of them stores."""
+    return max(size.parameters for size in sizes_of(run))
+
+
+def held_bytes(run: TrainingRun) -> tuple[int, ...]:
+    """Return what each pipeline rank holds between steps, with all state on the device."""
+    return tuple(
+        sum(n for kind, n in _stored(run, size).items() if kind not in WITHIN_STEP)
+        for size in sizes_of(run)
+    )
+
+
+def sizes_of(run: TrainingRun) -> list[RankBytes]:
+    """Return what each pipeline rank stores."""
+    stages = stages_of(run)
+    rank_of = ranks_of(run)
+    ranks = [[s for s in stages if rank_of[s.index] == rank] for rank in range(run.resolved.pp)]
+    return [_rank_size(run, rank, own) for rank, own in enumerate(ranks)]
+
+
+def ranks_of(run: TrainingRun) -> Sequence[int]:
+    """Return the pipeline rank of each stage."""
+    if run.pipeline is None:
+        return (0,)
+    pp = run.resolved.pp
+    chunks = len(stages_of(run)) // pp
+    return make_schedule(run.pipeline.schedule, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
+
+
+def _rank_size(run: TrainingRun, pp_rank: int, own: Sequence[Stage]) -> RankBytes:
+    """Return the bytes of a pipeline rank, found once for all ranks that are alike."""
+    if (pair := shallow(run)) is not None:
+        low, high, times = pair
+        return deeper(_size(low, 0), _size(high, 0), times)
+    found = None if run.pipeline is None else lone_rank(run, own)
+    return _size(*(found or (replace(run, num_micro_batches=1), pp_rank)))
+
+
+@lru_cache(maxsize=1024)
+def _size(run: TrainingRun, pp_rank: int) -> RankBytes:
+    return rank_bytes(_shard_plan(run, pp_rank), pp_rank * run.num_gpus // run.resolved.pp)
+
+
+def _shard_plan(run: TrainingRun, pp_rank: int) -> ShardPlan:
+    """Return the plan of a pipeline rank."""
+    with fake_world(run.num_gpus, pp_rank * run.num_gpus // run.resolved.pp), quiet():
+        return plan_sharding(
+            Decoder(run.model, device="meta", dtype=run.dtype),
+            build_meshes(run.parallel, "cpu"),
+            dispatcher="alltoall",
+            memory=run.memory,
+            precision=run.precision,
+            fsdp=run.fsdp,
+            pipeline=run.pipeline,
+        )
+
+
+def _stored(run: TrainingRun, size: RankBytes) -> dict[str, int]:
+    """Return what a rank holds whatever it computes, by kind."""
+    found = {f"parameters: {role.role}": role.parameters for role in size.roles}
+    found |= {"gradients": size.gradients, "gathered weights": size.weights}
+    found["sums of gradients"] = size.sums
+    if run.num_micro_batches > 1:
+        found["sums over micro-batches"] = size.accumulated
+    per_element = state_bytes(run.optimizer, run.dtype)
+    found["optimizer state"] = int(size.parameters // run.dtype.itemsize * per_element)
+    return found
+
+
+@cache
+def state_bytes(options: OptimizerOptions, dtype: torch.dtype) -> float:
+    """Return bytes that AdamW keeps per element of a parameter."""
+    param = nn.Parameter(torch.empty(SAMPLE, dtype=dtype, device="meta"))
+    optimizer = AdamW(
+        [param],
+        moment_dtype=getattr(torch, options.moment_dtype),
+        master_remainder=options.master_remainder,
+    )
+    state = optimizer.state_of(param)
+    return sum(t.nbytes for name, t in state.items() if name != "step") / SAMPLE
+
+
 LAYERS = 4  # of a kind, from which on each adds as much as the one before
 
 
@@ -49,34 +153,6 @@ def few_layers(run: TrainingRun) -> tuple[TrainingRun, tuple[int, ...]] | None:
         optimizer=_of_dtype(run),
     )
     return small, (*like[:-1], len(found) - 1)
-
-
-def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
-    """Return a run of few layers on the ranks of one stage, and which is like each layer.
-
-    Of the last layer's kind there are the first two and the last two, of the other kind one. What a
-    layer prefetches is that of the next but one: so between them a forward is like the second one's
-    and a backward like the last but one's.
-    """
-    p, model = run.resolved, run.model
-    kinds = [model.is_dense(i) for i in range(model.num_layers)]
-    alike = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
-    others = [i for i, kind in enumerate(kinds) if kind != kinds[-1]][:1]
-    found = sorted({*others, *alike[:2], *alike[-2:]})
-    small = replace(
-        run,
-        model=_of_kinds(model, [kinds[i] for i in found], model.num_mtp_layers),
-        num_gpus=run.num_gpus // p.pp,
-        parallel=replace(p, pp=1),
-        num_micro_batches=num_micro_batches,
-        pipeline=None,
-    )
-
-    def like(between: int) -> tuple[int, ...]:
-        of = {kinds[-1]: between, not kinds[-1]: [*others, 0][0]}
-        return tuple(found.index(i if i in found else of[kind]) for i, kind in enumerate(kinds))
-
-    return small, {"F": like(alike[:2][-1]), "B": like(alike[-2:][0])}
 
 
 def lone_rank(run: TrainingRun, own: Sequence[Stage]) -> tuple[TrainingRun, int] | None:
