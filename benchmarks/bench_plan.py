@@ -32,7 +32,6 @@ from moecore import FSDPOptions, MemoryOptions, NVLinkOptions, ParallelConfig, P
 from moecore.models import preset
 from moecore.moe.forced import force_even_load
 from moecore.planning import OptimizerOptions, TrainingRun
-from moecore.planning.on_gpu import between, mark
 from moecore.planning.run import model_of, optimizer_of
 from moecore.precision.roles import Precision
 from moecore.step import TrainStep
@@ -195,6 +194,20 @@ def seconds_of_step(step: TrainStep, inputs: list[Row], device: torch.device) ->
     step.forward_backward(inputs)
     step.finish()
     return time.perf_counter() - start
+
+
+def mark(device: torch.device) -> Any:
+    """Return this time of a device."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Any, end: Any) -> float:
+    """Return the milliseconds between two of them."""
+    return (end - start) * 1e3 if isinstance(end, float) else float(start.elapsed_time(end))
 
 
 def free_memory(device: torch.device) -> None:

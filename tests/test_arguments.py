@@ -65,7 +65,6 @@ NO_CALLS = {
         "DryRun",
         "Fitting",
         "Folding",
-        "GpuRun",
         "Kernel",
         "Lever",
         "Report",

@@ -8,7 +8,6 @@ from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.foldings import Folding, SearchRequest
 from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory, plan_peak
-from moecore.planning.on_gpu import GpuRun, run_on_gpu
 from moecore.planning.record import Queued, Work, fake_world
 from moecore.planning.report import (
     Breakdown,
@@ -32,7 +31,6 @@ __all__ = [
     "DryRun",
     "Fitting",
     "Folding",
-    "GpuRun",
     "Kernel",
     "Lever",
     "MemoryPlan",
@@ -59,7 +57,6 @@ __all__ = [
     "read_trace",
     "report_step",
     "report_trace",
-    "run_on_gpu",
     "search",
     "time_step",
 ]

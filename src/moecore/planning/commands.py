@@ -26,7 +26,6 @@ from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
 from moecore.planning.gpus import GPUS
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
-from moecore.planning.on_gpu import run_on_gpu
 from moecore.planning.record import new_garbage
 from moecore.planning.report import report_trace
 from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun, call_of
@@ -316,14 +315,12 @@ def add_dry_run(rooms: Any) -> None:
     parser.set_defaults(run=run_dry_run)
     parser.add_argument("--rank", type=int, default=0, help="of the world")
     add_run_options(parser)
-    parser.add_argument("--on-gpu", action="store_true", help="run its steps on this GPU as well")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_dry_run(args: Any) -> int:
     """Print what a rank holds and does; 1 where it does not fit."""
     run, memory = run_of_options(args), GPUS[args.gpu].memory
-    real = run_on_gpu(run, args.rank) if args.on_gpu else None
     found = dry_run(run, args.rank)
     plan = plan_peak(run)[args.rank * run.resolved.pp // run.num_gpus]
     table, fits = CostTable.of(args.gpu), found.peak + found.buffers <= memory
@@ -333,17 +330,13 @@ def run_dry_run(args: Any) -> int:
         sizes |= {"plan": plan, "memory": memory}
         whole = {"rank": found.rank, "gpu": args.gpu, **sizes, "fits": fits}
         whole |= {"seconds": time.seconds, "parts": time.parts, "works": rows}
-        print(json.dumps(whole | ({} if real is None else {"on_gpu": asdict(real)})))
+        print(json.dumps(whole))
         return 0 if fits else 1
     print(f"rank {found.rank} of {args.gpus} holds {shown_bytes(found.held)} between steps")
     most = shown_bytes(found.peak + found.buffers)
     at_most = f"{most} at most in a step, of {shown_bytes(memory)} ({args.gpu})"
     print(f"{at_most}{'' if fits else ': does not fit'}")
     print(f"{shown_bytes(plan)} by the plan, from few layers")
-    if real is not None:
-        held, peak = shown_bytes(real.held), shown_bytes(real.peak)
-        alone = f"{real.seconds * 1e3:.1f} ms a step without communication"
-        print(f"on this GPU: {held} between steps, {peak} at most, {alone}")
     parts = [f"{part} {s * 1e3:.1f}" for part, s in time.parts.items() if s > 1e-4]
     print(f"{time.seconds * 1e3:.1f} ms a step, of which ms by what limits: {', '.join(parts)}")
     lines: list[tuple[str, ...]] = [("what runs", "times", "TFLOP", "GB moved", "ms alone")]
