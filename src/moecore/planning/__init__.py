@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from moecore.planning.changes import Change, next_change
 from moecore.planning.commands import draw_memory
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.foldings import Folding, SearchRequest
+from moecore.planning.levers import Change, next_change
 from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory, plan_peak
 from moecore.planning.record import Queued, Work, fake_world
-from moecore.planning.report import (
-    Breakdown,
-    Kernel,
-    Lever,
-    Report,
-    Trace,
-    read_trace,
-    report_step,
-    report_trace,
-)
+from moecore.planning.report import Lever, Report, report_trace
 from moecore.planning.run import OptimizerOptions, TrainingRun, call_of
 from moecore.planning.search import Candidate, Fitting, SearchResult, explain_folding, search
 from moecore.planning.times import StepTime, TimePlan, plan_time, time_step
 
 __all__ = [
-    "Breakdown",
     "Candidate",
     "Change",
     "CostTable",
     "DryRun",
     "Fitting",
     "Folding",
-    "Kernel",
     "Lever",
     "MemoryPlan",
     "OptimizerOptions",
@@ -42,7 +31,6 @@ __all__ = [
     "SearchResult",
     "StepTime",
     "TimePlan",
-    "Trace",
     "TrainingRun",
     "Work",
     "call_of",
@@ -54,8 +42,6 @@ __all__ = [
     "plan_memory",
     "plan_peak",
     "plan_time",
-    "read_trace",
-    "report_step",
     "report_trace",
     "search",
     "time_step",

@@ -20,11 +20,11 @@ from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.pipeline.config import PipelineConfig
 from moecore.pipeline.orders import ScheduleName
 from moecore.pipeline.timeline import draw
-from moecore.planning.changes import next_change
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
 from moecore.planning.gpus import GPUS
+from moecore.planning.levers import next_change
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.record import new_garbage
 from moecore.planning.report import report_trace
@@ -388,8 +388,9 @@ def run_report(args: Any) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     if args.json:
-        facts = {"limit": found.limit, "limits": found.limits, "wall": found.breakdown.wall}
-        print(json.dumps(facts | asdict(found)))
+        facts = {"limit": found.limit, "limits": found.limits}
+        levers = [lever._asdict() for lever in found.levers]
+        print(json.dumps(facts | asdict(found) | {"levers": levers}))
     else:
         print(found.table())
     return 0
