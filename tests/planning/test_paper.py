@@ -20,7 +20,7 @@ from moecore.memory.kept import kept_bytes
 from moecore.models import preset
 from moecore.pipeline.config import PipelineConfig
 from moecore.planning import OptimizerOptions, RankMemory, TrainingRun, plan_memory
-from moecore.planning.stored import state_bytes
+from moecore.planning.stored import sizes_of, state_bytes
 from tests.planning.report_layer import BF16, ReportLayer
 
 CONFIG = preset("deepseek-v3")
@@ -68,12 +68,15 @@ within = partial(pytest.approx, rel=0.05)
 
 def test_table_3(rank: RankMemory, layers: float) -> None:
     # 6 bytes per parameter of the rank's layers: bf16, and sums of gradients in fp32.
-    whole = gb_of(rank, "gathered weights", "sums", "gradients")
+    size = sizes_of(RUN)[RANK]
+    whole = (size.weights + size.sums + size.accumulated + size.gradients) / 1e9
     # 12 bytes: fp32 weights and both moments. Experts of one rank; the rest over 64 ranks.
     stored = gb_of(rank, "parameters", "optimizer state")
     # Before memory-efficient permutation, FP8 and recompute.
     kept = layers * ALL
     assert sum(rank.in_flight) == 15
+    # Our layers keep no copy of a token's rows and no output of FC2.
+    assert rank.activations / 1e9 == pytest.approx(111.1, rel=0.005)
     assert whole == within(36.4)
     assert stored == within(32.1)
     assert kept == within(131.0)

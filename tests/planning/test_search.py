@@ -22,7 +22,6 @@ from moecore.planning import (
     call_of,
     explain_folding,
     fake_world,
-    plan_memory,
     plan_peak,
     plan_time,
     search,
@@ -39,7 +38,7 @@ from moecore.planning.foldings import (
 )
 from moecore.planning.gpus import GPUS
 from moecore.planning.promise import Promise
-from moecore.planning.search import _first_by_sum, fit, planned_with, timed
+from moecore.planning.search import fit, planned_with, timed
 
 TINY = preset("tiny-deepseek-v3")
 DEEPSEEK = preset("deepseek-v3")
@@ -91,7 +90,7 @@ def test_memory_falls_from_rung_to_rung() -> None:
     request = replace(LARGE, model=replace(DEEPSEEK, num_layers=16))
     folding = Folding(pp=2, ep=8, chunks=2)
     runs = (run_of(request, folding, rung) for rung in rungs_of(request)[:6])
-    used = [plan_memory(run).largest.num_bytes for run in runs]
+    used = [max(plan_peak(run)) for run in runs]
     assert used == sorted(used, reverse=True) and len(set(used)) == len(used)
 
 
@@ -123,10 +122,10 @@ def test_stages_run_in_the_fastest_order_that_fits() -> None:
 def test_any_guess_finds_the_rung() -> None:
     request = replace(LARGE, model=replace(DEEPSEEK, num_layers=16), num_gpus=64)
     folding, rungs = Folding(pp=2, ep=8, chunks=2), rungs_of(request)
-    found = {_first_by_sum(request, folding, rungs, guess) for guess in range(len(rungs))}
-    (at,) = found
-    sizes = [plan_memory(run_of(request, folding, rung)).largest.num_bytes for rung in rungs]
-    assert 0 < at < len(rungs) - 1 and sizes[at] <= request.limit < sizes[at - 1]
+    (levers,) = {fit(request, folding, guess).levers for guess in (None, rungs[0], rungs[-1])}
+    at = rungs.index(levers)
+    peaks = [max(planned_with(request, folding, rungs[i]).peaks) for i in (at - 1, at)]
+    assert 0 < at < len(rungs) - 1 and peaks[1] <= request.limit < peaks[0]
 
 
 def test_a_search_ranks_what_fits() -> None:

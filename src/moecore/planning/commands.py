@@ -26,9 +26,8 @@ from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
 from moecore.planning.gpus import GPUS
 from moecore.planning.levers import next_change
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
-from moecore.planning.record import new_garbage
 from moecore.planning.report import report_trace
-from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun, call_of
+from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun, call_of, new_garbage
 from moecore.planning.search import Fitting, explain_folding, search, shown_levers
 from moecore.planning.times import TimePlan, plan_time, time_step
 from moecore.precision.roles import Precision, PrecisionName
@@ -112,21 +111,21 @@ def run_plan(args: Any) -> int:
     if args.call:
         print(call_of(run))
         return 0
-    plan, peaks, time = plan_memory(run), plan_peak(run), plan_time(run, _table(args))
+    plan, time = plan_memory(run), plan_time(run, _table(args))
+    peaks = [rank.num_bytes for rank in plan.ranks]
     _write(args, plan, time)
     largest, memory = plan.largest, GPUS[args.gpu].memory
     fits = max(peaks) <= memory
     if args.json:
         ranks = [
-            asdict(rank) | {"num_bytes": rank.num_bytes, "peak": peak}
-            for rank, peak in zip(plan.ranks, peaks, strict=True)
+            asdict(rank) | {"peak": peak} for rank, peak in zip(plan.ranks, peaks, strict=True)
         ]
         found = {"gpu": args.gpu, "memory": memory, "fits": fits, "ranks": ranks}
         change = next_change(time, _table(args))
         found |= _numbers(time) | {"next": None if change is None else asdict(change)}
         print(json.dumps(found))
         return 0 if fits else 1
-    print(plan.table(peaks))
+    print(plan.table())
     print(
         f"pipeline rank {peaks.index(max(peaks))} has most at once: {shown_bytes(max(peaks))} of "
         f"{shown_bytes(memory)} ({args.gpu})"
@@ -176,7 +175,6 @@ def _row(found: Fitting) -> dict[str, Any]:
         "num_micro_batches": run.num_micro_batches,
         "levers": shown_levers(found),
         "overhead": found.levers.overhead,
-        "num_bytes": found.plan.largest.num_bytes,
         "peak": max(found.peaks),
         "headroom": found.headroom,
         **_numbers(found.time),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,23 +27,15 @@ from torch.distributed.tensor import DTensor
 from moecore._fields import CountOrZero, check_arguments
 from moecore._streams import dry_streams
 from moecore.kernels.common import launches_on_meta
+from moecore.memory.kept import NAMES
 from moecore.memory.on_meta import OnMeta
+from moecore.memory.parts import Part, find_parts
 from moecore.memory.stash import Stash
 from moecore.models import Decoder
 from moecore.moe.state import moe_state
 from moecore.optim.adamw import AdamW
-from moecore.planning.record import (
-    END,
-    Pass,
-    Queued,
-    Recorder,
-    Start,
-    Work,
-    fake_world,
-    new_garbage,
-    quiet,
-)
-from moecore.planning.run import TrainingRun, model_of, optimizer_of
+from moecore.planning.record import END, Queued, Recorder, Start, Work
+from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
 from moecore.step import TrainStep
 
 ADAMW = "_adamw_kernel"
@@ -105,10 +98,11 @@ def _dry_run(run: TrainingRun, rank: int) -> DryRun:
         for tensor in (*model.parameters(), *model.buffers()):
             own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             recorder.take(own)
+        recorder.params = list(model.parameters())
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = optimizer_of(run, model)
             if run.pipeline is None:
-                cut(model, recorder.begin)
+                cut(model, recorder)
             step = TrainStep(model, optimizer, max_norm=1.0)
             tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
             inputs = {"tokens_BT": tokens_BT, "labels_BT": tokens_BT}
@@ -135,19 +129,19 @@ def _dry_run(run: TrainingRun, rank: int) -> DryRun:
         )
 
 
-def cut(model: Decoder, begin: Callable[[Pass, str], None]) -> None:
-    """Have `begin` called wherever a part of a model begins a pass."""
+def cut(model: Decoder, recorder: Recorder) -> None:
+    """Tell a recorder when a module begins a pass, and which part of a layer runs."""
     calls: dict[str, int] = {}
 
     def watch(module: nn.Module, part: str) -> None:
         def before(*_: Any) -> None:
             calls[part] = calls.get(part, 0) + 1
-            begin("F", name())
+            recorder.begin("F", name())
 
         def behind(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
             if output.requires_grad:
                 own = name()
-                output.register_hook(lambda _: begin("B", own))
+                output.register_hook(lambda _: recorder.begin("B", own))
 
         def name() -> str:  # later embeddings of a micro-batch are those of predictions
             return "predictions" if part == "embedding" and calls[part] > 1 else part
@@ -162,6 +156,17 @@ def cut(model: Decoder, begin: Callable[[Pass, str], None]) -> None:
     for layer in model.mtp:
         watch(layer, "predictions")
     watch(model.lm_head, "head")
+    for layer in (*model.layers, *model.mtp):
+        for _, kind, module in [*find_parts(layer), Part("", "moe", layer)]:
+            name = "rest" if module is layer else NAMES.get(kind, kind)
+            module.forward = partial(_within, recorder, name, module.forward)  # type: ignore[method-assign]
+
+
+def _within(
+    recorder: Recorder, part: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with recorder.within(part):
+        return forward(*args, **kwargs)
 
 
 def _moved(optimizer: AdamW, param: Tensor) -> int:

@@ -43,8 +43,8 @@ from moecore.optim.adamw import AdamW
 from moecore.planning.costs import CostTable, Point
 from moecore.planning.dry_run import dry_run
 from moecore.planning.gpus import GPUS, NODE
-from moecore.planning.record import SUMS, Work, fake_world, quiet
-from moecore.planning.run import TrainingRun, model_of, optimizer_of
+from moecore.planning.record import SUMS, Work
+from moecore.planning.run import TrainingRun, fake_world, model_of, optimizer_of, quiet
 from moecore.step import TrainStep
 
 Call = Callable[[], Any]

@@ -1,9 +1,11 @@
-"""The most bytes that each pipeline rank of a run holds at once, and bytes by kind.
+"""The most bytes that each pipeline rank of a run has at once, and of what kinds these are.
 
-TrainingRun -> ShardPlan of each pipeline rank    parameters, gradients, buffers of units
--> kept_bytes of a model on meta      what each block's forward leaves
--> Schedule                           how many forwards wait for their backward
-Pieces of few layers -> levels of all layers, in the order of the rank's schedule -> `plan_peak`
+    ShardPlan of each pipeline rank              what it holds between steps, by kind
+    dry run of few layers -> Pieces, by kind     what a pass of a stage adds and frees
+                                                 -> levels in the order of the rank's schedule
+
+A dry run sees what an operation needs while it runs. Not counted: what an allocator cannot use,
+NCCL's buffers. Ranks of a pipeline stage hold as much as its first one, or less.
 """
 
 from __future__ import annotations
@@ -11,65 +13,91 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-from torch import nn
-
 from moecore._fields import check_arguments
-from moecore.kernels.common import meta_as
-from moecore.memory.kept import KeptBytes, ModelKept, kept_bytes
-from moecore.mesh import build_meshes
-from moecore.models import Decoder
-from moecore.moe.state import moe_state
-from moecore.parallelize import parallelize_moe
 from moecore.pipeline.layout import Stage
 from moecore.pipeline.orders import Action, Item, actions_of
-from moecore.pipeline.schedule import Schedule, make_schedule
+from moecore.pipeline.schedule import make_schedule
 from moecore.planning.pieces import (
     MIDDLE,
     Piece,
     Pieces,
     like_of,
-    pages_of,
     pieces_of,
     small_of,
+    small_step,
     timed_stages,
 )
-from moecore.planning.record import PASSES, Pass, fake_world, quiet
-from moecore.planning.run import TrainingRun
+from moecore.planning.record import HELD, HOST_COPIES, PASSES, Pass
+from moecore.planning.run import TrainingRun, fake_world
 from moecore.planning.stored import (
     WHOLE,
-    _rank_size,
-    _stored,
-    few_layers,
     held_bytes,
+    held_kinds,
+    ranks_of,
     sizes_of,
-    stages_of,
     state_bytes,
 )
 from moecore.tables import columns, shown_bytes
 
 
-class _Forward(NamedTuple):
-    """What a forward keeps for its backward, and buffers of dispatcher "nvlink"."""
+class _Pass(NamedTuple):
+    """A pass of a stage in a rank's order."""
 
-    kept: ModelKept
-    buffers: int
+    stage: int
+    of: Pass
+    pieces: list[Piece]
+
+
+class _Level(NamedTuple):
+    """Most bytes within a piece, and the optimizer's state that is on the host then."""
+
+    num_bytes: int
+    away: int
+    passed: int  # passes before it
+    at: int  # pieces of its pass before it
+    piece: Piece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rank:
+    """A pipeline rank: what it holds between steps by kind, and its passes.
+
+    Attributes:
+        away: bytes of the optimizer's state that leave with the pieces of the first pass and come
+            back with the last's.
+    """
+
+    held: Mapping[str, int]
+    passes: Sequence[_Pass]
+    end: Piece
+    away: int
+
+    def levels(self) -> Iterator[_Level]:
+        """Yield the most bytes within each piece."""
+        level, gone, last = sum(self.held.values()), 0, len(self.passes) - 1
+        for number, (_, _, pieces) in enumerate(self.passes):
+            share = self.away // len(pieces)
+            for at, piece in enumerate(pieces):
+                gone -= share * (number == last)
+                yield _Level(level - gone + piece.rise, gone, number, at, piece)
+                level += piece.delta
+                gone += share * (number == 0)
+        yield _Level(level - gone + self.end.rise, gone, last + 1, 0, self.end)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """What one rank holds at most, in bytes by kind.
+    """What one rank holds when it holds most, in bytes by kind.
 
     Attributes:
         pp_rank: pipeline rank.
         stages: of this rank, in the letters of a layout.
-        device: in the GPU's memory.
+        device: in the GPU's memory: what it stores, and what the step has allocated, "activations"
+            of forwards by part of the model and the rest by pass.
         host: in pinned host memory.
-        in_flight: micro-batches of the stages that wait for their backward when activations are
-            largest, in the order of the stages.
+        in_flight: micro-batches of its stages that wait for their backward then.
     """
 
     pp_rank: int
@@ -80,7 +108,7 @@ class RankMemory:
 
     @property
     def num_bytes(self) -> int:
-        """In the GPU's memory, of all kinds."""
+        """In the GPU's memory, of all kinds: that of `plan_peak`."""
         return sum(self.device.values())
 
     @property
@@ -91,12 +119,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What all ranks of a run hold.
-
-    Attributes:
-        run: what was planned.
-        ranks: by pipeline rank.
-    """
+    """What all pipeline ranks of a run hold when each holds most."""
 
     run: TrainingRun
     ranks: tuple[RankMemory, ...]
@@ -106,12 +129,8 @@ class MemoryPlan:
         """The rank that holds most."""
         return max(self.ranks, key=lambda rank: rank.num_bytes)
 
-    def table(self, peaks: Sequence[int] = ()) -> str:
-        """Return a row per kind and a column per pipeline rank.
-
-        Args:
-            peaks: what each rank has at once, of `plan_peak`.
-        """
+    def table(self) -> str:
+        """Return a row per kind and a column per pipeline rank."""
         kinds = dict.fromkeys(kind for rank in self.ranks for kind in rank.device)
         hosts = dict.fromkeys(kind for rank in self.ranks for kind in rank.host)
         lines = [("pp rank", *(str(rank.pp_rank) for rank in self.ranks))]
@@ -120,146 +139,11 @@ class MemoryPlan:
         lines += [("in flight", *in_flight)]
         for kind in kinds:
             lines.append((kind, *(shown_bytes(rank.device.get(kind, 0)) for rank in self.ranks)))
-        lines.append(("sum", *(shown_bytes(rank.num_bytes) for rank in self.ranks)))
-        if peaks:
-            lines.append(("at once", *map(shown_bytes, peaks)))
+        lines.append(("at once", *(shown_bytes(rank.num_bytes) for rank in self.ranks)))
         for kind in hosts:
             found = (shown_bytes(rank.host.get(kind, 0)) for rank in self.ranks)
             lines.append((f"host: {kind}", *found))
         return "\n".join(columns(lines))
-
-
-def plan_memory(run: TrainingRun) -> MemoryPlan:
-    """Return what each pipeline rank of a run holds. No GPU, no communication.
-
-    Raises:
-        ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
-    """
-    check_arguments(plan_memory, locals())
-    with fake_world(1):
-        pass  # refused inside of another one, whatever was found before
-    p, config = run.resolved, run.model
-    stages, schedule = stages_of(run), None
-    if run.pipeline is not None:
-        schedule = make_schedule(
-            run.pipeline.schedule,
-            pp=p.pp,
-            chunks=len(stages) // p.pp,
-            num_micro_batches=until_steady(run),
-        )
-    (kept, buffers), ranks = _forward_of_layers(run), []
-    parts = [blocks_of_stage(stage, kept, config.num_layers) for stage in stages]
-    sizes = [sum(block.num_bytes for block in blocks) for blocks in parts]
-    for pp_rank in range(p.pp):
-        own = [s for s in stages if schedule is None or schedule.rank_of[s.index] == pp_rank]
-        device = _stored(run, _rank_size(run, pp_rank, own))
-        in_flight = (1,) if schedule is None else in_flight_at_most(schedule, pp_rank, sizes)
-        here, there = Counter[str]({"exchange buffers": buffers}), Counter[str]()
-        for stage, number in zip(own, in_flight, strict=True):
-            for block in parts[stage.index]:
-                for part, num_bytes in block.device.items():
-                    here[f"activations: {part}"] += number * num_bytes
-                for part, num_bytes in block.host.items():
-                    there[f"activations: {part}"] += number * num_bytes
-        state = device.pop("optimizer state")
-        away = int(run.optimizer.offload_fraction * state)
-        device["optimizer state"] = state - away
-        if away:
-            there["optimizer state"] = away
-        ranks.append(
-            RankMemory(
-                pp_rank=pp_rank,
-                stages=tuple(s.letters for s in own) if schedule is not None else ("all",),
-                device={kind: n for kind, n in (device | here).items() if n},
-                host=dict(there),
-                in_flight=tuple(in_flight),
-            )
-        )
-    return MemoryPlan(run=run, ranks=tuple(ranks))
-
-
-def blocks_of_stage(stage: Stage, kept: ModelKept, num_layers: int) -> list[KeptBytes]:
-    """Return what a stage's parts keep: its layers, its predictions, and what is outside of them.
-
-    The head and the loss count with the last stage, and so does the embedding, which keeps tokens.
-    """
-    if stage is WHOLE:
-        return [*kept.blocks, kept.outside]
-    found = [kept.blocks[i] for i in stage.layers]
-    found += [kept.blocks[num_layers + i] for i in stage.mtp]
-    return [*found, kept.outside] if stage.loss else found
-
-
-def in_flight_at_most(schedule: Schedule, rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return how many micro-batches of a rank's stages wait when they keep the most bytes.
-
-    A micro-batch waits from its forward to the gradient of its weights.
-
-    Args:
-        schedule: of all ranks.
-        rank: whose stages.
-        sizes: what a micro-batch of each stage keeps.
-    """
-    own = [stage for stage, of in enumerate(schedule.rank_of) if of == rank]
-    waiting, most, found = Counter[int](), -1, (0,) * len(own)
-    for item in schedule.orders[rank]:
-        for kind, stage, _ in actions_of(item):
-            waiting[stage] += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
-        size = sum(number * sizes[stage] for stage, number in waiting.items())
-        if size > most:
-            most, found = size, tuple(waiting[stage] for stage in own)
-    return found
-
-
-def until_steady(run: TrainingRun) -> int:
-    """Return micro-batches after which no rank holds more: rounds of a pipeline are alike."""
-    number, round_ = run.num_micro_batches, run.resolved.pp
-    is_steady = run.pipeline is not None and run.pipeline.schedule != "gpipe"
-    return min(number, 4 * round_) if is_steady and number % round_ == 0 else number
-
-
-def _forward_of_layers(run: TrainingRun) -> _Forward:
-    """Return what `_forward` does, found once for all layers and runs that are alike."""
-    alone = replace(run, num_micro_batches=1)
-    small, like = few_layers(run) or (alone, range(run.model.num_layers))
-    kept, buffers = _forward(small)
-    mtp = kept.blocks[small.model.num_layers :]
-    return _Forward(ModelKept((*(kept.blocks[i] for i in like), *mtp), kept.outside), buffers)
-
-
-def buffer_bytes(run: TrainingRun) -> int:
-    """Return the bytes of a rank's buffers of dispatcher "nvlink"."""
-    return 0 if run.nvlink is None else _forward_of_layers(run).buffers
-
-
-@lru_cache(maxsize=256)
-def _forward(run: TrainingRun) -> _Forward:
-    """Return a forward of one micro-batch of a data rank, of all layers on one rank."""
-    p = run.resolved
-    alone = {name: getattr(p, name) for name in ("tp", "cp", "ep", "etp")}
-    model = Decoder(run.model, device="meta", dtype=run.dtype)
-    tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
-    with fake_world(run.num_gpus // p.pp), quiet(), meta_as("cuda"):
-        meshes = build_meshes(type(p)(**alone), "cpu")
-        parallelize_moe(
-            model,
-            meshes,
-            dispatcher="alltoall" if run.nvlink is None else "nvlink",
-            nvlink=run.nvlink,
-            precision=run.precision,
-            fsdp=run.fsdp,
-        )
-        blocks: list[nn.Module] = [*model.layers, *model.mtp]
-        kept = kept_bytes(
-            model,
-            blocks,
-            lambda copy: copy(tokens_BT, tokens_BT),
-            options=run.memory,
-            device_type="cuda",
-            dtype_of=lambda param: run.fsdp.param_dtype or param.dtype,
-        )
-        exchanges = moe_state(model).exchanges
-    return _Forward(kept, 0 if exchanges is None else exchanges.planned_bytes)
 
 
 def plan_peak(run: TrainingRun) -> tuple[int, ...]:
@@ -274,54 +158,83 @@ def plan_peak(run: TrainingRun) -> tuple[int, ...]:
         ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
     """
     check_arguments(plan_peak, locals())
-    pieces, share = pieces_of(run), run.optimizer.offload_fraction
-    beside = pieces.held - max(held_bytes(small_of(run)))  # of what no plan counts
-    beside -= pages_of(run)  # which have a part for each layer
-    buffers = buffer_bytes(run)
-    per_byte = share * state_bytes(run.optimizer, run.dtype) / run.dtype.itemsize
-    return tuple(
-        buffers + _peak(held + beside + pages, passes, pieces, round(per_byte * size.parameters))
-        for held, size, passes, pages in zip(
-            held_bytes(run), sizes_of(run), _passes(run, pieces), _pages(run), strict=True
+    return tuple(max(level.num_bytes for level in rank.levels()) for rank in _ranks(run))
+
+
+def plan_memory(run: TrainingRun) -> MemoryPlan:
+    """Return what each pipeline rank holds when it holds most, by kind. No GPU, no communication.
+
+    Raises:
+        ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
+    """
+    check_arguments(plan_memory, locals())
+    with fake_world(1):
+        pass  # refused inside of another one, whatever was found before
+    stages, rank_of, pieces = timed_stages(run), ranks_of(run), pieces_of(run)
+    ranks = []
+    for pp_rank, rank in enumerate(_ranks(run)):
+        own = [s for s in stages if rank_of[s.index] == pp_rank]
+        most = max(rank.levels(), key=lambda level: level.num_bytes)
+        device, waiting, copied = Counter(rank.held), Counter[int](), 0
+        for number, (stage, of, passed) in enumerate(rank.passes[: most.passed + 1]):
+            is_last = number == most.passed
+            done = passed[: most.at] if is_last else passed
+            for piece in done:
+                device.update(piece.kinds)
+            waiting[stage] += 1 if of == "F" else -(not is_last)
+            if of == "F":
+                works = (pieces.queued[i].work for piece in done for i in piece.place)
+                copied += sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])
+        device.update(most.piece.most)
+        device["optimizer state"] -= most.away
+        device["other"] += device.pop(HELD, 0)
+        device["other"] += most.num_bytes - sum(device.values())
+        host = {"activations": copied, "optimizer state": most.away}
+        ranks.append(
+            RankMemory(
+                pp_rank=pp_rank,
+                stages=("all",) if run.pipeline is None else tuple(s.letters for s in own),
+                device={kind: n for kind, n in device.items() if n},
+                host={kind: n for kind, n in host.items() if n},
+                in_flight=tuple(waiting[s.index] for s in own),
+            )
         )
-    )
+    return MemoryPlan(run=run, ranks=tuple(ranks))
+
+
+def until_steady(run: TrainingRun) -> int:
+    """Return micro-batches after which no rank holds more: rounds of a pipeline are alike."""
+    number, round_ = run.num_micro_batches, run.resolved.pp
+    is_steady = run.pipeline is not None and run.pipeline.schedule != "gpipe"
+    return min(number, 4 * round_) if is_steady and number % round_ == 0 else number
+
+
+def _ranks(run: TrainingRun) -> Iterator[_Rank]:
+    """Yield the pipeline ranks of a run."""
+    pieces, step = pieces_of(run), small_step(run)
+    beside = pieces.held - max(held_bytes(small_of(run)))  # of what no plan counts
+    beside -= step.pages  # which have a part for each layer
+    per_byte = run.optimizer.offload_fraction * state_bytes(run.optimizer, run.dtype)
+    for size, passes, pages in zip(sizes_of(run), _passes(run, pieces), _pages(run), strict=True):
+        held = held_kinds(run, size)
+        held |= {"other": beside, "pages": pages, "exchange buffers": step.buffers}
+        away = round(per_byte / run.dtype.itemsize * size.parameters)
+        yield _Rank(held=held, passes=passes, end=pieces.end, away=away)
 
 
 def _pages(run: TrainingRun) -> Iterator[int]:
     """Yield the bytes of each pipeline rank's pages: as many for each layer with experts."""
     small = small_of(run).model
-    each = pages_of(run) / max(1, small.num_moe_layers + small.num_mtp_layers)
-    stages, pp = timed_stages(run), run.resolved.pp
-    rank_of: Sequence[int] = [0] * len(stages)
-    if run.pipeline is not None:
-        name, chunks = run.pipeline.schedule, len(stages) // pp
-        rank_of = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
-    for rank in range(pp):
+    each = small_step(run).pages / max(1, small.num_moe_layers + small.num_mtp_layers)
+    stages, rank_of = timed_stages(run), ranks_of(run)
+    for rank in range(run.resolved.pp):
         own = [stage for stage, of in zip(stages, rank_of, strict=True) if of == rank]
         layers = [i for stage in own for i in stage.layers if not run.model.is_dense(i)]
         yield round(each * (len(layers) + sum(len(stage.mtp) for stage in own)))
 
 
-def _peak(level: int, passes: Sequence[Sequence[Piece]], pieces: Pieces, away: int) -> int:
-    """Return the most bytes of a rank.
-
-    Args:
-        level: between steps.
-        passes: in its order.
-        pieces: of the step that was cut.
-        away: state that leaves with the blocks of the first pass and comes back with the last's.
-    """
-    highest = level
-    for number, queue in enumerate(passes):
-        for piece in queue:
-            level += away // len(queue) * (number == len(passes) - 1)
-            highest = max(highest, level + piece.rise)
-            level += piece.delta - away // len(queue) * (number == 0)
-    return max(highest, level + pieces.end.rise)
-
-
-def _passes(run: TrainingRun, pieces: Pieces) -> Iterator[list[list[Piece]]]:
-    """Yield the pieces of each pipeline rank's passes, in its order."""
+def _passes(run: TrainingRun, pieces: Pieces) -> Iterator[list[_Pass]]:
+    """Yield each pipeline rank's passes, in its order."""
     stages, number = timed_stages(run), until_steady(run)
     like = like_of(number, pieces.num_micro_batches)
     pp = run.resolved.pp
@@ -333,16 +246,16 @@ def _passes(run: TrainingRun, pieces: Pieces) -> Iterator[list[list[Piece]]]:
         name = run.pipeline.schedule
         orders = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number).orders
     sums = sizes_of(small_of(run))[0].accumulated
-    passes: dict[str, Pass] = {"F": "F", "B": "B", "W": "B"}  # D and W together are B
+    passes: dict[str, tuple[Pass, ...]] = {"F": ("F",), "B": ("B",), "W": ("B",)}  # D and W are B
     for order, size in zip(orders, sizes_of(run), strict=True):
         actions = [action for item in order for action in actions_of(item)]
         own = {action.stage for action in actions}
         ends = {i for i in own if stages[i].embedding or stages[i].loss} or own
         share = (size.accumulated / sums if sums else 1 / pp) / len(ends)
         yield [
-            _of_stage(stages[stage], passes[kind], like[i], pieces, share * (stage in ends))
+            _Pass(stage, of, _of_stage(stages[stage], of, like[i], pieces, share * (stage in ends)))
             for kind, stage, i in actions
-            if kind in passes
+            for of in passes.get(kind, ())
         ]
 
 
@@ -364,8 +277,10 @@ def _of_stage(
         for part, part_share in ((layers, 1.0), (ends, share))
     )
     more = round(kept) - _net(stage, micro_batch, pieces)
-    *others, (place, delta, rise) = own or [Piece(range(0), 0, 0)]
-    return [*others, Piece(place, delta + more, max(0, rise + min(0, more)))]
+    *others, last = own or [Piece(range(0), 0, 0, {}, {})]
+    rise, kinds = max(0, last.rise + min(0, more)), dict(last.kinds)
+    kinds["backward"] = kinds.get("backward", 0) + more
+    return [*others, last._replace(delta=last.delta + more, rise=rise, kinds=kinds)]
 
 
 def _net(stage: Stage, micro_batch: int, pieces: Pieces) -> int:

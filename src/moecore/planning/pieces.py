@@ -19,11 +19,12 @@ from itertools import pairwise
 from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
+from moecore.models.config import DecoderConfig
 from moecore.pipeline.layout import Stage
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.record import Pass, Placed, Queued, Start
 from moecore.planning.run import TrainingRun
-from moecore.planning.stored import WHOLE, _of_kinds, stages_of, stored_bytes
+from moecore.planning.stored import WHOLE, stages_of, stored_bytes
 
 Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
 
@@ -59,6 +60,19 @@ def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun,
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
 
 
+def _of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderConfig:
+    """Return the model with these layers, True = dense, and so many predictions."""
+    dense = () if model.moe is None else tuple(i for i, kind in enumerate(kinds) if kind)
+    return replace(
+        model,
+        num_layers=len(kinds),
+        dense_layers=dense,
+        mlp_hidden_dim=model.mlp_hidden_dim if any(kinds) else 0,
+        num_mtp_layers=mtp,
+        mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
+    )
+
+
 class Piece(NamedTuple):
     """What a step does between two starts.
 
@@ -66,11 +80,25 @@ class Piece(NamedTuple):
         place: from where to where in the queue.
         delta: bytes that are allocated more behind it than before it.
         rise: most of them within it.
+        kinds: `delta` by kind.
+        most: `rise` by kind.
     """
 
     place: range
     delta: int
     rise: int
+    kinds: Mapping[str, int]
+    most: Mapping[str, int]
+
+
+def _piece(place: range, start: Start, level: int, kinds: Mapping[str, int]) -> Piece:
+    """Return a piece from a start to a level."""
+    changes = _difference(kinds, start.kinds), _difference(start.most, start.kinds)
+    return Piece(place, level - start.level, start.top - start.level, *changes)
+
+
+def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {kind: one.get(kind, 0) - other.get(kind, 0) for kind in {**one, **other}}
 
 
 class Far(NamedTuple):
@@ -112,9 +140,9 @@ class Pieces:
             micro_batch += (before, start.of) == ("B", "F")
             before = start.of
             place = range(start.first if i else 0, behind.first)
-            piece = Piece(place, behind.level - start.level, start.top - start.level)
+            piece = _piece(place, start, behind.level, behind.kinds)
             found.setdefault((micro_batch, start.of, start.part), []).append(piece)
-        end = Piece(range(last.first, len(queued)), held - last.level, last.top - last.level)
+        end = _piece(range(last.first, len(queued)), last, held, starts[0].kinds)
         return cls(queued=queued, held=held, like=like, found=found, end=end)
 
     @property
@@ -149,7 +177,7 @@ class Pieces:
         found: list[Placed] = []
         newest: dict[int, int] = {}  # where a piece starts in `queued` -> in `found`
         lengths: tuple[int, ...] = ()
-        for place, _, _ in pieces:
+        for place in (piece.place for piece in pieces):
             start = len(found)
             copy, far = self._copy(place, lengths)
             found += copy
@@ -232,9 +260,9 @@ def pieces_of(run: TrainingRun) -> Pieces:
     return Pieces.of([*step.queued[:first], *end], step.starts, like)
 
 
-def pages_of(run: TrainingRun) -> int:
-    """Return the bytes of a stash's pages in the run of few layers."""
-    return _dry_run(small_of(run)).pages
+def small_step(run: TrainingRun) -> DryRun:
+    """Return the dry run of few layers whose pieces those of a run are."""
+    return _dry_run(small_of(run))
 
 
 def small_of(run: TrainingRun) -> TrainingRun:

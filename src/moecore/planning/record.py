@@ -13,15 +13,14 @@ a row, H heads, d and v dims of a head.
 
 from __future__ import annotations
 
-import gc
-import sys
-import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -29,11 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore._fields import Bound, Count, CountOrZero, Rules, check_arguments, check_fields
+from moecore._fields import Bound, CountOrZero, Rules, check_fields
 from moecore._streams import Queues, wait_on_host
 from moecore._torch import (
     DispatchMode,
-    clear_sharding_caches,
     is_host_memory,
     phases,
     storage_key,
@@ -125,60 +123,6 @@ def placed(queued: Iterable[Queued]) -> list[Placed]:
         Placed(one, tuple(i - n for n in one.behind), tuple(i - n for n in one.host_behind))
         for i, one in enumerate(queued)
     ]
-
-
-@contextmanager
-def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
-    """Within, this process is one rank of a world, whose collectives return at once.
-
-    What a collective would bring is whatever its output held, so numbers mean nothing; shapes,
-    sizes and who owns what are those of the real world.
-
-    Args:
-        world_size: ranks.
-        rank: which one this is.
-
-    Raises:
-        ValueError: where a process group is there already, or for a rank that the world lacks.
-    """
-    check_arguments(fake_world, locals())
-    if dist.is_initialized():
-        raise ValueError(
-            f"the default process group ({dist.get_world_size()} ranks) must not be there for a "
-            "fake world: plan in a process of its own"
-        )
-    if rank >= world_size:
-        raise ValueError(f"rank ({rank}) must be < world_size ({world_size}): pass a smaller one")
-    clear_sharding_caches()  # of meshes with the same sizes, whose groups are gone
-    store, hook = dist.HashStore(), sys.excepthook
-    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = hook  # each group puts its rank before the lines of errors
-        clear_sharding_caches()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Within, nobody is warned of what a plan is not asked about."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
-def new_garbage() -> Iterator[None]:
-    """Within, garbage is collected among new objects alone: modules are many, and none of it."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
@@ -342,6 +286,9 @@ ALIGNMENT = 512  # bytes: what torch's allocator rounds to
 FOREACH = "foreach"
 
 
+HELD, GRADIENTS, OPTIMIZER = "held", "gradients", "optimizer step"
+KINDS = {"F": "activations: outside", "B": "backward"}  # of memory outside of a layer's parts
+OUTER = ("activations: rest", "activations: routing")  # in which other parts lie
 END = "end"  # clipping and the optimizer
 
 
@@ -360,6 +307,8 @@ class Start(NamedTuple):
         first: how much it has queued.
         level: bytes that are allocated.
         top: most bytes until the next one.
+        kinds: `level` by kind.
+        most: `top` by kind.
     """
 
     of: Pass
@@ -367,6 +316,8 @@ class Start(NamedTuple):
     first: int
     level: int
     top: int
+    kinds: Mapping[str, int] = MappingProxyType({})
+    most: Mapping[str, int] = MappingProxyType({})
 
 
 class Recorder(DispatchMode):
@@ -374,37 +325,67 @@ class Recorder(DispatchMode):
 
     Attributes:
         level: bytes that are allocated.
+        kinds: these by kind: `HELD` since `mark`, else by pass and part of the model.
         peak: most of them since `mark`.
         queues: the streams.
         queued: what ran since `mark`, in the order in which the host queued it.
         starts: where parts of the model have begun since then.
+        params: whose gradients are a kind of their own from the next start on.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.level = self.peak = self._top = self._held = 0
+        self.kinds, self._most = Counter[str](), Counter[str]()
+        self._within = [HELD]  # kinds of the parts that have begun
         self.queues = Queues()
         self.queued: list[Queued] = []
         self.starts: list[Start] = []
+        self.params: list[Tensor] = []
         self._first = 0
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[int, tuple[int, str]] = {}  # bytes and kind
 
     def mark(self) -> None:
         """Begin anew: nothing is queued, and the peak is what is allocated now."""
         self.peak, self.queued, self._first = self.level, [], self.queues.length
         self.starts, self._top, self._held = [], self.level, self.level
+        self._sizes = {key: (size, HELD) for key, (size, _) in self._sizes.items()}
+        self.kinds, self._most = (Counter({HELD: self.level}) for _ in range(2))
 
     def begin(self, of: Pass, part: str) -> None:
         """Write down that a part of the model begins a pass."""
+        self._find_gradients()
         level = self.level if self.starts else self._held
+        kinds = self.kinds if self.starts else Counter({HELD: self._held})
         self.end()
-        self.starts.append(Start(of, part, len(self.queued), level, level))
+        self.starts.append(Start(of, part, len(self.queued), level, level, kinds.copy(), kinds))
+        self._within = [OPTIMIZER if part == END else KINDS[of]]
 
     def end(self) -> None:
         """Write down how much the last of these parts had at most."""
         if self.starts:
-            self.starts[-1] = self.starts[-1]._replace(top=self._top)
-            self._top = self.level
+            self.starts[-1] = self.starts[-1]._replace(top=self._top, most=self._most)
+            self._top, self._most = self.level, self.kinds.copy()
+
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """Within, memory is that of a part of the model; of two, one in the other, the outer's."""
+        kind = self._within[-1]
+        if len(self._within) == 1 or kind in OUTER:
+            kind = f"activations: {part}"
+        outside, self._within = self._within, [*self._within, kind]
+        try:
+            yield
+        finally:
+            self._within = outside
+
+    def _find_gradients(self) -> None:
+        for grad in (param.grad for param in self.params if param.grad is not None):
+            key = storage_key(grad.to_local() if isinstance(grad, DTensor) else grad)
+            size, kind = self._sizes.get(key, (0, HELD))
+            if kind == KINDS["B"]:
+                self._sizes[key] = size, GRADIENTS
+                self.kinds.update({kind: -size, GRADIENTS: size})
 
     def take(self, tensor: Tensor) -> bool:
         """Count the memory of a tensor on meta, once; return whether it is new."""
@@ -412,17 +393,23 @@ class Recorder(DispatchMode):
         if key in self._sizes:
             return False
         if is_host_memory():
-            self._sizes[key] = 0
+            self._sizes[key] = 0, HELD
             return False
         storage = tensor.untyped_storage()
-        self._sizes[key] = size = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        size, kind = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT, self._within[-1]
+        self._sizes[key] = size, kind
         self.level += size
-        self.peak, self._top = max(self.peak, self.level), max(self._top, self.level)
+        self.kinds[kind] += size
+        self.peak = max(self.peak, self.level)
+        if self.level > self._top:
+            self._top, self._most = self.level, self.kinds.copy()
         weakref.finalize(storage, self._free, key)
         return True
 
     def _free(self, key: int) -> None:
-        self.level -= self._sizes.pop(key)
+        size, kind = self._sizes.pop(key)
+        self.level -= size
+        self.kinds[kind] -= size
 
     def launched(self, name: str, args: Sequence[Any]) -> None:
         """Write down a kernel of this package."""

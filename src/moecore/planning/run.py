@@ -1,14 +1,21 @@
-"""TrainingRun: a model, and how it is trained on how many GPUs; its model, optimizer and Python."""
+"""TrainingRun: a model, and how it is trained on how many GPUs; how it is built in any world."""
 
 from __future__ import annotations
 
+import gc
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from moecore._fields import Bound, Count, Rules, check_arguments, check_fields
+from moecore._fields import Bound, Count, CountOrZero, Rules, check_arguments, check_fields
+from moecore._torch import clear_sharding_caches
 from moecore.memory.options import MemoryOptions
 from moecore.mesh import ParallelConfig, build_meshes
 from moecore.models import Decoder
@@ -203,3 +210,57 @@ def _precision(precision: Precision) -> str:
     names = get_args(PrecisionName)
     name = next((name for name in names if Precision.of(name) == precision), None)
     return repr(precision) if name is None else repr(name)
+
+
+@contextmanager
+def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
+    """Within, this process is one rank of a world, whose collectives return at once.
+
+    What a collective would bring is whatever its output held, so numbers mean nothing; shapes,
+    sizes and who owns what are those of the real world.
+
+    Args:
+        world_size: ranks.
+        rank: which one this is.
+
+    Raises:
+        ValueError: where a process group is there already, or for a rank that the world lacks.
+    """
+    check_arguments(fake_world, locals())
+    if dist.is_initialized():
+        raise ValueError(
+            f"the default process group ({dist.get_world_size()} ranks) must not be there for a "
+            "fake world: plan in a process of its own"
+        )
+    if rank >= world_size:
+        raise ValueError(f"rank ({rank}) must be < world_size ({world_size}): pass a smaller one")
+    clear_sharding_caches()  # of meshes with the same sizes, whose groups are gone
+    store, hook = dist.HashStore(), sys.excepthook
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook  # each group puts its rank before the lines of errors
+        clear_sharding_caches()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within, nobody is warned of what a plan is not asked about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def new_garbage() -> Iterator[None]:
+    """Within, garbage is collected among new objects alone: modules are many, and none of it."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
