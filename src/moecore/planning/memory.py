@@ -78,7 +78,7 @@ class _Rank:
         """Yield the most bytes within each piece."""
         level, gone, last = sum(self.held.values()), 0, len(self.passes) - 1
         for number, (_, _, pieces) in enumerate(self.passes):
-            share = self.away // len(pieces)
+            share = self.away // max(1, len(pieces))
             for at, piece in enumerate(pieces):
                 gone -= share * (number == last)
                 yield _Level(level - gone + piece.rise, gone, number, at, piece)
@@ -96,7 +96,7 @@ class RankMemory:
         stages: of this rank, in the letters of a layout.
         device: in the GPU's memory: what it stores, and what the step has allocated, "activations"
             of forwards by part of the model and the rest by pass.
-        host: in pinned host memory.
+        host: in pinned host memory: activations then, and all state that is away in a step.
         in_flight: micro-batches of its stages that wait for their backward then.
     """
 
@@ -189,7 +189,7 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
         device["optimizer state"] -= most.away
         device["other"] += device.pop(HELD, 0)
         device["other"] += most.num_bytes - sum(device.values())
-        host = {"activations": copied, "optimizer state": most.away}
+        host = {"activations": copied, "optimizer state": rank.away}
         ranks.append(
             RankMemory(
                 pp_rank=pp_rank,

@@ -185,7 +185,8 @@ def search(
     planned, cheap = list[Candidate](), 0
     for folding in open_foldings[:most_planned]:
         try:
-            planned.append(fit(request, folding, promise.rung(folding)))
+            guess = promise.rung(folding) or rungs_of(request)[-1]
+            planned.append(fit(request, folding, guess))
         except (ValueError, NotImplementedError):
             refused["parallelize_moe"] += 1
             continue
