@@ -118,8 +118,7 @@ class Promise:
         """Return about how long a step takes, without clipping and the optimizer.
 
         The pipeline rank with most work has all micro-batches, and waits while others fill. What
-        micro-batches gather and reduce, and copy to the host and back, hides behind that work. So
-        do links behind computation where a forward and a backward of stages may be a pair. The
+        micro-batches gather and reduce, and copy to the host and back, hides behind that work. The
         network carries tokens and weights in turn.
 
         Args:
@@ -129,7 +128,7 @@ class Promise:
         run = run_of(self._request, folding, rung)
         like, pp = self._rungs[rung is not self._rungs[0]], folding.pp
         passes = [self._stage(stage, folding, like) for stage in timed_stages(run)]
-        each = [max(passed) if pp > 1 else sum(passed) for passed in passes]
+        each = list(map(sum, passes))
         busiest = max(sum(each[rank::pp]) for rank in range(pp))
         busiest = max(busiest, self._copies(folding, rung))
         if _gathers(rung):

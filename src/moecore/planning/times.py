@@ -7,12 +7,13 @@
 Work starts when the host has queued it, and what it comes behind has ended; the host queues one
 piece after the other, and waits where it reads a result. It begins a step while the one before it
 still runs, so a step's time is that between the ends of two steps. Work side by side is as fast as
-alone, but a step, a pass or a pair takes no less than all that its network carries.
+alone, but a step or a pass takes no less than all that its network carries.
 
 A step of few micro-batches is put together; each one more takes as long as the last of those that
 are in the middle. Clipping and the optimizer follow the slowest pipeline rank, whose time grows
-with what the rank stores. A pair of a forward and a backward (`Overlap`) hides links behind
-computation.
+with what the rank stores.
+
+A forward beside a backward (`Overlap`) takes as long as the two in turn; see `_Costs`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from moecore._fields import PositiveOrZero, check_arguments
 from moecore.pipeline.layout import Stage
-from moecore.pipeline.orders import Action, Item, Overlap, actions_of
+from moecore.pipeline.orders import Action, Item, actions_of
 from moecore.pipeline.schedule import Schedule, make_schedule
 from moecore.pipeline.simulate import spans_of
 from moecore.pipeline.timeline import Timeline
@@ -186,19 +187,11 @@ def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
     return sums
 
 
-LINKS: tuple[Part, ...] = ("nvlink", "network", "pcie")
 ROUNDS = 3  # of a pipeline's ranks: micro-batches of a step that is simulated
 Parts = Mapping[Part, float]
 
 
-class Passed(NamedTuple):
-    """The seconds of a pass by part, and those of the network for all that it carries of it."""
-
-    parts: Parts
-    network: float
-
-
-Known = dict[object, dict[tuple[Pass, int], Passed]]  # starts of a stage's pieces -> its passes
+Known = dict[object, dict[tuple[Pass, int], Parts]]  # starts of a stage's pieces -> its passes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,7 +320,7 @@ def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, known: Know
     blocks = [replace(stage, embedding=False, loss=False) for stage in own]
     passes = _passes_of(blocks, pieces, table, known)
     out, back = (
-        sum(sum(passes[stage.index][end].parts.values()) for stage in blocks)
+        sum(sum(passes[stage.index][end].values()) for stage in blocks)
         for end in (("F", 0), ("B", pieces.num_micro_batches - 1))
     )
     back *= 1 - 1 / sum(len(stage.layers) for stage in blocks)
@@ -353,7 +346,7 @@ def _staged(
             num_micro_batches=num_micro_batches,
         )
         like = like_of(num_micro_batches, pieces.num_micro_batches)
-        costs = _Costs(passes, like, hides=run.nvlink is None)
+        costs = _Costs(passes, like)
         timeline = timelines[num_micro_batches] = simulate(schedule, costs.seconds, send)
         busiest = max(range(pp), key=lambda rank: timeline.busy[rank])
         parts = _sum(costs.parts(span.item) for span in timeline.spans[busiest])
@@ -367,20 +360,20 @@ def _staged(
 class _Costs:
     """What items of an order take.
 
+    Nothing of a pair is counted as hidden. With NCCL between two GPUs lanes hid 0.084 and 0.309 of
+    the exchanges, and steps took 1.08 and 1.01 of the time in turns
+    (benchmarks/results/pipeline/2026-11-23-2-x-nvidia-h200.jsonl). The larger shares there are of a
+    link that is a delay on one GPU. No run over a network has shown one.
+
     Args:
         passes: of each stage, pass and micro-batch of the step that was cut.
         like: which of these each micro-batch is like.
-        hides: whether a forward beside a backward hides what travels: "nvlink" hands over nowhere.
     """
 
     def __init__(
-        self,
-        passes: Mapping[int, Mapping[tuple[Pass, int], Passed]],
-        like: Sequence[int],
-        *,
-        hides: bool,
+        self, passes: Mapping[int, Mapping[tuple[Pass, int], Parts]], like: Sequence[int]
     ) -> None:
-        self._passes, self._like, self._hides = passes, like, hides
+        self._passes, self._like = passes, like
 
     def seconds(self, item: Item) -> float:
         """Return the seconds of an item."""
@@ -388,29 +381,13 @@ class _Costs:
 
     def parts(self, item: Item) -> Parts:
         """Return the seconds of an item by part; D and W are half a backward each."""
-        passed = [self._of(action) for action in actions_of(item)]
-        found = _sum(parts for parts, _ in passed)
-        if not isinstance(item, Overlap):
-            return found
-        left = _hidden(found) if self._hides else found
-        return at_least(left, sum(network for _, network in passed))
+        return _sum(self._of(action) for action in actions_of(item))
 
-    def _of(self, action: Action) -> Passed:
+    def _of(self, action: Action) -> Parts:
         of: Pass = "F" if action.kind == "F" else "B"
         share = 0.5 if action.kind in "DW" else 1.0
-        parts, network = self._passes[action.stage][of, self._like[action.micro_batch]]
-        return Passed({part: share * seconds for part, seconds in parts.items()}, share * network)
-
-
-def _hidden(parts: Parts) -> Parts:
-    """Return parts without what computation hides of links."""
-    left = sum(seconds for part, seconds in parts.items() if part not in LINKS)
-    found = dict(parts)
-    for link in LINKS:
-        hidden = min(left, parts.get(link, 0.0))
-        found[link] = parts.get(link, 0.0) - hidden
-        left -= hidden
-    return found
+        parts = self._passes[action.stage][of, self._like[action.micro_batch]]
+        return {part: share * seconds for part, seconds in parts.items()}
 
 
 def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
@@ -423,7 +400,7 @@ def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
 
 def _passes_of(
     stages: Sequence[Stage], pieces: Pieces, table: CostTable, known: Known
-) -> dict[int, dict[tuple[Pass, int], Passed]]:
+) -> dict[int, dict[tuple[Pass, int], Parts]]:
     """Return what `_passes` does of each stage, found once for those of the same pieces."""
     found = {}
     for stage in stages:
@@ -434,9 +411,9 @@ def _passes_of(
     return found
 
 
-def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Passed]:
+def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Parts]:
     """Return seconds by part of a stage's passes: a forward and a backward in turns."""
-    found: dict[tuple[Pass, int], Passed] = {}
+    found: dict[tuple[Pass, int], Parts] = {}
     queue: list[Piece] = []
     ends: list[tuple[tuple[Pass, int], int]] = []
     for i in like_of(pieces.num_micro_batches + 1, pieces.num_micro_batches):
@@ -447,8 +424,7 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, 
     start, before = 0.0, 0
     for key, number in ends:
         end = max(spans.ends[:number], default=0.0)
-        network = carried(spans, before, number)
-        found[key] = Passed(at_least(exposed(spans, start, end), network), network)
+        found[key] = at_least(exposed(spans, start, end), carried(spans, before, number))
         start, before = end, number
     return found
 
