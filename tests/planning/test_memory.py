@@ -124,8 +124,11 @@ def test_what_is_offloaded_is_in_host_memory() -> None:
     for rank, before in zip(away.ranks, plan_memory(run).ranks, strict=True):
         assert rank.host["optimizer state"] * 2 == before.device["optimizer state"]
         assert rank.device["optimizer state"] >= rank.host["optimizer state"]
-    first, before = away.ranks[0], plan_memory(run).ranks[0]
-    assert first.host["activations"] > 0 and first.activations < before.activations
+    deep = replace(RUNS["sharded"], model=replace(CONFIG, num_layers=8), batch_size=256)
+    gone = plan_memory(replace(deep, memory=memory)).largest
+    kept = plan_memory(deep).largest
+    assert gone.host["activations"] > 0 and not kept.host
+    assert gone.activations < kept.activations and gone.num_bytes < kept.num_bytes
 
 
 def test_a_world_is_fake_alone() -> None:

@@ -86,12 +86,12 @@ def test_what_no_rule_refuses_can_be_planned() -> None:
         assert planned_with(request, folding, rungs_of(request)[-1]).fits
 
 
-def test_memory_falls_from_rung_to_rung() -> None:
+def test_all_levers_need_less_memory_than_none() -> None:
     request = replace(LARGE, model=replace(DEEPSEEK, num_layers=16))
-    folding = Folding(pp=2, ep=8, chunks=2)
-    runs = (run_of(request, folding, rung) for rung in rungs_of(request)[:6])
-    used = [max(plan_peak(run)) for run in runs]
-    assert used == sorted(used, reverse=True) and len(set(used)) == len(used)
+    first, *_, last = rungs_of(request)
+    runs = (run_of(request, Folding(pp=2, ep=8, chunks=2), rung) for rung in (first, last))
+    whole, least = (max(plan_peak(run)) for run in runs)
+    assert least < 0.5 * whole
 
 
 def test_few_rows_are_slow_where_the_host_is_the_wall() -> None:

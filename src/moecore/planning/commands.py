@@ -387,8 +387,7 @@ def run_report(args: Any) -> int:
         raise UsageError(str(error)) from None
     if args.json:
         facts = {"limit": found.limit, "limits": found.limits}
-        levers = [lever._asdict() for lever in found.levers]
-        print(json.dumps(facts | asdict(found) | {"levers": levers}))
+        print(json.dumps(facts | asdict(found)))
     else:
         print(found.table())
     return 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moecore._fields import Count, check_arguments
 from moecore.planning.levers import OPTIONS
@@ -106,7 +105,8 @@ class Trace:
     num_steps: int  # that `profile.step()` has marked, else 1
 
 
-class Lever(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Lever:
     """An option to try, and the share of the step that it can take away at most."""
 
     lever: str
@@ -148,7 +148,7 @@ class Report:
         return "\n".join(text)
 
 
-def report_trace(path: str | os.PathLike[str], *, num_steps: Count | None = None) -> Report:
+def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
     """Return where the time of a trace went.
 
     Args:
@@ -163,7 +163,7 @@ def report_trace(path: str | os.PathLike[str], *, num_steps: Count | None = None
         trace = _trace(_events(Path(path)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = error if isinstance(error, ValueError) else LACKS
-        raise ValueError(f"path ({os.fspath(path)}) must {what}") from None
+        raise ValueError(f"path ({path}) must {what}") from None
     return report(trace, num_steps or trace.num_steps)
 
 

@@ -274,7 +274,8 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
 def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -> Candidate:
     """Plan a folding with the cheapest levers with which it fits; with all where none suffice.
 
-    Memory falls from rung to rung. From a guess the next rungs are tried, else halves of them.
+    Memory falls over the rungs, if not at each of them. From a
+    guess the next rungs are tried, else halves of them.
 
     Args:
         request: what is trained.
