@@ -179,7 +179,7 @@ def test_deepseek_v3() -> None:
     nodes = plan_time(within_a_node.run, CostTable.of(LARGE.gpu))
     assert within_a_node.fits and best.time.tokens_per_second > nodes.tokens_per_second
     ranks = data_ranks(LARGE, best.folding)
-    assert best.run.num_micro_batches * ranks == LARGE.rows
+    assert best.run.num_micro_batches * best.run.batch_size * ranks == LARGE.rows
 
 
 def test_micro_batches_have_the_rows_that_are_fastest() -> None:
