@@ -41,10 +41,9 @@ import torch.distributed as dist
 from benchmarks.gate import ROOT
 from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment
-from benchmarks.trace import trace
+from benchmarks.trace import Breakdown, table, trace
 from moecore.models.size import active_params, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
-from moecore.planning.trace import Breakdown, table
 
 sys.path.insert(0, str(ROOT / "examples"))
 
