@@ -8,31 +8,58 @@ export PYTHONDONTWRITEBYTECODE :=
 # The whole suite: files side by side where pytest-xdist is, so each process computes on one core.
 ONE_THREAD := OMP_NUM_THREADS=1
 WORKERS = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder')
+ON_CPUS := CUDA_VISIBLE_DEVICES= $(ONE_THREAD)
+
+# Runs the arguments of pytest, and beside it kernels under Triton's interpreter, whose variable is
+# read at import. It has a worker of its own: when the others wait for ranks, a core is free.
+define beside_interpreted
+log=$$(mktemp) && trap 'rm -f $$log' EXIT; \
+$(ON_CPUS) TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels >$$log 2>&1 & interpreted=$$!; \
+$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $(1); code=$$?; \
+wait $$interpreted || code=$$?; cat $$log; exit $$code
+endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test golden demo bench bench-docs lint format clean
+.PHONY: help venv test nightly test-for quick quick-ranks golden demo bench bench-docs lint format clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 13
 	@echo
 	@echo 'test, demo and bench pass ARGS="..." on; PYTHON=/path/to/python3 picks the base of .venv.'
 
 venv: $(READY)  ## create or update .venv
 
-test: $(READY)  ## run the CPU tests (those for GPUs: .venv/bin/python -m pytest -m gpu)
-	CUDA_VISIBLE_DEVICES= $(if $(ARGS),,$(ONE_THREAD)) $(PY) -m pytest -q $(if $(ARGS),$(ARGS),$(WORKERS))
-	$(if $(ARGS),,CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(ONE_THREAD) $(PY) -m pytest -q $(WORKERS) tests/kernels)
+test: $(READY)  ## run the CPU tests; those of benchmarks and examples if what they run changed
+ifdef ARGS
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q $(ARGS)
+else
+	@left_out=$$($(PY) -m tools.affected leave-out); \
+	echo "left out, nothing that they run changed: $${left_out:-none}"; \
+	$(call beside_interpreted,$${left_out:+$$(printf -- '--ignore=%s ' $$left_out)})
+endif
+
+nightly: $(READY)  ## run all CPU tests, with new examples of hypothesis
+	@$(call beside_interpreted,--hypothesis-profile=explore)
+
+test-for: $(READY)  ## run the tests that import FILE, however far: make test-for FILE=src/...
+	@found=$$($(PY) -m tools.affected tests $(FILE)) && echo "$${found:?no test imports $(FILE)}" && \
+	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $$found $(ARGS)
 
 golden: $(READY)  ## remake this platform's golden records (ARGS="paths"; see CONTRIBUTING.md)
 	$(ONE_THREAD) $(PY) -m tests.golden.make $(ARGS)
 
-# What most changes break: records, the layer, the experts' operation, a step, two golden paths.
+# What most changes break: records, the layer, the experts' operation, units of FSDP.
 QUICK := tests/test_fields.py tests/test_api.py tests/test_torch_names.py \
-	tests/test_pages.py tests/test_step.py tests/shard/test_unit.py tests/kernels/experts \
-	tests/moe/test_layer.py tests/moe/test_router.py tests/moe/test_experts.py tests/golden
+	tests/test_pages.py tests/shard/test_unit.py tests/kernels/experts \
+	tests/moe/test_layer.py tests/moe/test_router.py tests/moe/test_experts.py
+# The same on ranks: a step, two golden paths.
+QUICK_RANKS := tests/test_step.py tests/golden
 
-quick: $(READY)  ## run the tests that most changes break, in about a minute
-	CUDA_VISIBLE_DEVICES= $(ONE_THREAD) $(PY) -m pytest -q $(WORKERS) $(QUICK) $(ARGS)
+quick: $(READY)  ## run the tests without ranks that most changes break, in a minute
+	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $(QUICK) $(ARGS)
+
+quick-ranks: $(READY)  ## run those and a step and the golden paths on ranks
+	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $(QUICK) $(QUICK_RANKS) $(ARGS)
 
 demo: $(READY)  ## train the tiny preset into runs/demo
 	$(PY) examples/train.py --preset tiny --eval-every 50 --run-dir runs/demo $(ARGS)

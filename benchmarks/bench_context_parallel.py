@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.records import append_rows
-from benchmarks.trace import kernels_of
+from benchmarks.trace import break_down, kernels_of
 from moecore import (
     FSDPOptions,
     Meshes,
@@ -63,7 +63,6 @@ from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions
 from moecore.models import Decoder, preset
 from moecore.moe.forced import force_even_load
-from moecore.planning.trace import break_down
 from moecore.train import AdamW
 
 Call = Callable[[], Any]

@@ -55,7 +55,7 @@ from moecore.train import AdamW, GraphedForwardBackward
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from train import Moment
+from metrics import Moment
 
 Row = dict[str, Any]
 MAX_NORM = 1.0

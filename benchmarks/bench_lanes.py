@@ -32,13 +32,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.records import RESULTS, append_rows
-from benchmarks.trace import kernels_of
+from benchmarks.trace import COMMUNICATION, break_down, covered, kernels_of
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.parallel.attached import moe_state
-from moecore.planning.trace import COMMUNICATION, Kernel, break_down, category_of, covered
+from moecore.planning.report import Kernel, category_of
 
 EXCHANGE = "SendRecv"  # NCCL's kernel of an all-to-all
 WAITING = "spin_kernel"  # that of `DelayedLink`

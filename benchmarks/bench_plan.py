@@ -33,8 +33,7 @@ from moecore.base.options.precision import Precision
 from moecore.models import preset
 from moecore.moe.forced import force_even_load
 from moecore.planning import OptimizerOptions, TrainingRun
-from moecore.planning.build import model_of, optimizer_of
-from moecore.planning.on_gpu import between, mark
+from moecore.planning.run import model_of, optimizer_of
 from moecore.train.step import TrainStep
 
 WARM_UP, TIMED = 3, 7
@@ -195,6 +194,20 @@ def seconds_of_step(step: TrainStep, inputs: list[Row], device: torch.device) ->
     step.forward_backward(inputs)
     step.finish()
     return time.perf_counter() - start
+
+
+def mark(device: torch.device) -> Any:
+    """Return this time of a device."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Any, end: Any) -> float:
+    """Return the milliseconds between two of them."""
+    return (end - start) * 1e3 if isinstance(end, float) else float(start.elapsed_time(end))
 
 
 def free_memory(device: torch.device) -> None:

@@ -41,14 +41,16 @@ import torch.distributed as dist
 from benchmarks.gate import ROOT
 from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment
-from benchmarks.trace import trace
+from benchmarks.trace import Breakdown, table, trace
 from moecore.models.size import active_params, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
-from moecore.planning.trace import Breakdown, table
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 import train
+from data import BatchShape
+from errors import ARGUMENT_ERRORS, RUN_ERRORS, print_rank_error, print_run_error
+from loop import train_step
 from metrics import Launched, Metrics, Moment
 from options import parse_arguments
 
@@ -74,6 +76,7 @@ SHOWN = (
     "graph_dense",
     "cuda_graph",
     "recompute",
+    "offload",
     "stash",
     "clones",
     "gather_once",
@@ -87,6 +90,7 @@ SHOWN = (
     "send_again",
     "fp8_dispatch",
     "ep",
+    "cp",
     "tp",
     "dp_shard",
 )
@@ -121,12 +125,12 @@ def main() -> int:
             job = train.build_job(args)
             if own.routing == "balanced":
                 force_even_load(job.model)
-        except train.ARGUMENT_ERRORS as error:
-            return train.print_rank_error(error, int(os.environ["RANK"]))
+        except ARGUMENT_ERRORS as error:
+            return print_rank_error(error, int(os.environ["RANK"]))
         try:
             row = measure(job, own)
-        except train.RUN_ERRORS as error:
-            return train.print_run_error(error, args)
+        except RUN_ERRORS as error:
+            return print_run_error(error, args)
         row["ceiling_tflops"] = ceiling(job.device)
         row["mfu"] = row["tflops_per_gpu"] / row["ceiling_tflops"]
         rows.append(row)
@@ -176,7 +180,7 @@ def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(arguments)
 
 
-def measure(job: train.Job, own: argparse.Namespace) -> Row:
+def measure(job: train.Pretraining, own: argparse.Namespace) -> Row:
     """Return the row of one run, without the ceiling; collective."""
     seconds, metrics, power = time_steps(job, warm_up=own.warm_up, timed=own.timed)
     row = describe_run(job, seconds, metrics) | power
@@ -187,7 +191,7 @@ def measure(job: train.Job, own: argparse.Namespace) -> Row:
 
 
 def time_steps(
-    job: train.Job, *, warm_up: int, timed: int
+    job: train.Pretraining, *, warm_up: int, timed: int
 ) -> tuple[list[float], list[Metrics], dict[str, float]]:
     """Return seconds and power of the timed steps on this rank, and the metrics of all steps."""
     _, warm = run_steps(job, range(1, warm_up + 1))
@@ -205,18 +209,18 @@ def time_steps(
     return seconds, warm + metrics, power.summary()
 
 
-def run_steps(job: train.Job, steps: range) -> tuple[list[Moment], list[Metrics]]:
+def run_steps(job: train.Pretraining, steps: range) -> tuple[list[Moment], list[Metrics]]:
     """Return the end of each step and its metrics; all have ended."""
     launched: list[Launched] = []
     metrics = []
     for step in steps:
-        launched.append(train.train_step(job, step))
+        launched.append(train_step(job, step))
         metrics += [done.metrics() for done in launched[-2:-1]]
     metrics += [done.metrics() for done in launched[-1:]]
     return [done.ended for done in launched], metrics
 
 
-def describe_run(job: train.Job, seconds: list[float], metrics: list[Metrics]) -> Row:
+def describe_run(job: train.Pretraining, seconds: list[float], metrics: list[Metrics]) -> Row:
     """Return the row of one run; collective."""
     config, world = job.model.config, dist.get_world_size()
     slowest = torch.tensor(seconds, dtype=torch.float64, device=job.device)
@@ -251,10 +255,10 @@ def describe_run(job: train.Job, seconds: list[float], metrics: list[Metrics]) -
     }
 
 
-def traced(job: train.Job, *, first_step: int) -> Row:
+def traced(job: train.Pretraining, *, first_step: int) -> Row:
     """Return the breakdown of one more step on rank 0; every rank steps."""
     dist.barrier()
-    found = trace(lambda: train.train_step(job, first_step).metrics())
+    found = trace(lambda: train_step(job, first_step).metrics())
     return {
         "trace_wall_ms": found.wall,
         "trace_ms": found.categories,
@@ -321,7 +325,7 @@ def committed(row: Row) -> Row | None:
     return found[-1] if found else None
 
 
-def _tokens(shape: train.BatchShape) -> int:
+def _tokens(shape: BatchShape) -> int:
     """Return the tokens of a step; rows have no padding here."""
     return shape.data_ranks * shape.grad_accum * shape.batch_size * shape.seq_len
 

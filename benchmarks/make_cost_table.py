@@ -25,7 +25,7 @@ from benchmarks.records import RESULTS, latest, load
 from benchmarks.shapes import SHAPES
 from moecore.planning import dry_run
 from moecore.planning.costs import CostTable, Point
-from moecore.planning.work import Work
+from moecore.planning.record import Work
 
 TABLE = ROOT / "src" / "moecore" / "planning" / "tables" / "h200.json"
 ATTENTION_PAGE = "printed/2026-11-22-attention.txt"  # forward and backward apart

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.packing import CutDocuments, PackedBatchSampler, PackedCollator
+from moecore.packing.split import multiple_of
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 VOCAB_SIZE = 256
@@ -39,12 +40,14 @@ class BatchShape:
         grad_accum: micro-batches per step.
         batch_size: rows per data rank and micro-batch.
         seq_len: tokens of a row.
+        cp: ranks that share a row; documents are padded to a multiple of 2 * cp.
     """
 
     data_ranks: int
     grad_accum: int
     batch_size: int
     seq_len: int
+    cp: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,8 @@ class PackedSteps:
     ) -> None:
         self._shape, self._documents = shape, documents
         rows, T = shape.grad_accum * shape.batch_size, shape.seq_len
-        self._lengths = torch.as_tensor(lengths) if packs else torch.full((len(documents),), T)
+        multiple = multiple_of(shape.cp) if packs else T
+        self._lengths = -(-torch.as_tensor(lengths) // multiple) * multiple
         self.sampler = PackedBatchSampler(
             self._lengths,
             T,
@@ -190,7 +194,7 @@ class PackedSteps:
             seed=seed or 0,
             shuffle=seed is not None,
         )
-        self._collator = PackedCollator(row_tokens=T, rows=rows, multiple=1 if packs else T)
+        self._collator = PackedCollator(row_tokens=T, rows=rows, multiple=multiple)
         self._batches = self._all_batches()
         self._max_documents = self._most_documents()
 

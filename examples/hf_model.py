@@ -36,7 +36,7 @@ COPIED = (
 
 
 class WithLoss(nn.Module):
-    """A transformers model and its loss, one module because FSDP2 has the head's weight in forward.
+    """A transformers model and its loss in one module, as the head is gathered in its forward.
 
     Padding is not routed: transformers gives MoE blocks no mask, so hooks do.
 

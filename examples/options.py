@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -15,14 +15,20 @@ import torch
 from data import VOCAB_SIZE
 
 from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig, PipelineConfig
-from moecore.base.options.memory import RECOMPUTED, MemoryOptions, StashOptions
+from moecore.base.options.memory import (
+    GEMM_LAST,
+    OFFLOADED,
+    RECOMPUTED,
+    MemoryOptions,
+    StashOptions,
+)
 from moecore.base.options.precision import PrecisionName
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
 from moecore.parallel.pipeline.orders import ScheduleName
 from moecore.parallelize import DispatcherName
 
-DEGREES = ("pp", "dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
+DEGREES = tuple(field.name for field in fields(ParallelConfig))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOMENT_DTYPES = {
     "float32": torch.float32,
@@ -38,17 +44,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--run-dir", type=Path, default=Path("runs/demo"), help="checkpoints and metrics go here")
     add("--preset", default="tiny", help="which decoder, see moecore.models.PRESETS")
     add("--experts", default="auto", choices=get_args(ExpertBackend), help="how experts multiply")
     add("--data", type=Path, nargs="+", default=[], metavar="FILE", help='text, or jsonl "text"')
     add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
     add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
-    add("--batch-size", type=whole, default=8, help="rows per data rank and micro-batch")
-    add("--grad-accum", type=whole, default=1, help="micro-batches per step")
-    add("--seq-len", type=whole, default=256, help="bytes per row")
-    add("--lr", type=positive, default=3e-3, help="peak of warm-up and cosine")
-    add("--aux-loss", type=float, help="balance loss coefficient (None = the preset's)")
     add("--bias-rate", type=float, help="step of the expert bias (None = the preset's)")
     add("--quantile", action="store_true", help="sigmoid scores, a bias solved for even loads")
     add("--bias-per-micro-batch", action="store_true", help="of --quantile: solved before choosing")
@@ -64,33 +64,35 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         choices=("gemm_last", *RECOMPUTED),
         help="what backward computes again; gemm_last costs no product",
     )
+    add(
+        "--offload",
+        nargs="+",
+        default=(),
+        choices=OFFLOADED,
+        help="parts of a block whose activations lie in host memory until backward",
+    )
+    add("--offload-fraction", type=float, default=1.0, help="of their bytes, in [0, 1]")
     add("--stash", action="store_true", help="experts' rows in pages, where there is room for more")
     add("--clones", action="store_true", help="clones of hot experts on ranks with few tokens")
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
     add("--keep-experts", action="store_true", help="keep gathered or cast experts for backward")
-    add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
+    add(
+        "--blocks-per-unit",
+        type=whole,
+        default=1,
+        help="blocks whose parameters are gathered together",
+    )
     add("--fp8-gather", action="store_true", help="gather weights of blockwise products as FP8")
-    add("--no-overlap", action="store_true", help="nvlink: gradients home after, not beside")
+    add("--no-overlap", action="store_true", help="nvlink: weight gradients after the exchange")
     add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")
     add("--fp8-dispatch", action="store_true", help="nvlink: tokens travel and are kept as FP8")
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--graph-dense", action="store_true", help="CUDA graphs of what is between exchanges")
     add("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
-    add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
-    add(
-        "--precision",
-        choices=get_args(PrecisionName),
-        help="products in FP8, on Hopper (None = all in --dtype)",
-    )
     add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
-    add("--moment-dtype", default="float32", choices=MOMENT_DTYPES, help="of AdamW")
-    add("--seed", type=count, default=0, help="of weights and data")
-    add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
-    add("--eval-every", type=count, default=0, help="steps between losses on held-out text")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add("--prompt", type=some, default="def ", help="what the sample continues")
     add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
-    add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     add(
         "--peak-tflops",
         type=positive,
@@ -98,11 +100,35 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add("--layout", help="of pipeline stages, such as 'Et*3|(tt|)*29m|L' (None = even)")
     add("--schedule", default="1f1b", choices=get_args(ScheduleName), help="of pipeline stages")
+    add_common(parser, DEGREES)
+    parser.set_defaults(run_dir=Path("runs/demo"), batch_size=8, seq_len=256, lr=3e-3, eval_every=0)
+    return parser.parse_args(arguments)
+
+
+def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
+    """Add what train.py and finetune_hf.py share; a script sets its defaults."""
+    add = parser.add_argument
+    add("--run-dir", type=Path, help="all that a run leaves goes here")
+    add("--batch-size", type=whole, help="rows per data rank and micro-batch")
+    add("--grad-accum", type=whole, default=1, help="micro-batches per step")
+    add("--seq-len", type=whole, help="tokens of a row, and most of a document's piece")
+    add("--lr", type=positive, help="peak of warm-up and cosine")
+    add("--aux-loss", type=float, help="balance loss coefficient (None = the model's)")
+    add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
+    add(
+        "--precision",
+        choices=get_args(PrecisionName),
+        help="products in FP8, on Hopper (None = all in --dtype)",
+    )
+    add("--moment-dtype", default="float32", choices=MOMENT_DTYPES, help="of AdamW")
+    add("--seed", type=count, default=0, help="of the order of the data, and of new weights")
+    add("--eval-every", type=count, help="steps between losses on held-out data; 0 = none")
+    add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
+    add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
-    for degree in DEGREES:
+    for degree in degrees:
         flag, text = f"--{degree.replace('_', '-')}", "parallel degree (None = what fits)"
         add(flag, type=int, help=text, metavar="N")
-    return parser.parse_args(arguments)
 
 
 def whole(text: str, least: int = 1) -> int:
@@ -201,6 +227,22 @@ def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
             f"--cuda-graph must not go with --pp {args.pp}, whose micro-batches wait for other "
             "ranks: drop it"
         )
+    memory_options(args)  # has rules of its own
+    check_wandb(args)
+
+
+def check_rows(args: argparse.Namespace, parallel: ParallelConfig) -> None:
+    """Raise ValueError for rows that cp and tp ranks cannot share."""
+    cp, tp = parallel.cp, parallel.tp
+    multiple = cp * math.lcm(2, tp) if cp > 1 else tp
+    if args.seq_len % multiple:
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be a multiple of {multiple} with --cp {cp} and "
+            f"--tp {tp}: use {-(-args.seq_len // multiple) * multiple}"
+        )
+
+
+def check_wandb(args: argparse.Namespace) -> None:
     if args.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError(f"--wandb ({args.wandb}) must have wandb installed: pip install wandb")
 
@@ -222,7 +264,7 @@ def least_bytes(args: argparse.Namespace, config: DecoderConfig, device: torch.d
     A step's tokens and labels are int64, and each layer keeps its input for backward.
     """
     tokens = args.batch_size * args.seq_len
-    rows = tokens // max(1, args.tp or 1)
+    rows = tokens // max(1, args.tp or 1) // max(1, args.cp or 1)
     layers = config.num_layers // max(1, args.pp or 1)
     kept = rows * layers * config.dim * compute_dtype(args, device).itemsize
     return 2 * 8 * args.grad_accum * tokens + kept
@@ -253,8 +295,12 @@ def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:
 def memory_options(args: argparse.Namespace) -> MemoryOptions:
     """Return what is computed again in backward, and where experts' rows lie until then."""
     parts = tuple(args.recompute)
+    if len(parts) > 1 and "gemm_last" in parts:  # stands for more than one part
+        parts = (*GEMM_LAST, *(part for part in parts if part != "gemm_last"))
     return MemoryOptions(
         recompute="gemm_last" if parts == ("gemm_last",) else parts,
+        offload=tuple(args.offload),
+        offload_fraction=args.offload_fraction,
         stash=StashOptions() if args.stash else None,
     )
 
@@ -277,7 +323,8 @@ def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
         exact_rows=args.exact_rows,
         keep_rows=not args.send_again,
         fp8_dispatch=args.fp8_dispatch,
-        max_tokens=args.batch_size * args.seq_len // max(1, args.tp or 1),  # -1: not known yet
+        # A degree of -1 is not known yet.
+        max_tokens=args.batch_size * args.seq_len // max(1, args.tp or 1) // max(1, args.cp or 1),
     )
 
 

@@ -13,14 +13,15 @@ first step; docs/performance.md has what it reaches:
         --seq-len 4096 --batch-size 4 --lr 3e-4 --schedule-steps 40000 --dispatcher nvlink \
         --row-factor 1.5 --quantile --bias-per-micro-batch
 
-With --pp N a rank has a part of the layers, cut as --layout says: docs/pipeline.md.
+With --pp N a rank has a part of the layers, cut as --layout says: docs/pipeline.md. With --cp N so
+many ranks share each row of tokens: docs/sequences.md.
 
 With --precision blockwise the products of experts and projections are in FP8, with --dtype float16
 losses are scaled: docs/precision.md.
 
 Started again with the same arguments, a run continues from its last whole checkpoint, bit for bit
-as if it had never stopped. `train` is the loop, `train_step` one optimizer step, `build_job` puts
-the model onto the ranks. The text is bytes: the Python standard library's own sources unless
+as if it had never stopped. `build_job` puts the model onto the ranks, and loop.py has the steps,
+which finetune_hf.py shares. The text is bytes: the Python standard library's own sources unless
 --data is given. Its documents (files, and each text of a jsonl file) are packed into rows, without
 attention across them: docs/sequences.md. The loss of a step is the mean over the labels of all
 ranks and micro-batches.
@@ -32,11 +33,6 @@ and backward of the documents use (6 FLOPs per active parameter, and attention),
 known: see --peak-tflops. With --eval-every N the end of the text is held out, and `eval_loss` is
 the loss on it.
 
-Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
-So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
-after it, or before a checkpoint. An overflow may be noticed a step later for that; it never gets
-into a checkpoint.
-
 Legend: A micro-batches of a step, B rows, T tokens of a row, N bytes of text.
 """
 
@@ -45,17 +41,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from data import (
-    BatchShape,
     Corpus,
-    PackedSteps,
     StepBatch,
     hold_out,
     packed_corpus,
@@ -64,23 +56,14 @@ from data import (
     read_corpus,
     to_device,
 )
-from errors import (
-    ARGUMENT_ERRORS,
-    RUN_ERRORS,
-    print_error,
-    print_rank_error,
-    print_run_error,
-    printed_once,
-)
-from launch import check_environment, launch, leave
-from metrics import Launched, Moment, memory_gib, peak_tflops
+from loop import Job, batch_shape, begins, ranks_of, run, say, start
+from metrics import Metrics, peak_tflops
 from options import (
-    DEGREES,
     MOMENT_DTYPES,
     check_arguments,
     check_memory,
+    check_rows,
     compute_dtype,
-    loss_scale,
     memory_options,
     model_config,
     nvlink_options,
@@ -89,9 +72,7 @@ from options import (
     pipeline_config,
     prompt_bytes,
 )
-from report import Report, make_run_dir
-from resume import KEPT_CHECKPOINTS, checkpoint_dir, resume
-from schedule import is_due, lr_at
+from report import make_run_dir
 from torch import Tensor
 
 from moecore import (
@@ -103,85 +84,78 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.io import Saver
 from moecore.models import Decoder, DecoderConfig, flops_per_token
 from moecore.train import AdamW, GraphedForwardBackward, Muon, assign_matrices
 
-CPU_RANKS = 2
 EVAL_BATCHES = 8  # of each data rank
 ForwardBackward = Callable[..., Tensor]
 
 
-def train(job: Job) -> None:
-    """Train to the last step, with metrics and checkpoints on the way."""
-    args = job.args
-    root, config = checkpoint_dir(args), job.model.config
-    running: deque[Launched] = deque()
-    with (
-        Report(args, start=job.start) if dist.get_rank() == 0 else nullcontext() as report,
-        Saver(root, job.model, job.optimizers, keep=KEPT_CHECKPOINTS, config=config) as saver,
-    ):
-        for step in range(job.start + 1, args.steps + 1):
-            try:
-                running.append(train_step(job, step))
-                if is_due(step, every=args.eval_every, steps=args.steps):
-                    running[-1] = replace(running[-1], eval_loss=evaluate(job))
-            except RUN_ERRORS:
-                log(job, running, report)
-                raise
-            saved = is_due(step, every=args.checkpoint_every, steps=args.steps)
-            log(job, running, report, keep=0 if saved or step == args.steps else 1)
-            saver.check()  # a save that failed in the background ends the run here
-            if saved:
-                job.owner.check()  # no checkpoint of a step whose tokens got lost
-                extra = {"step": step, **facts_of(args), **job.owner.state_dict()}
-                if job.documents is not None:
-                    extra["data"] = job.documents.sampler.state_dict()
-                saver.save(step, extra, wait=False)
-        job.owner.check()  # the last step's
+@dataclass(kw_only=True)
+class Pretraining(Job):
+    """A decoder on text.
 
+    Attributes:
+        model: a `Decoder`.
+        run_micro_batches: see `make_forward_backward`.
+        corpus: to train on.
+        held_out_N: uint8 bytes of the end of the text, with --eval-every.
+    """
 
-def train_step(job: Job, step: int) -> Launched:
-    """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
-    args, began = job.args, Moment(job.device)
-    for group in (group for one in job.optimizers for group in one.param_groups):
-        group["lr"] = lr_at(step, peak=args.lr, steps=args.schedule_steps or args.steps)
-    batch = batch_of(job, step)
-    copies = dist.get_world_size() // job.meshes.data_ranks  # tp ranks have equal data
-    counts = to_device(batch.counts(), job.device)
-    dist.all_reduce(counts)
-    counts //= copies
-    tensors = (to_device(tensor, job.device) for tensor in batch.tensors())
-    loss = job.forward_backward(counts[0].clamp(min=1), *tensors)
-    done = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
-    dist.all_reduce(loss)
-    loss = loss / copies
-    return Launched(
-        step=step,
-        began=began,
-        ended=Moment(job.device),
-        loss=loss,
-        done=done,
-        counts=counts,
-        ep=job.meshes.parallel.ep,
-        expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
-        reader=job.reader,
-    )
+    corpus: Corpus
+    held_out_N: Tensor | None
 
+    unit = "byte"
+    then = ": only sampling"
 
-@torch.no_grad()
-def evaluate(job: Job) -> float:
-    """Return the loss on held-out text, the same windows every time. Waits for the device."""
-    shape = replace(job.shape, grad_accum=EVAL_BATCHES)
-    where = {"seed": job.args.seed, "step": "eval", "data_rank": job.meshes.data_rank}
-    names = "tokens_BT", "labels_BT"
-    batches = read_batches(job.held_out_N, shape, **where)
-    on_device = ((to_device(part, job.device) for part in batch) for batch in batches)
-    job.model.eval()
-    total = job.owner.losses([dict(zip(names, batch, strict=True)) for batch in on_device]).sum()
-    job.model.train()
-    dist.all_reduce(total)
-    return float(total) / (EVAL_BATCHES * dist.get_world_size())
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        args, device = self.args, self.device
+        self.run_micro_batches = make_forward_backward(self.model, self.owner, args)
+        self.peak_tflops = args.peak_tflops or peak_tflops(device, compute_dtype(args, device))
+
+    def begin(self) -> None:
+        args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
+        text = f"{self.corpus.text_N.numel() / 1e6:.1f} MB of text"
+        data = "random tokens" if args.tokens == "random" else text
+        begin = begins(self, "from scratch")
+        say(f"training {args.preset} {begin} to step {args.steps} on {ranks}, {data}")
+
+    def next_batch(self, step: int) -> StepBatch:
+        if self.packed is not None:
+            return self.packed.next()
+        where = {"seed": self.args.seed, "step": step, "data_rank": self.meshes.data_rank}
+        return random_step(self.model.config.vocab_size, self.shape, **where)
+
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
+        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
+        return self.run_micro_batches(num_labels, *tensors)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Return the loss on held-out text, the same windows every time. Waits for the device."""
+        shape = replace(self.shape, grad_accum=EVAL_BATCHES)
+        where = {"seed": self.args.seed, "step": "eval", "data_rank": self.meshes.data_rank}
+        names = "tokens_BT", "labels_BT"
+        batches = read_batches(self.held_out_N, shape, **where)
+        on_device = ((to_device(part, self.device) for part in batch) for batch in batches)
+        self.model.eval()
+        inputs = [dict(zip(names, batch, strict=True)) for batch in on_device]
+        total = self.owner.losses(inputs).sum()
+        self.model.train()
+        dist.all_reduce(total)
+        return float(total) / (EVAL_BATCHES * dist.get_world_size())
+
+    def more_metrics(self, labels: int, tokens: int, pairs: int, seconds: float) -> Metrics:
+        if not self.peak_tflops:
+            return {}
+        peak = dist.get_world_size() * self.peak_tflops * 1e12
+        return {"mfu": flops_of(self.model.config, tokens, pairs) / seconds / peak}
+
+    def finish(self) -> None:
+        if self.args.sample_bytes:
+            steps, text = max(self.start, self.args.steps), sample(self)
+            say(f"--- sample after {steps} steps ---\n{text}")
 
 
 def make_forward_backward(
@@ -206,115 +180,35 @@ def make_forward_backward(
     return GraphedForwardBackward(forward_backward, model) if args.cuda_graph else forward_backward
 
 
-def batch_of(job: Job, step: int) -> StepBatch:
-    """Return what this rank reads in the next step."""
-    if job.documents is not None:
-        return job.documents.next()
-    where = {"seed": job.args.seed, "step": step, "data_rank": job.meshes.data_rank}
-    return random_step(job.model.config.vocab_size, job.shape, **where)
-
-
-def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
-    """Wait for all but the newest `keep` steps and report them. Every rank waits."""
-    while len(running) > keep:
-        done = running.popleft()
-        metrics = done.metrics()
-        _, tokens, pairs = done.read_counts()
-        seconds = done.began.seconds_until(done.ended)
-        metrics |= {"tokens_per_second": tokens / seconds, **memory_gib(job.device)}
-        if job.peak_tflops:
-            peak = dist.get_world_size() * job.peak_tflops * 1e12
-            metrics["mfu"] = flops_of(job.model.config, tokens, pairs) / seconds / peak
-        if report:
-            report.log(done.step, metrics)
-
-
 def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
     """Return the FLOPs of forward and backward of documents: see `StepBatch.counts`."""
     linear = flops_per_token(config, 0)
     return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """One rank's part of a run that is ready to train.
-
-    Attributes:
-        owner: of the optimizer steps.
-        forward_backward: see `make_forward_backward`.
-        start: steps that the loaded checkpoint has done; 0 = none was there.
-        corpus: to train on.
-        documents: of the corpus, as steps read them; None = --tokens random.
-        held_out_N: uint8 bytes of the end of the text, with --eval-every.
-        reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
-            that has been launched. None on other devices.
-        peak_tflops: of one device; None = no MFU.
-    """
-
-    args: argparse.Namespace
-    meshes: Meshes
-    device: torch.device
-    model: Decoder
-    owner: TrainStep
-    forward_backward: ForwardBackward
-    optimizers: list[torch.optim.Optimizer]
-    corpus: Corpus
-    documents: PackedSteps | None
-    held_out_N: Tensor | None
-    shape: BatchShape
-    start: int
-    reader: torch.cuda.Stream | None
-    peak_tflops: float | None
-
-
-def build_job(args: argparse.Namespace) -> Job:
+def build_job(args: argparse.Namespace) -> Pretraining:
     """Put the model on the ranks and load the last checkpoint, if there is one."""
-    config = model_config(args)
     world_size = int(os.environ["WORLD_SIZE"])
-    if args.ranks not in (None, world_size):
-        raise ValueError(f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it")
-    check_arguments(args, config)
+    config = check(args, world_size)
     make_run_dir(args.run_dir)
     corpus, held_out_N = read_texts(args)
     meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
-    device = torch.device(meshes.device_type)
-    check_memory(args, config, device)
+    check_memory(args, config, torch.device(meshes.device_type))
     model = build_model(args, config, meshes)
-    torch.manual_seed(args.seed)
-    optimizers = make_optimizers(model, args)
-    owner = TrainStep(
-        model,
-        optimizers,
-        max_norm=1.0,
-        num_micro_batches=args.grad_accum,
-        loss_scale=loss_scale(args, device),
-    )
-    shape = BatchShape(
-        data_ranks=meshes.data_ranks,
-        grad_accum=args.grad_accum,
-        batch_size=args.batch_size,
-        seq_len=args.seq_len,
-    )
-    documents = None
+    shape, packed = batch_shape(args, meshes), None
     if args.tokens == "text":
-        where = {"seed": args.seed, "data_rank": meshes.data_rank}
-        documents = packed_corpus(corpus, shape, **where)
-    sampler = documents.sampler if documents else None
-    return Job(
+        packed = packed_corpus(corpus, shape, seed=args.seed, data_rank=meshes.data_rank)
+    return Pretraining(
         args=args,
         meshes=meshes,
-        device=device,
         model=model,
-        owner=owner,
-        forward_backward=make_forward_backward(model, owner, args),
-        optimizers=optimizers,
-        corpus=corpus,
-        documents=documents,
-        held_out_N=held_out_N,
+        optimizers=make_optimizers(model, args),
         shape=shape,
-        start=resume(args, model, optimizers, facts_of(args), owner, sampler),
-        reader=torch.cuda.Stream() if device.type == "cuda" else None,
-        peak_tflops=args.peak_tflops or peak_tflops(device, compute_dtype(args, device)),
+        config=config,
+        facts={"--seed": args.seed},  # the data position depends on it
+        packed=packed,
+        corpus=corpus,
+        held_out_N=held_out_N,
     )
 
 
@@ -325,11 +219,6 @@ def make_optimizers(model: Decoder, args: argparse.Namespace) -> list[torch.opti
     moments = MOMENT_DTYPES[args.moment_dtype]
     adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, moment_dtype=moments)
     return [Muon(assignment), adamw] if assignment else [adamw]
-
-
-def facts_of(args: argparse.Namespace) -> dict[str, object]:
-    """Return what a run that goes on must have in common: the data position depends on it."""
-    return {"--seed": args.seed}
 
 
 def read_texts(args: argparse.Namespace) -> tuple[Corpus, Tensor | None]:
@@ -368,66 +257,31 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
     return model
 
 
+def check(args: argparse.Namespace, world_size: int) -> DecoderConfig:
+    """Return the config of the model; raise ValueError for arguments that do not fit together."""
+    config = model_config(args)
+    parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
+    check_rows(args, parallel.resolve(world_size))
+    check_arguments(args, config)
+    return config
+
+
 def main() -> int:
     """Start the ranks, or be one of them under torchrun."""
     args = parse_arguments()
-    if "RANK" in os.environ:
-        leave(run_rank(args))
-    gpus = torch.cuda.device_count()
-    world_size = args.ranks or gpus or CPU_RANKS
-    try:  # what needs no rank is checked before any starts
-        if gpus and world_size > gpus:
-            raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
-        config = model_config(args)
-        parallel_config(args, world_size, num_experts=config.moe.num_experts).resolve(world_size)
-        check_arguments(args, config)
-        if not gpus:
+
+    def check_all(world_size: int) -> None:
+        config = check(args, world_size)
+        if not torch.cuda.is_available():
             check_memory(args, config, torch.device("cpu"))
-        make_run_dir(args.run_dir)
         read_texts(args)
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
-    return launch(run_rank, args, world_size)
+
+    return start(run_rank, args, check_all)
 
 
 def run_rank(args: argparse.Namespace) -> int:
     """Build, train, save, plot and sample on this rank."""
-    try:
-        check_environment()
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
-    rank = int(os.environ["RANK"])
-    try:
-        job = build_job(args)
-    except ARGUMENT_ERRORS as error:
-        return print_rank_error(error, rank)
-    if rank == 0:
-        print(describe(job), flush=True)
-    try:
-        if job.start < args.steps:
-            with printed_once():
-                train(job)
-        text = sample(job) if args.sample_bytes else ""
-    except RUN_ERRORS as error:
-        return print_run_error(error, args)
-    if text and rank == 0:
-        print(f"--- sample after {max(job.start, args.steps)} steps ---\n{text}", flush=True)
-    dist.barrier()
-    return 0
-
-
-def describe(job: Job) -> str:
-    args, p = job.args, job.meshes.parallel
-    if job.start >= args.steps:
-        return f"{args.run_dir} is finished at step {job.start}: only sampling"
-    degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
-    begins = f"from step {job.start}" if job.start else "from scratch"
-    how = f"{degrees or 'no sharding'}, {dispatcher_of(job.model)}"
-    ranks = f"{dist.get_world_size()} {job.device.type} ranks ({how})"
-    corpus = f"{job.corpus.text_N.numel() / 1e6:.1f} MB of text"
-    if args.tokens == "random":
-        corpus = "random tokens"
-    return f"training {args.preset} {begins} to step {args.steps} on {ranks}, {corpus}"
+    return run(args, build_job)
 
 
 def dispatcher_of(model: Decoder) -> str:
@@ -436,7 +290,7 @@ def dispatcher_of(model: Decoder) -> str:
     return "".join(used).removesuffix("Dispatcher").lower() or "dense"
 
 
-def sample(job: Job) -> str:
+def sample(job: Pretraining) -> str:
     """Return the prompt and what the model makes of it. Every rank draws the same bytes."""
     prompt_BT = torch.tensor([list(prompt_bytes(job.args))], device=job.device)
     generator = torch.Generator(job.device).manual_seed(job.args.seed)

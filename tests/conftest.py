@@ -2,10 +2,15 @@
 
 `gpu` tests where CUDA is; `interpret` tests where Triton interprets kernels (TRITON_INTERPRET=1);
 everything else everywhere but under the interpreter, whose process is for kernels alone.
+
+Which tests ran before in this process must not matter: each file begins without a process group,
+each file and test with the same generators, and hypothesis tries the same examples in each run
+(`--hypothesis-profile=explore` tries new ones).
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +20,15 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moecore.kernels.common import INTERPRET
+
+try:
+    from hypothesis import settings
+except ImportError:  # tests that need it fail by its name
+    pass
+else:
+    settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+    settings.register_profile("explore", deadline=None)
+    settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -41,6 +55,28 @@ def without_group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def seed() -> None:
+    """Seed the generators of this process."""
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    seed()  # for fixtures of the file
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    seed()  # for the test, whichever of its fixtures were there
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_of_another_file() -> Iterator[None]:
+    with without_group():
+        yield
 
 
 @pytest.fixture

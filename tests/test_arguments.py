@@ -68,14 +68,11 @@ NO_CALLS = {
     *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),
     *("RankBytes", "RoleBytes", "MemoryPlan", "RankMemory"),
     *(
-        "Breakdown",
         "Candidate",
         "Change",
         "DryRun",
         "Fitting",
         "Folding",
-        "GpuRun",
-        "Kernel",
         "Lever",
         "Report",
         "SearchResult",
@@ -83,7 +80,6 @@ NO_CALLS = {
         "TimePlan",
         "Queued",
     ),
-    "Trace",
     *("Action", "Overlap", "PipelineError", "PipelineLayout", "Schedule", "Stage", "Timeline"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }
@@ -155,7 +151,6 @@ OWN: dict[str, dict[str, Any]] = {
     "adopt_experts": {"config": LAYER, "layout": ExpertLayout()},
     **{n: {"config": {}} for n in ("native_to_hf", "dcp_to_native", "native_to_dcp")},
     "make_schedule": {"name": "1f1b"},
-    "report_step": {"step": print},
     "time_step": {"step": DryRun(rank=0, held=0, peak=0, buffers=0, pages=0, queued=(), starts=())},
     "next_change": {"plan": TimePlan(run=RUN, gpu="h100-80", seconds=1.0, parts={}, timeline=None)},
     "draw_memory": {"plan": MemoryPlan(run=RUN, ranks=())},

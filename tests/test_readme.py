@@ -15,7 +15,7 @@ CHECKS = {
     "docs/trainer.md": "latest(args.output_dir + '/checkpoints').name == 'step-000004'",
     "docs/from_transformers.md": "done.norm.finite and latest(root).name == 'step-000004'",
 }
-# README.md's model has 128 experts: 12 s of a core.
+# The model of README.md and examples/first.py has 128 experts: 12 s of a core.
 LARGE, SMALL = "num_hidden_layers=2", "num_hidden_layers=2, num_experts=8, intermediate_size=64"
 
 
@@ -32,3 +32,9 @@ def test_the_example_runs(page: str, tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert "layers.1.mlp" in result.stdout
+
+
+def test_the_readme_quotes_the_first_script() -> None:
+    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    script = (ROOT / "examples" / "first.py").read_text()
+    assert script.partition('"""\n\n')[2].startswith(code)

@@ -58,7 +58,6 @@ NAMES = {
 MODULES = {"_C", "_autograd", "_python_dispatch", "_symmetric_memory"}
 # Operators: registered with a schema.
 OPERATORS = {
-    "_allgather_base_",
     "_assert_async",
     "_c10d_functional",
     "_flash_attention_backward",
@@ -70,7 +69,6 @@ OPERATORS = {
     "_foreach_norm",
     "_fused_adamw_",
     "_grouped_mm",
-    "_reduce_scatter_base_",
     "_scaled_dot_product_attention_math",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_cudnn_attention_backward",

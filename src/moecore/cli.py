@@ -19,10 +19,8 @@ from moecore.base.fields import UsageError, check_value
 from moecore.io.checkpoint.directory import Step, latest, prunable, prune, whole_directories
 from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.io.checkpoint.meter import Progress
-from moecore.planning.command import add_plan
-from moecore.planning.dry_run_command import add_dry_run
+from moecore.planning.commands import add_dry_run, add_plan, add_report
 from moecore.planning.measure import add_measure
-from moecore.planning.report_command import add_report
 
 DESCRIPTION = """\
 Work with checkpoints. A path is a step directory (runs/a/step-000100), a run (runs/a; its latest

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
@@ -22,13 +21,6 @@ CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=2)
 EXPERTS = ExpertLayout(w1="up", w2="down", gate_up="concatenated")
 LAYOUT = LayerLayout(router="gate", expert_layout=EXPERTS)
 DOCS = Path(__file__).parents[2] / "docs" / "adapters.md"
-
-
-@pytest.fixture(autouse=True)
-def no_group_left() -> Any:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def random(*shape: int) -> nn.Parameter:

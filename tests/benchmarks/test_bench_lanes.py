@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarks.bench_lanes import beside
 
-from moecore.planning.trace import Kernel
+from moecore.planning.report import Kernel
 
 REPO = Path(__file__).parents[2]
 ARGUMENTS = "--model tiny-qwen3 --layers 2 --seq-len 32 --warm-up 1 --steps 1 --rounds 2"

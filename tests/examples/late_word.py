@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import errors
 import train
+from launch import launch
 
 
 def run_rank(args: object) -> int:
@@ -27,4 +28,4 @@ def run_rank(args: object) -> int:
 
 if __name__ == "__main__":
     args = train.parse_arguments()
-    sys.exit(train.launch(run_rank, args, args.ranks))
+    sys.exit(launch(run_rank, args, args.ranks))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train
+from launch import launch
 
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.parallel.attached import moe_state
@@ -41,7 +42,7 @@ def too_many_rows() -> ExchangeError:
 def run_rank(args: object) -> int:
     build = train.build_job
 
-    def build_job(args: object) -> train.Job:
+    def build_job(args: object) -> train.Pretraining:
         job = build(args)
         if dist.get_rank() == 1:
             moe_state(job.model).exchanges = Overflowing(too_many_rows())
@@ -52,4 +53,4 @@ def run_rank(args: object) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(train.launch(run_rank, train.parse_arguments(), 2))
+    sys.exit(launch(run_rank, train.parse_arguments(), 2))

@@ -53,7 +53,7 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     """Run straight, then with a stop; return what each start prints on this rank."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     sys.path.insert(0, str(EXAMPLES))
-    script = importlib.import_module("finetune_hf")
+    script, loop = importlib.import_module("finetune_hf"), importlib.import_module("loop")
     words = f"{TWO_RANKS} {SAVING}"
 
     def start(run: str) -> str:
@@ -64,17 +64,17 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
         return printed.getvalue()
 
     straight = start("straight")
-    train_step = script.train_step
+    train_step = loop.train_step
 
     def stops(job: Any, step: int) -> Any:
         if step == STOP_AT:
             raise Stopped
         return train_step(job, step)
 
-    script.train_step = stops
+    loop.train_step = stops
     with pytest.raises(Stopped):
         start("stopped")
-    script.train_step = train_step
+    loop.train_step = train_step
     if rank == 0:
         (folder / "stopped" / ".export.draft").mkdir()  # of an export that was stopped, too
     return [straight, start("stopped"), start("stopped")]
@@ -139,6 +139,8 @@ def steps_of(examples: list[Any]) -> Iterator[list[int]]:
 
 def oracle(finetune: ModuleType, folder: Path) -> tuple[list[float], list[float], Any]:
     """Return the losses of all steps, the gradient norms, and the model that was trained."""
+    from schedule import lr_at
+
     examples, _ = examples_of(finetune, folder)
     steps = steps_of(examples)
     model = stock(folder / "tiny").train()
@@ -149,7 +151,7 @@ def oracle(finetune: ModuleType, folder: Path) -> tuple[list[float], list[float]
         loss = sum(part for part, _ in parts) / sum(n for _, n in parts)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.param_groups[0]["lr"] = finetune.lr_at(step, peak=3e-3, steps=STEPS)
+        optimizer.param_groups[0]["lr"] = lr_at(step, peak=3e-3, steps=STEPS)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -184,14 +186,15 @@ def test_one_rank_computes_the_same_and_routes_no_padding(
     shutil.copytree(folder / "tiny", tmp_path / "tiny")
     (tmp_path / "tiny" / "generation_config.json").unlink()  # which an export then makes
     routed: list[float] = []
-    launched = finetune.Launched
+    loop = importlib.import_module("loop")
+    launched = loop.Launched
 
     def seen(**fields: Any) -> Any:
         counts_of = fields["done"].metrics.tokens_per_expert
         routed.extend(float(counts.sum()) for counts in counts_of.values())
         return launched(**fields)
 
-    monkeypatch.setattr(finetune, "Launched", seen)
+    monkeypatch.setattr(loop, "Launched", seen)
     assert in_this_process(finetune, tmp_path, "one", f"{ONE_RANK} --checkpoint-every 0") == 0
     examples, _ = examples_of(finetune, folder)
     steps = [next(numbers) for numbers in [steps_of(examples)] * STEPS]
@@ -272,6 +275,35 @@ def test_stock_transformers_reload_it_with_equal_logits(
     _, held_out = examples_of(finetune, folder)
     wanted = metrics(folder / "straight")[-1]["eval_loss"]
     assert mean_loss(reloaded, held_out) == pytest.approx(wanted, rel=1e-5)
+
+
+def first_try(page: str) -> list[str]:
+    """The options of the command that a page has for the tiny model."""
+    text = (EXAMPLES.parent / page).read_text().replace("\\\n", " ")
+    line = text.split("--data runs/tiny/chats.jsonl")[1].splitlines()[0]
+    return line.partition("#")[0].split()
+
+
+@pytest.mark.slow
+def test_a_tuned_model_answers_its_chats(finetune: ModuleType, tmp_path: Path) -> None:
+    """By the command of the pages; fewer chats make fewer steps of an epoch, so epochs are more."""
+    options = first_try("README.md")
+    assert options == first_try("docs/finetuning.md")
+    sizes = SIZES | dict(hidden_size=64, head_dim=16, moe_intermediate_size=32)
+    importlib.import_module("tiny_hf").make(tmp_path / "tiny", **sizes)
+    lines = (tmp_path / "tiny" / "chats.jsonl").read_text().splitlines()
+    number = next(i for i, line in enumerate(lines) if "What does bisect.insort_left do?" in line)
+    some = lines[max(0, number - 10) : number + 10]
+    (tmp_path / "some.jsonl").write_text("\n".join(some))
+    where = ["--model", str(tmp_path / "tiny"), "--run-dir", str(tmp_path / "tuned")]
+    where += ["--data", str(tmp_path / "some.jsonl")]
+    words = [*where, *options, "--epochs", "50", "--checkpoint-every", "0"]
+    assert finetune.run_rank(finetune.parse_arguments(words)) == 0
+    ask = transformers.pipeline("text-generation", str(tmp_path / "tuned" / "export"))
+    for messages in (json.loads(line)["messages"] for line in some):
+        for i in range(0, len(messages), 2):
+            chat = ask(messages[: i + 1], max_new_tokens=80)[0]["generated_text"]
+            assert chat[i + 1]["content"] == messages[i + 1]["content"]
 
 
 @pytest.mark.parametrize(("scaling", "in_chunks"), [(1.0, False), (4.0, False), (None, True)])

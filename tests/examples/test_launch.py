@@ -100,9 +100,9 @@ def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
             assert until(path.with_suffix(".held").exists, seconds=120)
             assert not is_free(path)
             launcher.send_signal(number)
-            code = launcher.wait(timeout=30)
+            code = launcher.wait(timeout=120)
             assert code == (128 + number if number == signal.SIGTERM else -number)
-            assert until(lambda path=path: is_free(path), seconds=0 if code > 0 else 10)
+            assert until(lambda path=path: is_free(path), seconds=0 if code > 0 else 120)
     finally:
         for launcher in launchers.values():
             launcher.kill()

@@ -12,7 +12,9 @@ from tests.examples.test_train import corpus_of
 
 
 def packed(script: ModuleType, corpus: Any, *, ranks: int, accum: int, rank: int = 0) -> Any:
-    shape = script.BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=2, seq_len=16)
+    from data import BatchShape
+
+    shape = BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=2, seq_len=16)
     return script.packed_corpus(corpus, shape, seed=3, data_rank=rank)
 
 
@@ -36,6 +38,21 @@ def test_a_step_has_the_same_rows_however_they_are_shared(train: ModuleType) -> 
         if step >= steps - 2:
             for x, y in zip(again.next().tensors(), whole.tensors(), strict=True):
                 assert torch.equal(x, y)
+
+
+def test_documents_are_padded_for_the_ranks_that_share_rows(train: ModuleType) -> None:
+    """cp 2: borders are multiples of 4, and an epoch still has each token once."""
+    from data import BatchShape
+
+    corpus = corpus_of(train, 5, 40, 1, 9, 3, 16, 7)
+    shape = BatchShape(data_ranks=1, grad_accum=2, batch_size=2, seq_len=16, cp=2)
+    steps = train.packed_corpus(corpus, shape, seed=3, data_rank=0)
+    found = torch.zeros(256, dtype=torch.int64)
+    for _ in range(len(steps.sampler)):
+        batch = steps.next()
+        assert not (batch.cu_seqlens_An % 4).any()
+        found += torch.bincount(batch.tokens_ABT[~batch.padding_ABT], minlength=256)
+    assert torch.equal(found, torch.bincount(corpus.text_N.long(), minlength=256))
 
 
 def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None:

@@ -29,22 +29,26 @@ def test_experts_and_projections_get_the_recipe(
 ) -> None:
     more = ["--precision", scaling] if scaling else []
     job = train.build_job(train.parse_arguments(arguments(tmp_path, *more)))
+    from loop import train_step
+
     dense, sparse = job.model.model.layers
     recipe = Recipe(scaling=scaling) if scaling else None
     assert sparse.mlp.part("experts").recipe == recipe
     assert isinstance(dense.self_attn.q_proj, Fp8Linear) == (scaling is not None)
-    assert torch.tensor(train.train_step(job, 1).metrics()["loss"]).isfinite()
+    assert torch.tensor(train_step(job, 1).metrics()["loss"]).isfinite()
 
 
 def test_fp16_goes_on_with_its_loss_scale(train: ModuleType, tmp_path: Path) -> None:
+    from loop import train as train_to_end
+
     more = ["--dtype", "float16", "--checkpoint-every", "1", "--steps"]
-    train.train(train.build_job(train.parse_arguments(arguments(tmp_path, *more, "1"))))
+    train_to_end(train.build_job(train.parse_arguments(arguments(tmp_path, *more, "1"))))
     (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (row["loss_scale"], row["skipped"]) == (2.0**16, 0.0)
     job = train.build_job(train.parse_arguments(arguments(tmp_path, *more, "2")))
     state = job.owner.state_dict()
     assert (job.start, state["loss_scale_num_good"]) == (1, 1)
-    train.train(job)
+    train_to_end(job)
 
 
 def test_a_step_in_fp8_beside_one_without(

@@ -249,6 +249,23 @@ def test_a_run_for_speed_leaves_only_metrics(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
+def test_context_parallel_ranks_share_rows(tmp_path: Path) -> None:
+    """Halves of the same rows have the losses of the rows, on two ranks and on one."""
+    model = "--preset tiny-qwen3 --layers 1 --tokens random --steps 2 --checkpoint-every 0"
+    words = f"{model} --sample-bytes 0"
+    assert "2 cpu ranks (cp=2 ep=2," in run_in_forks(tmp_path / "two", f"{words} --cp 2")
+    run_in_forks(tmp_path / "one", words, num_ranks=1)
+    halves, whole = (metrics(tmp_path / name) for name in ("two", "one"))
+    for name in ("loss", "grad_norm"):
+        found = [line[name] for line in halves]
+        assert found == pytest.approx([line[name] for line in whole], rel=1e-4), name
+    printed = run_in_forks(tmp_path / "text", "--layers 2 --cp 2 --steps 1 --eval-every 1")
+    assert "sample after 1 steps" in printed
+    (line,) = metrics(tmp_path / "text")
+    assert line["eval_loss"] == pytest.approx(line["loss"], abs=0.5)
+
+
 ERRORS = {
     "--layers 9": "--layers (9) must be <= num_layers (4) of --preset tiny",
     "--checkpoint-every -1": "argument --checkpoint-every: (-1) must be a whole number >= 0",
@@ -273,6 +290,9 @@ ERRORS = {
     "--preset tiny-qwen3 --tokens random --prompt \udcff": "must have bytes < vocab_size (128)",
     "--data /dev/zero": "--data (/dev/zero) must be a plain file",
     "--eval-every 2 --tokens random": "--eval-every (2) must be 0 with --tokens random",
+    "--cp 2 --seq-len 34": "--seq-len (34) must be a multiple of 4 with --cp 2 and --tp 1: use 36",
+    "--recompute gemm_last norm": "MemoryOptions.recompute ",
+    "--offload-fraction 0.5": "MemoryOptions.offload_fraction (0.5) must go with offload",
     "--data missing.txt": "--data (missing.txt) must be a readable file: No such file",
 }
 
@@ -343,12 +363,14 @@ def test_a_folding_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
 def test_a_rank_prints_itself_what_rank_0_did_not_find(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from errors import print_rank_error
+
     waited: list[float] = []
     monkeypatch.setattr(sys, "argv", ["examples/train.py"])
     monkeypatch.setattr("time.sleep", waited.append)
     for error, waits in ((ValueError("of all ranks"), 1), (FileNotFoundError("of this one"), 0)):
         waited.clear()
-        assert script.print_rank_error(error, rank=1) == 2
+        assert print_rank_error(error, rank=1) == 2
         assert len(waited) == waits
         assert capsys.readouterr().err == f"train.py: error: {error}\n"
 
@@ -375,6 +397,18 @@ def test_wrong_jsonl_names_the_line(
     path.write_text('{"text": "fine"}\n' + line + "\n")
     printed = error_of(script, tmp_path, f"--data {path}", monkeypatch, capsys)
     assert f'--data ({path}) line 2 must be a JSON object with a string "text"' in printed
+
+
+def test_parts_to_compute_again_and_to_offload(script: ModuleType) -> None:
+    from options import memory_options
+
+    def found(words: str) -> Any:
+        return memory_options(script.parse_arguments(words.split()))
+
+    assert found("--recompute gemm_last").recompute == "gemm_last"
+    assert found("--recompute gemm_last moe").recompute == ("norm", "activation", "rope", "moe")
+    offloaded = found("--offload experts attention --offload-fraction 0.5")
+    assert (offloaded.offload, offloaded.offload_fraction) == (("experts", "attention"), 0.5)
 
 
 def corpus_of(script: ModuleType, *lengths: int) -> Any:

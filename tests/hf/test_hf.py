@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -38,12 +37,9 @@ from tests.hf.hf_models import (
 
 
 @pytest.fixture(scope="module")
-def meshes() -> Iterator[Meshes]:
+def meshes() -> Meshes:
     """One process: build_meshes starts the group by itself."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    yield build_meshes(ParallelConfig(), "cpu")
-    dist.destroy_process_group()
+    return build_meshes(ParallelConfig(), "cpu")
 
 
 def shapes(tensors: Any) -> dict[str, tuple[int, ...]]:

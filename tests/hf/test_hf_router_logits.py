@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import (
@@ -40,11 +38,8 @@ ASKED: dict[str, Any] = {"output_router_logits": True}
 
 
 @pytest.fixture(scope="module")
-def meshes() -> Iterator[Meshes]:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    yield build_meshes(ParallelConfig(), "cpu")
-    dist.destroy_process_group()
+def meshes() -> Meshes:
+    return build_meshes(ParallelConfig(), "cpu")
 
 
 def pair(name: str, **kwargs: Any) -> tuple[nn.Module, nn.Module]:

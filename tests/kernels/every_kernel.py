@@ -33,7 +33,7 @@ from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
-from moecore.kernels.rows.move import gather_rows
+from moecore.kernels.rows.move import copy_used, gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
 from moecore.kernels.rows.pages import Layout, copy_rows, take_rows
 from moecore.kernels.rows.quantised import (
@@ -43,7 +43,7 @@ from moecore.kernels.rows.quantised import (
     tile_tokens,
 )
 from moecore.kernels.rows.quantised_activation import quantised_activation, quantised_activation_bwd
-from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.record import Rows, widen_rows
 from moecore.kernels.rows.rotary import rotary
 from moecore.kernels.rows.row_tiles import map_row_tiles
 from moecore.kernels.rows.scaled_cast import scaled_cast
@@ -54,8 +54,6 @@ from moecore.kernels.rows.shard_blocks import (
     quantise_blocks_,
     transpose_values,
 )
-from moecore.kernels.rows.used import copy_used
-from moecore.kernels.rows.widen import widen_rows
 
 # What one GPU alone can not run: `tests/kernels/exchange` plays the ranks.
 OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"} | {

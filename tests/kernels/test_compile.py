@@ -21,7 +21,7 @@ from torch import Tensor
 import moecore.kernels
 from moecore.kernels import adamw, cross_entropy, momentum
 from moecore.kernels.experts import contract, expert_mlp
-from moecore.kernels.grouped import wgrad
+from moecore.kernels.grouped import fp8, wgrad
 from moecore.kernels.routing import (
     balance,
     balance_loss,
@@ -43,8 +43,6 @@ from moecore.kernels.rows import (
     record,
     row_tiles,
     shard_blocks,
-    used,
-    widen,
 )
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
@@ -238,7 +236,7 @@ def run_quantised_rows(travelled: bool) -> None:
     sources = quantised.quantise_rows(bf16(T, D), power_of_two=True, num_rows=ints())
     if travelled:
         sources = record.Rows.from_packed(fp8_rows.pack_rows(bf16(T, D)), D, torch.bfloat16)
-    widen.widen_rows(sources, ints())
+    record.widen_rows(sources, ints())
     blocks = quantised.gather_row_blocks(sources, ints(T * K), ints(T, K), ints())
     quantised.gather_row_blocks(sources, None, None, ints())
     quantised.tile_tokens(sources, ints(T * K), tiles)
@@ -311,8 +309,26 @@ def run_wide_wgrad() -> None:
             wgrad.grouped_wgrad(x, y, ints(E), **how, scale=0.5)
 
 
+def run_fp8_products() -> None:
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+    tiles = row_tiles.map_row_tiles(ints(E), T * K)
+    a = quantised.RowBlocks(zeros(T * K, D), torch.zeros(D // 128, T * K))
+    fp8.fp8_gemm(
+        a, zeros(E, F, D), torch.zeros(E, F // 128, D // 128), ints(E), tiles, torch.bfloat16
+    )
+    x, y = (
+        quantised.TokenTiles(zeros(tiles.most, C, 128), torch.zeros(tiles.most, C // 128))
+        for C in (D, F)
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        fp8.fp8_wgrad(x, y, tiles, dtype=dtype)
+        fp8.fp8_wgrad(x, y, tiles, out=torch.zeros(E, D, F, dtype=dtype), adds=True)
+
+
 def run_used(row_bytes: int) -> None:
-    used.copy_used(*torch.zeros(2, T, row_bytes, dtype=torch.uint8), ints(1)[0])
+    rows.copy_used(*torch.zeros(2, T, row_bytes, dtype=torch.uint8), ints(1)[0])
 
 
 def run_pages(x_bytes: int, h_bytes: int, num_host_pages: int = 0, k: int = K) -> None:
@@ -371,6 +387,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
     "experts gelu": (lambda: run_experts("gelu", None), 9),
     "weight gradients in fp32": (run_wide_wgrad, 4),
+    "products of FP8": (run_fp8_products, 6),
     "margins": (lambda: run_margins(128, 8), 3),
     "margins of many experts": (lambda: run_margins(1536, 24), 3),
     "clones over 8 ranks": (lambda: run_clones(8, 2), 6),

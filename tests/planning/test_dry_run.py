@@ -271,6 +271,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_the_command_prints_the_plan_of_its_pipeline_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["dry-run", "--preset", "tiny-qwen3", "--gpus", "4", "--pp", "2", "--seq-len", "64"]
+    assert main([*command, "--layout", "Ett|L", "--rank", "3", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    stages = PipelineConfig(layout="Ett|L")
+    run = replace(TINY, model=preset("tiny-qwen3"), parallel=ParallelConfig(pp=2), pipeline=stages)
+    first, last = plan_peak(run)
+    assert printed["plan"] == last != first
+
+
 def test_a_world_that_is_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^rank \(4\) must be < world_size \(4\)"):
         dry_run(TINY, 4)

@@ -6,8 +6,8 @@ import pytest
 
 from moecore.planning import plan_memory
 from moecore.planning.gpus import GPUS
-from moecore.planning.recipes import GB200, GB300, RECIPES, run_of
 from moecore.planning.search import Folding, SearchRequest, refuse
+from tests.planning.recipes import GB200, GB300, RECIPES, run_of
 
 MEMORY = {GB200: 186 << 30, GB300: 279 << 30} | {name: gpu.memory for name, gpu in GPUS.items()}
 # What our plan of a recipe does not fit, and why.

@@ -1,111 +1,341 @@
-"""The memory of DeepSeek-V3 that https://arxiv.org/abs/2603.07685 prints, cell by cell, within 5%.
-
-Tables 3 and 4 and section 4.1: bf16, 256 GPUs, PP4 VPP4 EP64, 4,096 tokens a micro-batch. What is
-stored comes from our plan of that run; what a layer keeps from one that keeps what theirs does
-(`report_layer.py`), times the layers and micro-batches in flight in our schedule.
-
-Which rank, and in which units, the report does not say. All cells agree with the third of the four
-pipeline ranks, 15 chunks in flight of 61 layers over 16 chunks, and decimal GB.
-"""
+"""Reports of traces that are written here, event by event; shares are counted by hand."""
 
 from __future__ import annotations
 
-from functools import partial
+import gzip
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from moecore import FSDPOptions, MemoryOptions, ParallelConfig
-from moecore.models import preset
-from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.planning import OptimizerOptions, RankMemory, TrainingRun, plan_memory
-from moecore.planning.memory import state_bytes
-from moecore.train.memory.kept import kept_bytes
-from tests.planning.report_layer import BF16, ReportLayer
-
-CONFIG = preset("deepseek-v3")
-SEQ_LEN, CHUNKS, RANK = 4096, 16, 2
-RUN = TrainingRun(
-    model=CONFIG,
-    num_gpus=256,
-    parallel=ParallelConfig(pp=4, ep=64),
-    seq_len=SEQ_LEN,
-    num_micro_batches=16,
-    pipeline=PipelineConfig(schedule="interleaved", chunks=CHUNKS // 4),
-    # A distributed optimizer: weights and gradients whole, what it keeps itself cut over ranks.
-    fsdp=FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim", experts_strategy="optim"),
+from moecore import ParallelConfig, build_meshes
+from moecore.cli import main
+from moecore.planning import fake_world, report_trace
+from moecore.planning.levers import OPTIONS, Option
+from moecore.planning.report import (
+    CATEGORIES,
+    LIMIT_OF,
+    OTHER,
+    PARTS,
+    Kernel,
+    Trace,
+    part_of,
+    report,
 )
 
-
-def gb_of(rank: RankMemory, *kinds: str) -> float:
-    """Return what a rank holds of kinds that begin so."""
-    return sum(n for kind, n in rank.device.items() if kind.startswith(kinds)) / 1e9
-
-
-@pytest.fixture(scope="module")
-def rank() -> RankMemory:
-    return plan_memory(RUN).ranks[RANK]
-
-
-@pytest.fixture(scope="module")
-def layers(rank: RankMemory) -> float:
-    """Layers, each once for every micro-batch that waits."""
-    return sum(rank.in_flight) * CONFIG.num_layers / CHUNKS
-
-
-def kept_of_a_layer(options: MemoryOptions, *, weighs_late: bool = True) -> float:
-    """Return GB that one layer keeps of one micro-batch."""
-    layer = ReportLayer(CONFIG, weighs_late=weighs_late)
-    x_TD = torch.empty(SEQ_LEN, CONFIG.dim, **BF16).requires_grad_()
-    how = dict(options=options, device_type="cuda")
-    kept = kept_bytes(layer, [layer], lambda copy: copy(x_TD), **how)
-    return (kept.blocks[0].num_bytes + kept.outside.num_bytes) / 1e9
-
-
-ALL = kept_of_a_layer(MemoryOptions())
-within = partial(pytest.approx, rel=0.05)
-
-
-def test_table_3(rank: RankMemory, layers: float) -> None:
-    # 6 bytes per parameter of the rank's layers: bf16, and sums of gradients in fp32.
-    whole = gb_of(rank, "gathered weights", "sums", "gradients")
-    # 12 bytes: fp32 weights and both moments. Experts of one rank; the rest over 64 ranks.
-    stored = gb_of(rank, "parameters", "optimizer state")
-    # Before memory-efficient permutation, FP8 and recompute.
-    kept = layers * ALL
-    assert sum(rank.in_flight) == 15
-    assert whole == within(36.4)
-    assert stored == within(32.1)
-    assert kept == within(131.0)
-    assert whole + stored + kept == within(199.5)
+DOCS = Path(__file__).parents[2] / "docs"
+MAIN, AUTOGRAD = 1, 2  # threads of the host
+US = 1e-3  # ms
+# Of each part, a kernel; of idle parts none.
+KERNELS: dict[str, dict[str, str]] = {
+    "experts": {"name": "sm90_bf16_grouped_kernel"},
+    "experts by other products": {"name": "cutlass::Kernel", "phase": "experts"},
+    "attention": {"name": "flash_fwd"},
+    "dense products": {"name": "nvjet_hsh"},
+    "quantisation": {"name": "quantise_rows_kernel"},
+    "routing": {"name": "route_kernel"},
+    "loss": {"name": "cross_entropy_kernel"},
+    "optimizer": {"name": "multi_tensor_apply"},
+    "pages": {"name": "_store_pages_kernel"},
+    "fsdp copies": {"name": "Memcpy DtoD (Device -> Device)"},
+    "compiled": {"name": "triton_poi_fused"},
+    "other": {"name": "elementwise"},
+    "dispatch by collectives": {"name": "ncclDevKernel_X", "group": "mesh_ep"},
+    "nvlink dispatch": {"name": "_spread_kernel"},
+    "copies to peers": {"name": "Memcpy PtoP (Device -> Device)"},
+    "sharding": {"name": "ncclDevKernel_X", "group": "mesh_dp_shard"},
+    "pipeline": {"name": "ncclDevKernel_X", "group": "mesh_pp"},
+    "tensor parallelism": {"name": "ncclDevKernel_X", "group": "mesh_tp"},
+    "context parallelism": {"name": "ncclDevKernel_X", "group": "mesh_cp"},
+    "nvlink clones": {"name": "_store_weights_kernel"},
+    "other collectives": {"name": "ncclDevKernel_X", "group": "mesh_default"},
+    "host copies": {"name": "Memcpy DtoH (Device -> Pinned)"},
+}
 
 
-def test_memory_efficient_permutation(layers: float) -> None:
-    # The output of FC2 of each row, [K T, D].
-    saved = ALL - kept_of_a_layer(MemoryOptions(), weighs_late=False)
-    assert layers * saved == within(26.3)
+class Events(list[dict[str, Any]]):
+    """A trace in the making."""
+
+    def host(self, category: str, name: str, start: float, end: float, thread: int = MAIN) -> None:
+        event = dict(ph="X", cat=category, name=name, pid=7, tid=thread, ts=start, dur=end - start)
+        self.append(event | {"args": {}})
+
+    def kernel(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        *,
+        launched: float,
+        thread: int = MAIN,
+        call: str = "cudaLaunchKernel",
+        category: str = "kernel",
+        **args: Any,
+    ) -> None:
+        self.host("cuda_runtime", call, launched, launched + 0.5, thread)
+        self[-1]["args"] = {"correlation": len(self)}
+        event = dict(ph="X", cat=category, name=name, pid=0, tid=9, ts=start, dur=end - start)
+        self.append(event | {"args": {"device": 0, "correlation": len(self)} | args})
+
+    def write(self, path: Path) -> Path:
+        raw = json.dumps({"schemaVersion": 1, "traceEvents": self}).encode()
+        path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+        return path
 
 
-def test_table_4(layers: float) -> None:
-    # Queries, keys and values of 128 heads.
-    saved = ALL - kept_of_a_layer(MemoryOptions(recompute=("mla_up_proj",)))
-    assert layers * saved == within(30.4)
-    # SwiGLU's output of each row, [K T, F], of one byte: of bf16 it would be twice as much.
-    rows = CONFIG.moe.top_k * SEQ_LEN
-    assert layers * rows * CONFIG.moe.hidden_dim / 1e9 == within(3.8)
+def a_step() -> Events:
+    """100 us: the host is ahead until 40, waits until 60 and is late at 80."""
+    events = Events()
+    events.append({"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}})
+    events.host("user_annotation", "moecore::dispatch", 0, 6)
+    events.host("user_annotation", "moecore::experts", 7, 10)
+    events.host("cpu_op", "autograd::engine::evaluate_function: X", 10, 90, AUTOGRAD)
+    events.host("user_annotation", "moecore::finish", 90, 99)
+    events.host("user_annotation", "moecore::optimizer", 91, 95)
+    exchange = {"Collective name": "all_to_allv", "Process Group Description": "mesh_ep"}
+    events.kernel("nvjet_hsh", 10, 20, launched=-5)
+    events.kernel("ncclDevKernel_SendRecv(args)", 15, 30, launched=5, **exchange)
+    events.kernel("sm90_bf16_grouped_kernel", 30, 50, launched=8)
+    gather = {"Collective name": "_allgather_base", "Process Group Description": "mesh_dp_shard"}
+    events.kernel("ncclDevKernel_AllGather_RING_LL", 40, 54, launched=12, thread=AUTOGRAD, **gather)
+    events.host("cuda_runtime", "cudaStreamSynchronize", 40, 56, AUTOGRAD)
+    events.kernel("sm90_bf16_grouped_wgrad_kernel", 60, 70, launched=58, thread=AUTOGRAD)
+    events.kernel("route_bwd_kernel", 72, 80, launched=60, thread=AUTOGRAD)
+    events.kernel("_adamw_kernel", 95, 105, launched=92)
+    copy = {"call": "cudaMemcpyAsync", "category": "gpu_memcpy"}
+    events.kernel("Memcpy DtoH (Device -> Pinned)", 105, 110, launched=97, **copy)
+    return events
 
 
-def test_fp8(layers: float) -> None:
-    # Inputs of FC1 and of the products that read a norm, [K T + 2 T, D], of one byte less.
-    rows = (CONFIG.moe.top_k + 2) * SEQ_LEN
-    assert layers * rows * CONFIG.dim / 1e9 == within(16)
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_step_by_hand(name: str, tmp_path: Path) -> None:
+    found = report_trace(a_step().write(tmp_path / name))
+    assert found.wall == pytest.approx(100 * US)
+    assert found.parts == pytest.approx(
+        {
+            "experts": 30 * US,
+            "late launches": 15 * US,
+            "dense products": 10 * US,
+            "dispatch by collectives": 10 * US,  # 5 of 15 are beside a product
+            "optimizer": 10 * US,
+            "routing": 8 * US,
+            "waits of the host": 6 * US,
+            "host copies": 5 * US,
+            "sharding": 4 * US,
+            "gaps between kernels": 2 * US,
+        }
+    )
+    assert next(iter(found.parts)) == "experts"
+    assert next(iter(found.limits.items())) == ("compute", pytest.approx(40 * US))
+    assert found.limit == "compute, most of it experts"
+    # Half of 40, 15 + 6 with SendRecv in the way of a whole graph, 15.
+    assert [lever.share for lever in found.levers] == pytest.approx([0.21, 0.20, 0.15])
+    assert ["graph_dense" in found.levers[0].lever, "precision" in found.levers[1].lever] == [
+        True
+    ] * 2
 
 
-def test_precision_aware_optimizer_and_state_offload(rank: RankMemory) -> None:
-    # Moments of 2 bytes: 4 bytes less of 12.
-    state = gb_of(rank, "optimizer state")
-    bf16 = OptimizerOptions(moment_dtype="bfloat16")
-    kept = state_bytes(bf16, RUN.dtype) / state_bytes(RUN.optimizer, RUN.dtype)
-    assert 10 <= state * (1 - kept) <= 12
-    # All of both moments in host memory, or nearly.
-    assert 15 <= 0.9 * state <= 20
+def test_what_a_computation_hides_takes_no_time(tmp_path: Path) -> None:
+    events = Events()
+    events.kernel("nvjet_hsh", 0, 10, launched=-9)
+    for start, end in ((2, 4), (6, 10)):
+        events.kernel("ncclDevKernel_AllGather", start, end, launched=-5)
+    events.kernel("nvjet_hsh", 12, 15, launched=-1)
+    found = report_trace(events.write(tmp_path / "trace.json"))
+    assert found.parts == pytest.approx({"dense products": 13 * US, "gaps between kernels": 2 * US})
+
+
+def test_the_allocator_explains_a_gap(tmp_path: Path) -> None:
+    events = a_step()
+    events.host("cuda_runtime", "cudaFree", 79, 88)
+    found = report_trace(events.write(tmp_path / "trace.json"))
+    assert found.parts["allocator"] == pytest.approx(15 * US) and "late launches" not in found.parts
+    assert "expandable_segments" in found.levers[1].lever
+
+
+def test_steps_are_those_that_the_profiler_has_marked(tmp_path: Path) -> None:
+    events = a_step()
+    for i in range(2):
+        events.host("user_annotation", f"ProfilerStep#{i + 3}", i * 50, i * 50 + 50)
+    path = events.write(tmp_path / "trace.json")
+    found = report_trace(path)
+    assert found.num_steps == 2
+    assert found.wall == pytest.approx(50 * US)
+    assert sum(found.parts.values()) == pytest.approx(50 * US)
+    assert report_trace(path, num_steps=4).wall == pytest.approx(25 * US)
+
+
+def test_a_collective_is_of_the_innermost_mark_around_its_launch(tmp_path: Path) -> None:
+    events = Events()
+    events.host("user_annotation", "moecore::F stage 0 micro-batch 1", 0, 10)
+    events.host("user_annotation", "moecore::combine", 2, 5)
+    for at in (3, 6, 12):
+        events.kernel("ncclDevKernel_X", 100 + at, 101 + at, launched=at)
+    found = report_trace(events.write(tmp_path / "trace.json"))
+    assert found.parts["dispatch by collectives"] == pytest.approx(1 * US)
+    assert found.parts["other collectives"] == pytest.approx(2 * US)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ({"group": "mesh_ep_etp", "collective": "_allgather_base"}, "dispatch by collectives"),
+        ({"group": "mesh_default", "phase": "combine"}, "dispatch by collectives"),
+        ({"group": "mesh_cp_inner", "collective": "all_to_all"}, "context parallelism"),
+        ({"group": "mesh_edp_shard"}, "sharding"),
+        ({"group": "mesh_dp_shard_cp"}, "sharding"),
+        ({"collective": "all_to_allv"}, "dispatch by collectives"),
+        ({"collective": "_reduce_scatter_base"}, "sharding"),
+        ({"collective": "recv"}, "pipeline"),
+        ({"name": "ncclDevKernel_AllReduce_Sum_f32"}, "sharding"),
+        ({"name": "ncclDevKernel_SendRecv"}, "other collectives"),
+    ],
+)
+def test_whose_a_collective_is(kernel: dict[str, str], part: str) -> None:
+    assert part_of(Kernel(**{"name": "ncclKernel", "start": 0, "end": 1} | kernel)) == part
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_groups_of_meshes_have_the_names_that_are_looked_for() -> None:
+    with fake_world(64):
+        meshes = build_meshes(ParallelConfig(pp=2, dp_replicate=2, tp=2, cp=2, ep=4), "cpu")
+        found = {
+            "dispatch by collectives": [meshes.dispatch_group],
+            "pipeline": meshes.pipeline_groups,
+            "tensor parallelism": [meshes.dense.get_group("tp")],
+            "context parallelism": [meshes.dense.get_group("cp")],
+            "sharding": meshes.dense_fsdp.get_all_groups() + meshes.expert_fsdp.get_all_groups(),
+        }
+        for part, groups in found.items():
+            for group in groups:
+                kernel = Kernel(name="ncclKernel", start=0, end=1, group=group.group_desc)
+                assert part_of(kernel) == part
+
+
+def test_every_category_has_a_part() -> None:
+    for part, kernel in KERNELS.items():
+        assert part_of(Kernel(start=0, end=1, **kernel)) == part
+    idle = {"allocator", *PARTS["host"]}
+    assert {*KERNELS} | idle == {*LIMIT_OF}
+    assert {*CATEGORIES, OTHER} - {"nccl"} <= {*LIMIT_OF}
+
+
+# --------------------------------------------------------------------------- levers
+
+
+def trace_of(part: str, *, with_graph: bool = False) -> Trace:
+    """Half of the time is of a part, and half of attention, for which there is no lever."""
+    first = Kernel(start=0, end=50, **KERNELS["attention"])
+    last = Kernel(start=50, end=100, **KERNELS.get(part, {"name": ""}))
+    if part not in KERNELS:  # nothing runs from 50 to 100
+        launched = 10.0 if part == "gaps between kernels" else 90.0
+        last = Kernel(start=100, end=150, launched=launched, **KERNELS["attention"])
+    return Trace(
+        kernels=(first, last),
+        launches={"cudaGraphLaunch" if with_graph else "cudaLaunchKernel": 2},
+        waits=((20.0, 52.0),) if part == "waits of the host" else (),
+        allocations=((60.0, 70.0),) if part == "allocator" else (),
+        num_steps=1,
+    )
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name[:30])
+def test_each_option_is_reached_by_its_parts(option: Option) -> None:
+    for part in option.takes_from:
+        found = {lever.lever: lever for lever in report(trace_of(part)).levers}
+        lever, ms = found[option.name], report(trace_of(part)).parts[part]
+        assert lever.share == pytest.approx(option.most * ms / report(trace_of(part)).wall)
+        assert lever.limit == LIMIT_OF[option.takes_from[0]]
+    page, _, anchor = option.page.partition("#")
+    titles = (
+        line.lstrip("# ").lower()
+        for line in (DOCS / page).read_text().splitlines()
+        if line[:1] == "#"
+    )
+    assert not anchor or anchor in {title.replace(" ", "-").replace("'", "") for title in titles}
+
+
+def test_each_option_stands_once_and_names_parts() -> None:
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)
+    assert {part for option in OPTIONS for part in option.takes_from} <= {*LIMIT_OF}
+
+
+def test_a_lever_that_is_pulled_is_not_named() -> None:
+    assert "GraphedForwardBackward" in report(trace_of("late launches")).levers[0].lever
+    after = report(trace_of("late launches", with_graph=True)).levers
+    assert [lever.lever[:14] for lever in after] == ["fewer launches"]
+
+
+def test_nothing_is_advised_for_what_no_lever_reaches() -> None:
+    found = report(trace_of("routing"))
+    assert found.levers == () and found.table().endswith("next: no lever of the table reaches 1%")
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+def of_a_cpu_run(path: Path) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
+        torch.ones(2) + 1
+    prof.export_chrome_trace(str(path))
+
+
+def of_two_gpus(path: Path) -> None:
+    events = a_step()
+    events.kernel("gemm", 0, 1, launched=0, device=1)
+    events.write(path)
+
+
+def with_damage(path: Path) -> None:
+    events = a_step()
+    del events[-1]["ts"]
+    events.write(path)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: None, "must be a file: it is not there"),
+        (lambda path: path.write_text('{"traceEvents": ['), "must be a Chrome trace: it is no who"),
+        (
+            lambda path: path.write_bytes(b"\x1f\x8b no"),
+            "must be a Chrome trace: it is no whole JSO",
+        ),
+        (lambda path: path.write_text("[]"), "must be a Chrome trace: it has no traceEvents; expo"),
+        (
+            of_a_cpu_run,
+            "must hold kernels of a GPU, but its run had none: use one, and export one",
+        ),
+        (of_two_gpus, "must hold one GPU, not 2: export a trace on each rank"),
+        (with_damage, "must be a trace of torch.profiler: an event lacks ts, dur or args"),
+    ],
+)
+def test_what_is_no_trace_is_one_line(
+    write: Any, message: str, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "trace.json"
+    write(path)
+    assert main(["report", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"moecore: path ({path}) {message}")
+    assert err.count("\n") == 1
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def test_the_command(tmp_path: Path, capsys: Any) -> None:
+    path = a_step().write(tmp_path / "trace.json.gz")
+    assert main(["report", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["0.10 ms a step", "bound by compute, most of it experts"]
+    assert any(line.split() == ["compute", "0.04", "40.0%"] for line in lines)
+    assert lines[-3].startswith("  at most 21.0%: parallelize_moe(graph_dense=True)")
+    assert main(["report", str(path), "--steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_steps"] == 2 and found["wall"] == pytest.approx(50 * US)
+    assert found["levers"][0]["page"] == "cuda_graphs.md#graphs-of-parts"
+    assert main(["report", str(path), "--steps", "0"]) == 2
+    assert "num_steps (0) must be" in capsys.readouterr().err

@@ -42,7 +42,6 @@ from moecore.precision import plain as deferred_linear
 from moecore.precision.apply import defer_linears
 from tests.ranks import run_ranks
 from tests.shard.test_unit import BLOCKS, DIM, Model, freed_is_nan
-from tests.shard.test_unit import one_rank as one_rank  # a fixture of this module too
 from tests.shard.units import recorded, units
 
 WORLD, N = 4, 3

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -409,9 +407,8 @@ def assert_same_as_dense_output(layer: MoELayer, dense: dict[str, Tensor]) -> No
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    yield build_meshes(ParallelConfig(), "cpu").dense["dp_shard"]
-    dist.destroy_process_group()
+def mesh(no_group_left: None) -> DeviceMesh:
+    return build_meshes(ParallelConfig(), "cpu").dense["dp_shard"]
 
 
 def test_tensors_that_do_not_fit(mesh: DeviceMesh) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -149,13 +148,7 @@ def test_decoder_keeps_its_mode_and_trains() -> None:
         assert not torch.equal(w1[0], w1[2])
 
 
-@pytest.fixture
-def own_process_group() -> Iterator[None]:
-    yield
-    dist.destroy_process_group()
-
-
-def test_parallelized_after_upcycling(own_process_group: None) -> None:
+def test_parallelized_after_upcycling(no_group_left: None) -> None:
     model = upcycle_decoder(dense_decoder(), OPTIONS)
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
     assert_equal_to_scale(model(tokens()), dense_decoder()(tokens()))
@@ -307,7 +300,7 @@ def test_modules_that_are_not_what_they_are_said_to_be() -> None:
     assert all(module.training for module in before)
 
 
-def test_the_code_of_the_docs_runs(own_process_group: None) -> None:
+def test_the_code_of_the_docs_runs(no_group_left: None) -> None:
     pytest.importorskip("transformers", minversion="5")
     pieces = [part.split("```")[0] for part in DOCS.read_text().split("```python\n")[1:]]
     assert len(pieces) == 2

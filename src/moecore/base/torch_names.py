@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # Operators; their overloads are for torchtitan's selective checkpointing.
 aten = torch.ops.aten
 assert_async = torch._assert_async
-all_gather_operator = torch.ops.c10d._allgather_base_.default  # what a group's collectives run
 attention_overloads = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -53,7 +52,6 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 fused_adamw_: Any = torch._fused_adamw_
 grouped_mm_overload = aten._grouped_mm.default
-reduce_scatter_operator = torch.ops.c10d._reduce_scatter_base_.default
 reduce_scatter_overload = torch.ops._c10d_functional.reduce_scatter_tensor.default
 scaled_grouped_mm: Any = torch._scaled_grouped_mm  # `F.scaled_grouped_mm` takes other arguments
 scaled_mm: Any = torch._scaled_mm_v2  # `F.scaled_mm` does too

@@ -24,7 +24,7 @@ class Head(nn.Module):
         dtype: dtype of the weight.
 
     Attributes:
-        is_fsdp_head: nothing but its own forward reads its weight: note "head" in `shard/units.py`.
+        is_fsdp_head: nothing but its own forward reads its weight: note "head" of `find_units`.
     """
 
     is_fsdp_head = True

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from moecore.planning.call import call_of
-from moecore.planning.changes import Change, next_change
-from moecore.planning.chrome import Trace, read_trace
+from moecore.planning.commands import draw_memory
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.foldings import Folding, SearchRequest
-from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory
-from moecore.planning.on_gpu import GpuRun, run_on_gpu
-from moecore.planning.peak import plan_peak
-from moecore.planning.picture import draw_memory
-from moecore.planning.report import Lever, Report, report_step, report_trace
-from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.levers import Change, next_change
+from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory, plan_peak
+from moecore.planning.record import Queued, Work
+from moecore.planning.report import Lever, Report, report_trace
+from moecore.planning.run import OptimizerOptions, TrainingRun, call_of, fake_world
 from moecore.planning.search import Candidate, Fitting, SearchResult, explain_folding, search
-from moecore.planning.step_time import StepTime, time_step
-from moecore.planning.time_plan import TimePlan, plan_time
-from moecore.planning.trace import Breakdown, Kernel
-from moecore.planning.work import Queued, Work
-from moecore.planning.world import fake_world
+from moecore.planning.times import StepTime, TimePlan, plan_time, time_step
 
 __all__ = [
-    "Breakdown",
     "Candidate",
     "Change",
     "CostTable",
     "DryRun",
     "Fitting",
     "Folding",
-    "GpuRun",
-    "Kernel",
     "Lever",
     "MemoryPlan",
     "OptimizerOptions",
@@ -41,7 +31,6 @@ __all__ = [
     "SearchResult",
     "StepTime",
     "TimePlan",
-    "Trace",
     "TrainingRun",
     "Work",
     "call_of",
@@ -53,10 +42,7 @@ __all__ = [
     "plan_memory",
     "plan_peak",
     "plan_time",
-    "read_trace",
-    "report_step",
     "report_trace",
-    "run_on_gpu",
     "search",
     "time_step",
 ]

@@ -40,7 +40,7 @@ from moecore.base.fields import (
     check_fields,
 )
 from moecore.planning.gpus import GPUS, NODE
-from moecore.planning.work import Kind, Work
+from moecore.planning.record import Kind, Work
 
 KINDS = get_args(Kind)
 GpuName = Annotated[str, OneOf(tuple(GPUS)), "use one of these"]

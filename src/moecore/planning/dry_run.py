@@ -15,24 +15,25 @@ of the rows: of a second run, which has no more room.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.streams import dry_streams
 from moecore.kernels.common import launches_on_meta
+from moecore.models import Decoder
 from moecore.parallel.attached import moe_state
-from moecore.planning.build import model_of, optimizer_of
-from moecore.planning.pieces import END, Start, cut
-from moecore.planning.recorder import Recorder
-from moecore.planning.run import TrainingRun
-from moecore.planning.work import Queued, Work
-from moecore.planning.world import fake_world, new_garbage, quiet
+from moecore.planning.record import END, Queued, Recorder, Start, Work
+from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
+from moecore.train.memory.kept import NAMES
 from moecore.train.memory.on_meta import OnMeta
+from moecore.train.memory.parts import Part, find_parts
 from moecore.train.memory.stash import Stash
 from moecore.train.optim.adamw import AdamW
 from moecore.train.step import TrainStep
@@ -97,10 +98,11 @@ def _dry_run(run: TrainingRun, rank: int) -> DryRun:
         for tensor in (*model.parameters(), *model.buffers()):
             own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             recorder.take(own)
+        recorder.params = list(model.parameters())
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = optimizer_of(run, model)
             if run.pipeline is None:
-                cut(model, recorder.begin)
+                cut(model, recorder)
             step = TrainStep(model, optimizer, max_norm=1.0)
             tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
             inputs = {"tokens_BT": tokens_BT, "labels_BT": tokens_BT}
@@ -125,6 +127,46 @@ def _dry_run(run: TrainingRun, rank: int) -> DryRun:
             queued=tuple(_with_bytes(recorder.queued, moved)),
             starts=tuple(recorder.starts),
         )
+
+
+def cut(model: Decoder, recorder: Recorder) -> None:
+    """Tell a recorder when a module begins a pass, and which part of a layer runs."""
+    calls: dict[str, int] = {}
+
+    def watch(module: nn.Module, part: str) -> None:
+        def before(*_: Any) -> None:
+            calls[part] = calls.get(part, 0) + 1
+            recorder.begin("F", name())
+
+        def behind(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                own = name()
+                output.register_hook(lambda _: recorder.begin("B", own))
+
+        def name() -> str:  # later embeddings of a micro-batch are those of predictions
+            return "predictions" if part == "embedding" and calls[part] > 1 else part
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(behind)
+
+    model.register_forward_pre_hook(lambda *_: calls.clear())
+    watch(model.model.embed_tokens, "embedding")
+    for i, layer in enumerate(model.layers):
+        watch(layer, f"layer {i}")
+    for layer in model.mtp:
+        watch(layer, "predictions")
+    watch(model.lm_head, "head")
+    for layer in (*model.layers, *model.mtp):
+        for _, kind, module in [*find_parts(layer), Part("", "moe", layer)]:
+            name = "rest" if module is layer else NAMES.get(kind, kind)
+            module.forward = partial(_within, recorder, name, module.forward)  # type: ignore[method-assign]
+
+
+def _within(
+    recorder: Recorder, part: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with recorder.within(part):
+        return forward(*args, **kwargs)
 
 
 def _moved(optimizer: AdamW, param: Tensor) -> int:

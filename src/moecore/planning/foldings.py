@@ -29,7 +29,7 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.gpus import GPUS, NODE
-from moecore.planning.levers import Levers, ladder
+from moecore.planning.levers import TWICE, Levers, ladder
 from moecore.planning.run import OptimizerOptions, TrainingRun
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
@@ -38,7 +38,6 @@ LONG, CP_TOKENS = 8192, 4096  # tokens of a row from which cp pays, and those of
 ROWS_PER_GPU = 8  # of a step, where nobody gives its rows
 ANY: Literal["any"] = "any"
 FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks", "batch_size")
-TWICE = NVLinkOptions(row_factor=2.0)  # rows of a rank that have room, over those of even loads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,30 +1,297 @@
-"""What makes a folding need less memory, in the order of its price: `ladder`.
+"""Options of a run that save memory or time, in one table: `OPTIONS`.
 
-Each rung adds to the one before, so memory falls from rung to rung. Overheads are those of table
-13 of the report: recompute of parts without communication, FP8 and short moments cost little, what
-travels to the host and weights that are gathered by every micro-batch more, whole MoE layers that
-are computed twice most.
+    ladder        a request -> rungs of options that save memory, cheapest first
+    next_change   a plan    -> the option that gains most tokens per second and fits
+    takes_from    a trace   -> the options that take something of its largest parts (`report.py`)
 
-Source: arXiv:2603.07685, table 13; docs/memory.md has times of ours.
+Overheads are those of table 13 of the report (arXiv:2603.07685): recompute of parts without
+communication, FP8 and short moments cost little, copies to the host and weights that every
+micro-batch gathers more, whole MoE layers that are computed twice most. docs/memory.md has times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from moecore.base.fields import NumBytes, check_arguments
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions, Recomputed
 from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
-from moecore.planning.run import OptimizerOptions
+from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.planning.costs import CostTable
+from moecore.planning.gpus import GPUS
+from moecore.planning.memory import plan_peak
+from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.times import TimePlan, plan_time
 
 Overhead = Literal["low", "medium", "high"]
 OVERHEADS: tuple[Overhead, ...] = ("low", "medium", "high")
 FP8_GPUS = ("h100-80", "h200-141")  # whose blockwise products exist
 WHOLE = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
+TWICE = NVLinkOptions(row_factor=2.0)  # rows of a rank that have room, over those of even loads
+CHAIN: tuple[Recomputed, ...] = ("norm", "activation", "rope")
+FIELDS = ("fsdp", "memory", "precision", "optimizer")  # of a run that decide its memory
+LEAST = 0.01  # of the tokens per second that are worth a change
+NO_TIME = 1e-12
+
+
+def _recompute(run: TrainingRun, *parts: Recomputed, **others: Any) -> TrainingRun:
+    up: Recomputed = "qkv_proj" if run.model.mla is None else "mla_up_proj"
+    memory = replace(run.memory, recompute=(*CHAIN, up, *parts), **others)
+    return replace(run, memory=memory)
+
+
+def _recompute_moe(run: TrainingRun) -> TrainingRun:
+    return _recompute(run, "moe") if run.model.moe else run
+
+
+def _fp8(run: TrainingRun) -> TrainingRun:
+    moe = run.model.moe
+    has_products = moe is None or not (moe.expert_dim % 128 or moe.hidden_dim % 128)
+    if run.precision is not None or not has_products:
+        return run
+    return replace(run, precision=Precision.of("blockwise"))
+
+
+def _optimizer(run: TrainingRun, **changes: Any) -> TrainingRun:
+    return replace(run, optimizer=replace(run.optimizer, moment_dtype="bfloat16", **changes))
+
+
+def _gather_weights(run: TrainingRun) -> TrainingRun:
+    return replace(run, fsdp=replace(run.fsdp, dense_strategy="optim_grads_params"))
+
+
+def _offload(run: TrainingRun) -> TrainingRun:
+    return replace(run, memory=replace(run.memory, offload=("attention", "experts", "mlp")))
+
+
+def _nvlink(run: TrainingRun) -> TrainingRun:
+    return run if run.nvlink is not None else replace(run, nvlink=TWICE)
+
+
+def _more_chunks(run: TrainingRun) -> TrainingRun:
+    if run.pipeline is None or run.pipeline.layout is not None:
+        return run
+    chunks = 2 * (run.pipeline.chunks or 1)
+    return replace(run, pipeline=PipelineConfig(schedule="interleaved", chunks=chunks))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """An option of a run.
+
+    Attributes:
+        name: the option as it is written, or in words.
+        change: run -> the run with it, or the same run where it does not apply; None = no plan
+            shows what it changes.
+        overhead: price of the memory that it saves; None = it saves none.
+        gains: whether it may save time.
+        takes_from: parts of a report (`report.PARTS`) of which it takes time away.
+        most: share of these parts at most, by bytes or arithmetic.
+        unless: pattern of names of kernels and launches that show that it is set already, or cannot
+            be.
+        page: of docs, with its section.
+    """
+
+    name: str
+    page: str
+    change: Callable[[TrainingRun], TrainingRun] | None = None
+    overhead: Overhead | None = None
+    gains: bool = False
+    takes_from: tuple[str, ...] = ()
+    most: float = 1.0
+    unless: str = r"(?!)"
+
+    def applied(self, run: TrainingRun, gpu: str) -> TrainingRun:
+        """Return the run with the option; the same run where it does not apply."""
+        try:
+            changed = run if self.change is None else self.change(run)
+        except ValueError:  # such as "nvlink" between nodes
+            return run
+        has_products = changed.precision == run.precision or gpu in FP8_GPUS
+        return changed if has_products else run
+
+
+HOST = ("waits of the host", "late launches", "gaps between kernels")
+GRAPHS = Option(
+    name="CUDA graphs (GraphedForwardBackward)",
+    takes_from=HOST,
+    page="cuda_graphs.md",
+    unless=r"GraphLaunch|SendRecv",  # its dispatcher waits for sizes
+)
+# Those that save memory are in the order of their price, and of options with the same parts the one
+# that costs least comes first.
+OPTIONS = (
+    Option(
+        name='MemoryOptions(recompute="gemm_last")',
+        change=lambda run: replace(run, memory=replace(run.memory, recompute="gemm_last")),
+        overhead="low",
+        page="memory.md#computing-again",
+    ),
+    Option(
+        name="recompute of up-projections",
+        change=_recompute,
+        overhead="low",
+        page="memory.md#computing-again",
+    ),
+    Option(
+        name='precision="blockwise"',
+        change=_fp8,
+        overhead="low",
+        gains=True,
+        takes_from=("experts", "dense products"),
+        most=1 / 2,  # FP8 has twice the peak of bf16
+        unless=r"quantise_",
+        page="precision.md#recipes",
+    ),
+    Option(
+        name="moecore.train.AdamW(moment_dtype=torch.bfloat16)",
+        change=_optimizer,
+        overhead="low",
+        takes_from=("optimizer",),
+        most=3 / 8,  # 20 bytes per parameter in place of the 32 of torch's with clipping
+        page="performance.md#adamw",
+    ),
+    Option(
+        name="recompute of FC1",
+        change=lambda run: _recompute(run, "expert_fc1" if run.model.moe else "mlp"),
+        overhead="medium",
+        page="memory.md#computing-again",
+    ),
+    Option(
+        name='FSDPOptions(dense_strategy="optim_grads_params")',
+        change=_gather_weights,
+        overhead="medium",
+        page="sharding.md#strategies",
+    ),
+    Option(
+        name='MemoryOptions(offload=("attention", "experts", "mlp"))',
+        change=_offload,
+        overhead="medium",
+        page="memory.md#offload",
+    ),
+    Option(
+        name="StateOffload(optimizer, model)",
+        change=lambda run: _optimizer(run, offload_fraction=1.0),
+        overhead="medium",
+        page="memory.md#optimizer-state",
+    ),
+    Option(
+        name="recompute of MoE layers",
+        change=_recompute_moe,
+        overhead="high",
+        page="memory.md#computing-again",
+    ),
+    Option(
+        name="nothing computed again",
+        change=lambda run: replace(run, memory=replace(run.memory, recompute=())),
+        gains=True,
+        page="memory.md#computing-again",
+    ),
+    Option(
+        name='recompute="gemm_last" alone',
+        change=lambda run: (
+            replace(run, memory=replace(run.memory, recompute="gemm_last"))
+            if run.memory.parts
+            else run
+        ),
+        gains=True,
+        page="memory.md#computing-again",
+    ),
+    Option(
+        name=f'dispatcher="nvlink", nvlink=NVLinkOptions(row_factor={TWICE.row_factor})',
+        change=_nvlink,
+        gains=True,
+        takes_from=("dispatch by collectives",),
+        page="dispatchers.md#nvlink",
+    ),
+    Option(
+        name='PipelineConfig(schedule="overlapped"), dispatcher="alltoall"',
+        takes_from=("dispatch by collectives",),
+        most=0.31,  # hidden beside NCCL; a plan counts nothing of it (`times._Costs`)
+        page="pipeline.md#schedules",
+    ),
+    Option(
+        name="twice PipelineConfig.chunks",
+        change=_more_chunks,
+        gains=True,
+        takes_from=("pipeline",),
+        page="pipeline.md#schedules",
+    ),
+    Option(
+        name="PipelineConfig.layout of balanced_layout",
+        takes_from=("pipeline",),
+        page="pipeline.md#layout",
+    ),
+    Option(
+        name="PYTORCH_ALLOC_CONF=expandable_segments:True",
+        takes_from=("allocator",),
+        page="performance.md#when-memory-runs-out",
+    ),
+    Option(
+        name="a smaller MemoryOptions.offload_fraction, and recompute in its place",
+        takes_from=("host copies",),
+        page="memory.md#offload",
+    ),
+    Option(
+        name="NVLinkOptions(fp8_dispatch=True)",
+        takes_from=("nvlink dispatch", "copies to peers"),
+        most=1 / 8,  # one of four transfers in half its bytes
+        page="dispatchers.md#tokens-as-fp8",
+    ),
+    Option(
+        name="FSDPOptions(prefetch_blocks=2)", takes_from=("sharding",), page="sharding.md#units"
+    ),
+    Option(
+        name='FSDPOptions(dense_strategy="optim", experts_strategy="optim") with micro-batches',
+        takes_from=("sharding",),
+        page="sharding.md#strategies",
+    ),
+    Option(
+        name="a smaller ParallelConfig.tp: ep for experts, cp for long sequences",
+        takes_from=("tensor parallelism",),
+        page="guide.md#degrees",
+    ),
+    Option(
+        name="another ContextOptions.way, or a smaller ParallelConfig.cp",
+        takes_from=("context parallelism",),
+        page="sequences.md#which-way",
+    ),
+    Option(
+        name="a smaller CloneOptions.per_rank",
+        takes_from=("nvlink clones",),
+        page="balancing.md#skewed-loads",
+    ),
+    GRAPHS,
+    Option(
+        name="parallelize_moe(graph_dense=True): parts of blocks as graphs",
+        takes_from=HOST[:2],
+        page="cuda_graphs.md#graphs-of-parts",
+        unless=r"GraphLaunch|_spread_kernel",
+    ),
+    Option(
+        name="fewer launches: more rows of a micro-batch, FSDPOptions(blocks_per_unit=4)",
+        takes_from=("late launches",),
+        page="performance.md#what-each-option-does",
+    ),
+    Option(
+        name='parallelize_moe(expert_backend="auto"): grouped products',
+        takes_from=("experts by other products",),
+        page="parallelize.md",
+    ),
+    Option(
+        name="parallelize_moe(compile_dense=True)",
+        takes_from=("other",),
+        page="performance.md#what-each-option-does",
+        unless=r"^triton_",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +299,8 @@ class Levers:
     """One rung: everything of a run that decides its memory and not its folding.
 
     Attributes:
-        overhead: what it costs, in words of table 13.
-        name: what this rung adds to the one before.
-        fsdp: how parameters are sharded.
-        memory: what is computed again or offloaded.
-        precision: which products are in FP8.
-        optimizer: what is kept between steps.
+        overhead: price of the option that this rung adds.
+        name: of that option; "none" on the first rung.
     """
 
     overhead: Overhead
@@ -48,67 +311,64 @@ class Levers:
     optimizer: OptimizerOptions
 
 
-def ladder(
-    model: DecoderConfig,
-    gpu: str,
-    *,
-    fsdp: FSDPOptions | Literal["any"],
-    memory: MemoryOptions | Literal["any"],
-    precision: Precision | Literal["any"] | None,
-    optimizer: OptimizerOptions | Literal["any"],
-) -> tuple[Levers, ...]:
-    """Return the rungs, cheapest first. What is given stays as it is on all of them.
+def ladder(model: DecoderConfig, gpu: str, **given: Any) -> tuple[Levers, ...]:
+    """Return the rungs, cheapest first: each has the options of the one before, and one more.
 
     Args:
-        model: whose projections are computed again.
+        model: whose memory is too large.
         gpu: a key of `GPUS`.
-        fsdp: "any" = weights are whole in a step, unless that is too much.
-        memory: "any" = what is needed.
-        precision: "any" = FP8 where it is needed and the GPU has it.
-        optimizer: "any" = what is needed.
+        given: `FIELDS`, each a value that stays on all rungs, or "any".
     """
-    levers = Levers(
-        overhead="low",
-        name="none",
-        fsdp=WHOLE if fsdp == "any" else fsdp,
-        memory=MemoryOptions() if memory == "any" else memory,
-        precision=None if precision == "any" else precision,
-        optimizer=OptimizerOptions() if optimizer == "any" else optimizer,
-    )
-    rungs = [levers]
-
-    def add(overhead: Overhead, name: str, is_open: bool, **changes: object) -> None:
-        if is_open:
-            same = dict(overhead=overhead, name=name)
-            rungs.append(replace(rungs[-1], **same, **changes))  # type: ignore[arg-type]
-
-    up: Recomputed = "qkv_proj" if model.mla is None else "mla_up_proj"
-    short = OptimizerOptions(moment_dtype="bfloat16")
-    chain: tuple[Recomputed, ...] = ("norm", "activation", "rope")
-    fc1: tuple[Recomputed, ...] = (*chain, up, "expert_fc1") if model.moe else (*chain, up, "mlp")
-    away = MemoryOptions(recompute=fc1, offload=("attention", "experts", "mlp"))
-    twice = MemoryOptions(recompute=(*chain, up, "moe") if model.moe else fc1, offload=away.offload)
-    is_open = memory == "any"
-    add("low", "recompute gemm_last", is_open, memory=MemoryOptions(recompute="gemm_last"))
-    add("low", f"recompute {up}", is_open, memory=MemoryOptions(recompute=(*chain, up)))
-    add(
-        "low",
-        "FP8",
-        precision == "any" and has_fp8(model, gpu),
-        precision=Precision.of("blockwise"),
-    )
-    add("low", "bf16 moments", optimizer == "any", optimizer=short)
-    sharded = replace(WHOLE, dense_strategy="optim_grads_params")
-    add("medium", f"recompute {fc1[-1]}", is_open, memory=MemoryOptions(recompute=fc1))
-    add("medium", "weights gathered by micro-batch", fsdp == "any", fsdp=sharded)
-    add("medium", "activations offloaded", is_open, memory=away)
-    hosted = replace(short, offload_fraction=1.0)
-    add("medium", "optimizer state offloaded", optimizer == "any", optimizer=hosted)
-    add("high", "recompute moe", is_open and bool(model.moe), memory=twice)
+    plain = dict(fsdp=WHOLE, memory=MemoryOptions(), precision=None, optimizer=OptimizerOptions())
+    is_open = {name: value == "any" for name, value in given.items()}
+    fields: dict[str, Any] = {n: plain[n] if is_open[n] else given[n] for n in FIELDS}
+    run = TrainingRun(model=model, num_gpus=1, seq_len=1, **fields)
+    rungs = [Levers(overhead="low", name="none", **fields)]
+    for option in OPTIONS:
+        changed = run if option.overhead is None else option.applied(run, gpu)
+        changes = [name for name in FIELDS if getattr(changed, name) != getattr(run, name)]
+        if option.overhead and changes and all(is_open[name] for name in changes):
+            run, fields = changed, {name: getattr(changed, name) for name in FIELDS}
+            rungs.append(Levers(overhead=option.overhead, name=option.name, **fields))
     return tuple(rungs)
 
 
-def has_fp8(model: DecoderConfig, gpu: str) -> bool:
-    """Whether blockwise products of a model exist for a GPU."""
-    sizes = () if model.moe is None else (model.moe.expert_dim, model.moe.hidden_dim)
-    return gpu in FP8_GPUS and not any(size % 128 for size in sizes)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """An option, and its tokens per second over those without it, less 1."""
+
+    text: str
+    gain: float
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.gain:+.0%}"
+
+
+def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None) -> Change | None:
+    """Return the change that gains most tokens per second; None = none of those tried.
+
+    Args:
+        plan: of a run.
+        table: that it was planned with.
+        limit: bytes that a rank may use; None = the GPU's memory.
+    """
+    check_arguments(next_change, locals())
+    limit = GPUS[plan.gpu].memory if limit is None else limit
+    found, run = list[Change](), plan.run
+
+    def add(text: str, other: TimePlan) -> None:
+        gain = other.tokens_per_second / plan.tokens_per_second - 1
+        found.append(Change(text=text, gain=gain))
+
+    p = run.parallel
+    if run.pipeline is None and (p.ep * p.etp == 1 or run.nvlink is not None):  # nothing waits
+        add(f"{GRAPHS.name}, at most", plan_time(run, replace(table, host_seconds=NO_TIME)))
+    for option in OPTIONS:
+        changed = option.applied(run, plan.gpu) if option.gains else run
+        try:
+            if changed != run and max(plan_peak(changed)) <= limit:
+                add(option.name, plan_time(changed, table))
+        except (ValueError, NotImplementedError):  # what the run has refuses it
+            continue
+    best = max(found, key=lambda change: change.gain, default=None)
+    return best if best is not None and best.gain >= LEAST else None

@@ -43,11 +43,10 @@ from moecore.models import preset
 from moecore.planning.costs import CostTable, Point
 from moecore.planning.dry_run import dry_run
 from moecore.planning.gpus import GPUS, NODE
-from moecore.planning.on_gpu import started
-from moecore.planning.operations import SUMS
-from moecore.planning.run import TrainingRun
-from moecore.planning.work import Work
+from moecore.planning.record import SUMS, Work
+from moecore.planning.run import TrainingRun, fake_world, model_of, optimizer_of, quiet
 from moecore.train.optim.adamw import AdamW
+from moecore.train.step import TrainStep
 
 Call = Callable[[], Any]
 WARM_UP_S, ROUNDS, MOST = 0.3, 15, 1000
@@ -133,11 +132,19 @@ def host_seconds(run: TrainingRun, device: torch.device) -> float:
     """Return how long this host takes for a piece of work of a run's step. No communication.
 
     Args:
-        run: what is trained.
+        run: what is trained, on one GPU.
         device: where, with nothing else to do.
     """
     found = []
-    with started(run, 0, device) as (step, inputs):
+    with fake_world(run.num_gpus), quiet():
+        model = model_of(run, device.type)
+        model.to_empty(device=device)
+        model.init_weights()
+        step = TrainStep(model, optimizer_of(run, model), max_norm=1.0)
+        tokens_BT = torch.randint(
+            0, run.model.vocab_size, (run.batch_size, run.seq_len), device=device
+        )
+        inputs = [{"tokens_BT": tokens_BT, "labels_BT": tokens_BT.roll(-1, 1)}]
         for _ in range(STEPS + ROUNDS):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -12,42 +12,65 @@ it what is as far from its start, of earlier ones the newest copy.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import add, attrgetter
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-from torch import Tensor, nn
-
-from moecore.models import Decoder
+from moecore.models.config import DecoderConfig
 from moecore.parallel.pipeline.layout import Stage
-from moecore.planning.alike import Likes
-from moecore.planning.work import Placed, Queued
+from moecore.planning.dry_run import DryRun, dry_run
+from moecore.planning.record import Pass, Placed, Queued, Start
+from moecore.planning.run import TrainingRun
+from moecore.planning.stored import WHOLE, stages_of, stored_bytes
 
-END = "end"  # clipping and the optimizer
-Pass = Literal["F", "B"]
-PASSES: tuple[Pass, ...] = get_args(Pass)
+Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
+
+
+def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
+    """Return a run of few layers on the ranks of one stage, and which is like each layer.
+
+    Of the last layer's kind there are the first two and the last two, of the other kind one. What a
+    layer prefetches is that of the next but one: so between them a forward is like the second one's
+    and a backward like the last but one's.
+    """
+    p, model = run.resolved, run.model
+    kinds = [model.is_dense(i) for i in range(model.num_layers)]
+    alike = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
+    others = [i for i, kind in enumerate(kinds) if kind != kinds[-1]][:1]
+    found = sorted({*others, *alike[:2], *alike[-2:]})
+    small = replace(
+        run,
+        model=_of_kinds(model, [kinds[i] for i in found], model.num_mtp_layers),
+        num_gpus=run.num_gpus // p.pp,
+        parallel=replace(p, pp=1),
+        num_micro_batches=num_micro_batches,
+        pipeline=None,
+    )
+
+    def like(between: int) -> tuple[int, ...]:
+        of = {kinds[-1]: between, not kinds[-1]: [*others, 0][0]}
+        return tuple(found.index(i if i in found else of[kind]) for i, kind in enumerate(kinds))
+
+    return small, {"F": like(alike[:2][-1]), "B": like(alike[-2:][0])}
+
+
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
 
 
-class Start(NamedTuple):
-    """Where the host begins a module's pass.
-
-    Attributes:
-        of: forward or backward.
-        part: "embedding", "layer 3", "predictions" (all modules of them), "head"; END behind all.
-        first: how much it has queued.
-        level: bytes that are allocated.
-        top: most bytes until the next one.
-    """
-
-    of: Pass
-    part: str
-    first: int
-    level: int
-    top: int
+def _of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderConfig:
+    """Return the model with these layers, True = dense, and so many predictions."""
+    dense = () if model.moe is None else tuple(i for i, kind in enumerate(kinds) if kind)
+    return replace(
+        model,
+        num_layers=len(kinds),
+        dense_layers=dense,
+        mlp_hidden_dim=model.mlp_hidden_dim if any(kinds) else 0,
+        num_mtp_layers=mtp,
+        mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
+    )
 
 
 class Piece(NamedTuple):
@@ -57,11 +80,25 @@ class Piece(NamedTuple):
         place: from where to where in the queue.
         delta: bytes that are allocated more behind it than before it.
         rise: most of them within it.
+        kinds: `delta` by kind.
+        most: `rise` by kind.
     """
 
     place: range
     delta: int
     rise: int
+    kinds: Mapping[str, int]
+    most: Mapping[str, int]
+
+
+def _piece(place: range, start: Start, level: int, kinds: Mapping[str, int]) -> Piece:
+    """Return a piece from a start to a level."""
+    changes = _difference(kinds, start.kinds), _difference(start.most, start.kinds)
+    return Piece(place, level - start.level, start.top - start.level, *changes)
+
+
+def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {kind: one.get(kind, 0) - other.get(kind, 0) for kind in {**one, **other}}
 
 
 class Far(NamedTuple):
@@ -73,35 +110,6 @@ class Far(NamedTuple):
 
 
 Copy = tuple[list[Placed], list[Far]]
-
-
-def cut(model: Decoder, begin: Callable[[Pass, str], None]) -> None:
-    """Have `begin` called wherever a part of a model begins a pass."""
-    calls: dict[str, int] = {}
-
-    def watch(module: nn.Module, part: str) -> None:
-        def before(*_: Any) -> None:
-            calls[part] = calls.get(part, 0) + 1
-            begin("F", name())
-
-        def behind(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                own = name()
-                output.register_hook(lambda _: begin("B", own))
-
-        def name() -> str:  # later embeddings of a micro-batch are those of predictions
-            return "predictions" if part == "embedding" and calls[part] > 1 else part
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(behind)
-
-    model.register_forward_pre_hook(lambda *_: calls.clear())
-    watch(model.model.embed_tokens, "embedding")
-    for i, layer in enumerate(model.layers):
-        watch(layer, f"layer {i}")
-    for layer in model.mtp:
-        watch(layer, "predictions")
-    watch(model.lm_head, "head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +140,9 @@ class Pieces:
             micro_batch += (before, start.of) == ("B", "F")
             before = start.of
             place = range(start.first if i else 0, behind.first)
-            piece = Piece(place, behind.level - start.level, start.top - start.level)
+            piece = _piece(place, start, behind.level, behind.kinds)
             found.setdefault((micro_batch, start.of, start.part), []).append(piece)
-        end = Piece(range(last.first, len(queued)), held - last.level, last.top - last.level)
+        end = _piece(range(last.first, len(queued)), last, held, starts[0].kinds)
         return cls(queued=queued, held=held, like=like, found=found, end=end)
 
     @property
@@ -169,7 +177,7 @@ class Pieces:
         found: list[Placed] = []
         newest: dict[int, int] = {}  # where a piece starts in `queued` -> in `found`
         lengths: tuple[int, ...] = ()
-        for place, _, _ in pieces:
+        for place in (piece.place for piece in pieces):
             start = len(found)
             copy, far = self._copy(place, lengths)
             found += copy
@@ -240,3 +248,55 @@ class Pieces:
     @cached_property
     def _copies(self) -> dict[tuple[range, tuple[int, ...]], Copy]:
         return {}
+
+
+def pieces_of(run: TrainingRun) -> Pieces:
+    """Return the pieces of a run's step, whose optimizer's state stays on the device."""
+    small, like = _small(run)
+    step = _dry_run(small)
+    share = stored_bytes(run) / stored_bytes(small)
+    first = step.starts[-1].first
+    end = (_grown(one, share) for one in step.queued[first:])
+    return Pieces.of([*step.queued[:first], *end], step.starts, like)
+
+
+def small_step(run: TrainingRun) -> DryRun:
+    """Return the dry run of few layers whose pieces those of a run are."""
+    return _dry_run(small_of(run))
+
+
+def small_of(run: TrainingRun) -> TrainingRun:
+    """Return the run of few layers whose pieces those of a run are."""
+    return _small(run)[0]
+
+
+def _small(run: TrainingRun) -> tuple[TrainingRun, Likes]:
+    here = replace(run, optimizer=replace(run.optimizer, offload_fraction=0.0))
+    return timed_layers(here, min(run.num_micro_batches, MIDDLE))
+
+
+def timed_stages(run: TrainingRun) -> Sequence[Stage]:
+    """Return the stages of a run; of one without, all of its layers."""
+    if run.pipeline is not None:
+        return stages_of(run)
+    model = run.model
+    layers, mtp = tuple(range(model.num_layers)), tuple(range(model.num_mtp_layers))
+    return [replace(WHOLE, layers=layers, mtp=mtp)]
+
+
+@lru_cache(maxsize=64)
+def _dry_run(run: TrainingRun) -> DryRun:
+    return dry_run(run)
+
+
+def like_of(number: int, known: int) -> list[int]:
+    """Return which of the known micro-batches each of a step is like: ends, and all between."""
+    if number <= known:
+        return [*range(number - 1), known - 1] if number > 1 else [0]
+    return [0, *[known // 2] * (number - 2), known - 1]
+
+
+def _grown(one: Queued, share: float) -> Queued:
+    """Return work on so many times the bytes."""
+    work = one.work
+    return one._replace(work=replace(work, num_bytes=round(share * work.num_bytes)))

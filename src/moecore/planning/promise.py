@@ -3,8 +3,7 @@
     one node's run -> bytes of its activations -> about the bytes of a rank of each folding
                    -> work of its parts        -> about the seconds of a step
 
-A rough estimate, used only to decide which foldings to plan first. It gives each rank an equal
-share of the model's work and memory.
+An order of plans, and no plan: of a folding's rank its share of all work and of all bytes.
 """
 
 from __future__ import annotations
@@ -12,20 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from math import gcd
 from typing import NamedTuple
 
+import torch
+
+from moecore.kernels.common import meta_as
+from moecore.models import Decoder
 from moecore.models.size import num_params
+from moecore.parallel.mesh import build_meshes
 from moecore.parallel.pipeline.layout import Stage
+from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
 from moecore.planning.foldings import Folding, SearchRequest, run_of, rungs_of
 from moecore.planning.levers import OVERHEADS, Levers
-from moecore.planning.memory import plan_memory
-from moecore.planning.pieces import MIDDLE, PASSES, Pass, Pieces
-from moecore.planning.run import TrainingRun
-from moecore.planning.time_plan import pieces_of, timed_stages
-from moecore.planning.work import Work
+from moecore.planning.pieces import MIDDLE, Pieces, pieces_of, timed_layers, timed_stages
+from moecore.planning.record import PASSES, Pass, Work
+from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
+from moecore.train.memory.kept import ModelKept, kept_bytes
 
 MESSAGES = 2  # of a layer's tokens, in each pass, among the ranks of tp and of cp
 BY_EXPERTS = ("collective", "grouped product")
@@ -114,8 +118,7 @@ class Promise:
         """Return about how long a step takes, without clipping and the optimizer.
 
         The pipeline rank with most work has all micro-batches, and waits while others fill. What
-        micro-batches gather and reduce, and copy to the host and back, hides behind that work. So
-        do links behind computation where a forward and a backward of stages may be a pair. The
+        micro-batches gather and reduce, and copy to the host and back, hides behind that work. The
         network carries tokens and weights in turn.
 
         Args:
@@ -125,7 +128,7 @@ class Promise:
         run = run_of(self._request, folding, rung)
         like, pp = self._rungs[rung is not self._rungs[0]], folding.pp
         passes = [self._stage(stage, folding, like) for stage in timed_stages(run)]
-        each = [max(passed) if pp > 1 else sum(passed) for passed in passes]
+        each = list(map(sum, passes))
         busiest = max(sum(each[rank::pp]) for rank in range(pp))
         busiest = max(busiest, self._copies(folding, rung))
         if _gathers(rung):
@@ -221,9 +224,11 @@ class Promise:
 
     def _kept_by(self, rung: Levers) -> tuple[int, int]:
         """Return what a micro-batch leaves for its backward, on the device and on the host."""
-        found = plan_memory(self._node(rung, 1)).largest
-        away = (n for kind, n in found.host.items() if kind.startswith("activations"))
-        return found.activations, sum(away)
+        small, like = timed_layers(self._node(rung, 1), 1)
+        found = _kept_of(replace(small, optimizer=OptimizerOptions()))
+        blocks = [found.blocks[i] for i in like["F"]] + [*found.blocks[small.model.num_layers :]]
+        away = sum(sum(block.host.values()) for block in blocks)
+        return sum(block.num_bytes for block in (*blocks, found.outside)), away
 
     def _pieces_of(self, rung: Levers) -> Pieces:
         return pieces_of(self._node(rung, MIDDLE))
@@ -233,6 +238,28 @@ class Promise:
         rows = num_micro_batches * self._ep
         request = replace(self._request, num_gpus=self._ep, global_batch=rows, nvlink=None)
         return run_of(request, Folding(ep=self._ep), rung)
+
+
+@lru_cache(maxsize=256)
+def _kept_of(run: TrainingRun) -> ModelKept:
+    """Return what a forward of a run's one micro-batch keeps: a tenth of a dry run's time."""
+    model = Decoder(run.model, device="meta", dtype=run.dtype)
+    tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
+    with fake_world(run.num_gpus), quiet(), meta_as("cuda"):
+        meshes, how = (
+            build_meshes(run.parallel, "cpu"),
+            dict(precision=run.precision, fsdp=run.fsdp),
+        )
+        how = dict(precision=run.precision, fsdp=run.fsdp)
+        parallelize_moe(model, meshes, dispatcher="alltoall", **how)  # type: ignore[arg-type]
+        return kept_bytes(
+            model,
+            [*model.layers, *model.mtp],
+            lambda copy: copy(tokens_BT, tokens_BT),
+            options=run.memory,
+            device_type="cuda",
+            dtype_of=lambda param: run.fsdp.param_dtype or param.dtype,
+        )
 
 
 def _is_light(rung: Levers, first: Levers) -> bool:

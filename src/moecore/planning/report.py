@@ -1,71 +1,113 @@
 """Where a step's time went on one rank's GPU, what bounds the step, and what to try next.
 
-    trace.json -> Trace -> each microsecond of its steps belongs to one part -> levers, by share
-                           (`advice.py`)
-
-Idle time is explained by what the host did: see `_cause`.
+trace.json -> Trace -> each microsecond belongs to one part -> levers, by share
 """
 
 from __future__ import annotations
 
-import os
+import gzip
+import json
 import re
-import tempfile
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
-from torch.profiler import ProfilerActivity, profile
+from typing import Any
 
 from moecore.base.fields import Count, check_arguments
 from moecore.base.tables import columns
-from moecore.planning.advice import LIMIT_OF, PARTS, TABLE
-from moecore.planning.chrome import Range, Trace, read_trace
-from moecore.planning.trace import (
-    Breakdown,
-    Kernel,
-    break_down,
-    category_of,
-    covered,
+from moecore.planning.levers import OPTIONS
+
+# A kernel belongs to the first category whose pattern its name contains: communication goes first.
+CATEGORIES = {
+    "nccl": r"nccl",
+    "nvlink dispatch": r"_spread_kernel|_reduce_kernel|limit_rows|_pack_rows",
+    "nvlink clones": r"_(store|receive)_(weights|grads)_kernel",
+    "copies to peers": r"Memcpy PtoP",
+    "host copies": r"Memcpy (HtoD|DtoH)",
+    "quantisation": r"quantise_|widen_rows|tile_tokens|gather_row_blocks|^_(amax|cast)_kernel"
+    r"|block_amax|transpose_values",
+    "experts": r"_gg_|cooperative|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows"
+    r"|sum_rows|gather_used|map_row_tiles|_finish_bwd_kernel|sum_parts",
+    "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
+    r"|add_margins|even_bias|add_entropy|^_(split|product|sum_splits)_kernel"
+    r"|plan_clones|physical_ids",
+    "loss": r"cross_entropy",
+    "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel",
+    "dense products": r"nvjet|gemm|cutlass|cublas|splitK",
+    "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce|scaled_cast|_momentum_kernel",
+    "pages": r"_pages_kernel|_take_rows_kernel",
+    "fsdp copies": r"split_with_sizes|chunk_cat|Memcpy|Memset|CatArray|_copy_used_kernel",
+    "compiled": r"triton_",
+}
+OTHER, UNMARKED = "other", "unmarked"
+# Kernels of NCCL: by the mesh dim of their group, else by the mark around them, else by name.
+NCCL = (
+    ("group", "dispatch by collectives", r"^mesh_(ep|etp|ep_etp)$"),
+    ("group", "tensor parallelism", r"^mesh_tp$"),
+    ("group", "context parallelism", r"^mesh_cp(_inner|_outer)?$"),
+    ("group", "pipeline", r"^mesh_pp$"),
+    ("group", "sharding", r"^mesh_e?dp_"),
+    ("phase", "dispatch by collectives", r"^(dispatch|combine)$"),
+    ("collective", "dispatch by collectives", r"(?i)all_?to_?all"),
+    ("collective", "pipeline", r"^(send|recv)$"),
+    ("collective", "sharding", r"(?i)all_?gather|reduce_?scatter|all_?reduce"),
 )
-
-MOST_LEVERS = 3
-LEAST_SHARE = 0.01  # of a step that a lever is worth
-LONGEST = 5
-# NCCL: by the mesh dim of its group, else by the mark around it, else by what it does. A group of
-# all ranks names no dim.
-GROUPS = {
-    "dispatch by collectives": r"^mesh_(ep|etp|ep_etp)$",
-    "tensor parallelism": r"^mesh_tp$",
-    "context parallelism": r"^mesh_cp(_inner|_outer)?$",
-    "pipeline": r"^mesh_pp$",
-    "sharding": r"^mesh_e?dp_",
+# Where several run at once, the first part of this table counts: what computes hides the rest.
+PARTS = {
+    "compute": ("experts", "experts by other products", "attention", "dense products"),
+    "memory-bound operations": (
+        *("quantisation", "routing", "loss", "optimizer", "pages", "fsdp copies", "compiled"),
+        OTHER,
+    ),
+    "communication": (
+        *("dispatch by collectives", "nvlink dispatch", "copies to peers", "sharding", "pipeline"),
+        *("tensor parallelism", "context parallelism", "nvlink clones", "other collectives"),
+    ),
+    "memory": ("host copies", "allocator"),
+    "host": ("waits of the host", "late launches", "gaps between kernels"),
 }
-COLLECTIVES = {
-    "dispatch by collectives": r"(?i)all_?to_?all",
-    "pipeline": r"^(send|recv)$",
-    "sharding": r"(?i)all_?gather|reduce_?scatter|all_?reduce",
-}
-PART_OF_CATEGORY = {
-    "nvlink dispatch": "dispatch by nvlink",
-    "copies to peers": "dispatch by nvlink",
-    "nvlink clones": "clones",
-}
+LIMIT_OF = {part: limit for limit, parts in PARTS.items() for part in parts}
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH = re.compile(r"Launch|Mem(cpy|set)")
+WAIT = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize")
+ALLOCATION = re.compile(r"^cuda(Malloc|Free)(_|$)|^cuMem(Create|Map|Unmap|Release)")
+NCCL_ARGS = ("Collective name", "Process Group Description")
+FIX = "export one with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
+LACKS = "be a trace of torch.profiler: an event lacks ts, dur or args"
+MOST_LEVERS, LEAST_SHARE = 3, 0.01  # of a step that a lever is worth
+Event = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch on the device, in microseconds; `group` is a process group's description."""
+
+    name: str
+    start: float
+    end: float
+    launched: float | None = None
+    phase: str = UNMARKED
+    collective: str = ""
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one rank's GPU ran, in the order of starts, and the host's calls around it."""
+
+    kernels: Sequence[Kernel]
+    launches: Collection[str]  # names of calls that put work on the GPU
+    waits: Sequence[tuple[float, float]]  # of the host for the GPU, in the order of their ends
+    allocations: Sequence[tuple[float, float]]  # calls of the allocator to the driver, likewise
+    num_steps: int  # that `profile.step()` has marked, else 1
+
+
+@dataclass(frozen=True, slots=True)
 class Lever:
-    """What to try next.
-
-    Attributes:
-        lever: an option.
-        page: of docs, with its section.
-        limit: what it is about.
-        share: of the step that it can take away at most.
-    """
+    """An option to try, and the share of the step that it can take away at most."""
 
     lever: str
     page: str
@@ -73,70 +115,40 @@ class Lever:
     share: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Report:
-    """Where a step's time went. Milliseconds are of one step.
-
-    Attributes:
-        num_steps: that were traced.
-        launches: the host's calls that put work on the GPU, of one step.
-        parts: name -> milliseconds; each moment of the step is in one, so they add up to it.
-        phases: name -> milliseconds in which kernels of it ran, by the marks around their launch.
-        breakdown: sums by category, kernels, the longest ones.
-        levers: at most three, the one that may win most first.
-    """
+    """Where a step's time went, in milliseconds: parts, which add up to `wall`, most first."""
 
     num_steps: int
-    launches: int
+    wall: float
     parts: Mapping[str, float]
-    phases: Mapping[str, float]
-    breakdown: Breakdown
-    levers: tuple[Lever, ...]
+    levers: tuple[Lever, ...]  # at most three, the one that may win most first
 
     @property
     def limits(self) -> dict[str, float]:
         """Milliseconds of a step by what limits it, the most first."""
-        found = {
-            limit: sum(self.parts.get(p, 0.0) for p in parts) for limit, parts in PARTS.items()
-        }
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        sums = {limit: sum(self.parts.get(p, 0.0) for p in own) for limit, own in PARTS.items()}
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     @property
     def limit(self) -> str:
         """What bounds the step: the limit with most time, and the largest part of it."""
         limit = next(iter(self.limits))
-        part = max(PARTS[limit], key=lambda part: self.parts.get(part, 0.0))
-        return f"{limit}, most of it {part}"
+        return f"{limit}, most of it {max(PARTS[limit], key=lambda p: self.parts.get(p, 0.0))}"
 
     def table(self) -> str:
-        """Return limits and their parts, phases, the longest kernels and levers, as text."""
-        wall = self.breakdown.wall
+        """Return limits, their parts and levers, as text."""
         lines: list[tuple[str, ...]] = [("what", "ms", "share")]
         for limit, ms in self.limits.items():
-            lines.append(_line(limit, ms, wall))
-            parts = ((p, self.parts[p]) for p in PARTS[limit] if p in self.parts)
-            lines += [_line(f"  {p}", ms, wall) for p, ms in sorted(parts, key=lambda x: -x[1])]
-        lines.append(("kernels of a phase", "", ""))
-        lines += [_line(f"  {phase}", ms, wall) for phase, ms in self.phases.items()]
-        lines.append(("longest kernels", "", ""))
-        longest = list(self.breakdown.longest.items())[:LONGEST]
-        lines += [_line(f"  {name[:60]}", ms, wall) for name, (ms, _) in longest]
-        text = [
-            f"{wall:.2f} ms a step, {self.breakdown.kernels} kernels, {self.launches} launches",
-            f"bound by {self.limit}",
-            "",
-            *columns(lines),
-            "",
-            "next" if self.levers else "next: no lever of the table reaches 1%",
-        ]
-        text += [
-            f"  at most {lever.share:.1%}: {lever.lever} (docs/{lever.page})"
-            for lever in self.levers
-        ]
+            own = [(f"  {part}", n) for part, n in self.parts.items() if part in PARTS[limit]]
+            lines += [(w, f"{n:.2f}", f"{n / self.wall:.1%}") for w, n in [(limit, ms), *own]]
+        text = [f"{self.wall:.2f} ms a step", f"bound by {self.limit}", "", *columns(lines), ""]
+        text.append("next" if self.levers else "next: no lever of the table reaches 1%")
+        text += [f"  at most {x.share:.1%}: {x.lever} (docs/{x.page})" for x in self.levers]
         return "\n".join(text)
 
 
-def report_trace(path: str | os.PathLike[str], *, num_steps: Count | None = None) -> Report:
+def report_trace(path: str | Path, *, num_steps: Count | None = None) -> Report:
     """Return where the time of a trace went.
 
     Args:
@@ -147,149 +159,142 @@ def report_trace(path: str | os.PathLike[str], *, num_steps: Count | None = None
         ValueError: when it is no such trace, or holds kernels of no GPU or of several.
     """
     check_arguments(report_trace, locals())
-    return report(read_trace(path), num_steps=num_steps)
+    try:
+        trace = _trace(_events(Path(path)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = error if isinstance(error, ValueError) else LACKS
+        raise ValueError(f"path ({path}) must {what}") from None
+    return report(trace, num_steps or trace.num_steps)
 
 
-def report_step(step: Callable[[], object], *, num_steps: Count = 1) -> Report:
-    """Run some steps under a profiler and return where their time went on this rank's GPU.
-
-    The profiler slows the host: idle time is an upper bound. Every rank must run the steps.
-
-    Args:
-        step: forward, backward and optimizer.
-        num_steps: how often it is called.
-
-    Raises:
-        ValueError: without a GPU, or when the step runs nothing on it.
-    """
-    check_arguments(report_step, locals())
-    if not torch.cuda.is_available():
-        raise ValueError("step (of a host without a GPU) must run on one: nothing to report")
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-        for _ in range(num_steps):
-            step()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        prof.export_chrome_trace(str(path))
-        return report_trace(path, num_steps=num_steps)
-
-
-def report(trace: Trace, *, num_steps: int | None = None) -> Report:
-    """Return where the time of a trace went; see `report_trace`."""
-    num_steps = num_steps or trace.num_steps
-    scale = 1e-3 / num_steps
+def report(trace: Trace, num_steps: int = 1) -> Report:
+    """Return where the time of a trace went."""
     parts: dict[str, float] = {}
-    for part, us in _attributed(trace):
-        parts[part] = parts.get(part, 0.0) + us * scale
-    of_phases: dict[str, list[Kernel]] = {}
-    for kernel in trace.kernels:
-        of_phases.setdefault(kernel.phase, []).append(kernel)
-    phases = {phase: covered(kernels) * scale for phase, kernels in of_phases.items()}
-    breakdown = break_down(trace.kernels, num_steps=num_steps)
-    return Report(
-        num_steps=num_steps,
-        launches=sum(trace.launches.values()) // num_steps,
-        parts=dict(sorted(parts.items(), key=lambda item: -item[1])),
-        phases=dict(sorted(phases.items(), key=lambda item: -item[1])),
-        breakdown=breakdown,
-        levers=_levers(parts, breakdown.wall, {k.name for k in trace.kernels} | {*trace.launches}),
-    )
+    for part, us in [*_busy(trace), *_idle(trace)]:
+        parts[part] = parts.get(part, 0.0) + us * 1e-3 / num_steps
+    wall, names = sum(parts.values()), {k.name for k in trace.kernels} | {*trace.launches}
+    levers = [
+        Lever(option.name, option.page, LIMIT_OF[option.takes_from[0]], share)
+        for option in OPTIONS
+        if option.takes_from and not any(re.search(option.unless, name) for name in names)
+        for share in (option.most * sum(parts.get(p, 0.0) for p in option.takes_from) / wall,)
+        if share >= LEAST_SHARE
+    ]
+    best = sorted(levers, key=lambda lever: -lever.share)[:MOST_LEVERS]
+    return Report(num_steps, wall, dict(sorted(parts.items(), key=lambda p: -p[1])), tuple(best))
+
+
+@cache
+def category_of(name: str) -> str:
+    """Return the category of a kernel."""
+    return next((c for c, pattern in CATEGORIES.items() if re.search(pattern, name)), OTHER)
 
 
 def part_of(kernel: Kernel) -> str:
     """Return the part of a step to which a kernel belongs."""
     category = category_of(kernel.name)
-    if category == "nccl":
-        return _part_of_collective(kernel)
     if category == "dense products" and kernel.phase == "experts":
         return "experts by other products"
-    return PART_OF_CATEGORY.get(category, category)
+    found = (p for field, p, own in NCCL if re.search(own, getattr(kernel, field) or kernel.name))
+    return next(found, "other collectives") if category == "nccl" else category
 
 
-def _part_of_collective(kernel: Kernel) -> str:
-    for part, pattern in GROUPS.items():
-        if re.search(pattern, kernel.group):
-            return part
-    if kernel.phase in ("dispatch", "combine"):
-        return "dispatch by collectives"
-    what = kernel.collective or kernel.name
-    found = (part for part, pattern in COLLECTIVES.items() if re.search(pattern, what))
-    return next(found, "other collectives")
-
-
-class _Edge(NamedTuple):
-    """A kernel of a part starts (+1) or ends (-1)."""
-
-    time: float
-    change: int
-    part: int
-
-
-def _attributed(trace: Trace) -> Iterator[tuple[str, float]]:
-    """Yield parts and microseconds, which add up to the time from first start to last end.
-
-    Example, us: a product from 0 to 3, NCCL from 2 to 6, a product from 7 to 8: 3 and 1 are of
-    products, 3 of NCCL, 1 is idle.
-    """
+def _busy(trace: Trace) -> Iterator[tuple[str, float]]:
+    """Yield parts and microseconds in which something runs."""
     order = list(LIMIT_OF)
-    places = {part: place for place, part in enumerate(order)}
-    edges = []
-    for kernel in trace.kernels:
-        place = places[part_of(kernel)]
-        edges += [_Edge(kernel.start, 1, place), _Edge(kernel.end, -1, place)]
-    edges.sort()
-    running = [0] * len(order)
-    since = edges[0].time
-    for edge in edges:
+    edges = sorted(
+        (time, change, order.index(part_of(kernel)))
+        for kernel in trace.kernels
+        for time, change in ((kernel.start, 1), (kernel.end, -1))
+    )
+    running, since = [0] * len(order), edges[0][0]
+    for time, change, place in edges:
         part = next((p for p, number in zip(order, running, strict=True) if number), None)
-        if part is not None and edge.time > since:
-            yield part, edge.time - since
-        running[edge.part] += edge.change
-        since = edge.time
-    yield from _idle(trace)
+        if part is not None and time > since:
+            yield part, time - since
+        running[place] += change
+        since = time
 
 
 def _idle(trace: Trace) -> Iterator[tuple[str, float]]:
     """Yield causes and microseconds of gaps: nothing runs until the next kernel starts."""
     reached = trace.kernels[0].start
-    for kernel in trace.kernels:
-        if kernel.start > reached:
-            yield _cause(trace, Range(reached, kernel.start), kernel), kernel.start - reached
-        reached = max(reached, kernel.end)
+    for k in trace.kernels:
+        if k.start > reached:
+            yield _cause(trace, reached, k), k.start - reached
+        reached = max(reached, k.end)
 
 
-def _cause(trace: Trace, gap: Range, kernel: Kernel) -> str:
-    """Return why nothing ran before a kernel.
-
-    allocator             the host took memory from the driver or gave some back meanwhile
-    gaps between kernels  the kernel had been launched before: it started late, or waited
-    waits of the host     the host had waited until the GPU was done, and launched then
-    late launches         the host came too late without waiting
-    """
-    i = bisect_right(trace.allocations, gap.start, key=lambda r: r.end)
-    if i < len(trace.allocations) and trace.allocations[i].start < gap.end:
+def _cause(trace: Trace, since: float, kernel: Kernel) -> str:
+    """Return why nothing ran from a moment until a kernel started."""
+    i = bisect_right(trace.allocations, since, key=itemgetter(1))
+    if i < len(trace.allocations) and trace.allocations[i][0] < kernel.start:
         return "allocator"
-    if kernel.launched is None or kernel.launched <= gap.start:
+    if kernel.launched is None or kernel.launched <= since:  # it started late, or waited
         return "gaps between kernels"
-    i = bisect_left(trace.waits, gap.start, key=lambda r: r.end)
-    if i < len(trace.waits) and trace.waits[i].end <= kernel.launched:
-        return "waits of the host"
-    return "late launches"
+    i = bisect_left(trace.waits, since, key=itemgetter(1))
+    waited = i < len(trace.waits) and trace.waits[i][1] <= kernel.launched
+    return "waits of the host" if waited else "late launches"
 
 
-def _levers(parts: Mapping[str, float], wall: float, names: Iterable[str]) -> tuple[Lever, ...]:
-    """Return the levers that may win most; of equal ones those first in the table."""
-    names = set(names)
-    found = [
-        Lever(lever=advice.lever, page=advice.page, limit=LIMIT_OF[advice.parts[0]], share=share)
-        for advice in TABLE
-        for share in (advice.most * sum(parts.get(p, 0.0) for p in advice.parts) / wall,)
-        if share >= LEAST_SHARE and advice.fits(names)
-    ]
-    return tuple(sorted(found, key=lambda lever: -lever.share)[:MOST_LEVERS])
+def _events(path: Path) -> list[Event]:
+    if not path.is_file():
+        raise ValueError("be a file: it is not there")
+    raw = path.read_bytes()
+    try:
+        found = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    except (ValueError, EOFError, OSError):
+        raise ValueError(f"be a Chrome trace: it is no whole JSON; {FIX}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+        raise ValueError(f"be a Chrome trace: it has no traceEvents; {FIX}")
+    return [event for event in found["traceEvents"] if event.get("ph") == "X"]
 
 
-def _line(what: str, ms: float, wall: float) -> tuple[str, str, str]:
-    return what, f"{ms:.2f}", f"{ms / wall:.1%}"
+def _trace(events: list[Event]) -> Trace:
+    on_device = [e for e in events if e.get("cat") in DEVICE and e["dur"] > 0]
+    if not on_device:
+        raise ValueError(f"hold kernels of a GPU, but its run had none: use one, and {FIX}")
+    devices = {e["args"].get("device") for e in on_device}
+    if len(devices) > 1:
+        raise ValueError(f"hold one GPU, not {len(devices)}: export a trace on each rank")
+    host = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    calls = {e["args"].get("correlation"): e for e in host if LAUNCH.search(e["name"])}
+    phases = _phases(events, calls)
+
+    def kernel(event: Event) -> Kernel:
+        number = event["args"].get("correlation")
+        launched = calls[number]["ts"] if number in calls else None
+        what = (str(event["args"].get(n) or "") for n in NCCL_ARGS)
+        start, phase = event["ts"], phases.get(number, UNMARKED)
+        return Kernel(event["name"], start, start + event["dur"], launched, phase, *what)
+
+    def ranges(pattern: re.Pattern[str]) -> Sequence[tuple[float, float]]:
+        found = ((e["ts"], e["ts"] + e["dur"]) for e in host if pattern.search(e["name"]))
+        return sorted(found, key=itemgetter(1))
+
+    steps = {e["name"] for e in events if str(e.get("name")).startswith("ProfilerStep#")}
+    names = frozenset(e["name"] for e in calls.values())
+    kernels = sorted(map(kernel, on_device), key=lambda k: k.start)
+    return Trace(kernels, names, ranges(WAIT), ranges(ALLOCATION), len(steps) or 1)
+
+
+def _phases(events: list[Event], calls: Mapping[Any, Event]) -> dict[Any, str]:
+    """Return the innermost mark of moecore around each launch, by correlation."""
+    ahead: dict[Any, list[Event]] = {}
+    for e in events:
+        if e.get("cat") == "user_annotation" and str(e["name"]).startswith("moecore::"):
+            ahead.setdefault((e["pid"], e["tid"]), []).append(e)
+    for marks in ahead.values():
+        marks.sort(key=lambda m: (-m["ts"], m["dur"]))  # the next one is last
+    found: dict[Any, str] = {}
+    within: dict[Any, list[Event]] = {thread: [] for thread in ahead}
+    for correlation, call in sorted(calls.items(), key=lambda item: item[1]["ts"]):
+        thread, now = (call["pid"], call["tid"]), call["ts"]
+        marks = within.get(thread, [])
+        while ahead.get(thread) and ahead[thread][-1]["ts"] <= now:
+            marks.append(ahead[thread].pop())
+        while marks and marks[-1]["ts"] + marks[-1]["dur"] < now:
+            marks.pop()
+        if marks:
+            found[correlation] = marks[-1]["name"].removeprefix("moecore::")
+    return found

@@ -15,7 +15,7 @@ Source: arXiv:2603.07685, section 9.1.2.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -34,11 +34,11 @@ from moecore.planning.foldings import (
 )
 from moecore.planning.gpus import GPUS
 from moecore.planning.levers import Levers
-from moecore.planning.memory import MemoryPlan, plan_memory
-from moecore.planning.peak import plan_peak
+from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
+from moecore.planning.pieces import small_of
 from moecore.planning.promise import Promise
 from moecore.planning.run import TrainingRun
-from moecore.planning.time_plan import TimePlan, plan_time, plan_times, small_of
+from moecore.planning.times import TimePlan, plan_time, plan_times
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,6 @@ class Candidate:
         folding: degrees.
         run: what was planned.
         levers: their last rung.
-        plan: bytes of each pipeline rank by kind.
         peaks: the most bytes that each pipeline rank has at once.
         headroom: bytes of the limit that these leave; negative where it does not fit.
     """
@@ -57,9 +56,13 @@ class Candidate:
     folding: Folding
     run: TrainingRun
     levers: Levers
-    plan: MemoryPlan
     peaks: tuple[int, ...]
     headroom: int
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """Bytes of each pipeline rank by kind."""
+        return plan_memory(self.run)
 
     @property
     def fits(self) -> bool:
@@ -182,7 +185,8 @@ def search(
     planned, cheap = list[Candidate](), 0
     for folding in open_foldings[:most_planned]:
         try:
-            planned.append(fit(request, folding, promise.rung(folding)))
+            guess = promise.rung(folding) or rungs_of(request)[-1]
+            planned.append(fit(request, folding, guess))
         except (ValueError, NotImplementedError):
             refused["parallelize_moe"] += 1
             continue
@@ -216,20 +220,14 @@ def timed(request: SearchRequest, found: Candidate, table: CostTable) -> Fitting
 
 
 def _eased(request: SearchRequest, found: Candidate) -> Candidate:
-    """Return the candidate with the cheapest memory options of earlier rungs that still fit.
-
-    Where none fit, it is the candidate itself.
-    """
-    spare = found.plan.largest.num_bytes - max(found.peaks)  # of kinds that are never there at once
-    for memory in dict.fromkeys(rung.memory for rung in rungs_of(request)):
-        if memory == found.run.memory:
+    """Return what fits with the memory options of the earliest rung with which it still does."""
+    memories = list(dict.fromkeys(rung.memory for rung in rungs_of(request)))
+    for memory in reversed(memories[: memories.index(found.run.memory)]):
+        levers, run = replace(found.levers, memory=memory), replace(found.run, memory=memory)
+        other = _planned(request, found.folding, levers, run)
+        if not other.fits:
             break
-        run = replace(found.run, memory=memory)
-        if plan_memory(run).largest.num_bytes - spare <= request.limit:
-            levers = replace(found.levers, memory=memory)
-            other = _planned(request, found.folding, levers, run)
-            if other.fits:
-                return other
+        found = other
     return found
 
 
@@ -276,49 +274,23 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
 def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -> Candidate:
     """Plan a folding with the cheapest levers with which it fits; with all where none suffice.
 
-    Memory falls from rung to rung, so the first whose kinds add up to less is found from a guess,
-    else by halves. From there it is a rung or two to the first that has less at once.
+    Memory falls over the rungs, if not at each of them. From a
+    guess the next rungs are tried, else halves of them.
 
     Args:
         request: what is trained.
         folding: degrees.
         guess: a rung that may be the one.
     """
-    rungs = rungs_of(request)
-    about = len(rungs) // 2 if guess is None else rungs.index(guess)
-    at = _first_by_sum(request, folding, rungs, about)
-    found = planned_with(request, folding, rungs[at])
-    while not found.fits and at + 1 < len(rungs):
-        at += 1
-        found = planned_with(request, folding, rungs[at])
-    while found.fits and at:
-        never_at_once = found.plan.largest.num_bytes - max(found.peaks)
-        if _sum(request, folding, rungs[at - 1]) - never_at_once > request.limit:
-            break
-        other = planned_with(request, folding, rungs[at - 1])
-        if not other.fits:
-            break
-        found, at = other, at - 1
-    return found
-
-
-def _first_by_sum(
-    request: SearchRequest, folding: Folding, rungs: Sequence[Levers], guess: int
-) -> int:
-    """Return the first rung whose kinds of memory add up to the limit at most, or the last."""
-    low, high, at = 0, len(rungs) - 1, guess
-    while low < high:
-        at = min(at, high - 1)
-        if _sum(request, folding, rungs[at]) <= request.limit:
-            high, at = at, at - 1 if at == guess else (low + at) // 2
-        else:
-            low, at = at + 1, (at + 1 + high) // 2
-    return low
-
-
-def _sum(request: SearchRequest, folding: Folding, levers: Levers) -> int:
-    """Return what the kinds of memory of the largest rank add up to."""
-    return plan_memory(run_of(request, folding, levers)).largest.num_bytes
+    rungs, found = rungs_of(request), dict[int, Candidate]()
+    low, high = -1, len(rungs)  # a rung that is too large, and one that fits
+    at = len(rungs) // 2 if guess is None else rungs.index(guess)
+    while high - low > 1:
+        found[at] = planned_with(request, folding, rungs[at])
+        low, high = (low, at) if found[at].fits else (at, high)
+        by_one = at - 1 if found[at].fits else at + 1
+        at = (low + high) // 2 if guess is None else by_one
+    return found[min(high, len(rungs) - 1)]
 
 
 def planned_with(request: SearchRequest, folding: Folding, levers: Levers) -> Candidate:
@@ -334,7 +306,6 @@ def _planned(
         folding=folding,
         run=run,
         levers=levers,
-        plan=plan_memory(run),
         peaks=peaks,
         headroom=request.limit - max(peaks),
     )
@@ -344,8 +315,10 @@ def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
     """Return the cheapest change with which a folding fits; None = none of those tried."""
     for text, changed in _changes(request):
         open_ones = [f for f in foldings(changed.num_gpus) if refuse(changed, f) is None]
-        for folding in sorted(open_ones, key=Promise(changed, table).num_bytes)[:2]:
-            if _sum(changed, folding, rungs_of(changed)[-1]) <= changed.limit:
+        about = Promise(changed, table).num_bytes
+        for folding in sorted(open_ones, key=about)[:2]:
+            last = rungs_of(changed)[-1]
+            if about(folding) <= changed.limit and planned_with(changed, folding, last).fits:
                 return f"{text}, with {folding}"
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moecore.kernels.rows.used import copy_used, copy_used_ref
+from moecore.kernels.rows.move import copy_used, copy_used_ref
 
 
 def rows(R: int, B: int, device: str) -> torch.Tensor:

@@ -131,14 +131,10 @@ def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tenso
     return o * old + o_new * new, both
 
 
-def refuse_half(q: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
-    """Return why fused kernels of 16-bit numbers cannot take such heads; None = they can.
-
-    Args:
-        q: [B, T, H, d].
-        v: [B, S, h, v].
-        capability: the least of the device.
-    """
+def refuse_half(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
+    """Return why fused kernels of 16-bit numbers cannot take such a block; None = they can."""
+    if not q.numel() or not k.numel() or not v.numel():
+        return "queries, keys and values must not be empty: fused kernels leave such undefined"
     if not is_gpu(q):
         return f"device ({q.device.type}) must be cuda: it has kernels for GPUs alone"
     if q.is_cuda and torch.cuda.get_device_capability(q.device) < capability:

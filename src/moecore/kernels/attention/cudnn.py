@@ -33,12 +33,12 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
     if mask.causal and T > S:
         return f"queries ({T}) must be at most as many as keys ({S}) for cuDNN, else some see none"
     lengths = (T, S, S - T if mask.causal else S)
-    if not q.numel() or not k.numel() or not v.numel() or 1 in lengths:
-        return "cuDNN leaves empty blocks undefined, and some releases refuse one token"
+    if 1 in lengths:
+        return f"queries ({T}) of keys ({S}) must not leave one token: some cuDNNs refuse it"
     dims = (q.shape[-1], v.shape[-1])
     if dims != (192, 128) and not dims[1] <= dims[0] <= 128:
         return f"head dims {dims} must be up to 128, values' the smaller, or (192, 128) for cuDNN"
-    return refuse_half(q, v, (9, 0))
+    return refuse_half(q, k, v, (9, 0))
 
 
 def forward(

@@ -22,9 +22,7 @@ from moecore.kernels.attention.contract import AttentionMask, refuse_half
 
 def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
     """Return why FlashAttention cannot compute such a block, one line; None = it can."""
-    if not q.numel() or not k.numel() or not v.numel():
-        return "FlashAttention leaves empty blocks undefined"
-    return refuse_half(q, v, (8, 0))
+    return refuse_half(q, k, v, (8, 0))
 
 
 def forward(

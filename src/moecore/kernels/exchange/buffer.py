@@ -13,7 +13,7 @@ A buffer carries bytes: only sums know a dtype. Rows of fewer bytes lie closer t
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,6 +110,14 @@ class ExchangeLayout:
         return [base + sum(sizes[:i]) for i in range(4)]
 
 
+class End(NamedTuple):
+    """One rank's end of a buffer, for kernels: `PeerBuffer.bases`, `state` and `report`."""
+
+    bases: Any
+    state: Any
+    report: Any
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerBuffer:
     """One rank's view of the memory of all ranks, and its words of state.
@@ -129,6 +137,11 @@ class PeerBuffer:
     report: Tensor
     timeout_ns: int
     memory: Any = None
+
+    @property
+    def end(self) -> End:
+        """Its tensors, as kernels take them."""
+        return End(self.bases, self.state, self.report)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,20 +29,14 @@ c W b here; bring_home_ reads W b per clone over the links.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, next_power_of_2, on_device, tl, triton
-from moecore.kernels.exchange.buffer import (
-    ALIGNMENT,
-    AT_ROWS,
-    ERROR_BEFORE,
-    OPERATION,
-    PeerBuffer,
-)
-from moecore.kernels.exchange.protocol import finish, notify, wait
+from moecore.kernels.exchange.buffer import ALIGNMENT, AT_ROWS, OPERATION, PeerBuffer
+from moecore.kernels.exchange.protocol import finish, notify, time_left, wait
 
 SET_BYTES = 32 << 20  # of the slots of one set, whatever they hold
 BLOCK_BYTES = 1 << 15  # that a program moves at once
@@ -50,17 +44,10 @@ BLOCK_BYTES = 1 << 15  # that a program moves at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneLayout:
-    """What all ranks agree on.
-
-    Attributes:
-        num_ranks: G.
-        set_bytes: of one set of slots.
-        num_programs: of a launch.
-        num_warps: of a program.
-    """
+    """What all ranks agree on."""
 
     num_ranks: int
-    set_bytes: int = SET_BYTES
+    set_bytes: int = SET_BYTES  # of one of the two sets of slots
     num_programs: int = 64
     num_warps: int = 16
 
@@ -107,15 +94,27 @@ class Places:
 
 
 class Piece(NamedTuple):
-    """Elements of an expert's row that travel together.
+    """Elements of an expert's row that travel together."""
 
-    Attributes:
-        start: the first.
-        length: how many.
-    """
-
+    width: int  # W
     start: int
     length: int
+
+
+class Constants(NamedTuple):
+    """Constants of a kernel; letters as above."""
+
+    G: int
+    ETP: int
+    CLONES: int  # c
+    NUM_LOCAL: int  # e
+    SET_BYTES: int
+    SLOT_BYTES: int
+    PROGRAMS: int
+    BLOCK: int  # elements that a program moves at once
+    BLOCK_G: int
+    THREADS: int
+    SPIN: bool
 
 
 def fetch_ref(rows: Sequence[Tensor], places: Places) -> list[Tensor]:
@@ -148,23 +147,18 @@ def bring_home_ref(grads: Sequence[Tensor], places: Places) -> list[Tensor]:
     return home
 
 
-UNSPECIALIZED = ["rank"]
-
-
 @triton.jit
 def _slot(
-    bases_ptr,  # [4, G] int64
+    end,  # End
     peer,
     slot,
     operation,  # n
     element,
-    G: tl.constexpr,
-    SET_BYTES: tl.constexpr,
-    SLOT_BYTES: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     """Return a pointer to a slot of a rank, in the set of this operation."""
-    base = tl.load(bases_ptr + AT_ROWS * G + peer)
-    at = base + (operation % 2).to(tl.int64) * SET_BYTES + slot * SLOT_BYTES
+    base = tl.load(end.bases + AT_ROWS * CONST.G + peer)
+    at = base + (operation % 2).to(tl.int64) * CONST.SET_BYTES + slot * CONST.SLOT_BYTES
     return tl.multiple_of(at.to(tl.pointer_type(element)), 16)
 
 
@@ -174,13 +168,12 @@ def _copy(
     to_ptr,
     count,
     is_there,  # else zeros are written
-    pid,
     CACHE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     """Copy a program's part of a piece."""
-    for column in range(pid * BLOCK, count, PROGRAMS * BLOCK):
+    BLOCK: tl.constexpr = CONST.BLOCK
+    for column in range(tl.program_id(0) * BLOCK, count, CONST.PROGRAMS * BLOCK):
         columns = column + tl.arange(0, BLOCK)
         inside = columns < count
         x = tl.load(from_ptr + columns, mask=inside & is_there, other=0, cache_modifier=CACHE)
@@ -188,245 +181,168 @@ def _copy(
 
 
 # `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=[*UNSPECIALIZED, "first"])
+@partial(triton.jit, do_not_specialize=["rank"])
 def _store_weights_kernel(
     rows_ptr,  # [e, W] words
     experts_ptr,  # [N] int32
-    bases_ptr,  # [4, G] int64
-    state_ptr,  # [NUM_WORDS] int32
-    width,  # W
-    start,  # of the piece
-    count,  # of the piece
+    end,  # End
+    piece,  # Piece
     rank,
-    first,  # of this rank's experts
-    G: tl.constexpr,
-    ETP: tl.constexpr,
-    CLONES: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    SET_BYTES: tl.constexpr,
-    SLOT_BYTES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     pid = tl.program_id(0)
-    operation = tl.load(state_ptr + OPERATION)
+    operation = tl.load(end.state + OPERATION)
     element = rows_ptr.dtype.element_ty
-    for n in range(G // ETP * CLONES):
+    first = rank // CONST.ETP * CONST.NUM_LOCAL
+    for n in range(CONST.G // CONST.ETP * CONST.CLONES):
         row = tl.load(experts_ptr + n) - first
-        if (row >= 0) & (row < NUM_LOCAL):
-            peer = n // CLONES * ETP + rank % ETP
-            where = (bases_ptr, peer, n % CLONES, operation)
-            to_ptr = _slot(*where, element, G, SET_BYTES, SLOT_BYTES)
-            from_ptr = rows_ptr + row.to(tl.int64) * width + start
-            _copy(from_ptr, to_ptr, count, True, pid, "", PROGRAMS, BLOCK)
-    flag = (operation % 2 * G + rank).to(tl.int64) * PROGRAMS + pid
-    notify(bases_ptr, flag, operation, G, BLOCK_G)
+        if (row >= 0) & (row < CONST.NUM_LOCAL):
+            peer = n // CONST.CLONES * CONST.ETP + rank % CONST.ETP
+            to_ptr = _slot(end, peer, n % CONST.CLONES, operation, element, CONST)
+            from_ptr = rows_ptr + row.to(tl.int64) * piece.width + piece.start
+            _copy(from_ptr, to_ptr, piece.length, True, "", CONST)
+    notify(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
 
 
-@partial(triton.jit, do_not_specialize=UNSPECIALIZED)
+@partial(triton.jit, do_not_specialize=["rank", "timeout"])
 def _receive_weights_kernel(
     out_ptr,  # [c, W] words, out
     experts_ptr,  # [N] int32
-    bases_ptr,  # [4, G] int64
-    state_ptr,  # [NUM_WORDS] int32
-    report_ptr,  # [NUM_WORDS] int32
-    width,  # W
-    start,  # of the piece
-    count,  # of the piece
+    end,  # End
+    piece,  # Piece
     rank,
     timeout,  # nanoseconds
-    G: tl.constexpr,
-    ETP: tl.constexpr,
-    CLONES: tl.constexpr,
-    SET_BYTES: tl.constexpr,
-    SLOT_BYTES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    THREADS: tl.constexpr,
-    SPIN: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     pid = tl.program_id(0)
-    operation = tl.load(state_ptr + OPERATION)
+    operation = tl.load(end.state + OPERATION)
     element = out_ptr.dtype.element_ty
-    left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
-    ptrs, whose = (bases_ptr, state_ptr, report_ptr), (0, pid, PROGRAMS, rank)
-    arrived = wait(*ptrs, operation, *whose, left, 0, G, G, THREADS, SPIN)
-    to_ptr = out_ptr + start
-    for slot in range(CLONES):
-        is_there = arrived & (tl.load(experts_ptr + rank // ETP * CLONES + slot) >= 0)
-        where = (bases_ptr, rank, slot, operation)
-        from_ptr = _slot(*where, element, G, SET_BYTES, SLOT_BYTES)
-        _copy(from_ptr, to_ptr, count, is_there, pid, ".cg", PROGRAMS, BLOCK)
-        to_ptr += width
-    finish(state_ptr, operation)
+    whose, left = (0, pid, CONST.PROGRAMS, rank), time_left(end, timeout)
+    arrived = wait(end, operation, *whose, left, 0, CONST.G, CONST)
+    to_ptr = out_ptr + piece.start
+    for slot in range(CONST.CLONES):
+        place = rank // CONST.ETP * CONST.CLONES + slot
+        is_there = arrived & (tl.load(experts_ptr + place) >= 0)
+        from_ptr = _slot(end, rank, slot, operation, element, CONST)
+        _copy(from_ptr, to_ptr, piece.length, is_there, ".cg", CONST)
+        to_ptr += piece.width
+    finish(end.state, operation)
 
 
-@partial(triton.jit, do_not_specialize=UNSPECIALIZED)
+@partial(triton.jit, do_not_specialize=["rank"])
 def _store_grads_kernel(
     grads_ptr,  # [c, W], of the clones
     experts_ptr,  # [N] int32
-    bases_ptr,  # [4, G] int64
-    state_ptr,  # [NUM_WORDS] int32
-    width,  # W
-    start,  # of the piece
-    count,  # of the piece
+    end,  # End
+    piece,  # Piece
     rank,
-    G: tl.constexpr,
-    ETP: tl.constexpr,
-    CLONES: tl.constexpr,
-    SET_BYTES: tl.constexpr,
-    SLOT_BYTES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     pid = tl.program_id(0)
-    operation = tl.load(state_ptr + OPERATION)
+    operation = tl.load(end.state + OPERATION)
     element = grads_ptr.dtype.element_ty
-    from_ptr = grads_ptr + start
-    for slot in range(CLONES):
-        if tl.load(experts_ptr + rank // ETP * CLONES + slot) >= 0:
-            where = (bases_ptr, rank, slot, operation)
-            to_ptr = _slot(*where, element, G, SET_BYTES, SLOT_BYTES)
-            _copy(from_ptr, to_ptr, count, True, pid, "", PROGRAMS, BLOCK)
-        from_ptr += width
-    flag = (operation % 2 * G + rank).to(tl.int64) * PROGRAMS + pid
-    notify(bases_ptr, flag, operation, G, BLOCK_G)
+    from_ptr = grads_ptr + piece.start
+    for slot in range(CONST.CLONES):
+        if tl.load(experts_ptr + rank // CONST.ETP * CONST.CLONES + slot) >= 0:
+            to_ptr = _slot(end, rank, slot, operation, element, CONST)
+            _copy(from_ptr, to_ptr, piece.length, True, "", CONST)
+        from_ptr += piece.width
+    notify(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
 
 
-@partial(triton.jit, do_not_specialize=[*UNSPECIALIZED, "first"])
+@partial(triton.jit, do_not_specialize=["rank", "timeout"])
 def _receive_grads_kernel(
     grads_ptr,  # [e, W], of this rank's experts; added to
     experts_ptr,  # [N] int32
-    bases_ptr,  # [4, G] int64
-    state_ptr,  # [NUM_WORDS] int32
-    report_ptr,  # [NUM_WORDS] int32
-    width,  # W
-    start,  # of the piece
-    count,  # of the piece
+    end,  # End
+    piece,  # Piece
     rank,
     timeout,  # nanoseconds
-    first,  # of this rank's experts
-    G: tl.constexpr,
-    ETP: tl.constexpr,
-    CLONES: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    SET_BYTES: tl.constexpr,
-    SLOT_BYTES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    THREADS: tl.constexpr,
-    SPIN: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     pid = tl.program_id(0)
-    operation = tl.load(state_ptr + OPERATION)
+    operation = tl.load(end.state + OPERATION)
     element = grads_ptr.dtype.element_ty
-    left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
-    ptrs, whose = (bases_ptr, state_ptr, report_ptr), (0, pid, PROGRAMS, rank)
-    arrived = wait(*ptrs, operation, *whose, left, 1, G, G, THREADS, SPIN)
-    for n in range(G // ETP * CLONES):
+    BLOCK: tl.constexpr = CONST.BLOCK
+    NUM_PLACES: tl.constexpr = CONST.G // CONST.ETP * CONST.CLONES
+    whose, left = (0, pid, CONST.PROGRAMS, rank), time_left(end, timeout)
+    arrived = wait(end, operation, *whose, left, 1, CONST.G, CONST)
+    first = rank // CONST.ETP * CONST.NUM_LOCAL
+    for n in range(NUM_PLACES):
         expert = tl.load(experts_ptr + n)
         row = expert - first
-        adds = arrived & (row >= 0) & (row < NUM_LOCAL)
+        adds = arrived & (row >= 0) & (row < CONST.NUM_LOCAL)
         for m in range(n):  # the first of its places adds all of them
             adds = adds & (tl.load(experts_ptr + m) != expert)
         if adds:
-            own_ptr = grads_ptr + row.to(tl.int64) * width + start
-            for column in range(pid * BLOCK, count, PROGRAMS * BLOCK):
+            own_ptr = grads_ptr + row.to(tl.int64) * piece.width + piece.start
+            for column in range(pid * BLOCK, piece.length, CONST.PROGRAMS * BLOCK):
                 columns = column + tl.arange(0, BLOCK)
-                inside = columns < count
+                inside = columns < piece.length
                 total = tl.load(own_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-                for m in range(n, G // ETP * CLONES):
+                for m in range(n, NUM_PLACES):
                     is_same = tl.load(experts_ptr + m) == expert
-                    peer = m // CLONES * ETP + rank % ETP
-                    where = (bases_ptr, peer, m % CLONES, operation)
-                    from_ptr = _slot(*where, element, G, SET_BYTES, SLOT_BYTES) + columns
+                    peer = m // CONST.CLONES * CONST.ETP + rank % CONST.ETP
+                    from_ptr = _slot(end, peer, m % CONST.CLONES, operation, element, CONST)
+                    from_ptr += columns
                     mask = inside & is_same
                     part = tl.load(from_ptr, mask=mask, other=0.0, cache_modifier=".cg")
                     total = tl.where(is_same, total + part.to(tl.float32), total)
                 tl.store(own_ptr + columns, total.to(element), mask=inside)
-    finish(state_ptr, operation)
+    finish(end.state, operation)
 
 
 def pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[Piece]:
     """Yield the pieces in which rows [rows, W] travel; each is an operation."""
     width, most = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, most):
-        yield Piece(start, min(most, width - start))
+        yield Piece(width, start, min(most, width - start))
 
 
 def store_weights(buffer: CloneBuffer, rows_eW: Tensor, places: Places, piece: Piece) -> None:
     """Store a piece of this rank's experts in the slots of their clones' ranks. No host sync."""
-    how = _constants(buffer, rows_eW, places) | _flags(buffer)
-    with on_device(buffer.state):
-        _store_weights_kernel[(buffer.layout.num_programs,)](
-            *(rows_eW, places.experts_N, buffer.bases, buffer.state),
-            *(rows_eW.shape[1], *piece, buffer.rank, _first(buffer, places)),
-            NUM_LOCAL=places.num_local,
-            **how,
-        )
+    _launch(_store_weights_kernel, buffer, rows_eW, places, piece, waits=False)
 
 
 def receive_weights(buffer: CloneBuffer, out_cW: Tensor, places: Places, piece: Piece) -> None:
     """Write a piece of this rank's clones, zeros where a place is empty. No host sync."""
-    how = _constants(buffer, out_cW, places) | _waits(buffer)
-    with on_device(buffer.state):
-        _receive_weights_kernel[(buffer.layout.num_programs,)](
-            *(out_cW, places.experts_N, buffer.bases, buffer.state, buffer.report),
-            *(out_cW.shape[1], *piece, buffer.rank, buffer.timeout_ns),
-            **how,
-        )
+    _launch(_receive_weights_kernel, buffer, out_cW, places, piece, waits=True)
 
 
 def store_grads(buffer: CloneBuffer, grads_cW: Tensor, places: Places, piece: Piece) -> None:
     """Store a piece of the clones' gradients in slots of this rank. No host sync."""
-    how = _constants(buffer, grads_cW, places) | _flags(buffer)
-    with on_device(buffer.state):
-        _store_grads_kernel[(buffer.layout.num_programs,)](
-            *(grads_cW, places.experts_N, buffer.bases, buffer.state),
-            *(grads_cW.shape[1], *piece, buffer.rank),
-            **how,
-        )
+    _launch(_store_grads_kernel, buffer, grads_cW, places, piece, waits=False)
 
 
 def receive_grads(buffer: CloneBuffer, grads_eW: Tensor, places: Places, piece: Piece) -> None:
     """Add a piece of the clones' gradients to those of their experts, in place. No host sync."""
-    how = _constants(buffer, grads_eW, places) | _waits(buffer)
-    with on_device(buffer.state):
-        _receive_grads_kernel[(buffer.layout.num_programs,)](
-            *(grads_eW, places.experts_N, buffer.bases, buffer.state, buffer.report),
-            *(grads_eW.shape[1], *piece, buffer.rank, buffer.timeout_ns),
-            _first(buffer, places),
-            NUM_LOCAL=places.num_local,
-            **how,
-        )
+    _launch(_receive_grads_kernel, buffer, grads_eW, places, piece, waits=True)
 
 
-def _first(buffer: CloneBuffer, places: Places) -> int:
-    return buffer.rank // places.etp * places.num_local
-
-
-def _constants(buffer: CloneBuffer, rows: Tensor, places: Places) -> dict[str, int]:
-    layout, c = buffer.layout, places.num_clones
-    return dict(
+def _launch(
+    kernel: Any, buffer: CloneBuffer, rows: Tensor, places: Places, piece: Piece, *, waits: bool
+) -> None:
+    layout = buffer.layout
+    const = Constants(
         G=layout.num_ranks,
         ETP=places.etp,
-        CLONES=c,
+        CLONES=places.num_clones,
+        NUM_LOCAL=places.num_local,
         SET_BYTES=layout.set_bytes,
-        SLOT_BYTES=layout.slot_bytes(c),
+        SLOT_BYTES=layout.slot_bytes(places.num_clones),
         PROGRAMS=layout.num_programs,
         BLOCK=BLOCK_BYTES // max(4, rows.itemsize),  # sums are in fp32
-        num_warps=layout.num_warps,
+        BLOCK_G=next_power_of_2(layout.num_ranks),
+        THREADS=32 * layout.num_warps,
+        SPIN=not INTERPRET,
     )
-
-
-def _flags(buffer: CloneBuffer) -> dict[str, int]:
-    return dict(BLOCK_G=next_power_of_2(buffer.layout.num_ranks))
-
-
-def _waits(buffer: CloneBuffer) -> dict[str, int]:
-    return dict(THREADS=32 * buffer.layout.num_warps, SPIN=not INTERPRET)
+    numbers = (buffer.rank, buffer.timeout_ns) if waits else (buffer.rank,)
+    with on_device(buffer.state):
+        kernel[(layout.num_programs,)](
+            *(rows, places.experts_N, buffer.end, piece, *numbers),
+            CONST=const,
+            num_warps=layout.num_warps,
+        )
 
 
 def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:

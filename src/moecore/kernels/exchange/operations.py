@@ -32,14 +32,15 @@ from moecore.kernels.common import on_device, tl, triton
 from moecore.kernels.exchange.buffer import (
     AT_ROWS,
     AT_WEIGHTS,
-    ERROR_BEFORE,
     OPERATION,
     SUMS_SLOT,
     SymmetricBuffer,
     as_words,
 )
-from moecore.kernels.exchange.protocol import find_peers, finish, notify, wait
+from moecore.kernels.exchange.protocol import find_peers, finish, notify, time_left, wait
 from moecore.kernels.exchange.rows import (
+    Choices,
+    Chunk,
     add_parts,
     copy_rows,
     push_choices,
@@ -101,197 +102,140 @@ def reduce_ref(y_GSN: Tensor, peers_T: Tensor, rank: int) -> Tensor:
     return out_TN.to(y_GSN.dtype)
 
 
+class Ptrs(NamedTuple):
+    """Tensors of a kernel. A spread moves words of 4 bytes and makes copies; a reduce, sums."""
+
+    rows: Any  # [T, D] to spread, [R, D] to add
+    peers: Any  # [T] int32 ranks by bit
+    places: Any  # [S] int32
+    slots: Any  # [S, N] int32; the places where N = 1 and choices travel
+    out: Any  # [R, D] or [T, D], out
+
+
+# Numbers of a tuple would be specialised; those of a launch that may change are arguments.
 UNSPECIALIZED = ["num_tokens", "max_tokens", "num_chunks", "rank", "timeout"]
 
 
 # `partial` because jit with options, as a decorator, needs Triton to be installed.
 @partial(triton.jit, do_not_specialize=[*UNSPECIALIZED, "num_local"])
 def _spread_kernel(
-    x_ptr,  # [T, D] int32, whatever the rows are
-    ids_ptr,  # [T, K] int32, with CHOICES
-    weights_ptr,  # [T, K] fp32, with CHOICES
-    peers_ptr,  # [T] int32 ranks by bit; out with CHOICES
-    places_ptr,  # [S] int32; out with CHOICES
-    slots_ptr,  # [S, N] int32; the places with CHOICES
-    out_ptr,  # [R, D] int32, out
-    out_ids_ptr,  # [S, K] int32, out with CHOICES
-    out_weights_ptr,  # [S, K] fp32, out with CHOICES
+    ptrs,  # Ptrs; peers and places are outputs with choices
+    choices,  # Choices [T, K]; None: they came with an earlier spread
+    out_choices,  # Choices [S, K], out, with choices
     lists_ptr,  # [programs, LIST] int32, with N > 1
-    bases_ptr,  # [4, G] int64
-    state_ptr,  # [NUM_WORDS] int32
-    report_ptr,  # [NUM_WORDS] int32
+    end,  # End
     num_tokens,  # T
     max_tokens,  # C
     num_chunks,
     rank,
     timeout,  # nanoseconds
     num_local,  # experts of one block
-    PUSH: tl.constexpr,
-    RECEIVE: tl.constexpr,
-    CHOICES: tl.constexpr,
-    SPIN: tl.constexpr,
-    NUM_PUSH: tl.constexpr,
-    NUM_RECEIVE: tl.constexpr,
-    G: tl.constexpr,
-    ETP: tl.constexpr,
-    ROW_BYTES: tl.constexpr,  # of the buffer; those of an operation may have fewer
-    D: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LIST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LIST_PAIRS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PUSH_D: tl.constexpr,
-    TAKE_ROWS: tl.constexpr,
-    TAKE_D: tl.constexpr,
-    TILES: tl.constexpr,
-    CHOICE_PAIRS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    THREADS: tl.constexpr,
+    HALF: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     pid = tl.program_id(0)
-    operation = tl.load(state_ptr + OPERATION)
-    slot = (operation % 2).to(tl.int64) * G * max_tokens
+    operation = tl.load(end.state + OPERATION)
+    slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
     first = rank.to(tl.int64) * max_tokens
-    if PUSH:
-        if pid < NUM_PUSH:
-            for chunk in range(pid, num_chunks, NUM_PUSH):
-                if CHOICES:
-                    sizes = (chunk, num_tokens, num_local)
-                    find_peers(ids_ptr, peers_ptr, *sizes, G, ETP, K, CHUNK, BLOCK_K)
-                place = (chunk, num_tokens, max_tokens, first, rank)
-                rows_ptrs = (x_ptr, peers_ptr, bases_ptr, slot * ROW_BYTES)
-                push_rows(*rows_ptrs, *place, False, G, D, CHUNK, PAIRS, PUSH_D, TILES)
-                if CHOICES:
-                    from_ptrs = (ids_ptr, weights_ptr, peers_ptr, bases_ptr)
-                    place = (chunk, num_tokens, max_tokens, slot + first, rank)
-                    push_choices(*from_ptrs, *place, False, G, K, CHUNK, CHOICE_PAIRS, BLOCK_K)
-                flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
-                notify(bases_ptr, flag, operation, G, BLOCK_G)
-    if RECEIVE:
-        FIRST: tl.constexpr = NUM_PUSH if PUSH else 0
+    if HALF != "receive":
+        if pid < CONST.NUM_PUSH:
+            for number in range(pid, num_chunks, CONST.NUM_PUSH):
+                if choices is not None:
+                    find_peers(choices.ids, ptrs.peers, number, num_tokens, num_local, CONST)
+                chunk = Chunk(number, num_tokens, max_tokens, rank)
+                where = (ptrs.peers, end.bases)
+                push_rows(ptrs.rows, *where, slot * CONST.ROW_BYTES, chunk, first, False, CONST)
+                if choices is not None:
+                    push_choices(choices, *where, chunk, slot + first, False, CONST)
+                notify(end.bases, operation, number, num_chunks, rank, CONST)
+    if HALF != "push":
+        FIRST: tl.constexpr = CONST.NUM_PUSH if HALF == "both" else 0
         if pid >= FIRST:
-            element = out_ptr.dtype.element_ty
-            base = tl.load(bases_ptr + AT_ROWS * G + rank) + slot * ROW_BYTES
+            element = ptrs.out.dtype.element_ty
+            base = tl.load(end.bases + AT_ROWS * CONST.G + rank) + slot * CONST.ROW_BYTES
             base = tl.multiple_of(base.to(tl.pointer_type(element)), 16)
-            left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
-            for item in range(pid - FIRST, num_chunks * G, NUM_RECEIVE):
-                chunk, source = item // G, (item + rank) % G
-                rows, exists = rows_of(source, chunk, max_tokens, CHUNK)
-                if not CHOICES:  # known before the rows come
-                    marks_ptr = slots_ptr if N == 1 else places_ptr
+            left = time_left(end, timeout)
+            for item in range(pid - FIRST, num_chunks * CONST.G, CONST.NUM_RECEIVE):
+                number, source = item // CONST.G, (item + rank) % CONST.G
+                rows, exists = rows_of(source, number, max_tokens, CONST.CHUNK)
+                if choices is None:  # known before the rows come
+                    marks_ptr = ptrs.slots if CONST.N == 1 else ptrs.places
                     to = tl.load(marks_ptr + rows, mask=exists, other=-1)
-                    if N > 1:
+                    if CONST.N > 1:
                         tl.debug_barrier()  # the last list has been read; `wait` ends with one
-                        those = (slots_ptr, lists_ptr + pid * LIST, rows, exists, 0)
-                        list_slots(*those, N, CHUNK, CHUNK, CHUNK, BLOCK_N)
-                ptrs, whose = (bases_ptr, state_ptr, report_ptr), (source, chunk, num_chunks, rank)
-                arrived = wait(*ptrs, operation, *whose, left, 0, 1, G, THREADS, SPIN)
+                        those = (ptrs.slots, lists_ptr + pid * CONST.LIST, rows, exists, 0)
+                        CHUNK: tl.constexpr = CONST.CHUNK
+                        list_slots(*those, CONST.N, CHUNK, CHUNK, CHUNK, CONST.BLOCK_N)
+                whose = (source, number, num_chunks, rank)
+                arrived = wait(end, operation, *whose, left, 0, 1, CONST)
                 left = tl.where(arrived, left, 0)
-                if CHOICES:
-                    out_ptrs = (out_ids_ptr, out_weights_ptr, places_ptr)
+                if choices is not None:
                     there = (rows, exists, slot, arrived, rank)
-                    to = receive_choices(bases_ptr, *out_ptrs, *there, G, K, CHUNK, BLOCK_K)
+                    to = receive_choices(end.bases, out_choices, ptrs.places, *there, CONST)
                 if arrived:
-                    if N == 1:
-                        copy_rows(base, out_ptr, to, rows, D, TAKE_D, TILES)
+                    if CONST.N == 1:
+                        copy_rows(base, ptrs.out, to, rows, CONST)
                     else:
-                        list_ptr = lists_ptr + pid * LIST
-                        copy_to_slots(base, out_ptr, list_ptr, to, rows, D, CHUNK, TAKE_D)
-        finish(state_ptr, operation)
+                        list_ptr = lists_ptr + pid * CONST.LIST
+                        copy_to_slots(base, ptrs.out, list_ptr, to, rows, CONST)
+        finish(end.state, operation)
 
 
 @partial(triton.jit, do_not_specialize=UNSPECIALIZED)
 def _reduce_kernel(
-    y_ptr,  # [R, D]
-    dweights_ptr,  # [R] fp32, with CHOICES
-    choices_ptr,  # [S, K] int32 slots of the choices, with CHOICES
-    peers_ptr,  # [T] int32 ranks by bit
-    places_ptr,  # [S] int32
-    slots_ptr,  # [S, N] int32
-    out_ptr,  # [T, D], out
-    out_dweights_ptr,  # [T, K] fp32, out with CHOICES
+    ptrs,  # Ptrs
+    choices,  # Choices: slots [S, K] of the choices, fp32 gradients [R]; or None
+    out_dweights_ptr,  # [T, K] fp32, out, with choices
     lists_ptr,  # [programs, LIST] int32, with N > 1
-    bases_ptr,  # [4, G] int64
-    state_ptr,  # [NUM_WORDS] int32
-    report_ptr,  # [NUM_WORDS] int32
+    end,  # End
     num_tokens,  # T
     max_tokens,  # C
     num_chunks,
     rank,
     timeout,  # nanoseconds
-    PUSH: tl.constexpr,
-    RECEIVE: tl.constexpr,
-    CHOICES: tl.constexpr,
+    HALF: tl.constexpr,
     COPIED: tl.constexpr,  # rows came by `copy_sums`
-    SPIN: tl.constexpr,
-    NUM_PUSH: tl.constexpr,
-    NUM_RECEIVE: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LIST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LIST_PAIRS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PUSH_D: tl.constexpr,
-    TAKE_ROWS: tl.constexpr,
-    TAKE_D: tl.constexpr,
-    TILES: tl.constexpr,
-    CHOICE_PAIRS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    THREADS: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     pid = tl.program_id(0)
-    operation = tl.load(state_ptr + OPERATION)
-    slot = (operation % 2).to(tl.int64) * G * max_tokens
-    if PUSH:
-        if pid < NUM_PUSH:
+    operation = tl.load(end.state + OPERATION)
+    slot = (operation % 2).to(tl.int64) * CONST.G * max_tokens
+    if HALF != "receive":
+        if pid < CONST.NUM_PUSH:
             first = slot + rank * max_tokens
-            for chunk in range(pid, num_chunks, NUM_PUSH):
-                place = (chunk, num_tokens, max_tokens, first, rank)
-                if N == 1 and not COPIED:
-                    rows_ptrs = (y_ptr, slots_ptr, bases_ptr, 0)
-                    push_rows(*rows_ptrs, *place, True, G, D, CHUNK, PAIRS, PUSH_D, TILES)
-                if N > 1:
-                    list_ptr = lists_ptr + pid * LIST
-                    those = (slots_ptr, list_ptr, chunk, max_tokens, rank)
-                    list_pairs(*those, G, N, CHUNK, WIDTH, LIST_PAIRS, PAIRS, BLOCK_N)
-                    sums_ptrs = (y_ptr, places_ptr, list_ptr, bases_ptr)
-                    there = (chunk, max_tokens, first, rank)
-                    push_sums(*sums_ptrs, *there, G, D, CHUNK, WIDTH, PAIRS, PUSH_D)
-                if CHOICES:
-                    from_ptrs = (choices_ptr, dweights_ptr, places_ptr, bases_ptr)
-                    push_choices(*from_ptrs, *place, True, G, K, CHUNK, CHOICE_PAIRS, BLOCK_K)
-                flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
-                notify(bases_ptr, flag, operation, G, BLOCK_G)
-    if RECEIVE:
-        FIRST: tl.constexpr = NUM_PUSH if PUSH else 0
+            for number in range(pid, num_chunks, CONST.NUM_PUSH):
+                chunk = Chunk(number, num_tokens, max_tokens, rank)
+                if CONST.N == 1 and not COPIED:
+                    push_rows(ptrs.rows, ptrs.slots, end.bases, 0, chunk, first, True, CONST)
+                if CONST.N > 1:
+                    list_ptr = lists_ptr + pid * CONST.LIST
+                    list_pairs(ptrs.slots, list_ptr, chunk, CONST)
+                    push_sums(ptrs.rows, ptrs.places, list_ptr, end.bases, chunk, first, CONST)
+                if choices is not None:
+                    push_choices(choices, ptrs.places, end.bases, chunk, first, True, CONST)
+                notify(end.bases, operation, number, num_chunks, rank, CONST)
+    if HALF != "push":
+        FIRST: tl.constexpr = CONST.NUM_PUSH if HALF == "both" else 0
         if pid >= FIRST:
-            element = out_ptr.dtype.element_ty
-            base = tl.load(bases_ptr + AT_ROWS * G + rank).to(tl.pointer_type(element))
+            element = ptrs.out.dtype.element_ty
+            base = tl.load(end.bases + AT_ROWS * CONST.G + rank).to(tl.pointer_type(element))
             base = tl.multiple_of(base, 16)
-            weights = tl.load(bases_ptr + AT_WEIGHTS * G + rank).to(tl.pointer_type(tl.float32))
-            left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
-            first = SUMS_SLOT * G * max_tokens if COPIED else slot
-            for chunk in range(pid - FIRST, num_chunks, NUM_RECEIVE):
-                ptrs, whose = (bases_ptr, state_ptr, report_ptr), (0, chunk, num_chunks, rank)
-                arrived = wait(*ptrs, operation, *whose, left, 1, G, G, THREADS, SPIN)
+            weights = tl.load(end.bases + AT_WEIGHTS * CONST.G + rank)
+            weights = weights.to(tl.pointer_type(tl.float32))
+            left = time_left(end, timeout)
+            first = SUMS_SLOT * CONST.G * max_tokens if COPIED else slot
+            for number in range(pid - FIRST, num_chunks, CONST.NUM_RECEIVE):
+                whose = (0, number, num_chunks, rank)
+                arrived = wait(end, operation, *whose, left, 1, CONST.G, CONST)
                 left = tl.where(arrived, left, 0)
-                place = (peers_ptr, chunk, num_tokens, first, max_tokens)
-                add_parts(base, out_ptr, *place, G, D, CHUNK, TAKE_ROWS, TAKE_D)
-                if CHOICES:
-                    place = (peers_ptr, chunk, num_tokens, slot, max_tokens)
-                    add_parts(weights, out_dweights_ptr, *place, G, K, CHUNK, CHUNK, BLOCK_K)
-        finish(state_ptr, operation)
+                chunk = Chunk(number, num_tokens, max_tokens, rank)
+                where = (ptrs.peers, chunk, first)
+                add_parts(base, ptrs.out, *where, CONST.D, CONST.TAKE_ROWS, CONST.TAKE_D, CONST)
+                if choices is not None:
+                    where = (ptrs.peers, chunk, slot)
+                    ends = (weights, out_dweights_ptr)
+                    add_parts(*ends, *where, CONST.K, CONST.CHUNK, CONST.BLOCK_K, CONST)
+        finish(end.state, operation)
 
 
 def _grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
@@ -304,7 +248,7 @@ def _common(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[A
     entries = (layout.num_push + layout.num_receive) * list_size(layout, num_slots)
     lists = torch.empty(entries, dtype=torch.int32, device=buffer.state.device) if entries else None
     sizes = (num_tokens, layout.max_tokens, layout.num_chunks, buffer.rank, buffer.timeout_ns)
-    return (lists, buffer.bases, buffer.state, buffer.report, *sizes)
+    return (lists, buffer.end, *sizes)
 
 
 def spread_choices(
@@ -341,8 +285,8 @@ def spread_choices(
         places_S=integers(S),
     )
     made = (out.peers_T, out.places_S, out.places_S, as_words(out.rows_SD))
-    tensors = (as_words(x_TD), ids_TK, weights_TK, *made, out.ids_SK, out.weights_SK)
-    _launch_spread(buffer, tensors, half, num_slots=1, num_local=num_local, etp=etp)
+    both = (Choices(ids_TK, weights_TK), Choices(out.ids_SK, out.weights_SK))
+    _launch_spread(buffer, half, Ptrs(as_words(x_TD), *made), *both, num_local=num_local, etp=etp)
     return out
 
 
@@ -370,33 +314,29 @@ def spread(
         half: see `spread_choices`.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
-    words = (as_words(x_TD), as_words(out_RD))
-    tensors = (words[0], None, None, peers_T, places_S, slots_SN, words[1], None, None)
-    _launch_spread(buffer, tensors, half, num_slots=slots_SN.shape[1], num_local=1, etp=1)
+    ptrs = Ptrs(as_words(x_TD), peers_T, places_S, slots_SN, as_words(out_RD))
+    _launch_spread(buffer, half, ptrs, num_slots=slots_SN.shape[1])
     return out_RD
 
 
 def _launch_spread(
     buffer: SymmetricBuffer,
-    tensors: tuple[Any, ...],
     half: Half,
+    ptrs: Ptrs,
+    choices: Choices | None = None,
+    out_choices: Choices | None = None,
     *,
-    num_slots: int,
-    num_local: int,
-    etp: int,
+    num_slots: int = 1,
+    num_local: int = 1,
+    etp: int = 1,
 ) -> None:
-    columns = Columns(tensors[0].shape[1], tensors[0].itemsize)
+    T, columns = ptrs.rows.shape[0], Columns(ptrs.rows.shape[1], ptrs.rows.itemsize)
     with on_device(buffer.state):
         _spread_kernel[_grid(buffer, half)](
-            *tensors,
-            *_common(buffer, tensors[0].shape[0], num_slots),
-            num_local,
-            PUSH=half != "receive",
-            RECEIVE=half != "push",
-            CHOICES=tensors[1] is not None,
-            ETP=etp,
-            ROW_BYTES=buffer.layout.row_bytes,
-            **constants(buffer.layout, columns, num_slots, reduce=False),
+            *(ptrs, choices, out_choices, *_common(buffer, T, num_slots), num_local),
+            HALF=half,
+            CONST=constants(buffer.layout, columns, num_slots, reduce=False, etp=etp),
+            num_warps=buffer.layout.num_warps,
         )
 
 
@@ -434,16 +374,18 @@ def reduce(
     T = peers_T.shape[0]
     D = y_RD.shape[1]
     out_TD = y_RD.new_empty(T, D)
-    dweights_R, slots_SK = choices or (None, None)
-    out_TK = None if dweights_R is None else dweights_R.new_empty(T, buffer.layout.top_k)
+    out_TK, of_choices = None, None
+    if choices is not None:
+        dweights_R, slots_SK = choices
+        out_TK = dweights_R.new_empty(T, buffer.layout.top_k)
+        of_choices = Choices(slots_SK, dweights_R)
+    ptrs, num_slots = Ptrs(y_RD, peers_T, places_S, slots_SN, out_TD), slots_SN.shape[1]
     with on_device(buffer.state):
         _reduce_kernel[_grid(buffer, half)](
-            *(y_RD, dweights_R, slots_SK, peers_T, places_S, slots_SN, out_TD, out_TK),
-            *_common(buffer, T, slots_SN.shape[1]),
-            PUSH=half != "receive",
-            RECEIVE=half != "push",
-            CHOICES=choices is not None,
+            *(ptrs, of_choices, out_TK, *_common(buffer, T, num_slots)),
+            HALF=half,
             COPIED=copied,
-            **constants(buffer.layout, Columns(D, y_RD.itemsize), slots_SN.shape[1], reduce=True),
+            CONST=constants(buffer.layout, Columns(D, y_RD.itemsize), num_slots, reduce=True),
+            num_warps=buffer.layout.num_warps,
         )
     return out_TD, out_TK

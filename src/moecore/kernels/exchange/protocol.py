@@ -32,24 +32,21 @@ def find_peers(
     chunk,
     num_tokens,  # T
     num_local,  # experts of one block
-    G: tl.constexpr,
-    ETP: tl.constexpr,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     """Write which ranks need each token of the chunk."""
+    CHUNK: tl.constexpr = CONST.CHUNK
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     bits = tl.zeros([CHUNK], dtype=tl.int32)
-    for start in range(0, K, BLOCK_K):
-        choices = start + tl.arange(0, BLOCK_K)
-        inside = (tokens < num_tokens)[:, None] & (choices < K)[None, :]
-        where = tokens.to(tl.int64)[:, None] * K + choices[None, :]
+    for start in range(0, CONST.K, CONST.BLOCK_K):
+        choices = start + tl.arange(0, CONST.BLOCK_K)
+        inside = (tokens < num_tokens)[:, None] & (choices < CONST.K)[None, :]
+        where = tokens.to(tl.int64)[:, None] * CONST.K + choices[None, :]
         ids = tl.load(ids_ptr + where, mask=inside, other=-1)
         owner = tl.where(ids >= 0, ids // num_local, -1)
-        for block in range(G // ETP):
+        for block in range(CONST.G // CONST.ETP):
             hit = tl.max((owner == block).to(tl.int32), axis=1)
-            bits = bits | (hit * ((1 << ETP) - 1) << (block * ETP))
+            bits = bits | (hit * ((1 << CONST.ETP) - 1) << (block * CONST.ETP))
     tl.store(peers_ptr + tokens, bits, mask=tokens < num_tokens)
     tl.debug_barrier()
 
@@ -57,12 +54,16 @@ def find_peers(
 @triton.jit
 def notify(
     bases_ptr,  # [4, G] int64
-    flag,  # int64, which flag
     operation,  # n
-    G: tl.constexpr,
-    BLOCK_G: tl.constexpr,  # power of two
+    chunk,
+    num_chunks,
+    rank,
+    CONST: tl.constexpr,  # G, and the power of two BLOCK_G
 ):
-    """Raise a flag on every rank, after all stores of this program."""
+    """Raise the chunk's flag on every rank, after all stores of this program."""
+    G: tl.constexpr = CONST.G
+    BLOCK_G: tl.constexpr = CONST.BLOCK_G
+    flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
     tl.debug_barrier()
     peers = tl.arange(0, BLOCK_G)
     base = tl.load(bases_ptr + AT_FLAGS * G + peers, mask=peers < G, other=0)
@@ -108,10 +109,17 @@ def _latest(
 
 
 @triton.jit
+def time_left(
+    end,  # End
+    timeout,  # nanoseconds
+):
+    """Return how long to wait, int64: not at all after an operation that failed."""
+    return tl.where(tl.load(end.state + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
+
+
+@triton.jit
 def wait(
-    bases_ptr,  # [4, G] int64
-    state_ptr,  # [NUM_WORDS] int32
-    report_ptr,  # [NUM_WORDS] int32
+    end,  # End
     operation,  # n
     first,  # first rank to wait for
     chunk,
@@ -120,28 +128,26 @@ def wait(
     timeout,  # int64 nanoseconds
     KIND: tl.constexpr,  # 0 spread, 1 reduce
     COUNT: tl.constexpr,  # ranks to wait for
-    G: tl.constexpr,
-    THREADS: tl.constexpr,
-    SPIN: tl.constexpr,  # False: look once, for the interpreter
+    CONST: tl.constexpr,  # G, THREADS and SPIN
 ):
     """Wait for the chunk of COUNT ranks; return whether all came, and record who did not."""
-    ranks = first + tl.arange(0, THREADS) % COUNT
-    flags = (operation % 2 * G + ranks).to(tl.int64) * num_chunks + chunk
-    addresses = tl.load(bases_ptr + AT_FLAGS * G + rank) + flags * 4
+    ranks = first + tl.arange(0, CONST.THREADS) % COUNT
+    flags = (operation % 2 * CONST.G + ranks).to(tl.int64) * num_chunks + chunk
+    addresses = tl.load(end.bases + AT_FLAGS * CONST.G + rank) + flags * 4
     expected = operation + 1
-    late = _latest(addresses, ranks, expected, SPIN)
-    if SPIN:
+    late = _latest(addresses, ranks, expected, CONST.SPIN)
+    if CONST.SPIN:
         if late >= 0:
-            lanes = tl.arange(0, THREADS)
+            lanes = tl.arange(0, CONST.THREADS)
             start = _now(lanes)
             waited = start - start
             while (late >= 0) & (waited < timeout):
-                late = _latest(addresses, ranks, expected, SPIN)
+                late = _latest(addresses, ranks, expected, CONST.SPIN)
                 waited = _now(lanes) - start
     if late >= 0:
         found = 1 + late * 2 + KIND
-        if tl.atomic_cas(state_ptr + ERROR, 0, found) == 0:
-            tl.store(report_ptr + ERROR, found)
+        if tl.atomic_cas(end.state + ERROR, 0, found) == 0:
+            tl.store(end.report + ERROR, found)
     tl.debug_barrier()
     return late < 0
 

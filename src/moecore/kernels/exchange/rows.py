@@ -7,21 +7,31 @@ Letters: T local tokens, C max_tokens, G ranks, S = G * C source rows, R rows, D
 per token. A pair is a token of the chunk and a rank.
 """
 
+from typing import Any, NamedTuple
+
 from moecore.kernels.common import tl, triton
 from moecore.kernels.exchange.buffer import AT_IDS, AT_ROWS, AT_WEIGHTS
+
+
+class Chunk(NamedTuple):
+    """A chunk of this rank's tokens: its number, T, C and the rank."""
+
+    number: Any
+    num_tokens: Any
+    max_tokens: Any
+    rank: Any
 
 
 @triton.jit
 def pair_of(
     pair,  # int32, of [CHUNK, G]
-    chunk,
-    rank,
-    G: tl.constexpr,
-    CHUNK: tl.constexpr,
+    chunk,  # Chunk
+    CONST: tl.constexpr,  # Constants
 ):
     """Return token and peer, and whether it is a pair. Neighbours have different peers."""
-    token = chunk * CHUNK + pair // G
-    return token, (pair % G + token + rank) % G, pair < CHUNK * G
+    token = chunk.number * CONST.CHUNK + pair // CONST.G
+    exists = (pair < CONST.CHUNK * CONST.G) & (token < chunk.max_tokens)
+    return token, (pair % CONST.G + token + chunk.rank) % CONST.G, exists
 
 
 @triton.jit
@@ -66,34 +76,26 @@ def push_rows(
     marks_ptr,  # [T] int32 ranks by bit, or [S] int32 slots with REDUCE
     bases_ptr,  # [4, G] int64
     offset,  # int64, byte of the region where its row 0 is
-    chunk,
-    num_tokens,  # T
-    max_tokens,  # C
+    chunk,  # Chunk
     first,  # int64, row of this rank's token 0 in every peer's slot
-    rank,
     REDUCE: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILES: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     """Store the chunk's rows on the peers that need them, one row per pair."""
     element = rows_ptr.dtype.element_ty
-    for start in range(0, CHUNK * G, PAIRS):
-        tokens, peers, exists = pair_of(start + tl.arange(0, PAIRS), chunk, rank, G, CHUNK)
-        exists = exists & (tokens < max_tokens)
+    D: tl.constexpr = CONST.D
+    for start in range(0, CONST.CHUNK * CONST.G, CONST.PAIRS):
+        tokens, peers, exists = pair_of(start + tl.arange(0, CONST.PAIRS), chunk, CONST)
         if REDUCE:
-            rows = peers.to(tl.int64) * max_tokens + tokens
+            rows = peers.to(tl.int64) * chunk.max_tokens + tokens
             sources = tl.load(marks_ptr + rows, mask=exists, other=-1).to(tl.int64)
             send = sources >= 0
         else:
             sources = tokens.to(tl.int64)
-            send = sent_to(marks_ptr, tokens, peers, exists, num_tokens, max_tokens, False)
-        base = (tl.load(bases_ptr + AT_ROWS * G + peers) + offset).to(tl.pointer_type(element))
-        to_ptrs = tl.multiple_of(base, 16) + (first + tokens) * D
-        _move(rows_ptr + sources * D, to_ptrs, send, D, BLOCK_D, TILES, "")
+            send = _sent_to(marks_ptr, tokens, peers, exists, chunk, False)
+        base = tl.load(bases_ptr + AT_ROWS * CONST.G + peers) + offset
+        to_ptrs = tl.multiple_of(base.to(tl.pointer_type(element)), 16) + (first + tokens) * D
+        _move(rows_ptr + sources * D, to_ptrs, send, D, CONST.PUSH_D, CONST.TILES, "")
 
 
 @triton.jit
@@ -114,108 +116,104 @@ def copy_rows(
     out_ptr,  # [R, D]
     to,  # [CHUNK] int32, where each row goes, -1 = nowhere
     rows,  # [CHUNK] int64, source rows
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILES: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     """Copy a chunk's rows out of the buffer, each to the row that its slot names."""
-    from_ptrs, to_ptrs = base + rows * D, out_ptr + to.to(tl.int64) * D
-    _move(from_ptrs, to_ptrs, to >= 0, D, BLOCK_D, TILES, ".cg")
+    from_ptrs, to_ptrs = base + rows * CONST.D, out_ptr + to.to(tl.int64) * CONST.D
+    _move(from_ptrs, to_ptrs, to >= 0, CONST.D, CONST.TAKE_D, CONST.TILES, ".cg")
+
+
+class Choices(NamedTuple):
+    """Pointers to the choices of rows: int32 ids, fp32 weights."""
+
+    ids: Any
+    weights: Any
 
 
 @triton.jit
 def push_choices(
-    ids_ptr,  # [T, K] int32, or [S, K] slots with REDUCE
-    weights_ptr,  # [T, K] fp32, or [R] gradients with REDUCE
+    from_ptrs,  # Choices [T, K]; with REDUCE slots [S, K] for ids, gradients [R] for weights
     marks_ptr,  # [T] int32 ranks by bit, or [S] int32 places with REDUCE
     bases_ptr,  # [4, G] int64
-    chunk,
-    num_tokens,  # T
-    max_tokens,  # C
+    chunk,  # Chunk
     first,  # int64, row of this rank's token 0 in every peer's slot
-    rank,
     REDUCE: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     """Store ids and weights, or the weights' gradients, on the peers; ids of holes are -1."""
-    for start in range(0, CHUNK * G, PAIRS):
-        pairs = start + tl.arange(0, PAIRS)
-        tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK)
-        exists = exists & (tokens < max_tokens)
-        send = sent_to(marks_ptr, tokens, peers, exists, num_tokens, max_tokens, REDUCE)
+    G: tl.constexpr = CONST.G
+    K: tl.constexpr = CONST.K
+    for start in range(0, CONST.CHUNK * G, CONST.CHOICE_PAIRS):
+        pairs = start + tl.arange(0, CONST.CHOICE_PAIRS)
+        tokens, peers, exists = pair_of(pairs, chunk, CONST)
+        send = _sent_to(marks_ptr, tokens, peers, exists, chunk, REDUCE)
         sources, targets = tokens.to(tl.int64), first + tokens
         if REDUCE:
-            sources = peers.to(tl.int64) * max_tokens + tokens
+            sources = peers.to(tl.int64) * chunk.max_tokens + tokens
         base = tl.load(bases_ptr + AT_WEIGHTS * G + peers).to(tl.pointer_type(tl.float32))
         to_weights = base + targets * K
         to_ids = tl.load(bases_ptr + AT_IDS * G + peers).to(tl.pointer_type(tl.int32))
         to_ids += targets * K
-        for k in range(0, K, BLOCK_K):
-            choices = k + tl.arange(0, BLOCK_K)
+        for k in range(0, K, CONST.BLOCK_K):
+            choices = k + tl.arange(0, CONST.BLOCK_K)
             inside = (choices < K)[None, :]
             where = sources[:, None] * K + choices[None, :]
             sent = send[:, None] & inside
-            ids = tl.load(ids_ptr + where, mask=sent, other=-1)
+            ids = tl.load(from_ptrs.ids + where, mask=sent, other=-1)
             if REDUCE:
-                weights = tl.load(weights_ptr + ids, mask=ids >= 0, other=0.0)
+                weights = tl.load(from_ptrs.weights + ids, mask=ids >= 0, other=0.0)
             else:
-                weights = tl.load(weights_ptr + where, mask=sent)
+                weights = tl.load(from_ptrs.weights + where, mask=sent)
                 tl.store(to_ids[:, None] + choices[None, :], ids, exists[:, None] & inside)
             tl.store(to_weights[:, None] + choices[None, :], weights, mask=sent)
 
 
 @triton.jit
-def sent_to(
+def _sent_to(
     marks_ptr,  # [T] int32 ranks by bit, or [S] int32 places with REDUCE
     tokens,  # int32
     peers,  # int32
     exists,  # bool
-    num_tokens,  # T
-    max_tokens,  # C
+    chunk,  # Chunk
     REDUCE: tl.constexpr,
 ):
     """Return for each pair whether something travels."""
     if REDUCE:
-        rows = peers.to(tl.int64) * max_tokens + tokens
+        rows = peers.to(tl.int64) * chunk.max_tokens + tokens
         return tl.load(marks_ptr + rows, mask=exists, other=-1) >= 0
-    bits = tl.load(marks_ptr + tokens, mask=exists & (tokens < num_tokens), other=0)
+    bits = tl.load(marks_ptr + tokens, mask=exists & (tokens < chunk.num_tokens), other=0)
     return ((bits >> peers) & 1) != 0
 
 
 @triton.jit
 def receive_choices(
     bases_ptr,  # [4, G] int64
-    ids_ptr,  # [S, K] int32, out
-    weights_ptr,  # [S, K] fp32, out
+    out_ptrs,  # Choices [S, K], out
     places_ptr,  # [S] int32, out
     rows,  # [CHUNK] int64, source rows
     exists,  # [CHUNK] bool
     slot,  # int64, first row of the buffer's slot
     arrived,  # False: all are holes
     rank,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     """Copy the ids and weights of a chunk out of the buffer; write and return its places."""
-    ids_base = tl.load(bases_ptr + AT_IDS * G + rank).to(tl.pointer_type(tl.int32))
-    weights_base = tl.load(bases_ptr + AT_WEIGHTS * G + rank).to(tl.pointer_type(tl.float32))
+    K: tl.constexpr = CONST.K
+    CHUNK: tl.constexpr = CONST.CHUNK
+    ids_base = tl.load(bases_ptr + AT_IDS * CONST.G + rank).to(tl.pointer_type(tl.int32))
+    weights_base = tl.load(bases_ptr + AT_WEIGHTS * CONST.G + rank)
+    weights_base = weights_base.to(tl.pointer_type(tl.float32))
     used = tl.zeros([CHUNK], dtype=tl.int32)
-    for k in range(0, K, BLOCK_K):
-        choices = k + tl.arange(0, BLOCK_K)
+    for k in range(0, K, CONST.BLOCK_K):
+        choices = k + tl.arange(0, CONST.BLOCK_K)
         inside = exists[:, None] & (choices < K)[None, :]
         where = rows[:, None] * K + choices[None, :]
         from_ids = ids_base + slot * K + where
         from_weights = weights_base + slot * K + where
         ids = tl.load(from_ids, mask=inside & arrived, other=-1, cache_modifier=".cg")
         weights = tl.load(from_weights, mask=inside & arrived, other=0.0, cache_modifier=".cg")
-        tl.store(ids_ptr + where, ids, mask=inside)
-        tl.store(weights_ptr + where, tl.where(ids >= 0, weights, 0.0), mask=inside)
+        tl.store(out_ptrs.ids + where, ids, mask=inside)
+        tl.store(out_ptrs.weights + where, tl.where(ids >= 0, weights, 0.0), mask=inside)
         used = tl.maximum(used, tl.max((ids >= 0).to(tl.int32), axis=1))
     places = tl.where(used > 0, rows.to(tl.int32), -1)
     tl.store(places_ptr + rows, places, mask=exists)
@@ -244,20 +242,19 @@ def add_parts(
     base,  # region of the buffer
     out_ptr,  # [T, N]
     peers_ptr,  # [T] int32
-    chunk,
-    num_tokens,  # T
+    chunk,  # Chunk
     slot,  # first row of the slot
-    max_tokens,  # C
-    G: tl.constexpr,
     N: tl.constexpr,
-    CHUNK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     """Write the sums over ranks of a chunk's tokens, in rank order."""
-    for start in range(0, CHUNK, TILE_ROWS):
-        tokens = chunk * CHUNK + start + tl.arange(0, TILE_ROWS)
-        bits = tl.load(peers_ptr + tokens, mask=tokens < num_tokens, other=0)
+    G: tl.constexpr = CONST.G
+    max_tokens = chunk.max_tokens
+    for start in range(0, CONST.CHUNK, TILE_ROWS):
+        tokens = chunk.number * CONST.CHUNK + start + tl.arange(0, TILE_ROWS)
+        bits = tl.load(peers_ptr + tokens, mask=tokens < chunk.num_tokens, other=0)
         row = slot + tokens
         for column in range(0, N, BLOCK):
             columns = column + tl.arange(0, BLOCK)
@@ -273,5 +270,5 @@ def add_parts(
                 total = total + y2
                 total = total + y3
             out = out_ptr + tokens.to(tl.int64)[:, None] * N + columns[None, :]
-            mask = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
+            mask = (tokens < chunk.num_tokens)[:, None] & (columns < N)[None, :]
             tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -58,24 +58,17 @@ def list_slots(
 def list_pairs(
     slots_ptr,  # [S, N] int32
     list_ptr,  # [1 + N, WIDTH] int32, out, of this program
-    chunk,
-    max_tokens,  # C
-    rank,
-    G: tl.constexpr,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    chunk,  # Chunk
+    CONST: tl.constexpr,  # Constants
 ):
     """List the slots of a chunk's pairs."""
     tl.debug_barrier()  # the last list has been read
-    for start in range(0, CHUNK * G, ROWS):
-        tokens, peers, exists = pair_of(start + tl.arange(0, ROWS), chunk, rank, G, CHUNK)
-        rows = peers.to(tl.int64) * max_tokens + tokens
-        exists = exists & (tokens < max_tokens)
-        list_slots(slots_ptr, list_ptr, rows, exists, start, N, WIDTH, ROWS, TILE, BLOCK_N)
+    ROWS: tl.constexpr = CONST.LIST_PAIRS
+    for start in range(0, CONST.CHUNK * CONST.G, ROWS):
+        tokens, peers, exists = pair_of(start + tl.arange(0, ROWS), chunk, CONST)
+        rows = peers.to(tl.int64) * chunk.max_tokens + tokens
+        those = (slots_ptr, list_ptr, rows, exists, start)
+        list_slots(*those, CONST.N, CONST.WIDTH, ROWS, CONST.PAIRS, CONST.BLOCK_N)
     tl.debug_barrier()
 
 
@@ -101,27 +94,24 @@ def push_sums(
     places_ptr,  # [S] int32
     list_ptr,  # slots of the chunk's pairs
     bases_ptr,  # [4, G] int64
-    chunk,
-    max_tokens,  # C
+    chunk,  # Chunk
     first,  # int64, row of this rank's token 0 in every peer's slot
-    rank,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     """Add the rows that each pair's slots name, in order, and store the sums at home."""
     element = y_ptr.dtype.element_ty
-    for start in range(0, CHUNK * G, PAIRS):
+    D: tl.constexpr = CONST.D
+    PAIRS: tl.constexpr = CONST.PAIRS
+    BLOCK_D: tl.constexpr = CONST.PUSH_D
+    WIDTH: tl.constexpr = CONST.WIDTH
+    for start in range(0, CONST.CHUNK * CONST.G, PAIRS):
         pairs = start + tl.arange(0, PAIRS)
-        tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK)
-        rows = peers.to(tl.int64) * max_tokens + tokens
-        send = tl.load(places_ptr + rows, mask=exists & (tokens < max_tokens), other=-1) >= 0
+        tokens, peers, exists = pair_of(pairs, chunk, CONST)
+        rows = peers.to(tl.int64) * chunk.max_tokens + tokens
+        send = tl.load(places_ptr + rows, mask=exists, other=-1) >= 0
         depth = tl.load(list_ptr + start // PAIRS)
         entries = list_ptr + WIDTH + pairs
-        base = tl.load(bases_ptr + AT_ROWS * G + peers).to(tl.pointer_type(element))
+        base = tl.load(bases_ptr + AT_ROWS * CONST.G + peers).to(tl.pointer_type(element))
         to = tl.multiple_of(base, 16) + (first + tokens) * D
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
@@ -147,15 +137,15 @@ def copy_to_slots(
     list_ptr,  # slots of the chunk's rows
     places,  # [CHUNK] int32, -1 = a hole
     rows,  # [CHUNK] int64, source rows
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    CONST: tl.constexpr,  # Constants
 ):
     """Copy a chunk's rows out of the buffer, each to all rows that its slots name."""
+    D: tl.constexpr = CONST.D
+    CHUNK: tl.constexpr = CONST.CHUNK
     depth = tl.load(list_ptr)
     entries = list_ptr + CHUNK + tl.arange(0, CHUNK)
-    for column in range(0, D, BLOCK_D):
-        columns = column + tl.arange(0, BLOCK_D)
+    for column in range(0, D, CONST.TAKE_D):
+        columns = column + tl.arange(0, CONST.TAKE_D)
         inside = (columns < D)[None, :]
         where = base + rows[:, None] * D + columns[None, :]
         x = tl.load(where, mask=(places >= 0)[:, None] & inside, cache_modifier=".cg")

@@ -7,7 +7,7 @@ they load twice as much, in four tiles of half the rows, before they store the f
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 from moecore.kernels.common import INTERPRET, cdiv, next_power_of_2
 from moecore.kernels.exchange.buffer import ExchangeLayout
@@ -22,15 +22,38 @@ MAX_SLOTS = 4096  # slots that it looks at together
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of the rows of one operation.
+    """The columns of the rows of one operation."""
 
-    Attributes:
-        count: D.
-        itemsize: bytes of one.
-    """
-
-    count: int
+    count: int  # D
     itemsize: int
+
+
+class Constants(NamedTuple):
+    """Constants of a kernel of `exchange/operations.py`; letters as there."""
+
+    NUM_PUSH: int  # programs
+    NUM_RECEIVE: int  # programs
+    G: int
+    ETP: int
+    ROW_BYTES: int  # of the buffer; rows of an operation may have fewer
+    D: int
+    K: int
+    N: int
+    CHUNK: int
+    LIST: int  # entries of a program's list of slots
+    WIDTH: int  # rows of such a list
+    LIST_PAIRS: int  # whose slots a program looks at together
+    PAIRS: int  # of a pushed tile
+    PUSH_D: int  # its columns
+    TAKE_ROWS: int  # of a received tile
+    TAKE_D: int  # its columns
+    TILES: int  # loaded before the first is stored: 1 or 4
+    CHOICE_PAIRS: int  # whose choices a program pushes at once
+    BLOCK_K: int
+    BLOCK_N: int  # at most 32
+    BLOCK_G: int
+    THREADS: int
+    SPIN: bool  # False: a flag is looked at once, for the interpreter
 
 
 def tiles_at_once(layout: ExchangeLayout, columns: Columns) -> int:
@@ -94,8 +117,8 @@ def list_size(layout: ExchangeLayout, num_slots: int) -> int:
 
 @cache
 def constants(
-    layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool
-) -> dict[str, Any]:
+    layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool, etp: int = 1
+) -> Constants:
     """Return the constants of a kernel, shared by all its launches."""
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
@@ -105,10 +128,12 @@ def constants(
     take = move_tile(layout, columns, layout.chunk, layout.chunk)
     if reduce:
         take = add_tile(layout, columns)
-    return dict(
+    return Constants(
         NUM_PUSH=layout.num_push,
         NUM_RECEIVE=layout.num_receive,
         G=layout.num_ranks,
+        ETP=etp,
+        ROW_BYTES=layout.row_bytes,
         D=columns.count,
         K=layout.top_k,
         N=num_slots,
@@ -127,7 +152,6 @@ def constants(
         BLOCK_G=next_power_of_2(layout.num_ranks),
         THREADS=32 * layout.num_warps,
         SPIN=not INTERPRET,
-        num_warps=layout.num_warps,
     )
 
 

@@ -37,10 +37,9 @@ from moecore.kernels.rows.quantised_activation import (
     quantised_activation,
     quantised_activation_bwd,
 )
-from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.record import Rows, widen_rows
 from moecore.kernels.rows.row_tiles import map_row_tiles
 from moecore.kernels.rows.shard_blocks import transpose_values
-from moecore.kernels.rows.widen import widen_rows
 
 # Smallest F from which a layer in FP8 was faster: "Layers in FP8", docs/findings/fp8.md
 FASTER_FROM = 384

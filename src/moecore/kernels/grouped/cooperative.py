@@ -21,8 +21,9 @@ from torch import Tensor
 
 from moecore.kernels.common import gluon_descriptor, num_sms, on_device
 from moecore.kernels.grouped.cooperative_kernel import sm90_bf16_grouped_kernel
+from moecore.kernels.grouped.skeleton import Constants
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
+from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 
 BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
 GROUP_M = 8  # row tiles that share weights in L2
@@ -31,7 +32,7 @@ CONSUMER_REGISTERS = {False: 240, True: 208}  # without and with an activation
 EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 
-def launch_arguments(
+def _launch(
     a: Tensor,
     b: Tensor,
     tiles: RowTiles,
@@ -39,43 +40,42 @@ def launch_arguments(
     h_RC: Tensor | None = None,
     weights_R: Tensor | None = None,
     options: ActivationOptions | None = None,
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the kernel's arguments and its compile-time ones; `h_RC` and what follows for FC1."""
+) -> None:
+    """Launch the kernel; `h_RC` and what follows for FC1."""
     K, N = a.shape[1], out.shape[1]
     b_is_NK = b.stride(1) == 1
     flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else b.shape[2])
     width = BLOCK_N if h_RC is None else BLOCK_N // 2
     block = (BLOCK_M // 2, width)
-    args = (
-        gluon_descriptor(a, (BLOCK_M, BLOCK_K)),
-        gluon_descriptor(flat, (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N)),
-        tiles.map,
-        weights_R,
-        h_RC,
-        None if h_RC is None else gluon_descriptor(h_RC, block),
-        out,
-        gluon_descriptor(out, block),
-        K,
-        N,
+    const = Constants(
+        *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PRODUCER_REGISTERS),
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[h_RC is not None],
+        B_IS_NK=b_is_NK,
     )
-    constants = {
-        "B_IS_NK": b_is_NK,
-        "KIND": options.kind if options else "",
-        "LIMIT": options.limit if options else 0.0,
-        "ALPHA": options.alpha if options else 0.0,
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_K": BLOCK_K,
-        "GROUP_M": GROUP_M,
-        "STAGES": STAGES,
-        "FIELDS": MAP_FIELDS,
-        "EPILOGUE_ROWS": EPILOGUE_ROWS,
-        "CONSUMER_REGISTERS": CONSUMER_REGISTERS[h_RC is not None],
-        "EPILOGUE_REGISTERS": EPILOGUE_REGISTERS,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "num_warps": 4,
-    }
-    return args, constants
+    if options is not None:
+        const = const._replace(
+            EPILOGUE_REGISTERS=EPILOGUE_REGISTERS,
+            EPILOGUE_ROWS=EPILOGUE_ROWS,
+            ACTIVATION=True,
+            KIND=options.kind,
+            LIMIT=options.limit,
+            ALPHA=options.alpha,
+        )
+    with on_device(a):
+        sm90_bf16_grouped_kernel[(num_sms(a.device),)](
+            gluon_descriptor(a, (BLOCK_M, BLOCK_K)),
+            gluon_descriptor(flat, (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N)),
+            tiles.map,
+            weights_R,
+            h_RC,
+            None if h_RC is None else gluon_descriptor(h_RC, block),
+            out,
+            gluon_descriptor(out, block),
+            K,
+            N,
+            CONST=const,
+            num_warps=4,
+        )
 
 
 def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles) -> Tensor:
@@ -93,9 +93,7 @@ def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles) -> Tensor:
     """
     out_RN = a_RK.new_empty(a_RK.shape[0], b_eKN.shape[2])
     if out_RN.numel():
-        args, constants = launch_arguments(a_RK, b_eKN, tiles, out_RN)
-        with on_device(a_RK):
-            sm90_bf16_grouped_kernel[(num_sms(a_RK.device),)](*args, **constants)
+        _launch(a_RK, b_eKN, tiles, out_RN)
     return out_RN
 
 
@@ -121,8 +119,5 @@ def cooperative_activation(
     R, C = x_RD.shape[0], w1_eCD.shape[1]
     h_RC, a_RF = x_RD.new_empty(R, C), x_RD.new_empty(R, C // 2)
     if R:
-        b = w1_eCD.transpose(1, 2)
-        args, constants = launch_arguments(x_RD, b, tiles, a_RF, h_RC, weights_R, options)
-        with on_device(x_RD):
-            sm90_bf16_grouped_kernel[(num_sms(x_RD.device),)](*args, **constants)
+        _launch(x_RD, w1_eCD.transpose(1, 2), tiles, a_RF, h_RC, weights_R, options)
     return h_RC, a_RF

@@ -2,7 +2,7 @@
 
 Letters: R expert rows (length), e experts, M N K the sizes of one product, F hidden dim.
 
-    loading warp      fills a ring of stages with blocks of a and b          (_produce)
+    loading warp      fills a ring of stages with blocks of a and b          (_load)
     warp group 0, 1   multiply the upper and the lower half of every tile    (_consume)
     two more warps    turn h into the activation, with FC1                   (_activate)
 
@@ -24,10 +24,10 @@ from moecore.kernels.grouped.skeleton import (
     Ring,
     RowTiling,
     await_stage,
-    begin_stage,
     begin_staging,
     end_stage_before,
     end_staging,
+    load_row_tiles,
     locate_rows,
     make_barriers,
     store_part,
@@ -36,39 +36,21 @@ from moecore.kernels.rows.activation_kernel import activate
 
 
 @gluon.jit
-def _produce(
-    a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
-    b_desc,  # [e * N, K] as blocks [WIDTH, BLOCK_K], or [e * K, N] as blocks [BLOCK_K, BLOCK_N]
-    ring,
-    tiles,
-    K,
-    N,
-    ACTIVATION: gl.constexpr,
-    B_IS_NK: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    FIELDS: gl.constexpr,
-):
-    """Load the blocks of every tile, in order."""
-    HALF_N: gl.constexpr = BLOCK_N // 2
-    step = 0
-    for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
-        expert, row, _, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
-        for k in range(0, K, BLOCK_K):
-            slot, bar = begin_stage(ring, step, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-            b = ring.b.index(slot)
-            tma_load(a_desc, [row, k], bar, ring.a.index(slot))
-            if ACTIVATION:  # gate columns, then the up columns that belong to them
-                first = expert * 2 * N + n * HALF_N
-                tma_load(b_desc, [first, k], bar, b.slice(0, HALF_N, 0))
-                tma_load(b_desc, [first + N, k], bar, b.slice(HALF_N, HALF_N, 0))
-            elif B_IS_NK:
-                tma_load(b_desc, [expert * N + n * BLOCK_N, k], bar, b)
-            else:
-                tma_load(b_desc, [expert * K + k, n * BLOCK_N], bar, b)
-            step += 1
+def _load(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
+    """Load the blocks of a step."""
+    a_desc, b_desc, K, N = operands
+    expert, row, _, n = place
+    HALF_N: gl.constexpr = CONST.BLOCK_N // 2
+    b = ring.b.index(slot)
+    tma_load(a_desc, [row, k], bar, ring.a.index(slot))
+    if CONST.ACTIVATION:  # gate columns, then the up columns that belong to them
+        first = expert * 2 * N + n * HALF_N
+        tma_load(b_desc, [first, k], bar, b.slice(0, HALF_N, 0))
+        tma_load(b_desc, [first + N, k], bar, b.slice(HALF_N, HALF_N, 0))
+    elif CONST.B_IS_NK:
+        tma_load(b_desc, [expert * N + n * CONST.BLOCK_N, k], bar, b)
+    else:
+        tma_load(b_desc, [expert * K + k, n * CONST.BLOCK_N], bar, b)
 
 
 @gluon.jit
@@ -79,25 +61,20 @@ def _activate(
     stage,
     tiles,
     N,
-    KIND: gl.constexpr,
-    LIMIT: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    FIELDS: gl.constexpr,
-    ROWS: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
     """Store the weighted activation of every tile, ROWS at a time, and h where TMA does not."""
     N = N // 8 * 8  # as in _consume
-    HALF_M: gl.constexpr = BLOCK_M // 2
-    HALF_N: gl.constexpr = BLOCK_N // 2
+    HALF_M: gl.constexpr = CONST.BLOCK_M // 2
+    HALF_N: gl.constexpr = CONST.BLOCK_N // 2
+    ROWS: gl.constexpr = CONST.EPILOGUE_ROWS
+    KIND: gl.constexpr = CONST.KIND
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     out_smem, staged, taken = stage
     parity = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
-        _, first, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
+        _, first, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
         column = n * HALF_N
         for group in gl.static_range(2):
             hopper.mbarrier.wait(staged.index(group), parity)
@@ -115,7 +92,8 @@ def _activate(
                 rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
                 weights = gl.load(weights_ptr + rows, mask=rows < end, other=0.0)
                 # The activation reads h as it is stored: the backward recomputes it from there.
-                a = activate(gate.to(gl.float32), up.to(gl.float32), KIND, LIMIT, ALPHA)
+                gate, up = gate.to(gl.float32), up.to(gl.float32)
+                a = activate(gate, up, KIND, CONST.LIMIT, CONST.ALPHA)
                 out = (a * weights[:, None]).to(dtype)
                 store_part(out_ptr, out, row, end, column, N, N)
         parity = 1 - parity
@@ -132,17 +110,12 @@ def _consume(
     tiles,
     K,
     N,
-    ACTIVATION: gl.constexpr,
-    B_IS_NK: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    FIELDS: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
     """Multiply one half of every tile, and store it or h."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
-    HALF_M: gl.constexpr = BLOCK_M // 2
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    HALF_M: gl.constexpr = CONST.BLOCK_M // 2
     HALF_N: gl.constexpr = BLOCK_N // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
@@ -152,14 +125,14 @@ def _consume(
     parity = 1
     step = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
-        _, row, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
+        _, row, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
         row += GROUP * HALF_M
         total_MN = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
-        for k in range(0, K, BLOCK_K):
+        for k in range(0, K, CONST.BLOCK_K):
             slot = await_stage(ring, step)
             a = ring.a.index(slot).slice(GROUP * HALF_M, HALF_M, 0)
             b = ring.b.index(slot)
-            if B_IS_NK:
+            if CONST.B_IS_NK:
                 b = b.permute((1, 0))
             total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
             total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
@@ -168,7 +141,7 @@ def _consume(
         total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
         end_stage_before(ring, step, True)
         out = total_MN.to(dtype)
-        if ACTIVATION:
+        if CONST.ACTIVATION:
             column = n * HALF_N
             gate, up = halves(out)
             staged, taken = stage[1], stage[2]
@@ -200,7 +173,7 @@ def _consume(
 @gluon.jit
 def sm90_bf16_grouped_kernel(
     a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
-    b_desc,  # see _produce
+    b_desc,  # [e * N, K] as blocks [WIDTH, BLOCK_K], or [e * K, N] as blocks [BLOCK_K, BLOCK_N]
     map_ptr,  # see `rows/row_tiles.py`
     weights_ptr,  # [R] fp32, or None with h: the product alone
     h_ptr,  # [R, 2F], out
@@ -209,62 +182,49 @@ def sm90_bf16_grouped_kernel(
     out_desc,  # the same as blocks [BLOCK_M / 2, BLOCK_N], with h half as wide
     K,
     N,
-    B_IS_NK: gl.constexpr,
-    KIND: gl.constexpr,
-    LIMIT: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    FIELDS: gl.constexpr,
-    EPILOGUE_ROWS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    EPILOGUE_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
     """Compute one of the two products of `grouped/cooperative.py`."""
-    ACTIVATION: gl.constexpr = h_ptr is not None
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    STAGES: gl.constexpr = CONST.STAGES
     dtype: gl.constexpr = b_desc.dtype
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
-    if B_IS_NK:
+    if CONST.B_IS_NK:
         b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
     else:
         b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
-    blocks: gl.constexpr = 4 if ACTIVATION else 2
+    blocks: gl.constexpr = 4 if CONST.ACTIVATION else 2
     block: gl.constexpr = out_desc.block_type.shape
     out_smem = gl.allocate_shared_memory(dtype, [blocks, block[0], block[1]], out_desc.layout)
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    num_n = gl.cdiv(N, BLOCK_N // 2 if ACTIVATION else BLOCK_N)
+    num_n = gl.cdiv(N, BLOCK_N // 2 if CONST.ACTIVATION else BLOCK_N)
     ring = Ring(a_smem, b_smem, full, empty)
-    if ACTIVATION:
+    if CONST.ACTIVATION:
         stage = (out_smem, make_barriers(2, 1), make_barriers(2, 1))
     else:
         stage = (out_smem,)  # type: ignore[assignment]
     tiles = RowTiling(map_ptr, gl.load(map_ptr), num_n)
-    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, FIELDS)
-    constants: gl.constexpr = (ACTIVATION, B_IS_NK) + sizes
-    epilogue: gl.constexpr = (BLOCK_M, BLOCK_N, GROUP_M, FIELDS, EPILOGUE_ROWS)
-    activation: gl.constexpr = (KIND, LIMIT, ALPHA) + epilogue
-    if ACTIVATION:
+    operands = (a_desc, b_desc, K, N)
+    if CONST.ACTIVATION:
         gl.warp_specialize(
             [
-                (_consume, (0, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N) + constants),
-                (_consume, (1, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N) + constants),
-                (_activate, (weights_ptr, h_ptr, out_ptr, stage, tiles, N) + activation),
-                (_produce, (a_desc, b_desc, ring, tiles, K, N) + constants),
+                (_consume, (0, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
+                (_consume, (1, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
+                (_activate, (weights_ptr, h_ptr, out_ptr, stage, tiles, N, CONST)),
+                (load_row_tiles, (gl.constexpr(_load), operands, ring, tiles, K, CONST)),
             ],
             [4, 2, 1],
-            [CONSUMER_REGISTERS, EPILOGUE_REGISTERS, PRODUCER_REGISTERS],
+            [CONST.CONSUMER_REGISTERS, CONST.EPILOGUE_REGISTERS, CONST.PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N) + constants),
-                (_consume, (1, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N) + constants),
-                (_produce, (a_desc, b_desc, ring, tiles, K, N) + constants),
+                (_consume, (0, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
+                (_consume, (1, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
+                (load_row_tiles, (gl.constexpr(_load), operands, ring, tiles, K, CONST)),
             ],
             [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],
         )

@@ -23,23 +23,22 @@ from torch import Tensor
 from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
 from moecore.kernels.grouped.fp8_kernel import sm90_fp8_grouped_nt_kernel
 from moecore.kernels.grouped.fp8_wgrad_kernel import sm90_fp8_grouped_wgrad_kernel
+from moecore.kernels.grouped.skeleton import Constants
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.quantised import RowBlocks, TokenTiles
-from moecore.kernels.rows.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
+from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 
-BLOCK_N, STAGES, GROUP_M = 256, 3, 8
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-_CONSTANTS = {
-    "BLOCK_M": BLOCK_M,
-    "BLOCK_N": BLOCK_N,
-    "BLOCK_K": BLOCK,
-    "GROUP_M": GROUP_M,
-    "STAGES": STAGES,
-    "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
-    "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-    "num_warps": 4,
-}
+BLOCK_N = 256
+CONST = Constants(
+    BLOCK_M,
+    BLOCK_N,
+    BLOCK,
+    GROUP_M=8,
+    STAGES=3,
+    PRODUCER_REGISTERS=24,
+    CONSUMER_REGISTERS=240,
+)
 
 
 def fp8_gemm_ref(
@@ -104,8 +103,8 @@ def fp8_gemm(
             N,
             a.scales_BR.stride(0),
             *scales_eNK.stride(),
-            FIELDS=MAP_FIELDS,
-            **_CONSTANTS,
+            CONST=CONST,
+            num_warps=4,
         )
     return out_RN
 
@@ -173,6 +172,7 @@ def fp8_wgrad(
             M,
             N,
             scale,
-            **_CONSTANTS,
+            CONST=CONST,
+            num_warps=4,
         )
     return out_eMN

@@ -3,7 +3,7 @@
 Letters: R expert rows (length), e experts, K the summed dim, N columns.
 
     loading warp      fills a ring of stages with blocks of a and b by TMA, and with the scales of a
-                      by asynchronous copies                                            (_produce)
+                      by asynchronous copies                                            (_load)
     warp group 0, 1   multiply all rows by the left and the right half of a tile's columns,
                       64 rows at a time, and store them                                 (_consume)
 
@@ -31,9 +31,9 @@ from moecore.kernels.grouped.skeleton import (
     Ring,
     RowTiling,
     await_stage,
-    begin_stage,
     begin_staging,
     end_staging,
+    load_row_tiles,
     locate_rows,
     make_barriers,
     store_part,
@@ -53,35 +53,16 @@ class Scales(NamedTuple):
 
 
 @gluon.jit
-def _produce(
-    a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
-    b_desc,  # [e * N, K] as blocks [BLOCK_N, BLOCK_K]
-    scales,
-    ring,
-    tiles,
-    K,
-    N,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    FIELDS: gl.constexpr,
-):
-    """Load the blocks of every tile, in order."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    step = 0
-    for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
-        expert, row, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
-        rows = row + gl.arange(0, BLOCK_M, layout)
-        row_scales_ptr = scales.a_ptr + rows
-        for k in range(0, K, BLOCK_K):
-            slot, bar = begin_stage(ring, step, (BLOCK_M + BLOCK_N) * BLOCK_K)
-            tma_load(a_desc, [row, k], bar, ring.a.index(slot))
-            tma_load(b_desc, [expert * N + n * BLOCK_N, k], bar, ring.b.index(slot))
-            async_load(scales.a.index(slot), row_scales_ptr, rows < end)
-            hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
-            row_scales_ptr += scales.a_stride
-            step += 1
+def _load(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
+    """Load the blocks of a step, and the scales of a."""
+    a_desc, b_desc, scales, N = operands
+    expert, row, end, n = place
+    tma_load(a_desc, [row, k], bar, ring.a.index(slot))
+    tma_load(b_desc, [expert * N + n * CONST.BLOCK_N, k], bar, ring.b.index(slot))
+    rows = row + gl.arange(0, CONST.BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
+    a_scales_ptr = scales.a_ptr + (k // CONST.BLOCK_K).to(gl.int64) * scales.a_stride
+    async_load(scales.a.index(slot), a_scales_ptr + rows, rows < end)
+    hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
@@ -116,16 +97,12 @@ def _consume(
     tiles,
     K,
     N,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    FIELDS: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
     """Multiply and store one half of every tile's columns."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
-    HALF_M: gl.constexpr = BLOCK_M // 2
-    HALF_N: gl.constexpr = BLOCK_N // 2
+    HALF_M: gl.constexpr = CONST.BLOCK_M // 2
+    HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, HALF_N, 32]
     )
@@ -134,13 +111,13 @@ def _consume(
     nothing = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
     step = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
-        expert, row, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
+        expert, row, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
         block = gl.minimum(n * 2 + GROUP, N // HALF_N - 1)
         b_scale_ptr = scales.b_ptr + expert * scales.b_stride_e + block * scales.b_stride_n
         next_scale = gl.load(b_scale_ptr)
         upper_MN = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
         lower_MN = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
-        num_k = gl.cdiv(K, BLOCK_K)
+        num_k = gl.cdiv(K, CONST.BLOCK_K)
         for k in range(num_k):
             slot = await_stage(ring, step)
             a, a_scales = ring.a.index(slot), scales.a.index(slot)
@@ -163,7 +140,7 @@ def _consume(
             hopper.mbarrier.arrive(ring.empty.index(slot), count=1)
             lower_MN += sums_MN * lower[:, None]
             step += 1
-        column = n * BLOCK_N + GROUP * HALF_N
+        column = n * CONST.BLOCK_N + GROUP * HALF_N
         stage = out_smem.index(2 * GROUP)
         _store_rows(out_ptr, out_desc, stage, upper_MN, row, end, column, N)
         stage = out_smem.index(2 * GROUP + 1)
@@ -186,16 +163,13 @@ def sm90_fp8_grouped_nt_kernel(
     b_stride_e,
     b_stride_n,
     b_stride_k,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    FIELDS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
     """Compute `fp8_gemm`."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    STAGES: gl.constexpr = CONST.STAGES
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
     block: gl.constexpr = out_desc.block_type.shape
@@ -208,13 +182,15 @@ def sm90_fp8_grouped_nt_kernel(
     out = (out_ptr, out_desc, out_smem)
     b_strides = (b_stride_e, b_stride_n, b_stride_k)
     scales = Scales(a_scales_ptr, a_stride, scales_smem, b_scales_ptr, *b_strides)
-    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, FIELDS)
     gl.warp_specialize(
         [
-            (_consume, (0, scales, out, ring, tiles, K, N) + sizes),
-            (_consume, (1, scales, out, ring, tiles, K, N) + sizes),
-            (_produce, (a_desc, b_desc, scales, ring, tiles, K, N) + sizes),
+            (_consume, (0, scales, out, ring, tiles, K, N, CONST)),
+            (_consume, (1, scales, out, ring, tiles, K, N, CONST)),
+            (
+                load_row_tiles,
+                (gl.constexpr(_load), (a_desc, b_desc, scales, N), ring, tiles, K, CONST),
+            ),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],
     )

@@ -2,7 +2,7 @@
 
 Letters: e experts, t row tiles, M columns of x, N columns of y.
 
-    loading warp      fills a ring of stages with tiles of x and y by TMA               (_produce)
+    loading warp      fills a ring of stages with tiles of x and y by TMA               (_load)
     warp group 0, 1   multiply all rows by the left and the right half of a tile's columns,
                       64 rows at a time, and store or add them                          (_consume)
 
@@ -24,7 +24,7 @@ from moecore.kernels.grouped.skeleton import (
     WeightTiling,
     add_part,
     await_stage,
-    begin_stage,
+    load_weight_tiles,
     locate_weights,
     make_barriers,
     range_of,
@@ -33,29 +33,11 @@ from moecore.kernels.grouped.skeleton import (
 
 
 @gluon.jit
-def _produce(
-    x_desc,  # [t * M, 128] as blocks [BLOCK_M, BLOCK_K]
-    y_desc,  # [t * N, 128] as blocks [BLOCK_N, BLOCK_K]
-    ends_ptr,
-    ring,
-    tiles,
-    M,
-    N,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):
-    """Load the row tiles of every output tile, in order."""
-    step = 0
-    for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
-        expert, m, n = locate_weights(tile, tiles, GROUP_M)
-        start, end = range_of(ends_ptr, expert)
-        for t in range(start, end):
-            slot, bar = begin_stage(ring, step, (BLOCK_M + BLOCK_N) * BLOCK_K)
-            tma_load(x_desc, [t * M + m * BLOCK_M, 0], bar, ring.a.index(slot))
-            tma_load(y_desc, [t * N + n * BLOCK_N, 0], bar, ring.b.index(slot))
-            step += 1
+def _load(operands, m, n, t, ring, slot, bar, CONST: gl.constexpr):
+    """Load a row tile's columns of x and y."""
+    x_desc, y_desc, M, N = operands
+    tma_load(x_desc, [t * M + m * CONST.BLOCK_M, 0], bar, ring.a.index(slot))
+    tma_load(y_desc, [t * N + n * CONST.BLOCK_N, 0], bar, ring.b.index(slot))
 
 
 @gluon.jit
@@ -88,14 +70,12 @@ def _consume(
     M,
     N,
     scale,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
     """Multiply and put one half of every tile's columns."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
     HALF_M: gl.constexpr = BLOCK_M // 2
-    HALF_N: gl.constexpr = BLOCK_N // 2
+    HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, HALF_N, 32]
     )
@@ -108,7 +88,7 @@ def _consume(
         stage = out_smem.index(GROUP)
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
-        expert, m, n = locate_weights(tile, tiles, GROUP_M)
+        expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
         start, end = range_of(ends_ptr, expert)
         block = gl.minimum(n * 2 + GROUP, N // HALF_N - 1)
         x_scale_ptr = x_scales_ptr + start * (M // BLOCK_M) + m
@@ -138,7 +118,7 @@ def _consume(
             hopper.mbarrier.arrive(ring.empty.index(slot), count=1)
             lower_MN += sums_MN * scale_of_sum
             step += 1
-        row, column = m * BLOCK_M, n * BLOCK_N + GROUP * HALF_N
+        row, column = m * BLOCK_M, n * CONST.BLOCK_N + GROUP * HALF_N
         _put(out_ptr, out_desc, stage, upper_MN * scale, expert, row, column, M, N)
         _put(out_ptr, out_desc, stage, lower_MN * scale, expert, row + HALF_M, column, M, N)
     hopper.tma.store_wait(0)
@@ -157,15 +137,13 @@ def sm90_fp8_grouped_wgrad_kernel(
     M,
     N,
     scale,  # fp32, of every product
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
     """Compute `fp8_wgrad`."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    STAGES: gl.constexpr = CONST.STAGES
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     y_smem = gl.allocate_shared_memory(y_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], y_desc.layout)
     if out_desc is None:
@@ -178,13 +156,13 @@ def sm90_fp8_grouped_wgrad_kernel(
     tiles = WeightTiling(num_m, num_n, num_m * num_n * num_experts)
     out = (out_ptr, out_desc, out_smem)
     scales = (x_scales_ptr, y_scales_ptr)
-    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
+    operands = (x_desc, y_desc, M, N)
     gl.warp_specialize(
         [
-            (_consume, (0, scales, out, ends_ptr, ring, tiles, M, N, scale) + sizes),
-            (_consume, (1, scales, out, ends_ptr, ring, tiles, M, N, scale) + sizes),
-            (_produce, (x_desc, y_desc, ends_ptr, ring, tiles, M, N) + sizes),
+            (_consume, (0, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
+            (_consume, (1, scales, out, ends_ptr, ring, tiles, M, N, scale, CONST)),
+            (load_weight_tiles, (gl.constexpr(_load), operands, ends_ptr, ring, tiles, 1, CONST)),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],
     )

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from moecore.kernels.common import cdiv, gluon_descriptor, num_sms, on_device, tl, triton
 from moecore.kernels.grouped.pingpong_kernel import sm90_bf16_grouped_nn_act_bwd_kernel
+from moecore.kernels.grouped.skeleton import Constants
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
+from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 
 BLOCK_N, BLOCK_K, STAGES = 128, 64, 5
 GROUP_M = {False: 4, True: 8}  # row tiles that share weights in L2, without and with a gather
@@ -71,49 +72,6 @@ def _finish_bwd_kernel(
         tl.store(dweights_ptr + rows, total, mask=rows < R)
 
 
-def launch_arguments(
-    dy: Tensor,
-    w2_eDF: Tensor,
-    tiles: RowTiles,
-    row_ids_R: Tensor | None,
-    h_RC: Tensor,
-    options: ActivationOptions,
-    weights_R: Tensor,
-    *outputs: Tensor,
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the kernel's arguments and its compile-time ones; outputs are a, dh and dweights."""
-    (_, D, F), R = w2_eDF.shape, h_RC.shape[0]
-    args = (
-        dy,
-        gluon_descriptor(dy, (BLOCK_M, BLOCK_K)),
-        gluon_descriptor(w2_eDF.reshape(-1, F), (BLOCK_K, BLOCK_N)),
-        tiles.map if row_ids_R is None else row_ids_R,
-        tiles.map,
-        weights_R,
-        gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4)),
-        *outputs,
-        R,
-        D,
-        F,
-    )
-    constants = {
-        "GATHER": row_ids_R is not None,
-        "KIND": options.kind,
-        "LIMIT": options.limit,
-        "ALPHA": options.alpha,
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_K": BLOCK_K,
-        "GROUP_M": GROUP_M[row_ids_R is not None],
-        "STAGES": STAGES,
-        "FIELDS": MAP_FIELDS,
-        "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "num_warps": 4,
-    }
-    return args, constants
-
-
 def pingpong_activation_bwd(
     dy: Tensor,
     w2_eDF: Tensor,
@@ -144,17 +102,35 @@ def pingpong_activation_bwd(
         dh_RC, dweights_R (fp32, 0 past the last expert's rows) and a_RF, the weighted activation.
         Of dh and a, CLEARED_ROWS rows past the last expert's are 0; the rest is uninitialised.
     """
-    R, F = h_RC.shape[0], w2_eDF.shape[2]
+    R, (_, D, F) = h_RC.shape[0], w2_eDF.shape
     dh_RC, a_RF = torch.empty_like(h_RC), h_RC.new_empty(R, F)
     dweights_R = torch.empty_like(weights_R)
     if not R:
         return dh_RC, dweights_R, a_RF
     parts = weights_R.new_empty(cdiv(F, BLOCK_N), R)
-    where = (tiles, row_ids_R, h_RC, options, weights_R)
-    args, constants = launch_arguments(dy, w2_eDF, *where, a_RF, dh_RC, parts)
+    gathers = row_ids_R is not None
+    const = Constants(
+        *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        KIND=options.kind,
+        LIMIT=options.limit,
+        ALPHA=options.alpha,
+        GATHER=gathers,
+    )
     e = offsets_e.shape[0]
     with on_device(dy):
-        sm90_bf16_grouped_nn_act_bwd_kernel[(num_sms(dy.device),)](*args, **constants)
+        sm90_bf16_grouped_nn_act_bwd_kernel[(num_sms(dy.device),)](
+            dy,
+            gluon_descriptor(dy, (BLOCK_M, BLOCK_K)),
+            gluon_descriptor(w2_eDF.reshape(-1, F), (BLOCK_K, BLOCK_N)),
+            tiles.map if row_ids_R is None else row_ids_R,
+            tiles.map,
+            weights_R,
+            gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4)),
+            *(a_RF, dh_RC, parts, R, D, F),
+            CONST=const,
+            num_warps=4,
+        )
         _finish_bwd_kernel[(CLEARED_ROWS + cdiv(R, ROWS_PER_SUM),)](
             parts,
             offsets_e,

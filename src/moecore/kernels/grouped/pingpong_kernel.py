@@ -52,13 +52,13 @@ def _produce(
     ring,
     tiles,
     K,
-    GATHER: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    FIELDS: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
+    """Load the blocks of every tile, in order."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    GATHER: gl.constexpr = CONST.GATHER
     K = K // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and copies 16 bytes
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     in_tile = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
@@ -66,7 +66,7 @@ def _produce(
     ELEMENTS: gl.constexpr = BLOCK_N if GATHER else BLOCK_M + BLOCK_N
     step = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
-        expert, row, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
+        expert, row, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
         if GATHER:
             in_rows = row + in_tile < end
             source = gl.load(row_ids_ptr + row + in_tile, mask=in_rows, other=0).to(gl.int64)
@@ -116,14 +116,13 @@ def _store(
     has_next,
     next_row,  # of the other group's tile
     next_column,
-    KIND: gl.constexpr,
-    LIMIT: gl.constexpr,
-    ALPHA: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
     """The first half of h is on its way; each quarter read makes room for the one after the next.
 
     Those are this tile's second half, then the next tile's first one.
     """
+    KIND: gl.constexpr = CONST.KIND
     da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     left, right = halves(total_MN.to(dtype))
@@ -155,7 +154,7 @@ def _store(
             coming = gl.where(is_own, column, next_column) + (i + 2) % 4 * PART
             _fetch_h(h_desc, h_smem, arrived, i % 2, coming_row, coming, F)
         gate, up = gate.to(gl.float32), up.to(gl.float32)
-        a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, LIMIT, ALPHA)
+        a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, CONST.LIMIT, CONST.ALPHA)
         da = da_smem.index(i).load(layout).to(gl.float32)
         if i == 3:
             thread_barrier()  # all have read da
@@ -177,30 +176,23 @@ def _consume(
     stage,
     ring,
     tiles,
-    weights_ptr,
-    out_ptr,
-    dh_ptr,
-    dweights_ptr,
+    outputs,
     R,
     K,
     N,
-    KIND: gl.constexpr,
-    LIMIT: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    FIELDS: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
     """Multiply and store every other tile: group 0 the first, group 1 the second, and so on."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
     N = N // 8 * 8  # as above
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
     turn, store_turn = turns
+    weights_ptr, out_ptr, dh_ptr, dweights_ptr = outputs
     _da_smem, h_desc, h_smem, arrived = stage
-    num_k = gl.cdiv(K, BLOCK_K)
+    num_k = gl.cdiv(K, CONST.BLOCK_K)
     num_tiles = tiles.num_rows * tiles.num_columns
     step = GROUP * num_k
     parity = 1 - GROUP
@@ -208,11 +200,11 @@ def _consume(
     first = gl.program_id(0) + GROUP * gl.num_programs(0)
     if GROUP == 0:
         if first < num_tiles:
-            _, row, _, n = locate_rows(first, tiles, GROUP_M, FIELDS)
+            _, row, _, n = locate_rows(first, tiles, CONST.GROUP_M)
             _fetch_h(h_desc, h_smem, arrived, 0, row, n * BLOCK_N, N)
             _fetch_h(h_desc, h_smem, arrived, 1, row, n * BLOCK_N + BLOCK_N // 4, N)
     for tile in range(first, num_tiles, 2 * gl.num_programs(0)):
-        _, row, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
+        _, row, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         # Not before the other group has read its last stage: a barrier distinguishes even and
         # odd phases only, so a group that waits too early reads the other's data as its own.
@@ -233,7 +225,7 @@ def _consume(
         after = tile + gl.num_programs(0)  # the other group's
         has_next = after < num_tiles
         at = gl.where(has_next, after, tile)
-        _, next_row, _, next_n = locate_rows(at, tiles, GROUP_M, FIELDS)
+        _, next_row, _, next_n = locate_rows(at, tiles, CONST.GROUP_M)
         hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
         store_parity = 1 - store_parity
         _store(
@@ -251,9 +243,7 @@ def _consume(
             has_next,
             next_row,
             next_n * BLOCK_N,
-            KIND,
-            LIMIT,
-            ALPHA,
+            CONST,
         )
 
 
@@ -272,25 +262,18 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     R,
     K,
     N,
-    GATHER: gl.constexpr,
-    KIND: gl.constexpr,
-    LIMIT: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    FIELDS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
     """Compute the product of `grouped/pingpong.py`."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    STAGES: gl.constexpr = CONST.STAGES
     dtype: gl.constexpr = b_desc.dtype
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
     # One arrival for the TMA, one for each producing thread's copies.
-    full, empty = make_barriers(STAGES, 129 if GATHER else 1), make_barriers(STAGES, 1)
+    full, empty = make_barriers(STAGES, 129 if CONST.GATHER else 1), make_barriers(STAGES, 1)
     turn, store_turn = make_barriers(2, 1), make_barriers(2, 1)
     arrived = make_barriers(2, 1)
     part: gl.constexpr = [4, BLOCK_M, BLOCK_N // 4]
@@ -303,15 +286,12 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     num_n = gl.cdiv(N, BLOCK_N)
     tiles = RowTiling(map_ptr, gl.load(map_ptr), num_n)
     outputs = (weights_ptr, out_ptr, dh_ptr, dweights_ptr)
-    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, FIELDS)
-    constants: gl.constexpr = (KIND, LIMIT, ALPHA) + sizes
-    producer: gl.constexpr = (GATHER,) + sizes
     gl.warp_specialize(
         [
-            (_consume, (0, turns, stage, ring, tiles) + outputs + (R, K, N) + constants),
-            (_consume, (1, turns, stage, ring, tiles) + outputs + (R, K, N) + constants),
-            (_produce, (a_ptr, a_desc, b_desc, row_ids_ptr, ring, tiles, K) + producer),
+            (_consume, (0, turns, stage, ring, tiles, outputs, R, K, N, CONST)),
+            (_consume, (1, turns, stage, ring, tiles, outputs, R, K, N, CONST)),
+            (_produce, (a_ptr, a_desc, b_desc, row_ids_ptr, ring, tiles, K, CONST)),
         ],
         [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],
     )

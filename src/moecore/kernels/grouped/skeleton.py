@@ -3,6 +3,7 @@
     Ring         stages of two operands in shared memory that loading warps fill and groups read
     RowTiling    tiles of [R, N] outputs, by the map of `rows/row_tiles.py`
     WeightTiling tiles of [e, M, N] outputs
+    loading      the loops over tiles and steps; a kernel's LOAD begins the loads of one step
     staging      a result goes through shared memory and leaves by TMA; where it ends, by threads
 
 A stage has two barriers: full when all that was announced for it has arrived, empty when all who
@@ -15,6 +16,32 @@ Letters: R expert rows, e experts, M N the sizes of an output.
 from typing import Any, NamedTuple
 
 from moecore.kernels.common import gl, gluon, hopper, thread_barrier, tma_store
+from moecore.kernels.rows.row_tiles import MAP_FIELDS
+
+FIELDS = gl.constexpr(MAP_FIELDS)
+
+
+class Constants(NamedTuple):
+    """Constants of a product: sizes of a tile and of the ring, and what a kernel adds."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int  # row tiles that share weights in L2
+    STAGES: int
+    PRODUCER_REGISTERS: int  # of a thread
+    PRODUCER_WARPS: int = 1
+    CONSUMER_REGISTERS: int = 0
+    EPILOGUE_REGISTERS: int = 0
+    EPILOGUE_ROWS: int = 0  # of an activation, at a time in registers
+    ACTIVATION: bool = False
+    KIND: str = ""  # this and the next two: of the activation
+    LIMIT: float = 0.0
+    ALPHA: float = 0.0
+    B_IS_NK: bool = False
+    GATHER: bool = False
+    ADD: bool = False
+    TRANSPOSED: bool = False
 
 
 class Ring(NamedTuple):
@@ -88,7 +115,6 @@ def locate_rows(
     tile,  # number of the tile
     tiling,  # RowTiling
     GROUP_M: gl.constexpr,
-    FIELDS: gl.constexpr,
 ):
     """Return expert, first row, end of its rows, column tile; GROUP_M row tiles share weights."""
     width = GROUP_M * tiling.num_columns
@@ -121,6 +147,53 @@ def range_of(ends_ptr, expert):
     """Return where an expert starts and ends, from a running sum."""
     start = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     return start, gl.load(ends_ptr + expert)
+
+
+@gluon.jit
+def _begin_step(ring, step, CONST: gl.constexpr):
+    """Begin the stage of a step of which TMA brings both operands."""
+    BITS: gl.constexpr = ring.a.dtype.primitive_bitwidth
+    return begin_stage(ring, step, (CONST.BLOCK_M + CONST.BLOCK_N) * CONST.BLOCK_K * BITS // 8)
+
+
+@gluon.jit
+def load_row_tiles(
+    LOAD: gl.constexpr,  # function (operands, place of the tile, k, ring, slot, barrier, CONST)
+    operands,
+    ring,
+    tiling,  # RowTiling
+    K,
+    CONST: gl.constexpr,  # Constants
+):
+    """Load the blocks of every tile, in order."""
+    step = 0
+    for tile in range(gl.program_id(0), tiling.num_rows * tiling.num_columns, gl.num_programs(0)):
+        place = locate_rows(tile, tiling, CONST.GROUP_M)
+        for k in range(0, K, CONST.BLOCK_K):
+            slot, bar = _begin_step(ring, step, CONST)
+            LOAD(operands, place, k, ring, slot, bar, CONST)
+            step += 1
+
+
+@gluon.jit
+def load_weight_tiles(
+    LOAD: gl.constexpr,  # function (operands, m, n, row, ring, slot, barrier, CONST)
+    operands,
+    ends_ptr,  # [e] int32, running sum of the experts' rows
+    ring,
+    tiling,  # WeightTiling
+    ROWS: gl.constexpr,  # of a step
+    CONST: gl.constexpr,  # Constants
+):
+    """Load the rows of every output tile's expert, in order."""
+    step = 0
+    for tile in range(gl.program_id(0), tiling.num_tiles, gl.num_programs(0)):
+        expert, m, n = locate_weights(tile, tiling, CONST.GROUP_M)
+        start, end = range_of(ends_ptr, expert)
+        for row in range(start, end, ROWS):
+            slot, bar = _begin_step(ring, step, CONST)
+            LOAD(operands, m, n, row, ring, slot, bar, CONST)
+            step += 1
 
 
 @gluon.jit

@@ -21,11 +21,14 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
+from moecore.kernels.grouped.skeleton import Constants
 from moecore.kernels.grouped.wgrad_kernel import sm90_bf16_grouped_wgrad_kernel
 from moecore.kernels.rows.scaled_cast import scaled_cast
 
-BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M = 128, 256, 64, 3, 8
-CONSUMER_WARPS, PRODUCER_WARPS, PRODUCER_REGISTERS = 8, 4, 56
+BLOCK_M, BLOCK_N, BLOCK_K, CONSUMER_WARPS = 128, 256, 64, 8
+CONST = Constants(
+    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M=8, STAGES=3, PRODUCER_REGISTERS=56, PRODUCER_WARPS=4
+)
 
 
 def grouped_wgrad_ref(
@@ -48,50 +51,6 @@ def grouped_wgrad_ref(
         out.append(product.T if transposed else product)
         start = stop
     return torch.stack(out).to(x.dtype)
-
-
-def launch_arguments(
-    x: Tensor,
-    y_RN: Tensor,
-    row_ids_R: Tensor | None,
-    offsets_e: Tensor,
-    out: Tensor,
-    *,
-    transposed: bool,
-    add: bool,
-    scale: float,
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the kernel's arguments and its compile-time ones."""
-    M, N = x.shape[1], y_RN.shape[1]
-    columns = BLOCK_N * 2 // out.dtype.itemsize  # what the staging buffer has room for
-    block = (1, columns, BLOCK_M) if transposed else (1, BLOCK_M, columns)
-    args = (
-        x,
-        gluon_descriptor(x, (BLOCK_K, BLOCK_M)),
-        gluon_descriptor(y_RN, (BLOCK_K, BLOCK_N)),
-        offsets_e if row_ids_R is None else row_ids_R,
-        offsets_e,
-        None if add else gluon_descriptor(out, block),
-        out,
-        offsets_e.shape[0],
-        M,
-        N,
-        scale,
-    )
-    constants: dict[str, object] = {
-        "GATHER": row_ids_R is not None,
-        "ADD": add,
-        "TRANSPOSED": transposed,
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_K": BLOCK_K,
-        "GROUP_M": GROUP_M,
-        "STAGES": STAGES,
-        "PRODUCER_WARPS": PRODUCER_WARPS,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "num_warps": CONSUMER_WARPS,
-    }
-    return args, constants
 
 
 def grouped_wgrad(
@@ -137,11 +96,22 @@ def grouped_wgrad(
     out = x.new_empty(shape, dtype=dtype) if out is None else out
     if not y_RN.shape[0] or not x.shape[0]:
         return out if adds else out.zero_()
-    args, constants = launch_arguments(
-        x, y_RN, row_ids_R, offsets_e, out, transposed=transposed, add=adds, scale=scale
-    )
+    columns = BLOCK_N * 2 // out.dtype.itemsize  # what the staging buffer has room for
+    block = (1, columns, BLOCK_M) if transposed else (1, BLOCK_M, columns)
+    gathers = row_ids_R is not None
     with on_device(x):
-        sm90_bf16_grouped_wgrad_kernel[(num_sms(x.device),)](*args, **constants)
+        sm90_bf16_grouped_wgrad_kernel[(num_sms(x.device),)](
+            x,
+            gluon_descriptor(x, (BLOCK_K, BLOCK_M)),
+            gluon_descriptor(y_RN, (BLOCK_K, BLOCK_N)),
+            offsets_e if row_ids_R is None else row_ids_R,
+            offsets_e,
+            None if adds else gluon_descriptor(out, block),
+            out,
+            *(e, M, N, scale),
+            CONST=CONST._replace(GATHER=gathers, ADD=adds, TRANSPOSED=transposed),
+            num_warps=CONSUMER_WARPS,
+        )
     return out
 
 

@@ -2,7 +2,7 @@
 
 Letters: S source rows, R expert rows (length), e experts, M columns of x, N columns of y.
 
-    loading warps      fill a ring of stages with blocks of x and y     (_produce*)
+    loading warps      fill a ring of stages with blocks of x and y     (_load, _gather)
     two warp groups    multiply a tile together, then store it          (_consume)
 
 What they share:
@@ -30,6 +30,7 @@ from moecore.kernels.grouped.skeleton import (
     await_stage,
     begin_stage,
     end_stage_before,
+    load_weight_tiles,
     locate_weights,
     make_barriers,
     range_of,
@@ -38,7 +39,7 @@ from moecore.kernels.grouped.skeleton import (
 
 
 @gluon.jit
-def _produce(
+def _gather(
     x_ptr,  # [S, M]
     y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
     row_ids_ptr,  # [R] int32
@@ -46,12 +47,12 @@ def _produce(
     ring,
     tiles,
     M,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    WARPS: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
+    """Load the rows of every tile, in order: those of x by their ids."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    WARPS: gl.constexpr = CONST.PRODUCER_WARPS
     M = M // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and copies 16 bytes
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_M, BLOCK_M // 8], [WARPS, 1], [1, 0]
@@ -64,7 +65,7 @@ def _produce(
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
-        expert, m, n = locate_weights(tile, tiles, GROUP_M)
+        expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
         start, end = range_of(offsets_ptr, expert)
         # Row ids are read three steps ahead: a copy cannot start before its address is known.
         ids0 = gl.load(ids + start, mask=start + id_in_step < end, other=0)
@@ -81,34 +82,18 @@ def _produce(
             x = x_ptr + (source * M)[:, None] + (m * BLOCK_M + columns)[None, :]
             mask = (row + in_step < end)[:, None] & (m * BLOCK_M + columns < M)[None, :]
             slot, bar = begin_stage(ring, step, y_desc.block_type.nbytes)
-            tma_load(y_desc, [row, n * BLOCK_N], bar, ring.b.index(slot))
+            tma_load(y_desc, [row, n * CONST.BLOCK_N], bar, ring.b.index(slot))
             async_load(ring.a.index(slot), x, mask)
             hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
             step += 1
 
 
 @gluon.jit
-def _produce_contiguous(
-    x_desc,  # [R, M] as blocks [BLOCK_K, BLOCK_M]
-    y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
-    offsets_ptr,  # [e] int32
-    ring,
-    tiles,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):
-    step = 0
-    for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
-        expert, m, n = locate_weights(tile, tiles, GROUP_M)
-        start, end = range_of(offsets_ptr, expert)
-        for row in range(start, end, BLOCK_K):
-            bytes: gl.constexpr = x_desc.block_type.nbytes + y_desc.block_type.nbytes
-            slot, bar = begin_stage(ring, step, bytes)
-            tma_load(x_desc, [row, m * BLOCK_M], bar, ring.a.index(slot))
-            tma_load(y_desc, [row, n * BLOCK_N], bar, ring.b.index(slot))
-            step += 1
+def _load(operands, m, n, row, ring, slot, bar, CONST: gl.constexpr):
+    """Load contiguous rows of a step."""
+    x_desc, y_desc = operands
+    tma_load(x_desc, [row, m * CONST.BLOCK_M], bar, ring.a.index(slot))
+    tma_load(y_desc, [row, n * CONST.BLOCK_N], bar, ring.b.index(slot))
 
 
 @gluon.jit
@@ -189,26 +174,26 @@ def _consume(
     M,
     N,
     scale,
-    GATHER: gl.constexpr,
-    ADD: gl.constexpr,
-    WIDE: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
+    """Multiply and store, or add, every tile."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    ADD: gl.constexpr = CONST.ADD
+    TRANSPOSED: gl.constexpr = CONST.TRANSPOSED
+    WIDE: gl.constexpr = not ADD and out_desc.dtype.primitive_bitwidth == 32
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
-        expert, m, n = locate_weights(tile, tiles, GROUP_M)
+        expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
         start, end = range_of(offsets_ptr, expert)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         for row in range(start, end, BLOCK_K):
             slot = await_stage(ring, step)
-            if GATHER:
+            if CONST.GATHER:
                 hopper.fence_async_shared()  # x came through the generic proxy, wgmma's is another
             elif row + BLOCK_K > end:
                 _clear_rows(ring.a.index(slot), end - row)
@@ -251,59 +236,54 @@ def sm90_bf16_grouped_wgrad_kernel(
     M,
     N,
     scale,  # fp32, of every product
-    GATHER: gl.constexpr,
-    ADD: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    PRODUCER_WARPS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    CONST: gl.constexpr,  # Constants
 ):
     """Write (or add) every expert's gradient; see `grouped_wgrad`."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    STAGES: gl.constexpr = CONST.STAGES
     dtype: gl.constexpr = y_desc.dtype
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_M], x_desc.layout)
     y_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], y_desc.layout)
-    WIDE: gl.constexpr = not ADD and out_desc.dtype.primitive_bitwidth == 32
-    if ADD:
+    if CONST.ADD:
         out_smem: gl.constexpr = None
     else:
         out_smem = gl.allocate_shared_memory(
             out_desc.dtype, out_desc.block_type.shape, out_desc.layout
         )
     # One arrival for the TMA, one for each producing thread's copies.
-    full = make_barriers(STAGES, 1 + 32 * PRODUCER_WARPS if GATHER else 1)
+    full = make_barriers(STAGES, 1 + 32 * CONST.PRODUCER_WARPS if CONST.GATHER else 1)
     empty = make_barriers(STAGES, 1)
     num_m = gl.cdiv(M, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
     ring = Ring(x_smem, y_smem, full, empty)
     tiles = WeightTiling(num_m, num_n, num_m * num_n * num_experts)
-    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
-    gathers: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PRODUCER_WARPS)
-    options: gl.constexpr = (GATHER, ADD, WIDE, TRANSPOSED) + sizes
-    if GATHER:
+    if CONST.GATHER:
         gl.warp_specialize(
             [
                 (
                     _consume,
-                    (offsets_ptr, ring, tiles, out_smem, out_desc, out_ptr, M, N, scale) + options,
+                    (offsets_ptr, ring, tiles, out_smem, out_desc, out_ptr, M, N, scale, CONST),
                 ),
-                (_produce, (x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M) + gathers),
+                (_gather, (x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M, CONST)),
             ],
-            [PRODUCER_WARPS],
-            [PRODUCER_REGISTERS],
+            [CONST.PRODUCER_WARPS],
+            [CONST.PRODUCER_REGISTERS],
         )
     else:
+        operands = (x_desc, y_desc)
         gl.warp_specialize(
             [
                 (
                     _consume,
-                    (offsets_ptr, ring, tiles, out_smem, out_desc, out_ptr, M, N, scale) + options,
+                    (offsets_ptr, ring, tiles, out_smem, out_desc, out_ptr, M, N, scale, CONST),
                 ),
-                (_produce_contiguous, (x_desc, y_desc, offsets_ptr, ring, tiles) + sizes),
+                (
+                    load_weight_tiles,
+                    (gl.constexpr(_load), operands, offsets_ptr, ring, tiles, BLOCK_K, CONST),
+                ),
             ],
             [1],
-            [PRODUCER_REGISTERS],
+            [CONST.PRODUCER_REGISTERS],
         )

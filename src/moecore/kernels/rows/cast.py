@@ -362,15 +362,10 @@ _amax_op = Op("fp8_amax", _amax, _amax_fake)
 
 
 class Both(NamedTuple):
-    """What `cast` made of a matrix [T, D]; None where it was not asked for.
+    """What `cast` made of a matrix [T, D]; None where it was not asked for."""
 
-    Attributes:
-        rows: summed over D.
-        columns: summed over T, transposed.
-    """
-
-    rows: Operand | None
-    columns: Operand | None
+    rows: Operand | None  # for sums over D
+    columns: Operand | None  # for sums over T; transposed
 
 
 def cast(

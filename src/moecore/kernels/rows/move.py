@@ -15,6 +15,10 @@ bytes at most.
 Any K works. Expert choice gives K = E columns, of which a source row uses few: every column is
 still looked at, one index load each in both kernels, and the fill reads 4 * R * K bytes more. The
 references make K passes over [S, D] for a sum.
+
+`copy_used` moves the used rows of a matrix to or from memory that the GPU reaches over PCIe. Their
+number is on the device, so no copy engine can be given it. A few programs take all rows in turns:
+PCIe is slow, and the multiprocessors are others'. Bytes moved: 2 * num_rows * (bytes of a row).
 """
 
 from functools import cache, partial
@@ -36,6 +40,8 @@ from moecore.kernels.ops import Op
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FILL_ROWS = 32  # expert rows that one program checks for being named by no slot
 FILL_CHOICES = 32  # slots of each of them that it holds at a time
+COPY_PROGRAMS = 16
+COPY_WORDS = 4096  # of 4 bytes, that a program copies at once
 
 
 def gather_rows_ref(
@@ -327,3 +333,51 @@ def sum_rows(
     Example, S = 2, K = 2, R = 3: slots_SK [[0, 2], [1, -1]] gives [y0 + y2, y1].
     """
     return _sum_rows(y_RD, row_ids_R, slots_SK, num_rows)
+
+
+def copy_used_ref(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
+    """Do what `copy_used` does, in plain PyTorch. Host sync."""
+    used = min(int(num_rows), source_RB.shape[0])
+    target_RB[:used].copy_(source_RB[:used])
+
+
+@partial(triton.jit, do_not_specialize=["length"])
+def _copy_used_kernel(
+    source_ptr,  # [R, words of a row] int32
+    target_ptr,  # [R, words of a row] int32, out
+    num_rows_ptr,  # int32
+    length,  # R
+    row_words,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    used = tl.minimum(tl.load(num_rows_ptr), length).to(tl.int64) * row_words
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, used, PROGRAMS * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        words = tl.load(source_ptr + i, mask=i < used)
+        tl.store(target_ptr + i, words, mask=i < used)
+
+
+def copy_used(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
+    """Copy the first rows of a matrix; what lies past them in the target stays as it is.
+
+    Args:
+        target_RB: uint8, contiguous; on the GPU or in pinned host memory, like the source.
+        source_RB: likewise.
+        num_rows: 0-dim int32 on the GPU; more than R count as R.
+    """
+    row_bytes = source_RB.shape[1]
+    if not use_kernel(num_rows) or row_bytes % 4:
+        copy_used_ref(target_RB, source_RB, num_rows)
+        return
+    with on_device(num_rows):
+        _copy_used_kernel[(COPY_PROGRAMS,)](
+            source_RB.view(torch.int32),
+            target_RB.view(torch.int32),
+            num_rows,
+            source_RB.shape[0],
+            row_bytes // 4,
+            PROGRAMS=COPY_PROGRAMS,
+            BLOCK=COPY_WORDS,
+            num_warps=8,
+        )

@@ -80,14 +80,7 @@ class Layout:
         source_rows: int,
         expert_rows: int,
     ) -> "Layout":
-        """Return that of matrices.
-
-        Args:
-            pool: whose pages.
-            matrices: B of each, and whether its used rows are those with a slot.
-            source_rows: S.
-            expert_rows: R.
-        """
+        """Return the layout of matrices: B of each, and whether its used rows have a slot."""
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]
         lengths = [source_rows if listed else expert_rows for listed in has_list]

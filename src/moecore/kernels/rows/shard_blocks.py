@@ -68,14 +68,7 @@ class PartOfMatrix:
 
     @classmethod
     def of(cls, shape: torch.Size, dim: int, start: int, size: int) -> PartOfMatrix:
-        """Return where a chunk of one dim lies; the last dim of the shape are the columns.
-
-        Args:
-            shape: of the whole parameter, two dims or more.
-            dim: that is cut.
-            start: of the chunk.
-            size: of the chunk.
-        """
+        """Return where a chunk of one dim of a parameter lies; the last dim are the columns."""
         rows, columns = shape[:-1].numel(), shape[-1]
         if dim == len(shape) - 1:
             return cls(

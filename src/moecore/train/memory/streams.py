@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moecore.base.streams import Stream, current_stream, is_capturing, new_stream, on_stream
 from moecore.kernels.common import record_launch
-from moecore.kernels.rows.used import copy_used
+from moecore.kernels.rows.move import copy_used
 
 PIECE_BYTES = 8 * 2**20  # 150 us
 

@@ -8,8 +8,7 @@ import torch
 from moecore.kernels.common import INTERPRET
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.quantised import quantise_rows
-from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.widen import widen_rows
+from moecore.kernels.rows.record import Rows, widen_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

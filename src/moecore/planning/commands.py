@@ -1,39 +1,40 @@
-"""`moecore plan`: foldings that fit, or what each pipeline rank of one run holds."""
+"""`moecore plan`, `dry-run` and `report`: the commands, and a plan's picture."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections import defaultdict
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
+from moecore.base.fields import NumBytes, UsageError, check_arguments
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions, Strategy
 from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.options.precision import Precision, PrecisionName
-from moecore.base.tables import shown_bytes
+from moecore.base.tables import columns, shown_bytes
 from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import ScheduleName
 from moecore.parallel.pipeline.timeline import draw
-from moecore.planning.call import call_of
-from moecore.planning.changes import next_change
 from moecore.planning.costs import CostTable
+from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
 from moecore.planning.gpus import GPUS
-from moecore.planning.memory import MemoryPlan, plan_memory
-from moecore.planning.peak import plan_peak
-from moecore.planning.picture import draw_memory
-from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun
+from moecore.planning.levers import next_change
+from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
+from moecore.planning.report import report_trace
+from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun, call_of, new_garbage
 from moecore.planning.search import Fitting, explain_folding, search, shown_levers
-from moecore.planning.time_plan import TimePlan, plan_time
-from moecore.planning.world import new_garbage
+from moecore.planning.times import TimePlan, plan_time, time_step
 
-EXAMPLE = """\
+PLAN_EXAMPLE = """\
 examples:
   moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80
   moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --explain pp=8,ep=8
@@ -50,7 +51,7 @@ def add_plan(rooms: Any) -> None:
         help="which training run fits a cluster that is not there, and what its ranks hold",
         description="Without degrees: foldings that fit, best first. With degrees: bytes by kind "
         "for each pipeline rank and the most at once, from the plan and the step that the run has.",
-        epilog=EXAMPLE,
+        epilog=PLAN_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run_plan)
@@ -109,21 +110,21 @@ def run_plan(args: Any) -> int:
     if args.call:
         print(call_of(run))
         return 0
-    plan, peaks, time = plan_memory(run), plan_peak(run), plan_time(run, _table(args))
+    plan, time = plan_memory(run), plan_time(run, _table(args))
+    peaks = [rank.num_bytes for rank in plan.ranks]
     _write(args, plan, time)
     largest, memory = plan.largest, GPUS[args.gpu].memory
     fits = max(peaks) <= memory
     if args.json:
         ranks = [
-            asdict(rank) | {"num_bytes": rank.num_bytes, "peak": peak}
-            for rank, peak in zip(plan.ranks, peaks, strict=True)
+            asdict(rank) | {"peak": peak} for rank, peak in zip(plan.ranks, peaks, strict=True)
         ]
         found = {"gpu": args.gpu, "memory": memory, "fits": fits, "ranks": ranks}
         change = next_change(time, _table(args))
         found |= _numbers(time) | {"next": None if change is None else asdict(change)}
         print(json.dumps(found))
         return 0 if fits else 1
-    print(plan.table(peaks))
+    print(plan.table())
     print(
         f"pipeline rank {peaks.index(max(peaks))} has most at once: {shown_bytes(max(peaks))} of "
         f"{shown_bytes(memory)} ({args.gpu})"
@@ -173,7 +174,6 @@ def _row(found: Fitting) -> dict[str, Any]:
         "num_micro_batches": run.num_micro_batches,
         "levers": shown_levers(found),
         "overhead": found.levers.overhead,
-        "num_bytes": found.plan.largest.num_bytes,
         "peak": max(found.peaks),
         "headroom": found.headroom,
         **_numbers(found.time),
@@ -291,3 +291,141 @@ def run_of_options(args: Any) -> TrainingRun:
         optimizer=_optimizer(args),
         nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_room(args) else None,
     )
+
+
+DRY_RUN_EXAMPLE = """\
+example:
+  moecore dry-run --rank 37 --preset deepseek-v3 --gpus 2048 --pp 16 --ep 64 \\
+    --schedule 1f1b --micro-batches 4 --precision blockwise --recompute moe"""
+
+
+def add_dry_run(rooms: Any) -> None:
+    """Add the command to those of `moecore`."""
+    parser = rooms.add_parser(
+        "dry-run",
+        help="what one rank of a world that is not there holds and does in a step",
+        description="Runs the host's code of a training step of one rank, without its GPU and "
+        "without the other ranks. Loads are balanced. Other ranks answer at once.",
+        epilog=DRY_RUN_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run_dry_run)
+    parser.add_argument("--rank", type=int, default=0, help="of the world")
+    add_run_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_dry_run(args: Any) -> int:
+    """Print what a rank holds and does; 1 where it does not fit."""
+    run, memory = run_of_options(args), GPUS[args.gpu].memory
+    found = dry_run(run, args.rank)
+    plan = plan_peak(run)[args.rank * run.resolved.pp // run.num_gpus]
+    table, fits = CostTable.of(args.gpu), found.peak + found.buffers <= memory
+    rows, time = _rows(found, table), time_step(found, table)
+    if args.json:
+        sizes = {"held": found.held, "peak": found.peak, "buffers": found.buffers}
+        sizes |= {"plan": plan, "memory": memory}
+        whole = {"rank": found.rank, "gpu": args.gpu, **sizes, "fits": fits}
+        whole |= {"seconds": time.seconds, "parts": time.parts, "works": rows}
+        print(json.dumps(whole))
+        return 0 if fits else 1
+    print(f"rank {found.rank} of {args.gpus} holds {shown_bytes(found.held)} between steps")
+    most = shown_bytes(found.peak + found.buffers)
+    at_most = f"{most} at most in a step, of {shown_bytes(memory)} ({args.gpu})"
+    print(f"{at_most}{'' if fits else ': does not fit'}")
+    print(f"{shown_bytes(plan)} by the plan, from few layers")
+    parts = [f"{part} {s * 1e3:.1f}" for part, s in time.parts.items() if s > 1e-4]
+    print(f"{time.seconds * 1e3:.1f} ms a step, of which ms by what limits: {', '.join(parts)}")
+    lines: list[tuple[str, ...]] = [("what runs", "times", "TFLOP", "GB moved", "ms alone")]
+    for kind, (times, flops, moved, seconds) in rows.items():
+        sums = (f"{flops / 1e12:.1f}", f"{moved / 1e9:.1f}", f"{seconds * 1e3:.1f}")
+        lines.append((kind, f"{times:.0f}", *sums))
+    print("\n".join(columns(lines)))
+    return 0 if fits else 1
+
+
+def _rows(found: DryRun, table: CostTable) -> dict[str, list[float]]:
+    """Return by kind: how many, FLOP, bytes, seconds."""
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for part, works in (("", found.forward_backward), ("optimizer", found.optimizer)):
+        for work in works:
+            numbers = (1, work.flops, work.num_bytes, table.seconds(work))
+            row = sums[part or work.kind]
+            row[:] = (a + b for a, b in zip(row, numbers, strict=True))
+    return dict(sums)
+
+
+REPORT_EXAMPLE = """\
+example, for a trace of rank 0 that prof.export_chrome_trace("trace.json.gz") has written:
+  moecore report trace.json.gz --steps 3"""
+
+
+def add_report(rooms: Any) -> None:
+    """Add the command to those of `moecore`."""
+    parser = rooms.add_parser(
+        "report",
+        help="where a step's time went on one rank's GPU, and what to try next",
+        description="Reads a Chrome trace of torch.profiler: what bounds the step, which "
+        "communication nothing hides, why the GPU is idle, and the options that may win most.",
+        epilog=REPORT_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run_report)
+    parser.add_argument("trace", type=Path, help=".json or .json.gz, of one rank")
+    parser.add_argument(
+        "--steps", type=int, help="that it holds; default: as profile.step() has marked, else 1"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_report(args: Any) -> int:
+    """Print the report."""
+    try:
+        found = report_trace(args.trace, num_steps=args.steps)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if args.json:
+        facts = {"limit": found.limit, "limits": found.limits}
+        print(json.dumps(facts | asdict(found)))
+    else:
+        print(found.table())
+    return 0
+
+
+def draw_memory(
+    plan: MemoryPlan, path: str | os.PathLike[str], memory: NumBytes | None = None
+) -> None:
+    """Write a PNG of a plan.
+
+    Args:
+        plan: of all pipeline ranks.
+        path: of the file.
+        memory: of a GPU in bytes, drawn as a line; None = no line.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    check_arguments(draw_memory, locals())
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("draw_memory needs matplotlib: pip install 'moecore[bench]'") from error
+
+    kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.device))
+    figure = Figure(figsize=(9.0, 1.6 + 0.4 * len(plan.ranks)), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    places, ends = range(len(plan.ranks)), [0.0] * len(plan.ranks)
+    for i, kind in enumerate(kinds):
+        sizes = [rank.device.get(kind, 0) / 1e9 for rank in plan.ranks]
+        colour = (f"C{i % 10}", 1.0 if i < 10 else 0.5)
+        axes.barh(places, sizes, left=ends, label=kind, color=colour)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    if memory is not None:
+        axes.axvline(memory / 1e9, color="black", linestyle="--", label="memory of a GPU")
+    axes.set(xlabel="GB", ylabel="pp rank")
+    axes.set_yticks(list(places))
+    axes.invert_yaxis()
+    figure.legend(loc="outside right upper", fontsize=7)
+    figure.savefig(path, format="png")

@@ -1,51 +1,197 @@
-"""How long a step of any run takes, what it waits for, and what to change next: `plan_time`.
+"""How long a step takes, and what it waits for: `time_step`, `plan_time`.
 
-    dry run of few layers -> Pieces -> queue of all layers                      without stages
-                                    -> seconds of each stage's passes -> Timeline     with stages
+    DryRun, CostTable -> when each piece of work starts and ends -> StepTime
+    Pieces of few layers, CostTable -> queue of all layers                       -> TimePlan
+                                    -> seconds of each stage's passes, Timeline  -> TimePlan
+
+Work starts when the host has queued it, and what it comes behind has ended; the host queues one
+piece after the other, and waits where it reads a result. It begins a step while the one before it
+still runs, so a step's time is that between the ends of two steps. Work side by side is as fast as
+alone, but a step or a pass takes no less than all that its network carries.
 
 A step of few micro-batches is put together; each one more takes as long as the last of those that
 are in the middle. Clipping and the optimizer follow the slowest pipeline rank, whose time grows
-with what the rank stores. A pair of a forward and a backward (`Overlap`) hides links behind
-computation. Work side by side is as fast as alone, but nothing takes less than the network for all
-that it carries.
+with what the rank stores.
+
+A forward beside a backward (`Overlap`) takes as long as the two in turn; see `_Costs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from moecore.base.fields import check_arguments
+from moecore.base.fields import PositiveOrZero, check_arguments
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
-from moecore.parallel.pipeline.schedule import make_schedule
+from moecore.parallel.pipeline.orders import Action, Item, actions_of
+from moecore.parallel.pipeline.schedule import Schedule, make_schedule
+from moecore.parallel.pipeline.simulate import spans_of
 from moecore.parallel.pipeline.timeline import Timeline
-from moecore.planning.alike import Likes, timed_layers
-from moecore.planning.costs import CostTable
-from moecore.planning.dry_run import DryRun, dry_run
+from moecore.planning.costs import CostTable, Wall
+from moecore.planning.dry_run import DryRun
 from moecore.planning.gpus import NODE
-from moecore.planning.memory import WHOLE, ranks_of, stages_of, state_bytes, stored_bytes
-from moecore.planning.pieces import MIDDLE, PASSES, Pass, Piece, Pieces
+from moecore.planning.pieces import MIDDLE, Piece, Pieces, like_of, pieces_of, timed_stages
+from moecore.planning.record import PASSES, Pass, Placed, Queued, Work, placed
 from moecore.planning.run import TrainingRun
-from moecore.planning.step_time import STEPS, Part, at_least, carried, exposed, run_queue
-from moecore.planning.timeline import simulate
-from moecore.planning.work import Queued, Work
+from moecore.planning.stored import ranks_of, stages_of, state_bytes, stored_bytes
 
-LINKS: tuple[Part, ...] = ("nvlink", "network", "pcie")
+
+def simulate(
+    schedule: Schedule, seconds_of: Callable[[Item], float], send_seconds: PositiveOrZero = 0.0
+) -> Timeline:
+    """Return when each rank runs what; the step takes the timeline's `makespan`.
+
+    Each rank runs its order in turn. An item waits for what it needs, and for its message where
+    that comes from another rank. Nobody waits for a send.
+
+    Args:
+        schedule: of all ranks.
+        seconds_of: of an action, or of an overlap of two as a whole.
+        send_seconds: of hidden states, or of their gradient, from one rank to another.
+    """
+    check_arguments(simulate, locals())
+    return Timeline(spans=spans_of(schedule, seconds_of, send_seconds))
+
+
+Part = Literal[Wall, "host", "bubble"]
+# Of what runs at once the first one counts: the others are hidden behind it.
+PARTS: tuple[Part, ...] = ("compute", "memory", "launch", "nvlink", "network", "pcie", "host")
+STEPS = 3  # until one is like the one before it
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The time of a step.
+
+    Attributes:
+        seconds: between the ends of two steps.
+        parts: of it by what limits it, without what is hidden: "compute" and "memory" rates,
+            "launch" of small kernels, links ("nvlink", "network", "pcie"), and the "host".
+    """
+
+    seconds: float
+    parts: dict[Part, float]
+
+    @property
+    def wall(self) -> Part:
+        """What limits the largest part."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+
+class Spans(NamedTuple):
+    """When each piece of work of a queue starts and ends, and what limits it."""
+
+    starts: list[float]
+    ends: list[float]
+    parts: list[Part]
+
+
+def time_step(step: DryRun, table: CostTable) -> StepTime:
+    """Return how long a step of a rank takes where other ranks are as fast.
+
+    Args:
+        step: what it does.
+        table: what that takes.
+    """
+    check_arguments(time_step, locals())
+    spans = run_queue(placed(step.queued), table, STEPS)
+    first, last = (max(spans.ends[: len(step.queued) * n]) for n in (STEPS - 1, STEPS))
+    before = (STEPS - 1) * len(step.queued)
+    parts = at_least(exposed(spans, first, last), carried(spans, before, len(spans.ends)))
+    return StepTime(max(last - first, sum(parts.values())), parts)
+
+
+def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
+    """Return when each piece of work runs, in steps that come one behind the other.
+
+    Args:
+        queue: what the host queues in a step, in order.
+        table: what that takes.
+        steps: how many.
+    """
+    costs = _costs(queue, table)
+    starts, ends = list[float](), list[float]()
+    host = begun = 0.0
+    for _ in range(steps):
+        first, last = len(ends), dict[int, float]()  # ends of streams
+        works = zip(queue, costs, strict=True)
+        for i, ((one, behind, host_behind), (seconds, _)) in enumerate(works, first):
+            for distance in host_behind:
+                host = max(host, ends[i - distance])
+            host += table.host_seconds
+            start = max(host, last.get(one.stream, begun))
+            for distance in behind:
+                if ends[i - distance] > start:
+                    start = ends[i - distance]
+            last[one.stream] = end = start + seconds
+            starts.append(start)
+            ends.append(end)
+        begun = max(ends[first:], default=begun)
+    return Spans(starts, ends, steps * [part for _, part in costs])
+
+
+def carried(spans: Spans, first: int, last: int) -> float:
+    """Return the seconds in which the network carries some of a queue, if it carries no other.
+
+    Args:
+        spans: of the queue.
+        first: where some of it begins.
+        last: where it ends.
+    """
+    found = zip(
+        spans.starts[first:last], spans.ends[first:last], spans.parts[first:last], strict=True
+    )
+    return sum(end - start for start, end, part in found if part == "network")
+
+
+def at_least(parts: Mapping[Part, float], network: float) -> dict[Part, float]:
+    """Return parts that add up to the seconds of the network: streams share it."""
+    missing = max(0.0, network - sum(parts.values()))
+    return {**parts, "network": parts.get("network", 0.0) + missing}
+
+
+def _costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]]:
+    """Return seconds and what limits them; of equal work once."""
+    known: dict[tuple[Work, int], tuple[float, Part]] = {}
+
+    def cost(one: Queued) -> tuple[float, Part]:
+        key = one.work, one.node_ranks
+        if key not in known:
+            known[key] = table.seconds(*key), table.wall(*key)
+        return known[key]
+
+    of = {id(one): cost(one) for one in {id(one): one for one, _, _ in queue}.values()}
+    return [of[id(one)] for one, _, _ in queue]
+
+
+def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
+    """Return how long each part is the first that runs; the host's when none does."""
+    edges: list[tuple[float, int, Part]] = []
+    for begin, stop, part in zip(*spans, strict=True):
+        if begin < end and stop > start:  # comparisons here and below: calls take longer
+            edges.append((begin if begin > start else start, 1, part))
+            edges.append((stop if stop < end else end, -1, part))
+    running, now = dict.fromkeys(PARTS, 0), start
+    sums: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    edges.sort()
+    for at, change, part in edges:
+        if at > now:
+            for first in PARTS:
+                if running[first]:
+                    break
+            sums[first] += at - now
+            now = at
+        running[part] += change
+    sums["host"] += max(0.0, end - now)
+    return sums
+
+
 ROUNDS = 3  # of a pipeline's ranks: micro-batches of a step that is simulated
 Parts = Mapping[Part, float]
 
 
-class Passed(NamedTuple):
-    """The seconds of a pass by part, and those of the network for all that it carries of it."""
-
-    parts: Parts
-    network: float
-
-
-Known = dict[object, dict[tuple[Pass, int], Passed]]  # starts of a stage's pieces -> its passes
+Known = dict[object, dict[tuple[Pass, int], Parts]]  # starts of a stage's pieces -> its passes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,45 +276,6 @@ def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
     return found
 
 
-def pieces_of(run: TrainingRun) -> Pieces:
-    """Return the pieces of a run's step, whose optimizer's state stays on the device."""
-    small, like = _small(run)
-    step = _dry_run(small)
-    share = stored_bytes(run) / stored_bytes(small)
-    first = step.starts[-1].first
-    end = (_grown(one, share) for one in step.queued[first:])
-    return Pieces.of([*step.queued[:first], *end], step.starts, like)
-
-
-def pages_of(run: TrainingRun) -> int:
-    """Return the bytes of a stash's pages in the run of few layers."""
-    return _dry_run(small_of(run)).pages
-
-
-def small_of(run: TrainingRun) -> TrainingRun:
-    """Return the run of few layers whose pieces those of a run are."""
-    return _small(run)[0]
-
-
-def _small(run: TrainingRun) -> tuple[TrainingRun, Likes]:
-    here = replace(run, optimizer=replace(run.optimizer, offload_fraction=0.0))
-    return timed_layers(here, min(run.num_micro_batches, MIDDLE))
-
-
-def timed_stages(run: TrainingRun) -> Sequence[Stage]:
-    """Return the stages of a run; of one without, all of its layers."""
-    if run.pipeline is not None:
-        return stages_of(run)
-    model = run.model
-    layers, mtp = tuple(range(model.num_layers)), tuple(range(model.num_mtp_layers))
-    return [replace(WHOLE, layers=layers, mtp=mtp)]
-
-
-@lru_cache(maxsize=64)
-def _dry_run(run: TrainingRun) -> DryRun:
-    return dry_run(run)
-
-
 def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
     """Return seconds and parts of a step without stages.
 
@@ -213,7 +320,7 @@ def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, known: Know
     blocks = [replace(stage, embedding=False, loss=False) for stage in own]
     passes = _passes_of(blocks, pieces, table, known)
     out, back = (
-        sum(sum(passes[stage.index][end].parts.values()) for stage in blocks)
+        sum(sum(passes[stage.index][end].values()) for stage in blocks)
         for end in (("F", 0), ("B", pieces.num_micro_batches - 1))
     )
     back *= 1 - 1 / sum(len(stage.layers) for stage in blocks)
@@ -239,7 +346,7 @@ def _staged(
             num_micro_batches=num_micro_batches,
         )
         like = like_of(num_micro_batches, pieces.num_micro_batches)
-        costs = _Costs(passes, like, hides=run.nvlink is None)
+        costs = _Costs(passes, like)
         timeline = timelines[num_micro_batches] = simulate(schedule, costs.seconds, send)
         busiest = max(range(pp), key=lambda rank: timeline.busy[rank])
         parts = _sum(costs.parts(span.item) for span in timeline.spans[busiest])
@@ -253,20 +360,20 @@ def _staged(
 class _Costs:
     """What items of an order take.
 
+    Nothing of a pair is counted as hidden. With NCCL between two GPUs lanes hid 0.084 and 0.309 of
+    the exchanges, and steps took 1.08 and 1.01 of the time in turns
+    (benchmarks/results/pipeline/2026-11-23-2-x-nvidia-h200.jsonl). The larger shares there are of a
+    link that is a delay on one GPU. No run over a network has shown one.
+
     Args:
         passes: of each stage, pass and micro-batch of the step that was cut.
         like: which of these each micro-batch is like.
-        hides: whether a forward beside a backward hides what travels: "nvlink" hands over nowhere.
     """
 
     def __init__(
-        self,
-        passes: Mapping[int, Mapping[tuple[Pass, int], Passed]],
-        like: Sequence[int],
-        *,
-        hides: bool,
+        self, passes: Mapping[int, Mapping[tuple[Pass, int], Parts]], like: Sequence[int]
     ) -> None:
-        self._passes, self._like, self._hides = passes, like, hides
+        self._passes, self._like = passes, like
 
     def seconds(self, item: Item) -> float:
         """Return the seconds of an item."""
@@ -274,29 +381,13 @@ class _Costs:
 
     def parts(self, item: Item) -> Parts:
         """Return the seconds of an item by part; D and W are half a backward each."""
-        passed = [self._of(action) for action in actions_of(item)]
-        found = _sum(parts for parts, _ in passed)
-        if not isinstance(item, Overlap):
-            return found
-        left = _hidden(found) if self._hides else found
-        return at_least(left, sum(network for _, network in passed))
+        return _sum(self._of(action) for action in actions_of(item))
 
-    def _of(self, action: Action) -> Passed:
+    def _of(self, action: Action) -> Parts:
         of: Pass = "F" if action.kind == "F" else "B"
         share = 0.5 if action.kind in "DW" else 1.0
-        parts, network = self._passes[action.stage][of, self._like[action.micro_batch]]
-        return Passed({part: share * seconds for part, seconds in parts.items()}, share * network)
-
-
-def _hidden(parts: Parts) -> Parts:
-    """Return parts without what computation hides of links."""
-    left = sum(seconds for part, seconds in parts.items() if part not in LINKS)
-    found = dict(parts)
-    for link in LINKS:
-        hidden = min(left, parts.get(link, 0.0))
-        found[link] = parts.get(link, 0.0) - hidden
-        left -= hidden
-    return found
+        parts = self._passes[action.stage][of, self._like[action.micro_batch]]
+        return {part: share * seconds for part, seconds in parts.items()}
 
 
 def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
@@ -309,7 +400,7 @@ def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
 
 def _passes_of(
     stages: Sequence[Stage], pieces: Pieces, table: CostTable, known: Known
-) -> dict[int, dict[tuple[Pass, int], Passed]]:
+) -> dict[int, dict[tuple[Pass, int], Parts]]:
     """Return what `_passes` does of each stage, found once for those of the same pieces."""
     found = {}
     for stage in stages:
@@ -320,9 +411,9 @@ def _passes_of(
     return found
 
 
-def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Passed]:
+def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Parts]:
     """Return seconds by part of a stage's passes: a forward and a backward in turns."""
-    found: dict[tuple[Pass, int], Passed] = {}
+    found: dict[tuple[Pass, int], Parts] = {}
     queue: list[Piece] = []
     ends: list[tuple[tuple[Pass, int], int]] = []
     for i in like_of(pieces.num_micro_batches + 1, pieces.num_micro_batches):
@@ -333,8 +424,7 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, 
     start, before = 0.0, 0
     for key, number in ends:
         end = max(spans.ends[:number], default=0.0)
-        network = carried(spans, before, number)
-        found[key] = Passed(at_least(exposed(spans, start, end), network), network)
+        found[key] = at_least(exposed(spans, start, end), carried(spans, before, number))
         start, before = end, number
     return found
 
@@ -348,13 +438,6 @@ def _end(pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
     spans = run_queue(pieces.joined([pieces.end]), table)
     end = max(spans.ends, default=0.0)
     return end, exposed(spans, 0.0, end)
-
-
-def like_of(number: int, known: int) -> list[int]:
-    """Return which of the known micro-batches each of a step is like: ends, and all between."""
-    if number <= known:
-        return [*range(number - 1), known - 1] if number > 1 else [0]
-    return [0, *[known // 2] * (number - 2), known - 1]
 
 
 def _for_all(
@@ -375,9 +458,3 @@ def _send_seconds(run: TrainingRun, table: CostTable) -> float:
     num_bytes = 2 * run.batch_size * run.seq_len // (p.cp * p.tp) * run.model.dim
     node_ranks = 1 if run.num_gpus // p.pp >= NODE else 2
     return table.seconds(Work("send", "collective", 0, num_bytes, (2,), "bfloat16"), node_ranks)
-
-
-def _grown(one: Queued, share: float) -> Queued:
-    """Return work on so many times the bytes."""
-    work = one.work
-    return one._replace(work=replace(work, num_bytes=round(share * work.num_bytes)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.trace import break_down, table
 
-from moecore.planning.trace import OTHER, Kernel, break_down, category_of, table
+from moecore.planning.report import OTHER, Kernel, category_of
 from tests.kernels.every_kernel import OF_SEVERAL_RANKS, every_kernel
 
 US = 1e-3  # ms

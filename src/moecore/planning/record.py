@@ -1,0 +1,476 @@
+"""What a step of one rank does and allocates, written down in a world that is not there.
+
+    fake_world           meshes, plans and steps of one rank, whose collectives return at once
+    Recorder             the host's code of a step, on meta -> allocations, Queued work
+    work_of_*            one operation, kernel or collective -> Work, as numbers
+
+Storages are those of tensors that are no subclass: a DTensor's are its rank's part. Sizes are
+rounded as torch's allocator rounds them.
+
+Legend: R rows of experts, e experts of a rank, M N K the sizes of one product, B rows, T tokens of
+a row, H heads, d and v dims of a head.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moecore.base.fields import Bound, CountOrZero, Rules, check_fields
+from moecore.base.streams import Queues, wait_on_host
+from moecore.base.torch_names import (
+    DispatchMode,
+    is_host_memory,
+    phases,
+    storage_key,
+    tree_map_only,
+)
+from moecore.kernels.ops import PLAIN_TYPES
+from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
+from moecore.planning.gpus import NODE
+from moecore.train.memory.on_meta import tensors_of
+
+Kind = Literal["product", "grouped product", "attention", "rows", "collective", "copy"]
+Many = Annotated[int, Bound(">=", 0), Bound("<", 2**63)]
+DIMS = {
+    "product": ("M", "N", "K"),
+    "grouped product": ("experts", "rows", "N", "K"),
+    "attention": ("B", "H", "T", "d", "v"),
+    "collective": ("ranks",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One operation on the device.
+
+    Attributes:
+        name: the kernel's or torch operation's name, such as "aten.mm".
+        kind: what its time depends on.
+        flops: of products and attention.
+        num_bytes: read and written; of a collective, sent and received by this rank; of a copy from
+            or to the host, those that pass.
+        shape: (M, N, K) of a product, (experts, rows, N, K) of a grouped product with the rows of
+            all experts, (B, H, T, d, v) of attention, (ranks,) of a collective; else anything.
+        dtype: of what is multiplied or moved, such as "bfloat16" or "float8_e4m3fn".
+    """
+
+    name: str
+    kind: Kind
+    flops: Many
+    num_bytes: Many
+    shape: tuple[CountOrZero, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        dims = DIMS.get(self.kind, self.shape)
+        if len(self.shape) != len(dims):
+            yield "shape", f"be ({', '.join(map(str, dims))}) of kind {self.kind!r}: pass these"
+
+
+class Queued(NamedTuple):
+    """Work where a step's host queues it.
+
+    Attributes:
+        work: what it is.
+        stream: whose work runs in the order in which it is queued.
+        behind: numbers of what must have ended before it starts.
+        host_behind: of what the host has waited for since it queued the work before.
+        node_ranks: of a collective: how many of its ranks this rank's node has.
+        phases: marks that it is within, the outermost first.
+    """
+
+    work: Work
+    stream: int
+    behind: frozenset[int]
+    host_behind: frozenset[int]
+    node_ranks: int = 0
+    phases: tuple[str, ...] = ()
+
+
+class Placed(NamedTuple):
+    """Queued work in any queue, by distance: copies of a part of a queue are the same objects.
+
+    Attributes:
+        queued: what it is; the numbers in it are those of the queue that it was recorded in.
+        behind: how many places before it there is what must have ended before it starts.
+        host_behind: likewise what the host has waited for.
+    """
+
+    queued: Queued
+    behind: tuple[int, ...]
+    host_behind: tuple[int, ...]
+
+
+def placed(queued: Iterable[Queued]) -> list[Placed]:
+    """Return a whole queue, as it was recorded."""
+    return [
+        Placed(one, tuple(i - n for n in one.behind), tuple(i - n for n in one.host_behind))
+        for i, one in enumerate(queued)
+    ]
+
+
+PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
+GROUPED_PRODUCT = "scaled_grouped_mm"  # torch's in FP8
+WITHOUT_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "set_", "alias")
+EXCHANGES = (COPY, REDUCE, SPREAD)
+HOST_COPIES = ("copy to host", "copy to device")
+SUMS = "_fp32"  # of a product that writes or adds gradients in fp32
+Args = Sequence[Any]
+
+
+def work_of_operation(
+    name: str, args: Args, kwargs: Mapping[str, Any], out: Any, *, changes: bool
+) -> Work | None:
+    """Return what an operation of torch does on the device; None for views and new memory.
+
+    Args:
+        name: without its namespace, leading underscores and overload.
+        args: as it is called.
+        kwargs: likewise.
+        out: what it returns.
+        changes: whether it writes memory, new or given.
+    """
+    if not changes or name in WITHOUT_WORK or not (tensors := tensors_of(args, kwargs, out)):
+        return None
+    if name in PRODUCTS:
+        return _product(name, args, tensors)
+    if name == GROUPED_PRODUCT:
+        (R, K), (*_, N) = args[0].shape, args[1].shape
+        e = args[1].shape[0]
+        if out.ndim == 3:  # of weights' gradients: [N, R] times [R, K] of each expert's rows
+            (N, R), (e, _, K) = args[0].shape, out.shape
+        return _grouped(name, (e, R, N, K), tensors)
+    if "attention" in name:
+        return _attention(name, [t for t in tensors if t.ndim == 4], "backward" in name)
+    return Work(name, "rows", 0, _bytes(tensors), (), _dtype(tensors[0]))
+
+
+def work_of_kernel(name: str, args: Args) -> Work:
+    """Return what a kernel of this package does, or what stands for one of torch's on meta."""
+    if name in EXCHANGES:
+        ranks, num_bytes = args
+        return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
+    tensors = [t for t in (getattr(arg, "base", arg) for arg in args) if isinstance(t, Tensor)]
+    if name.startswith("attention"):
+        return _attention(name, tensors, name.endswith("bwd"))
+    if name in PRODUCTS:
+        return _product(name, args, tensors)
+    if name in GROUPED:
+        return _grouped(name, GROUPED[name](args), tensors)
+    dtype = _dtype(tensors[0]) if tensors else "uint8"
+    kind: Kind = "copy" if name in HOST_COPIES else "rows"
+    return Work(name, kind, 0, _bytes(tensors), (), dtype)
+
+
+def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
+    """Return what a collective moves: this rank's part of what it sends and receives.
+
+    An all-reduce sends and receives the one tensor that it is given.
+
+    Args:
+        name: without its namespace.
+        args: as it is called.
+        num_ranks: of its group.
+    """
+    tensors = tensors_of(args)
+    dtype = _dtype(tensors[0]) if tensors else "uint8"
+    num_bytes = sum(t.nbytes for t in tensors) * (2 if name.startswith("allreduce") else 1)
+    return Work(name, "collective", 0, num_bytes, (num_ranks,), dtype)
+
+
+def _product(name: str, args: Args, tensors: Sequence[Tensor]) -> Work:
+    a, b = args[PRODUCTS[name] :][:2]
+    M, N, K = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+    return Work(name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
+
+
+def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool) -> Work:
+    """Return the work of causal attention; a backward multiplies five times where one does two."""
+    heads = tensors[1:] if name.endswith("backward") else tensors  # torch's begins with dO
+    (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
+    flops = B * H * T * T * (d + v) * (5 if is_backward else 2) // 2
+    shape = (B, H, T, d, v)
+    return Work(name, "attention", flops, _bytes(tensors), shape, _dtype(heads[0]))
+
+
+def _grouped(name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tensor]) -> Work:
+    """Return the work of a grouped product of (e, R, N, K); one of fp32 sums has another name."""
+    flops, dtype = 2 * prod(shape[1:]), _dtype(tensors[0])
+    if any(t.dtype == torch.float32 and t.ndim == 3 for t in tensors):
+        name += SUMS
+    return Work(name, "grouped product", flops, _bytes(tensors), shape, dtype)
+
+
+def _cooperative(args: Args) -> tuple[int, int, int, int]:
+    a, b, h, out = args[0], args[1], args[4], args[6]
+    (R, K), N = a.shape, (out if h is None else h).shape[1]
+    return prod(b.shape) // (N * K), R, N, K
+
+
+def _activation_bwd(args: Args) -> tuple[int, int, int, int]:
+    R, D, F = args[-3:]
+    return prod(args[2].shape) // (D * F), R, F, D
+
+
+def _wgrad(args: Args) -> tuple[int, int, int, int]:
+    y_RN, (e, M, N) = args[2], args[7:10]
+    return e, y_RN.shape[0], N, M
+
+
+def _fp8(args: Args) -> tuple[int, int, int, int]:
+    b, out_RN, K, N = args[1], args[5], *args[7:9]
+    return prod(b.shape) // (N * K), out_RN.shape[0], N, K
+
+
+def _fp8_wgrad(args: Args) -> tuple[int, int, int, int]:
+    x, (e, M, N) = args[0], args[7:10]
+    return e, prod(x.shape) // M, N, M
+
+
+def _gemm(args: Args) -> tuple[int, int, int, int]:
+    out_RN, (e, N, K) = args[5], args[6:9]
+    return e, out_RN.shape[0], N, K
+
+
+def _gemm_activation(args: Args) -> tuple[int, int, int, int]:
+    h_RC, (e, _, D) = args[5], args[7:10]
+    return e, *h_RC.shape, D
+
+
+def _grouped_mm(args: Args) -> tuple[int, int, int, int]:
+    a_RK, b_eKN, _ = args
+    e, K, N = b_eKN.shape
+    return e, a_RK.shape[0], N, K
+
+
+# Kernel -> (e, R, N, K) of the arguments that its launcher gives it.
+GROUPED: dict[str, Callable[[Args], tuple[int, int, int, int]]] = {
+    "sm90_bf16_grouped_kernel": _cooperative,
+    "sm90_bf16_grouped_nn_act_bwd_kernel": _activation_bwd,
+    "sm90_bf16_grouped_wgrad_kernel": _wgrad,
+    "sm90_fp8_grouped_nt_kernel": _fp8,
+    "sm90_fp8_grouped_wgrad_kernel": _fp8_wgrad,
+    "_grouped_gemm_fwd_kernel": _gemm,
+    "_grouped_gemm_activation_fwd_kernel": _gemm_activation,
+    "grouped_mm": _grouped_mm,
+}
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of different tensors."""
+    found = {(storage_key(t), t.storage_offset(), t.shape): t.nbytes for t in tensors}
+    return sum(found.values())
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+ALIGNMENT = 512  # bytes: what torch's allocator rounds to
+FOREACH = "foreach"
+
+
+HELD, GRADIENTS, OPTIMIZER = "held", "gradients", "optimizer step"
+KINDS = {"F": "activations: outside", "B": "backward"}  # of memory outside of a layer's parts
+OUTER = ("activations: rest", "activations: routing")  # in which other parts lie
+END = "end"  # clipping and the optimizer
+
+
+Pass = Literal["F", "B"]
+
+
+PASSES: tuple[Pass, ...] = get_args(Pass)
+
+
+class Start(NamedTuple):
+    """Where the host begins a module's pass.
+
+    Attributes:
+        of: forward or backward.
+        part: "embedding", "layer 3", "predictions" (all modules of them), "head"; END behind all.
+        first: how much it has queued.
+        level: bytes that are allocated.
+        top: most bytes until the next one.
+        kinds: `level` by kind.
+        most: `top` by kind.
+    """
+
+    of: Pass
+    part: str
+    first: int
+    level: int
+    top: int
+    kinds: Mapping[str, int] = MappingProxyType({})
+    most: Mapping[str, int] = MappingProxyType({})
+
+
+class Recorder(DispatchMode):
+    """The mode; within `launches_on_meta`, with `launched` for it.
+
+    Attributes:
+        level: bytes that are allocated.
+        kinds: these by kind: `HELD` since `mark`, else by pass and part of the model.
+        peak: most of them since `mark`.
+        queues: the streams.
+        queued: what ran since `mark`, in the order in which the host queued it.
+        starts: where parts of the model have begun since then.
+        params: whose gradients are a kind of their own from the next start on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = self.peak = self._top = self._held = 0
+        self.kinds, self._most = Counter[str](), Counter[str]()
+        self._within = [HELD]  # kinds of the parts that have begun
+        self.queues = Queues()
+        self.queued: list[Queued] = []
+        self.starts: list[Start] = []
+        self.params: list[Tensor] = []
+        self._first = 0
+        self._sizes: dict[int, tuple[int, str]] = {}  # bytes and kind
+
+    def mark(self) -> None:
+        """Begin anew: nothing is queued, and the peak is what is allocated now."""
+        self.peak, self.queued, self._first = self.level, [], self.queues.length
+        self.starts, self._top, self._held = [], self.level, self.level
+        self._sizes = {key: (size, HELD) for key, (size, _) in self._sizes.items()}
+        self.kinds, self._most = (Counter({HELD: self.level}) for _ in range(2))
+
+    def begin(self, of: Pass, part: str) -> None:
+        """Write down that a part of the model begins a pass."""
+        self._find_gradients()
+        level = self.level if self.starts else self._held
+        kinds = self.kinds if self.starts else Counter({HELD: self._held})
+        self.end()
+        self.starts.append(Start(of, part, len(self.queued), level, level, kinds.copy(), kinds))
+        self._within = [OPTIMIZER if part == END else KINDS[of]]
+
+    def end(self) -> None:
+        """Write down how much the last of these parts had at most."""
+        if self.starts:
+            self.starts[-1] = self.starts[-1]._replace(top=self._top, most=self._most)
+            self._top, self._most = self.level, self.kinds.copy()
+
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """Within, memory is that of a part of the model; of two, one in the other, the outer's."""
+        kind = self._within[-1]
+        if len(self._within) == 1 or kind in OUTER:
+            kind = f"activations: {part}"
+        outside, self._within = self._within, [*self._within, kind]
+        try:
+            yield
+        finally:
+            self._within = outside
+
+    def _find_gradients(self) -> None:
+        for grad in (param.grad for param in self.params if param.grad is not None):
+            key = storage_key(grad.to_local() if isinstance(grad, DTensor) else grad)
+            size, kind = self._sizes.get(key, (0, HELD))
+            if kind == KINDS["B"]:
+                self._sizes[key] = size, GRADIENTS
+                self.kinds.update({kind: -size, GRADIENTS: size})
+
+    def take(self, tensor: Tensor) -> bool:
+        """Count the memory of a tensor on meta, once; return whether it is new."""
+        key = storage_key(tensor)
+        if key in self._sizes:
+            return False
+        if is_host_memory():
+            self._sizes[key] = 0, HELD
+            return False
+        storage = tensor.untyped_storage()
+        size, kind = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT, self._within[-1]
+        self._sizes[key] = size, kind
+        self.level += size
+        self.kinds[kind] += size
+        self.peak = max(self.peak, self.level)
+        if self.level > self._top:
+            self._top, self._most = self.level, self.kinds.copy()
+        weakref.finalize(storage, self._free, key)
+        return True
+
+    def _free(self, key: int) -> None:
+        size, kind = self._sizes.pop(key)
+        self.level -= size
+        self.kinds[kind] -= size
+
+    def launched(self, name: str, args: Sequence[Any]) -> None:
+        """Write down a kernel of this package."""
+        self._queue(work_of_kernel(name, args))
+
+    def _queue(self, work: Work, node_ranks: int = 0) -> None:
+        behind, host_behind = (self._since(numbers) for numbers in self.queues.put())
+        stream = self.queues.current.number
+        self.queued.append(Queued(work, stream, behind, host_behind, node_ranks, phases()))
+
+    def _since(self, numbers: frozenset[int]) -> frozenset[int]:
+        """Return what was queued since `mark`, counted from there; all else has ended."""
+        return frozenset(n - self._first for n in numbers if n >= self._first)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:  # it comes back with this rank's parts
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func.is_view:  # half of what a step calls
+            return func(*args, **kwargs)
+        namespace, name, changes = _called(func)
+        if namespace == "c10d":
+            return self._communicate(func, name, args, kwargs)
+        if name == "local_scalar_dense" and args[0].is_meta:
+            wait_on_host()
+            return 0  # what a host reads: no gradient overflows, and nothing is skipped
+        is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
+        out = None if is_foreach else func(*args, **kwargs)
+        for tensor in tensors_of(out):
+            if type(tensor) in PLAIN_TYPES and tensor.is_meta:
+                changes |= self.take(tensor)
+        work = work_of_operation(name, args, kwargs, out, changes=changes)
+        if work is not None:
+            self._queue(work)
+        return out
+
+    def _communicate(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Write a collective down; ranks that are not there get nothing."""
+        groups = [x for x in args if isinstance(x, torch.ScriptObject)]
+        ranks = max((_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
+        node = dist.get_rank() // NODE
+        here = [rank for rank in ranks if rank // NODE == node]
+        self._queue(work_of_collective(name, args, len(ranks)), len(here))
+        args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
+        args = [[] if isinstance(x, list) and x and isinstance(x[0], int) else x for x in args]
+        return func(*args, **kwargs)
+
+
+@cache
+def _called(func: Any) -> tuple[str, str, bool]:
+    """Return an operation's namespace, its name without underscores, whether it changes memory."""
+    namespace, name = func.name().split("::")
+    name, _, overload = name.lstrip("_").partition(".")
+    return namespace, name, name.endswith("_") or overload.endswith("out")
+
+
+def _ranks(value: Any) -> list[int]:
+    """Return the ranks of a process group; none of anything else."""
+    try:
+        return dist.get_process_group_ranks(dist.ProcessGroup.unbox(value))
+    except RuntimeError:
+        return []

@@ -1,0 +1,52 @@
+"""Ranks whose stages have the same parts are planned once: that equals a plan of each rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moecore import FSDPOptions, ParallelConfig, PipelineConfig
+from moecore.base.options.precision import Precision
+from moecore.models import preset
+from moecore.planning import OptimizerOptions, TrainingRun
+from moecore.planning.stored import _rank_size, sizes_of
+
+DEEP = replace(preset("tiny-deepseek-v3"), num_layers=7, dense_layers=(0, 1))
+TIED = replace(preset("tiny-shared"), num_layers=6)
+BASE = TrainingRun(model=DEEP, num_gpus=16, seq_len=64, batch_size=32, num_micro_batches=4)
+OPTIM = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim", blocks_per_unit=2)
+INTERLEAVED = PipelineConfig(schedule="interleaved", chunks=2)
+TENSORWISE = Precision.of("tensorwise")
+RUNS: dict[str, TrainingRun] = {
+    "stages": replace(BASE, parallel=ParallelConfig(pp=2, tp=2, ep=4), pipeline=INTERLEAVED),
+    "units of two blocks, bf16": replace(
+        BASE,
+        parallel=ParallelConfig(pp=4, ep=2),
+        pipeline=PipelineConfig(),
+        fsdp=OPTIM,
+        optimizer=OptimizerOptions(master_remainder=True),
+    ),
+    "a V, tied": replace(
+        BASE,
+        model=TIED,
+        parallel=ParallelConfig(pp=2, cp=2),
+        pipeline=PipelineConfig(schedule="zbv"),
+    ),
+    "predictions alone": replace(
+        BASE, parallel=ParallelConfig(pp=4, ep=4), pipeline=PipelineConfig(layout="Ettt|tttt|m|L")
+    ),
+    "layers by name": replace(
+        BASE,
+        parallel=ParallelConfig(pp=4, ep=4),
+        pipeline=PipelineConfig(layout="Ettt|tt|tt|mL"),
+        precision=replace(TENSORWISE, overrides=(("*.3.*", None),)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_rank_stores_what_its_own_plan_has(name: str) -> None:
+    run = RUNS[name]
+    assert list(sizes_of(run)) == [_rank_size(run, rank) for rank in range(run.resolved.pp)]

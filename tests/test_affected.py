@@ -1,0 +1,115 @@
+"""What `make test` may leave out, and what `make test-for` runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from tools import affected
+
+ROOT = Path(__file__).parents[1]
+BOTH = ["tests/benchmarks", "tests/examples"]
+
+
+def test_only_folders_that_no_change_concerns_are_left_out() -> None:
+    assert affected.leave_out(None) == []
+    assert affected.leave_out([]) == affected.leave_out(["docs/api.md", "README.md"]) == BOTH
+    assert affected.leave_out(["docs/api.md", "examples/train.py"]) == BOTH[:1]
+    assert affected.leave_out(["benchmarks/harness.py"]) == BOTH[1:]
+    assert affected.leave_out(["tests/ranks.py"]) == []
+
+
+@pytest.mark.parametrize("folder", BOTH)
+def test_the_table_names_what_is_there(folder: str) -> None:
+    files = [str(p.relative_to(ROOT)) for top in ("src", "tests") for p in (ROOT / top).rglob("*")]
+    files += [str(p.relative_to(ROOT)) for p in [*ROOT.glob("*"), *ROOT.glob("*/*")]]
+    for pattern in affected.ONLY_AFTER[folder]:
+        assert any(re.fullmatch(pattern, file) for file in files), pattern
+    for name in ("step", "parallelize", "checkpoint/store"):
+        found = [f for f in files if re.fullmatch(rf"src/moecore/(.*/)?{name}\.py", f)]
+        assert found and all(affected.leave_out([file]) == [] for file in found)
+
+
+@pytest.fixture
+def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A repository with a commit on main; the function runs git in it."""
+    monkeypatch.setattr(affected, "ROOT", tmp_path)
+    monkeypatch.delenv("MOECORE_BASE", raising=False)
+
+    def run(*words: str) -> str:
+        who = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false")
+        done = subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    run("init", "-q", "-b", "main")
+    commit(run, tmp_path / "first")
+    return run
+
+
+def commit(git, path: Path) -> None:
+    path.write_text("")
+    git("add", ".")
+    git("commit", "-q", "-m", path.name)
+
+
+def test_changes_are_those_since_the_parent_of_the_landing(
+    git, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(git, tmp_path / "second")
+    assert affected.changes() is None, "main itself, of commits in a line: nobody knows where from"
+    git("checkout", "-q", "-b", "branch")
+    commit(git, tmp_path / "third")
+    commit(git, tmp_path / "fourth")
+    (tmp_path / "fifth").write_text("not committed")
+    assert sorted(affected.changes() or []) == ["fifth", "fourth", "third"]
+    (tmp_path / "fifth").unlink()
+    git("checkout", "-q", "main")
+    git("merge", "-q", "--no-ff", "-m", "landing", "branch")
+    assert sorted(affected.changes() or []) == ["fourth", "third"]
+    monkeypatch.setenv("MOECORE_BASE", "HEAD~1")
+    assert sorted(affected.changes() or []) == ["fourth", "third"]
+    monkeypatch.setenv("MOECORE_BASE", "0123456789")
+    assert affected.changes() is None, "a commit that a shallow clone lacks"
+
+
+def test_no_repository_means_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affected, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("MOECORE_BASE", raising=False)
+    assert affected.changes() is None
+
+
+def test_tests_for_a_file_are_those_whose_imports_end_there() -> None:
+    (bins,) = ROOT.glob("src/moecore/**/packing/bins.py")
+    found = affected.tests_for(str(bins.relative_to(ROOT)))
+    assert "tests/packing/test_bins.py" in found and "tests/test_mesh.py" not in found
+    assert affected.tests_for("examples/chat.py") == ["tests/examples"]
+    assert affected.tests_for("docs/api.md") == []
+
+
+def test_names_of_a_package_lead_to_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it imports, and those of a table that it imports on first use."""
+    monkeypatch.setattr(affected, "ROOT", tmp_path)
+    files = {
+        "src/parcel/__init__.py": "from parcel.now import early\nHOMES = {'late': 'inner.then'}",
+        "src/parcel/now.py": "",
+        "src/parcel/inner/__init__.py": "",
+        "src/parcel/inner/then.py": "from parcel.now import early",
+        "src/parcel/other.py": "",
+        "tests/test_early.py": "from parcel import early",
+        "tests/test_late.py": "def test():\n    from parcel import late",
+        "tests/test_other.py": "import parcel.other",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    early, late, other = (f"tests/test_{name}.py" for name in ("early", "late", "other"))
+    assert affected.tests_for("src/parcel/now.py") == [early, late]
+    assert affected.tests_for("src/parcel/inner/then.py") == [late]
+    assert affected.tests_for("src/parcel/other.py") == [other]
