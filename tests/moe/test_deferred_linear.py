@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.kernels.experts.contract import SINK, GradTarget
-from moecore.precision.apply import defer_linears
+from moecore.precision.deferred import defer_linears
 
 SHAPES = [(5, 8), (2, 3, 8), (0, 8), (8,)]
 

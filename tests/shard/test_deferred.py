@@ -39,7 +39,7 @@ from moecore.parallel.shard.engine import Engine
 from moecore.parallel.shard.weight_gradients import Product, WeightGradients
 from moecore.precision import linear as fp8_linear
 from moecore.precision import plain as deferred_linear
-from moecore.precision.apply import defer_linears
+from moecore.precision.deferred import defer_linears
 from tests.ranks import run_ranks
 from tests.shard.test_unit import BLOCKS, DIM, Model, freed_is_nan
 from tests.shard.units import recorded, units

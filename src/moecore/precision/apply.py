@@ -1,4 +1,4 @@
-"""Which linears of a model are computed in FP8, by role and name, and which defer; both in place.
+"""Which linears of a model are computed in FP8: their roles by name, and the change in place.
 
 The routed and shared experts of a `MoELayer` have no linears: the layer asks `Precision.recipe_of`.
 """
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import NamedTuple, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from moecore.base.options.precision import Precision, Recipe, Role, never_quantised
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
-from moecore.moe.shared import Multiply, SharedExpert
+from moecore.moe.shared import SharedExpert
 from moecore.precision.linear import Fp8Linear, Fp8Products, InputCast, why_not
-from moecore.precision.plain import Linear, deferred_linear
+from moecore.precision.plain import Linear
 
 RolesOf = Callable[[str, nn.Module], Role | None]
 
@@ -192,44 +192,3 @@ def _fp8_class(plain: type[nn.Linear]) -> type[Fp8Linear]:
     if plain not in _CLASSES:
         _CLASSES[plain] = type(f"Fp8{plain.__name__}", (Fp8Linear, plain), {})
     return _CLASSES[plain]
-
-
-class DeferredLinear(nn.Linear):
-    """An `nn.Linear` by `deferred_linear`; parameters, names and state dict are its own."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return [..., N], as the linear that it was."""
-        return deferred_linear(input, self.weight, self.bias)
-
-
-def defer_linears(model: nn.Module) -> None:
-    """Let linears, those in FP8 too, and moecore's shared experts defer, in place.
-
-    Forwards, gradients and names stay. Linears with a forward of their own stay as they are. It is
-    asked for, because it costs host time in each forward; routed experts always can defer. Call it
-    after `apply_precision`, and before `shard_model`, `compile_blocks` and `apply_memory`.
-    """
-    for module in model.modules():
-        if isinstance(module, Fp8Linear):
-            module.products.defers = True
-        elif isinstance(module, nn.Linear) and type(module).forward in FORWARDS:
-            module.__class__ = _deferred_class(type(module))
-        elif isinstance(module, SharedExpert):
-            by_w1, by_w2 = module.multiply
-            module.multiply = (_deferred(by_w1), _deferred(by_w2))
-
-
-def _deferred(multiply: Multiply) -> Multiply:
-    if isinstance(multiply, Fp8Products):
-        multiply.defers = True
-        return multiply
-    return deferred_linear
-
-
-_DEFERRED: dict[type[nn.Linear], type[DeferredLinear]] = {nn.Linear: DeferredLinear}
-
-
-def _deferred_class(plain: type[nn.Linear]) -> type[DeferredLinear]:
-    if plain not in _DEFERRED:
-        _DEFERRED[plain] = type(f"Deferred{plain.__name__}", (DeferredLinear, plain), {})
-    return _DEFERRED[plain]
