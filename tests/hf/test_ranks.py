@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.io import save as save_native
-from moecore.io.checkpoint import files as hf_files
 from moecore.io.hf import export as hf_export
+from moecore.io.hf import files as hf_files
 from moecore.io.hf.convert import native_to_hf
 from moecore.io.hf.export import export_hf
 from moecore.io.hf.load import load_hf

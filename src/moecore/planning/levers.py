@@ -132,13 +132,13 @@ OPTIONS = (
         name='MemoryOptions(recompute="gemm_last")',
         change=lambda run: replace(run, memory=replace(run.memory, recompute="gemm_last")),
         overhead="low",
-        page="memory.md#computing-again",
+        page="memory.md#recompute",
     ),
     Option(
         name="recompute of up-projections",
         change=_recompute,
         overhead="low",
-        page="memory.md#computing-again",
+        page="memory.md#recompute",
     ),
     Option(
         name='precision="blockwise"',
@@ -162,7 +162,7 @@ OPTIONS = (
         name="recompute of FC1",
         change=lambda run: _recompute(run, "expert_fc1" if run.model.moe else "mlp"),
         overhead="medium",
-        page="memory.md#computing-again",
+        page="memory.md#recompute",
     ),
     Option(
         name='FSDPOptions(dense_strategy="optim_grads_params")',
@@ -186,13 +186,13 @@ OPTIONS = (
         name="recompute of MoE layers",
         change=_recompute_moe,
         overhead="high",
-        page="memory.md#computing-again",
+        page="memory.md#recompute",
     ),
     Option(
         name="nothing computed again",
         change=lambda run: replace(run, memory=replace(run.memory, recompute=())),
         gains=True,
-        page="memory.md#computing-again",
+        page="memory.md#recompute",
     ),
     Option(
         name='recompute="gemm_last" alone',
@@ -202,7 +202,7 @@ OPTIONS = (
             else run
         ),
         gains=True,
-        page="memory.md#computing-again",
+        page="memory.md#recompute",
     ),
     Option(
         name=f'dispatcher="nvlink", nvlink=NVLinkOptions(row_factor={TWICE.row_factor})',
