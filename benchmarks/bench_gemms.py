@@ -19,10 +19,10 @@ from benchmarks.ops import Inputs, Op, Work, params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore.kernels.common import has_hopper_kernels
-from moecore.kernels.grouped import cooperative, pingpong, row_tiles
+from moecore.kernels.grouped import cooperative, pingpong
 from moecore.kernels.grouped import gemm as grouped_gemm
 from moecore.kernels.grouped import wgrad as grouped_wgrad
-from moecore.kernels.rows import activation
+from moecore.kernels.rows import activation, row_tiles
 
 ROUTINGS = ("learned",)  # bench_layer.py times the bare products under all of them
 SWIGLU = activation.ActivationOptions(kind="swiglu")
