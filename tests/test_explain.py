@@ -154,17 +154,19 @@ def test_choices_are_shown() -> None:
         slow = explain(parallelized(parallel, expert_backend="sequential"))
     assert "\ndispatcher allgather: asked for\n" in text and "auto (torch)" in text
     # X, 2 x 128 in bf16, and H, 2 x 2 x 128; row ids and weights of 2 rows, ends of 4 experts
-    assert "backward keeps 2.3 kB per token and layer: routing 728 B, experts 1.57 kB\n" in text
+    assert "saved for backward 2.3 kB per token and layer: routing 728 B, experts 1.57 kB\n" in text
     assert "units: 10: 4 of blocks, 3 of experts, 1 of routers, 1 of heads" in text
-    assert "all kept for backward" in text
+    assert "the root; all resident\n" in text
     assert "float32, all-gathered in bfloat16, gradients reduced in bfloat16 and divided" in text
-    assert "experts 834 B; FC1 runs again" in again and "blocks and experts freed" in again
-    assert "expert_backend sequential; backward keeps 6.9 kB" in slow
+    assert "experts 834 B; FC1 is recomputed" in again and "blocks and experts resharded" in again
+    assert "expert_backend sequential; saved for backward 6.9 kB" in slow
     with fake_world(0, 4):
         for way in ("allgather", "a2a", "p2p", "a2a+p2p"):
             cp, context = 4 if way == "a2a+p2p" else 2, ContextOptions(way=way)  # type: ignore[arg-type]
             lines = explain(parallelized(ParallelConfig(cp=cp), context=context), batch=(2, 32))
-            assert f"\nattention over cp: {way}" in lines and "kept for backward per token" in lines
+            assert (
+                f"\nattention over cp: {way}" in lines and "saved for backward per token" in lines
+            )
     assert "\nattention over cp: a2a+p2p, heads among 2 ranks\n" in lines
     with fake_world(0, 4):
         context = ContextOptions(way="p2p", dynamic=True)
@@ -172,7 +174,7 @@ def test_choices_are_shown() -> None:
     assert "\nattention over cp 2 of a forward: p2p\nattention over cp 4 of a forward: p2p" in lines
 
 
-def test_the_page_shows_what_layers_keep() -> None:
+def test_the_page_shows_what_layers_save() -> None:
     config = replace(preset("qwen3-30b-a3b"), num_layers=4)
     model = Decoder(config, device="meta", dtype=torch.bfloat16)
     before = dict(vars(model.model.layers[0]))
@@ -183,7 +185,7 @@ def test_the_page_shows_what_layers_keep() -> None:
         explain(model, batch=(2, 0))
 
 
-def test_what_layers_keep_by_kind() -> None:
+def test_what_layers_save_by_kind() -> None:
     """A dense layer, MoE layers, and the last of them, which stays on the device."""
     memory = MemoryOptions(recompute="gemm_last", offload=("experts",))
     with (
@@ -193,16 +195,16 @@ def test_what_layers_keep_by_kind() -> None:
         model = parallelized(FOLDED, memory=memory)
         with patch.multiple(dist, **dict.fromkeys(COLLECTIVES)):  # no function to call
             head, header, *rows, total = explain(model, batch=(2, 32)).splitlines()[-6:]
-    assert head == "kept for backward per token, of 2 x 32 tokens"
+    assert head == "saved for backward per token, of 2 x 32 tokens"
     columns = re.split(r"  +", header)
     assert columns[1:4] == ["norm", "attention", "mlp"]
-    assert columns[4:] == ["experts", "routing", "all", "computed again", "in host memory"]
+    assert columns[4:] == ["experts", "routing", "all", "recomputed", "in host memory"]
     cells = [dict(zip(columns, re.split(r"  +", row), strict=True)) for row in rows]
     assert [row["layers"] for row in cells] == ["0", "1 to 2", "3"]
     dense, away, last = cells
     assert dense["mlp"] != "-" == away["mlp"] and dense["experts"] == "-"
     assert away["in host memory"] != "-" == last["in host memory"] and last["experts"] != "-"
-    assert total.endswith("in host memory") and "computed again" in header
+    assert total.endswith("in host memory") and "recomputed" in header
 
 
 def test_many_shapes_of_a_kind_are_folded_into_one_row() -> None:

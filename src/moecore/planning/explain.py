@@ -1,7 +1,7 @@
 """explain(model): who owns what, in about twenty lines: a `ShardPlan` as text.
 
 A plain model gets a plan of its own names and shapes. No communication, no host sync, on meta too.
-`train/memory/listed.py` counts what is kept for backward.
+`train/memory/listed.py` lists what is saved for backward.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
     Args:
         model: plain or parallelized, on any device; or a plan, of which the parts of the first rank
             are listed, which are the largest.
-        batch: sequences of a rank's micro-batch, and tokens of each: the bytes that layers keep of
+        batch: sequences of a rank's micro-batch, and tokens of each: the bytes that layers save of
             it for backward are listed by part, before anything is allocated. Loads of experts are
             even, and a compiled region counts as if it were not. None = those of MoE layers alone,
             per token.
@@ -233,7 +233,7 @@ def _experts_here(plan: ShardPlan, layer: LayerPlan, here: Coordinate | None) ->
 
 
 def _products(layer: RoutedLayer, request: Request | None, how: How) -> str:
-    """Return how a layer's experts are multiplied, and what its backward keeps."""
+    """Return how a layer's experts are multiplied, and what it saves for backward."""
     config, experts = layer.config, layer.part("experts")
     backend, weight = experts.backend, next(experts.parameters())
     if backend == "auto" and request is not None:
@@ -247,16 +247,16 @@ def _products(layer: RoutedLayer, request: Request | None, how: How) -> str:
             recipe=experts.recipe,
         )
         backend = f"auto ({choose_products('auto', spec)})"
-    return f"expert_backend {backend}; backward keeps {layer_line(layer, how)}"
+    return f"expert_backend {backend}; saved for backward {layer_line(layer, how)}"
 
 
 def _units(plan: ShardPlan) -> str:
     units = [unit for unit in plan.units if unit.role != "root"]
     number = Counter(UNITS[unit.role] for unit in units)
     shown = ", ".join(f"{number[what]} of {what}" for what in UNITS.values() if number[what])
-    freed = dict.fromkeys(UNITS[unit.role] for unit in units if not unit.stays)
-    names = [what for what in UNITS.values() if what in freed]
-    after = f"{' and '.join(names)} freed after forward" if names else "all kept for backward"
+    resharded = dict.fromkeys(UNITS[unit.role] for unit in units if not unit.stays)
+    names = [what for what in UNITS.values() if what in resharded]
+    after = f"{' and '.join(names)} resharded after forward" if names else "all resident"
     return f"units: {len(units) + 1}: {shown or 'none'}, the root; {after}"
 
 
@@ -284,5 +284,5 @@ def _buffers(plan: ShardPlan) -> str:
     return (
         f"on the first rank: gradients {shown_bytes(size.gradients)}, buffers of whole parameters "
         f"{shown_bytes(size.weights)}, of sums {shown_bytes(size.sums)}, and "
-        f"{shown_bytes(size.accumulated)} while micro-batches add up"
+        f"{shown_bytes(size.accumulated)} while micro-batches accumulate"
     )

@@ -1,4 +1,4 @@
-"""What MoE layers and blocks keep for backward, as text: the counts of `kept.py`."""
+"""What MoE layers and blocks save for backward, as text: the counts of `kept.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moecore.parallel.shard.units import find_blocks
 from moecore.train.graphs.regions import compiled_modules
 from moecore.train.memory.kept import kept_bytes
 
-COLUMNS = (*OFFLOADED[:-1], "routing", "rest", "all", "computed again", "in host memory")
+COLUMNS = (*OFFLOADED[:-1], "routing", "rest", "all", "recomputed", "in host memory")
 TOKENS = 1024  # of which a layer's bytes per token are counted
 Batch = Annotated[tuple[Count, Count], "pass (sequences, tokens of each)"]
 How = dict[str, Any]  # arguments of `kept_bytes`
@@ -41,7 +41,7 @@ def how_computed(model: nn.Module) -> How:
 
 
 def layer_line(layer: RoutedLayer, how: How) -> str:
-    """Return what a layer keeps of a token for its backward, by part."""
+    """Return what a layer saves of a token for its backward, by part."""
     config, experts = layer.config, layer.part("experts")
     options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
     weight = next(experts.parameters())
@@ -55,15 +55,15 @@ def layer_line(layer: RoutedLayer, how: How) -> str:
     parts = [
         f"{part.replace('_', ' ')} {shown_bytes(n / TOKENS)}" for part, n in kept.device.items()
     ]
-    again = "; FC1 runs again" if experts.recompute_fc1 else ""
+    more = "; FC1 is recomputed" if experts.recompute_fc1 else ""
     dispatcher = layer.dispatcher
-    is_sent_again = isinstance(dispatcher, NVLinkDispatcher) and not dispatcher.keeps_rows
-    again += "; rows are sent again" if is_sent_again else ""
-    return f"{shown_bytes(kept.num_bytes / TOKENS)} per token and layer: {', '.join(parts)}{again}"
+    is_sent_twice = isinstance(dispatcher, NVLinkDispatcher) and not dispatcher.keeps_rows
+    more += "; rows are sent once more in backward" if is_sent_twice else ""
+    return f"{shown_bytes(kept.num_bytes / TOKENS)} per token and layer: {', '.join(parts)}{more}"
 
 
 def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
-    """Return what blocks keep of a batch, those that are alike in one row, and the sums."""
+    """Return what blocks save of a batch, those that are alike in one row, and the sums."""
     tokens_BT = torch.zeros(batch, dtype=torch.int64)
     blocks, how, options, found = find_blocks(model), how_computed(model), None, attached(model)
     if found is not None:
@@ -82,7 +82,7 @@ def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
     rows: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for i, (one, all_of_it) in enumerate(zip(kept, whole, strict=True)):
         sums = {"all": one.num_bytes, "in host memory": sum(one.host.values())}
-        sums["computed again"] = all_of_it.num_bytes - sum(sums.values())
+        sums["recomputed"] = all_of_it.num_bytes - sum(sums.values())
         shown = tuple((name, n) for name, n in {**one.device, **sums}.items() if n)
         rows.setdefault(shown, []).append(i)
     names = [name for name in COLUMNS if any(name in dict(row) for row in rows)]
@@ -93,7 +93,7 @@ def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
     here = shown_bytes(sum(one.num_bytes for one in kept))
     host = sum(sum(one.host.values()) for one in kept)
     return [
-        f"kept for backward per token, of {batch[0]} x {batch[1]} tokens",
+        f"saved for backward per token, of {batch[0]} x {batch[1]} tokens",
         *columns(table),
         f"all layers: {here}" + (f", {shown_bytes(host)} in host memory" if host else ""),
     ]
