@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -32,8 +33,9 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, preset
-from moecore.planning.explain import _rows
+from moecore.planning.explain import plan_now, rows_of
 from moecore.train.memory.offload import Offload
 
 PAGE = Path(__file__).parent.parent / "docs" / "parallelize.md"
@@ -41,6 +43,7 @@ MEMORY_PAGE = PAGE.with_name("memory.md")
 COLLECTIVES = ("all_gather_into_tensor", "all_to_all_single", "all_reduce")
 FOLDED = ParallelConfig(dp_shard=4, tp=2, edp_shard=2, ep=4)
 KINDS = {"embeddings", "norms", "attention", "MLP", "router", "experts", "head"}
+SHARED_IN_FP8 = Precision(recipe=Recipe(), roles=("shared_experts",))
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 
@@ -82,9 +85,10 @@ def test_every_byte_of_every_rank_is_in_one_row(parallel: ParallelConfig) -> Non
             with CommDebugMode() as communicated:
                 text = explain(model)
             assert communicated.get_total_counts() == 0
-            layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
-            rows = list(_rows(model, layers))
+            rows = rows_of(*plan_now(model))
             assert {row.kind for row in rows} == KINDS
+            local = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+            assert sum(row.num_bytes for row in rows) == sum(part.nbytes for part in local)
             assert sum(row.number for row in rows) == len(list(model.parameters()))
             for row in rows:
                 name = f"{row.kind} {row.names} {row.shapes[0]}"
@@ -124,7 +128,8 @@ def test_a_plain_model_is_whole() -> None:
     text = explain(model)
     total = sum(p.numel() for p in model.parameters())
     assert text.startswith(f"Decoder: {total / 1e6:.3g} M parameters, ")
-    assert "not parallelized" in text and "this rank has all 8; dispatcher local" in text
+    assert "not parallelized" in text and "this rank has all 8\n" in text
+    assert "\ndispatcher local: " in text and "\nparameters float32; no FP8" in text
     assert re.search(r"norms \(frozen\) +norm +128 +128 +whole +512 B", text)
     assert "units: " not in text
 
@@ -147,19 +152,21 @@ def test_choices_are_shown() -> None:
         text = explain(parallelized(parallel, dispatcher="allgather", fsdp=fsdp))
         again = explain(parallelized(parallel, memory=MemoryOptions(recompute=("expert_fc1",))))
         slow = explain(parallelized(parallel, expert_backend="sequential"))
-    assert "dispatcher allgather among 2 ranks" in text and "auto (torch)" in text
+    assert "\ndispatcher allgather: asked for\n" in text and "auto (torch)" in text
     # X, 2 x 128 in bf16, and H, 2 x 2 x 128; row ids and weights of 2 rows, ends of 4 experts
-    assert "backward keeps 2.3 kB per token and layer: routing 728 B, experts 1.57 kB\n" in text
+    assert "saved for backward 2.3 kB per token and layer: routing 728 B, experts 1.57 kB\n" in text
     assert "units: 10: 4 of blocks, 3 of experts, 1 of routers, 1 of heads" in text
-    assert "all kept for backward" in text
-    assert "computed in bfloat16, gradients reduced in bfloat16; no FP8" in text
-    assert "experts 834 B; FC1 runs again" in again and "blocks and experts freed" in again
-    assert "expert_backend sequential; backward keeps 6.9 kB" in slow
+    assert "the root; all resident\n" in text
+    assert "float32, all-gathered in bfloat16, gradients reduced in bfloat16 and divided" in text
+    assert "experts 834 B; FC1 is recomputed" in again and "blocks and experts resharded" in again
+    assert "expert_backend sequential; saved for backward 6.9 kB" in slow
     with fake_world(0, 4):
         for way in ("allgather", "a2a", "p2p", "a2a+p2p"):
             cp, context = 4 if way == "a2a+p2p" else 2, ContextOptions(way=way)  # type: ignore[arg-type]
             lines = explain(parallelized(ParallelConfig(cp=cp), context=context), batch=(2, 32))
-            assert f"\nattention over cp: {way}" in lines and "kept for backward per token" in lines
+            assert (
+                f"\nattention over cp: {way}" in lines and "saved for backward per token" in lines
+            )
     assert "\nattention over cp: a2a+p2p, heads among 2 ranks\n" in lines
     with fake_world(0, 4):
         context = ContextOptions(way="p2p", dynamic=True)
@@ -167,7 +174,7 @@ def test_choices_are_shown() -> None:
     assert "\nattention over cp 2 of a forward: p2p\nattention over cp 4 of a forward: p2p" in lines
 
 
-def test_the_page_shows_what_layers_keep() -> None:
+def test_the_page_shows_what_layers_save() -> None:
     config = replace(preset("qwen3-30b-a3b"), num_layers=4)
     model = Decoder(config, device="meta", dtype=torch.bfloat16)
     before = dict(vars(model.model.layers[0]))
@@ -178,7 +185,7 @@ def test_the_page_shows_what_layers_keep() -> None:
         explain(model, batch=(2, 0))
 
 
-def test_what_layers_keep_by_kind() -> None:
+def test_what_layers_save_by_kind() -> None:
     """A dense layer, MoE layers, and the last of them, which stays on the device."""
     memory = MemoryOptions(recompute="gemm_last", offload=("experts",))
     with (
@@ -188,16 +195,16 @@ def test_what_layers_keep_by_kind() -> None:
         model = parallelized(FOLDED, memory=memory)
         with patch.multiple(dist, **dict.fromkeys(COLLECTIVES)):  # no function to call
             head, header, *rows, total = explain(model, batch=(2, 32)).splitlines()[-6:]
-    assert head == "kept for backward per token, of 2 x 32 tokens"
+    assert head == "saved for backward per token, of 2 x 32 tokens"
     columns = re.split(r"  +", header)
     assert columns[1:4] == ["norm", "attention", "mlp"]
-    assert columns[4:] == ["experts", "routing", "all", "computed again", "in host memory"]
+    assert columns[4:] == ["experts", "routing", "all", "recomputed", "in host memory"]
     cells = [dict(zip(columns, re.split(r"  +", row), strict=True)) for row in rows]
     assert [row["layers"] for row in cells] == ["0", "1 to 2", "3"]
     dense, away, last = cells
     assert dense["mlp"] != "-" == away["mlp"] and dense["experts"] == "-"
     assert away["in host memory"] != "-" == last["in host memory"] and last["experts"] != "-"
-    assert total.endswith("in host memory") and "computed again" in header
+    assert total.endswith("in host memory") and "recomputed" in header
 
 
 def test_many_shapes_of_a_kind_are_folded_into_one_row() -> None:
@@ -209,8 +216,7 @@ def test_many_shapes_of_a_kind_are_folded_into_one_row() -> None:
     assert rows[-1].split()[-4:] == [str(left), str(left), str(4 * left), "B"]
 
 
-def test_kinds_of_a_transformers_model() -> None:
-    """Parts have other names and no declared roles; the head is the embedding."""
+def transformers_model() -> nn.Module:
     transformers = pytest.importorskip("transformers", minversion="5")
     config = transformers.Qwen2MoeConfig(
         vocab_size=96,
@@ -227,11 +233,16 @@ def test_kinds_of_a_transformers_model() -> None:
         tie_word_embeddings=True,
     )
     with torch.device("meta"):
-        model = transformers.Qwen2MoeForCausalLM(config)
+        found: nn.Module = transformers.Qwen2MoeForCausalLM(config)
+    return found
+
+
+def test_kinds_of_a_transformers_model() -> None:
+    """Parts have other names and no declared roles; the head is the embedding."""
+    model = transformers_model()
     with fake_world(1, 2):
         parallelize_moe(model, build_meshes(ParallelConfig(ep=2), "cpu"))
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
-        kinds = {row.kind: row.names for row in _rows(model, layers)}
+        kinds = {row.kind: row.names for row in rows_of(*plan_now(model))}
         text = explain(model)
     assert kinds.keys() == KINDS - {"head"} | {"shared experts"}
     assert kinds["router"] == ["gate"] and kinds["shared experts"] == ["shared_expert_gate"]
@@ -243,3 +254,42 @@ def test_a_part_of_a_sharded_model_has_no_meshes() -> None:
         part = parallelized(ParallelConfig(ep=2)).get_submodule("model.layers.1")
         assert any(isinstance(p, DTensor) for p in part.parameters())
         assert "sharded, but not what parallelize_moe returned" in explain(part)
+
+
+def test_what_is_frozen_after_parallelize_is_shown() -> None:
+    with fake_world(0, 2):
+        model = parallelized(ParallelConfig(ep=2))
+        model.get_parameter("lm_head.weight").requires_grad_(False)
+        assert re.search(r"\nhead \(frozen\) +lm_head ", explain(model))
+
+
+def test_shared_experts_in_fp8_are_shown() -> None:
+    config = preset("tiny")
+    assert config.moe is not None
+    shared = replace(config, moe=replace(config.moe, shared_hidden_dim=128))
+    with fake_world(0, 2):
+        model = Decoder(shared, device="meta", dtype=torch.bfloat16)
+        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=SHARED_IN_FP8)
+        assert "3 shared experts, blockwise FP8" in explain(model)
+
+
+def test_a_wrapper_of_peft_is_what_it_wraps() -> None:
+    """With a dtype of its own: routers are found by the names of the wrapped model."""
+    peft = pytest.importorskip("peft")
+    with torch.device("meta"):
+        wrapper = peft.PeftModel(transformers_model(), peft.LoraConfig(target_modules=["q_proj"]))
+    fsdp = FSDPOptions(param_dtype=torch.bfloat16)
+    with fake_world(0, 2):
+        parallelize_moe(wrapper, build_meshes(ParallelConfig(ep=2), "cpu"), fsdp=fsdp)
+        text = explain(wrapper, batch=(2, 8))
+        assert text == explain(wrapper.base_model.model, batch=(2, 8))
+    assert "LoRA" in text and "parameters float32, all-gathered in bfloat16" in text
+
+
+def test_axes_without_names_are_numbered() -> None:
+    """The mesh that `fully_shard` makes by itself has no names."""
+    with fake_world(1, 4):
+        model = nn.Sequential(nn.Linear(8, 6, bias=False))
+        fully_shard(model)
+        (row,) = (line for line in explain(model).splitlines() if line.startswith("other"))
+    assert re.split(r"  +", row)[2:] == ["6x8", "2x8", "axis 0: dim 0", "64 B"]

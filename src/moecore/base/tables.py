@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
 
 MOST_ROWS = 4  # of one kind
 MOST_NAMES = 3  # in one row
@@ -39,31 +38,6 @@ class Row:
         whole, local = ("x".join(map(str, shape)) or "1" for shape in self.shapes)
         count = f"{self.number} x " if self.number > 1 else ""
         return self.kind, names, count + whole, local, self.placement, shown_bytes(self.num_bytes)
-
-
-class Part(NamedTuple):
-    """What a rank holds of a parameter."""
-
-    name: str
-    kind: str
-    shapes: tuple[Shape, Shape]
-    placement: str
-    dtype: object
-    num_bytes: int
-
-
-def alike_rows(parts: Iterable[Part]) -> Iterator[Row]:
-    """Yield parameters that are alike together."""
-    found: dict[object, Row] = {}
-    for part in parts:
-        *path, leaf = part.name.split(".")
-        key = (part.kind, part.shapes, part.placement, part.dtype)
-        row = found.setdefault(key, Row(part.kind, part.shapes, part.placement))
-        shown = path[-1] if leaf in ("weight", "bias") and path else leaf
-        row.names += [shown] * (shown not in row.names)
-        row.number += 1
-        row.num_bytes += part.num_bytes
-    yield from found.values()
 
 
 def shown_axes(axes: Iterable[tuple[str, int | None]]) -> str:
