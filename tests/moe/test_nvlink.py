@@ -59,9 +59,12 @@ def group(no_group_left: None) -> Iterator[dist.ProcessGroup]:
     yield dist.group.WORLD
 
 
-def exchange_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchange:
+def pool_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchangePool:
     options = dict(max_tokens=8, timeout_s=2.0) | options
-    exchanges = EmulatedExchangePool(group, ep=4, options=NVLinkOptions(**options))
+    return EmulatedExchangePool(group, ep=4, options=NVLinkOptions(**options))
+
+
+def exchange_of(exchanges: EmulatedExchangePool) -> EmulatedExchange:
     made = exchanges.get(torch.zeros(3, 16), 2)
     assert isinstance(made, EmulatedExchange)
     return made
@@ -228,21 +231,22 @@ def test_a_late_rank_is_an_error_until_closed(
 
 
 def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGroup) -> None:
-    exchange = exchange_of(group, row_factor=1.25, overflow="error")
+    exchanges = pool_of(group, row_factor=1.25)
+    exchange = exchange_of(exchanges)
     assert exchange.balanced_rows == 4 * 8 * 2 // 4
     offsets = exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
     assert offsets.tolist() == [9, 20] and int(exchange.buffer.state[NEEDED_WORD]) == 24
     with pytest.raises(
         ExchangeError, match=r"row_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
     ) as error:
-        exchange.check()
+        exchanges.check()
     assert error.value.row_factor == 1.5
-    exchange.check()
+    exchanges.check()
 
 
 @pytest.mark.parametrize(
     ("options", "may"),
-    [(dict(row_factor=0.5), True), (dict(row_factor=0.5, overflow="error"), False), ({}, False)],
+    [(dict(row_factor=0.5), True), ({}, False)],
 )
 def test_only_a_room_that_may_be_too_small_is_asked_about(
     options: dict[str, Any], may: bool, group: dist.ProcessGroup

@@ -17,12 +17,11 @@ class NVLinkOptions:
     Attributes:
         max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
         row_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
-            rank would give. None = room for every routing.
-        overflow: what more rows than that are. "rerun": `TrainStep.forward_backward` runs the step
-            again with the factor that was needed, which stays; it waits for the device once per
-            step. A loop of `micro_batch()` skips the step on every rank, without a wait, and so
-            does a CUDA graph, which is captured anew then. Steps that nobody clips have an error.
-            "error": an error everywhere.
+            rank would give; None = any routing fits. With more rows `TrainStep.forward_backward`
+            runs the step again with the factor that was needed, which stays; it waits for the
+            device once per step. A loop of `micro_batch()` skips the step on every rank, without a
+            wait, and so does a CUDA graph, which is captured anew then. Steps that nobody clips
+            have an error.
         exact_rows: room for exactly the expert rows that come, so that nothing overflows, at one
             host sync per dispatch; not with a row_factor, not in CUDA graphs.
         num_sms: programs of one operation, of which half push and half receive; None = one per
@@ -39,7 +38,6 @@ class NVLinkOptions:
 
     max_tokens: Count | None = None
     row_factor: Positive | None = None
-    overflow: Literal["rerun", "error"] = "rerun"
     exact_rows: bool = False
     num_sms: Annotated[int, Bound(">=", 2)] | None = None
     overlap_weight_grads: bool = True

@@ -68,7 +68,7 @@ class ExchangePool:
     @property
     def may_be_small(self) -> bool:
         """Whether a step that had too many rows runs again."""
-        return self.options.row_factor is not None and self.options.overflow == "rerun"
+        return self.options.row_factor is not None
 
     @property
     def is_short(self) -> bool:
