@@ -27,7 +27,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import capacity_of
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward
 from tests.graphs.graph_fakes import fake_steps
@@ -104,7 +104,8 @@ def trained(**options: Any) -> dict[str, Any]:
         found |= {f"loads/{i}/{n}": t for n, t in done.metrics.tokens_per_expert.items()}
         found |= {f"aux/{i}/{n}": t for n, t in done.metrics.aux_losses.items()}
     found |= {f"after/{n}": t.clone() for n, t in model.state_dict().items()}
-    factors = [None if room is None else room.factor for room in moe_state(model).rooms]
+    holders = capacity_of(model).holders
+    factors = [None if holder is None else holder.factor for holder in holders]
     return {"values": found, "factors": factors}
 
 
@@ -170,13 +171,13 @@ def replayed(*, tight: bool) -> Any:
     with replay.record():
         found.append(step.forward_backward(batches()))
     step.finish()
-    if tight:  # the first step has made room
-        for room in moe_state(model).rooms:
-            room.grow(0.25)
+    if tight:  # the first step has enlarged them
+        for holder in capacity_of(model).holders:
+            holder.resize(0.25)
     with replay.replay(replay.choices()):
         found.append(step.forward_backward(batches()))
     step.finish()
-    assert all(room.factor > 0.25 for room in moe_state(model).rooms if tight)
+    assert all(holder.factor > 0.25 for holder in capacity_of(model).holders if tight)
     return found + [ids for records in replay.choices().values() for ids in records]
 
 

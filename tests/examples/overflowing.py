@@ -15,18 +15,18 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import train
 
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import capacity_of
 
 
 class Overflowing:
     """Stands for a model's exchanges; the second poll finds what it was given."""
 
-    may_be_small = False
+    factor, shortages = None, ()
 
     def __init__(self, error: Exception) -> None:
         self.error, self.polls = error, 0
 
-    def poll(self) -> None:
+    def poll(self, *, is_error: bool) -> None:
         self.polls += 1
         if self.polls == 2:
             raise self.error
@@ -44,7 +44,7 @@ def run_rank(args: object) -> int:
     def build_job(args: object) -> train.Job:
         job = build(args)
         if dist.get_rank() == 1:
-            moe_state(job.model).exchanges = Overflowing(too_many_rows())
+            capacity_of(job.model).holders = (Overflowing(too_many_rows()),)
         return job
 
     train.build_job = build_job

@@ -37,7 +37,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.parallel import dispatch
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import capacity_of
 from moecore.train.memory import offload as offload_module
 from moecore.train.memory import page_store
 from moecore.train.memory.apply import apply_memory, apply_stash
@@ -477,13 +477,13 @@ def test_the_end_of_a_step_raises_what_was_missing(nvlink: Any) -> None:
     model.to_empty(device="cpu")
     for layer in model:
         layer.init_weights(key="")
-    state = moe_state(model)
-    state.check()
-    for end in (state.finish_step, state.check):
+    capacity = capacity_of(model)
+    capacity.check()
+    for end in (capacity.poll, capacity.check):
         model(torch.randn(8, 16)).sum().backward()
         with pytest.raises(ExchangeError, match=r"StashOptions.factor \(0.01\) must be >= "):
             end()
-        state.check()
+        capacity.check()
 
 
 def test_it_is_not_used_where_shapes_are_exact() -> None:

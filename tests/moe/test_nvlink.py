@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,16 +32,14 @@ from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.free_list import MOST_WORD, WANTED_WORD
 from moecore.kernels.rows.record import Rows
-from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange_pool import ExchangePool, divide
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
-from moecore.moe.state import MoEState
 from moecore.parallel import ShardPlan, dispatch
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import attached, capacity_of
 from moecore.parallel.dispatch import choose_dispatcher
 from moecore.train.memory.stash import Stash
 from tests.moe import test_dispatch_ranks as ranks
@@ -244,17 +243,6 @@ def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGro
     exchanges.check()
 
 
-@pytest.mark.parametrize(
-    ("options", "may"),
-    [(dict(row_factor=0.5), True), ({}, False)],
-)
-def test_only_a_room_that_may_be_too_small_is_asked_about(
-    options: dict[str, Any], may: bool, group: dist.ProcessGroup
-) -> None:
-    pool = ExchangePool(group, ep=4, options=NVLinkOptions(**options))
-    assert pool.may_be_small == may
-
-
 def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     no_group_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,25 +255,22 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(2)))
     options = NVLinkOptions(max_tokens=8, row_factor=1.25, timeout_s=2.0)
     parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=options)
-    state = moe_state(model)
-    exchanges = state.exchanges
+    capacity, exchanges = capacity_of(model), attached(model).exchanges  # type: ignore[union-attr]
     assert exchanges is not None and exchanges.options is options
     assert all(layer.dispatcher.exchanges is exchanges for layer in model)
-    state.check()
+    capacity.check()
     exchange = exchanges.get(torch.zeros(3, 32), 2)
-    state.check()
-    reset = []
-    monkeypatch.setattr(state, "_reset", lambda: reset.append(1))
-    for end in (state.finish_step, state.check):
+    capacity.check()
+    ends = (capacity.poll, capacity.check, partial(capacity.end_step, skips=False))
+    for end in ends:
         exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
         with pytest.raises(RuntimeError, match=r"must be >= 1.5 for the 24 expert rows of rank 1"):
             end()
-        state.check()
+        capacity.check()
     exchange.buffer.report[ERROR_WORD] = 1 + 3 * 2
-    for end in (state.finish_step, state.check):
+    for end in (*ends, partial(capacity.end_step, skips=True)):
         with pytest.raises(RuntimeError, match=r"rank 3 must come to a dispatch .*\(2 s\)"):
             end()
-    assert not reset, "an error comes before anything moves"
 
 
 @pytest.mark.parametrize(
@@ -305,7 +290,7 @@ def test_a_late_rank_of_clones_is_an_error_until_closed(
     assert exchanges.clones(cpu) is clones and exchanges.held == (clones,)
     exchanges.check()
     clones.buffer.report[ERROR_WORD] = code
-    ends = (exchanges.poll, exchanges.settle, exchanges.check, lambda: exchanges.clones(cpu))
+    ends = (exchanges.poll, exchanges.check, lambda: exchanges.clones(cpu))
     for end in ends:
         with pytest.raises(ExchangeError, match=what):
             end()
@@ -542,7 +527,7 @@ def room() -> dict[str, Any]:
     message = ""
     exchanges = tight.dispatcher.exchanges  # type: ignore[attr-defined]
     try:
-        MoEState({"tight": tight}, BalanceGroups(), exchanges=exchanges).finish_step()
+        exchanges.poll()
     except RuntimeError as error:
         message = str(error)
     needed = int(rows[0][1])

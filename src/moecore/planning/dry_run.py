@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.streams import dry_streams
 from moecore.kernels.common import launches_on_meta
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import attached
 from moecore.planning.build import model_of, optimizer_of
 from moecore.planning.pieces import END, Start, cut
 from moecore.planning.recorder import Recorder
@@ -113,8 +113,9 @@ def _dry_run(run: TrainingRun, rank: int) -> DryRun:
                 recorder.begin("B", END)
                 step.finish()
                 recorder.end()
-        state = moe_state(model)
-        exchanges, stash = state.exchanges, state.stash
+        record = attached(model)
+        assert record is not None
+        exchanges, stash = record.exchanges, record.stash
         moved = sum(_moved(optimizer, param) for param in model.parameters())
         return DryRun(
             rank=rank,

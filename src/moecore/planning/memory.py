@@ -26,7 +26,7 @@ from moecore.base.fields import check_arguments
 from moecore.base.tables import columns, shown_bytes
 from moecore.kernels.common import meta_as
 from moecore.models import Decoder
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import attached
 from moecore.parallel.mesh import build_meshes
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.orders import actions_of
@@ -319,7 +319,8 @@ def _forward(run: TrainingRun) -> _Forward:
             device_type="cuda",
             dtype_of=lambda param: run.fsdp.param_dtype or param.dtype,
         )
-        exchanges = moe_state(model).exchanges
+        record = attached(model)
+    exchanges = None if record is None else record.exchanges
     return _Forward(kept, 0 if exchanges is None else exchanges.planned_bytes)
 
 

@@ -81,6 +81,11 @@ class NVLinkDispatcher:
         """Whether backward keeps received rows; else they are sent once more."""
         return self.exchanges.options.keep_rows
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether the host waits in each dispatch for how many expert rows come."""
+        return self.exchanges.options.exact_rows
+
     def has_spare_rows(self, *, pads: bool) -> bool:
         """Always: S is that of all tokens."""
         return True
