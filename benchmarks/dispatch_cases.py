@@ -69,9 +69,12 @@ def place_of(shape: Shape, meshes: Meshes) -> ExpertPlacement:
     )
 
 
-def nvlink_of(place: ExpertPlacement, options: NVLinkOptions) -> NVLinkDispatcher:
+def nvlink_of(
+    place: ExpertPlacement, options: NVLinkOptions | None = None, *, programs: int | None = None
+) -> NVLinkDispatcher:
     """Return a dispatcher with exchanges of its own."""
-    return NVLinkDispatcher(place, ExchangePool(place.group, ep=place.ep, options=options))
+    how = dict(options=options, programs=programs)
+    return NVLinkDispatcher(place, ExchangePool(place.group, ep=place.ep, **how))  # type: ignore[arg-type]
 
 
 def layout_of(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:

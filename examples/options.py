@@ -273,8 +273,7 @@ def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
         return None
     return NVLinkOptions(
         overlap_weight_grads=not args.no_overlap,
-        row_factor=args.row_factor,
-        exact_rows=args.exact_rows,
+        row_factor="exact" if args.exact_rows else args.row_factor,
         keep_rows=not args.send_again,
         fp8_dispatch=args.fp8_dispatch,
         max_tokens=args.batch_size * args.seq_len // max(1, args.tp or 1),  # -1: not known yet

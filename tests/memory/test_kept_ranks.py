@@ -42,7 +42,7 @@ DISPATCHERS: dict[str, Callable[[ExpertPlacement], Dispatcher]] = {
     "nvlink": nvlink,
     "nvlink, sent again": lambda place: nvlink(place, keep_rows=False),
     "nvlink, half the room": lambda place: nvlink(place, row_factor=1.0),
-    "nvlink, exact": lambda place: nvlink(place, exact_rows=True),
+    "nvlink, exact": lambda place: nvlink(place, row_factor="exact"),
     "nvlink, fp8": lambda place: nvlink(place, fp8_dispatch=True),
 }
 

@@ -134,7 +134,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {  # options of a tower, and widt
     "as many columns in X as in H": (dict(sizes=dict(hidden_dim=8)), 2),
     "a row factor": (dict(row_factor=0.9), 2),
     "rows that are sent again": (dict(keep_rows=False), 1),
-    "exact rows, whose source rows have holes": (dict(exact_rows=True), 1),
+    "exact rows, whose source rows have holes": (dict(row_factor="exact"), 1),
     "tokens as FP8": (dict(fp8_dispatch=True), 2),
     "a padded capacity": (dict(how="padded"), 2),
     "differentiable rows among holes": (dict(how="roomy"), 2),

@@ -193,7 +193,7 @@ class Program:
     """What one rank runs: micro-batches, kept until their backward, and graphs."""
 
     def __init__(self, model: Model, rank: int, device: Device) -> None:
-        room: Any = dict(exact_rows=True) if model.exact_rows else dict(row_factor=3.0)
+        room: Any = dict(row_factor="exact") if model.exact_rows else dict(row_factor=3.0)
         options = NVLinkOptions(max_tokens=TOKENS, keep_rows=model.keep_rows, **room)
         exchanges = NotedExchangePool(rank, device, options)
         self.model, self.rank, self.device = model, rank, device

@@ -55,7 +55,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
 def _memory_problem(request: Request) -> str | None:
     """Return why nvlink must be asked for by name: its shapes are static, so its room is too."""
     options = request.nvlink or NVLinkOptions()
-    if options.row_factor is not None or options.exact_rows or request.memory.stash is not None:
+    if options.row_factor is not None or request.memory.stash is not None:
         return None
     ep = request.meshes.parallel.ep
     return (

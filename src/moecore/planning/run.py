@@ -97,7 +97,7 @@ class TrainingRun:
         """The run with room for even loads alone: its shapes are those of the rows that come."""
         if self.nvlink is None:
             return self
-        room = replace(self.nvlink, exact_rows=False, row_factor=1.0)
+        room = replace(self.nvlink, row_factor=1.0)
         return replace(self, nvlink=room)
 
     @property

@@ -31,7 +31,7 @@ from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
 from moecore.moe.shortage import Holder, Shortage
 
 # What `ExchangePool._agree` compares.
-AGREED = ("D", "K", "dtype", "num_sms", "overlap_weight_grads", "keep_rows", "fp8_dispatch")
+AGREED = ("D", "K", "dtype", "programs", "overlap_weight_grads", "keep_rows", "fp8_dispatch")
 FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 
 
@@ -42,16 +42,24 @@ class ExchangePool(Holder):
         group: the ranks among which tokens travel.
         ep: number of expert blocks of the group.
         options: sizes and times.
+        programs: of one operation, of which half push and half receive; None = one per
+            multiprocessor.
     """
 
     option = "NVLinkOptions.row_factor"
 
     def __init__(
-        self, group: dist.ProcessGroup, *, ep: int, options: NVLinkOptions | None = None
+        self,
+        group: dist.ProcessGroup,
+        *,
+        ep: int,
+        options: NVLinkOptions | None = None,
+        programs: int | None = None,
     ) -> None:
         self.group = group
         self.ep = ep
         self.options = options or NVLinkOptions()
+        self._programs = programs
         self._entries: dict[tuple[int, int, int], Exchange] = {}
         self._planned: dict[tuple[int, int, int], Exchange] = {}  # on meta
         self._clones: CloneExchange | None = None
@@ -59,7 +67,8 @@ class ExchangePool(Holder):
     @property
     def factor(self) -> float | None:
         """Expert rows over those of even loads; None = any fit."""
-        return self.options.row_factor
+        factor = self.options.row_factor
+        return None if factor == "exact" else factor
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
@@ -183,7 +192,7 @@ class ExchangePool(Holder):
                 "use 'alltoall'"
             )
         _refuse_capture()
-        programs = self.options.num_sms or num_sms(x_TD.device)
+        programs = self._programs or num_sms(x_TD.device)
         layout = self._layout(x_TD, top_k, self._agree(x_TD, top_k, programs), programs)
         # An evaluation may come first: a training step can not write tensors of inference mode.
         with on_device(x_TD), torch.inference_mode(False):
@@ -198,7 +207,7 @@ class ExchangePool(Holder):
 
     def _on_meta(self, x_TD: Tensor, top_k: int) -> Exchange:
         most = self.options.max_tokens or x_TD.shape[0]
-        layout = self._layout(x_TD, top_k, most, self.options.num_sms or 1)
+        layout = self._layout(x_TD, top_k, most, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
         buffer = SymmetricBuffer(
             layout=layout,

@@ -69,7 +69,7 @@ class NVLinkDispatcher:
         exchanges: of the same group; shared by the layers of a model.
     """
 
-    waits_on_host = False  # but with NVLinkOptions.exact_rows, which a CUDA graph refuses by name
+    waits_on_host = False  # but with row_factor "exact", which a CUDA graph refuses by name
 
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
@@ -84,7 +84,7 @@ class NVLinkDispatcher:
     @property
     def counts_rows(self) -> bool:
         """Whether the host waits in each dispatch for how many expert rows come."""
-        return self.exchanges.options.exact_rows
+        return self.exchanges.options.row_factor == "exact"
 
     def has_spare_rows(self, *, pads: bool) -> bool:
         """Always: S is that of all tokens."""
@@ -94,7 +94,7 @@ class NVLinkDispatcher:
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks. No collective, and no host sync after the first.
 
-        But for one with `NVLinkOptions.exact_rows`.
+        But for one with a `NVLinkOptions.row_factor` "exact".
 
         Holes of the rows are uninitialised; no slot names them.
 
@@ -133,7 +133,7 @@ class NVLinkDispatcher:
     def _balanced(self, exchange: Exchange) -> BalancedRows:
         layout = exchange.layout
         source = self.placement.balanced_tokens(layout.max_tokens, layout.top_k)
-        expert = None if exchange.options.exact_rows else exchange.balanced_rows
+        expert = None if self.counts_rows else exchange.balanced_rows
         return BalancedRows(layout.num_ranks * source, expert)
 
     @torch.compiler.disable
@@ -164,12 +164,12 @@ def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -
     owned = dict(first=place.first_physical, num_local=place.num_physical)
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
     factor = exchange.options.row_factor
-    if exchange.options.exact_rows:
+    if factor == "exact":
         num_rows = _count_rows(exchange, came.ids_SK, **owned)
     elif factor is not None:
         num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
     index = build_index(came.ids_SK, came.weights_SK, **owned, length=num_rows)
-    if factor is not None:
+    if factor not in (None, "exact"):
         index = index._replace(offsets_e=exchange.limit_rows(index.offsets_e, num_rows))
     return index
 
@@ -184,8 +184,7 @@ def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: in
     """
     if exchange.is_capturing():
         raise RuntimeError(
-            "NVLinkOptions.exact_rows (True) must be False while a CUDA graph is captured: set a "
-            "row_factor"
+            "NVLinkOptions.row_factor ('exact') must be a number while a CUDA graph is captured"
         )
     if ids_SK.is_meta:
         return exchange.balanced_rows

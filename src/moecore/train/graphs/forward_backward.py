@@ -367,8 +367,8 @@ def _check_dispatchers(state: MoEState) -> None:
             )
         if isinstance(layer.dispatcher, NVLinkDispatcher) and layer.dispatcher.counts_rows:
             raise ValueError(
-                "NVLinkOptions.exact_rows (True) must be False for a CUDA graph, because it waits "
-                "for sizes on the host: set a row_factor"
+                "NVLinkOptions.row_factor ('exact') must be a number for a CUDA graph, because the "
+                "host waits for sizes: set one"
             )
 
 
