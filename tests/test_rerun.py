@@ -74,7 +74,7 @@ def build(*, memory: MemoryOptions | None = None, **options: Any) -> tuple[Any, 
     with torch.no_grad():
         for block in model.model.layers:
             block.mlp.router.expert_bias[:2] = 0.3  # of one rank
-    how = NVLinkOptions(max_tokens=TOKENS, **options)
+    how = NVLinkOptions(**dict(max_tokens=TOKENS, row_factor=None) | options)
     meshes = build_meshes(ParallelConfig(ep=WORLD), "cpu")
     with emulated():
         parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=how, memory=memory)
@@ -228,12 +228,41 @@ def graphs() -> list[Any]:
     return found
 
 
+def evaluated(**options: Any) -> tuple[list[Tensor], Any, TrainStep]:
+    """Return losses outside of a step, without gradients and with them; and who ends steps."""
+    model, step = build(**options)
+    model.eval()
+    found = [step.losses(batches())]
+    with torch.no_grad():
+        found += [model(**batch) for batch in batches()]
+    longer = torch.cat([tokens_of_batches()[0], tokens_of_batches()[1]])  # than any step's
+    found.append(step.losses([{"tokens_BT": longer[:, :-1], "labels_BT": longer[:, 1:]}]))
+    found += [model(**batch).detach() for batch in batches()]
+    return found, model.train(), step
+
+
+def evaluations() -> list[Any]:
+    """Return what each rank's evaluations with too little capacity are, and what they leave."""
+    want, *_ = evaluated(max_tokens=2 * TOKENS)
+    got, model, step = evaluated(row_factor=0.5)
+    holder, _ = capacity_of(model).holders
+    left = (float(holder.needed()), holder.factor)
+    step.check()
+    found: list[Any] = [None] * WORLD
+    dist.all_gather_object(found, (list(map(torch.equal, want, got)), left))
+    return found
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = compared()
     everyone: list[Any] = [None] * WORLD
     pairs = zip(replayed(tight=False), replayed(tight=True), strict=True)
     dist.all_gather_object(everyone, all(torch.equal(a, b) for a, b in pairs))
-    return found | {"replayed": everyone, "loops": loops(), "graphs": graphs()}
+    return (
+        found
+        | {"replayed": everyone, "loops": loops(), "graphs": graphs()}
+        | {"evaluations": evaluations()}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -277,3 +306,10 @@ def test_steps_of_a_graph_that_rows_outgrow_are_skipped_until_it_is_captured_wit
         assert skipped == same == [i in OUTGROWN for i in range(9)]
         assert captured == [False, False, True, True, True, False, False, True, True]
         assert is_right
+
+
+def test_rows_outside_of_a_step_all_fit(results: dict[str, Any]) -> None:
+    """Without gradients or with them, and of more tokens than a step's: nothing is short."""
+    for is_equal, left in results["evaluations"]:
+        assert is_equal == [True] * 6
+        assert left == (0.0, 0.5)

@@ -31,8 +31,11 @@ CONFIG = MoEConfig(dim=D, hidden_dim=64, num_experts=8, top_k=K)
 
 def nvlink(place: ExpertPlacement, **options: Any) -> Dispatcher:
     pool = EmulatedExchangePool(
-        place.group, ep=place.ep, options=NVLinkOptions(max_tokens=T, **options)
+        place.group,
+        ep=place.ep,
+        options=NVLinkOptions(**dict(max_tokens=T, row_factor=None) | options),
     )
+    pool.is_watched = True
     return NVLinkDispatcher(place, pool)
 
 

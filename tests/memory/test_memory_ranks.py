@@ -95,7 +95,7 @@ def in_pages(layout: str) -> list[str]:
         patch.object(dispatch, "ExchangePool", EmulatedExchangePool),
     ):
         for memory in (MemoryOptions(), STASH):
-            nvlink = NVLinkOptions(max_tokens=48, keep_rows=True)
+            nvlink = NVLinkOptions(max_tokens=48, row_factor=None)
             grads, _ = gradients("tiny-shared", layout, memory, dispatcher="nvlink", nvlink=nvlink)
             found.append(grads)
     return [name for name in found[0] if not torch.equal(found[0][name], found[1][name])]

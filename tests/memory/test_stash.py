@@ -471,7 +471,7 @@ def test_the_end_of_a_step_raises_what_was_missing(nvlink: Any) -> None:
         model,
         nvlink,
         dispatcher="nvlink",
-        nvlink=NVLinkOptions(max_tokens=8),
+        nvlink=NVLinkOptions(max_tokens=8, row_factor=None),
         memory=MemoryOptions(stash=StashOptions(page_rows=2, factor=0.01)),
     )
     model.to_empty(device="cpu")

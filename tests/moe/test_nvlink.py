@@ -27,7 +27,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.options.memory import MemoryOptions, StashOptions
+from moecore.base.options.memory import StashOptions
 from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.free_list import MOST_WORD, WANTED_WORD
@@ -122,18 +122,18 @@ def test_auto_says_what_it_chose_and_why(
 
 
 @pytest.mark.parametrize(
-    ("asked", "factor", "stash", "chosen"),
+    ("asked", "schedule", "chosen"),
     [
-        ("auto", None, None, "alltoall"),
-        ("auto", 2.0, None, "nvlink"),
-        ("auto", None, StashOptions(), "nvlink"),
-        ("nvlink", None, None, "nvlink"),
+        ("auto", None, "nvlink"),
+        ("auto", "1f1b", "nvlink"),
+        ("auto", "overlapped", "alltoall"),
+        ("auto", "dualpipe-v", "alltoall"),
+        ("nvlink", "overlapped", "nvlink"),
     ],
 )
-def test_auto_takes_nvlink_only_with_a_row_factor_or_pages(
+def test_auto_takes_nvlink_unless_a_schedule_overlaps(
     asked: Any,
-    factor: float | None,
-    stash: StashOptions | None,
+    schedule: str | None,
     chosen: str,
     no_group_left: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -144,12 +144,9 @@ def test_auto_takes_nvlink_only_with_a_row_factor_or_pages(
     meshes: Any = SimpleNamespace(
         dispatch_group=dist.group.WORLD, device_type="cuda", parallel=ParallelConfig(ep=4)
     )
-    options = None if factor is None else NVLinkOptions(row_factor=factor)
+    pipeline = None if schedule is None else SimpleNamespace(schedule=schedule)
     with caplog.at_level(logging.INFO, logger="moecore"):
-        memory = MemoryOptions(stash=stash)
-        request: Any = SimpleNamespace(
-            meshes=meshes, dispatcher=asked, nvlink=options, memory=memory
-        )
+        request: Any = SimpleNamespace(meshes=meshes, dispatcher=asked, pipeline=pipeline)
         name, reason = choose_dispatcher(request)
         nothing: Any = dict.fromkeys(("layers", "linears", "params", "units", "blocks"), ())
         plan = ShardPlan(
@@ -166,11 +163,10 @@ def test_auto_takes_nvlink_only_with_a_row_factor_or_pages(
     lines = [r.getMessage() for r in caplog.records]
     if asked == "nvlink":
         assert not lines
-    elif factor is None and stash is None:
-        assert "'auto' is 'alltoall': 'nvlink' must have NVLinkOptions.row_factor" in lines[0]
-        assert "up to ep (4) times the expert rows of a balanced one" in lines[0]
-    else:
+    elif chosen == "nvlink":
         assert lines == ["dispatcher 'auto' is 'nvlink': peer access among all GPUs of the group"]
+    else:
+        assert "'auto' is 'alltoall': 'nvlink' must go without a schedule" in lines[0]
 
 
 def test_options_for_another_dispatcher_are_refused(no_group_left: None) -> None:
@@ -299,7 +295,9 @@ def test_a_late_rank_of_clones_is_an_error_until_closed(
 
 def test_dtypes_that_can_not_travel_are_refused(group: dist.ProcessGroup) -> None:
     place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
-    exchanges = EmulatedExchangePool(group, ep=4, options=NVLinkOptions(max_tokens=8))
+    exchanges = EmulatedExchangePool(
+        group, ep=4, options=NVLinkOptions(max_tokens=8, row_factor=None)
+    )
     ids = torch.zeros(3, 2, dtype=torch.int32)
     routing = Routing(
         expert_ids_TK=ids,
@@ -322,8 +320,10 @@ ROUTINGS = ranks.ROUTINGS | {
 
 
 def dispatcher_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
-    options = NVLinkOptions(max_tokens=MAX_TOKENS, **options)
-    return NVLinkDispatcher(place, EmulatedExchangePool(place.group, ep=place.ep, options=options))
+    options = NVLinkOptions(**dict(max_tokens=MAX_TOKENS, row_factor=None) | options)
+    exchanges = EmulatedExchangePool(place.group, ep=place.ep, options=options)
+    exchanges.is_watched = True
+    return NVLinkDispatcher(place, exchanges)
 
 
 def against_reference_and_alltoall() -> dict[str, tuple[float, bool]]:
@@ -689,7 +689,7 @@ def test_tokens_as_fp8_have_the_bits_of_rounded_tokens(results: dict[str, Any]) 
 @pytest.mark.parametrize("dim", [24, 40])
 def test_fp8_rows_of_odd_sizes_are_refused(dim: int, group: dist.ProcessGroup) -> None:
     place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
-    options = NVLinkOptions(max_tokens=8, fp8_dispatch=True)
+    options = NVLinkOptions(max_tokens=8, row_factor=None, fp8_dispatch=True)
     dispatcher = NVLinkDispatcher(place, EmulatedExchangePool(group, ep=4, options=options))
     ids = torch.zeros(3, 2, dtype=torch.int32)
     routing = Routing(

@@ -5,7 +5,10 @@ host a step late:
 
     `TrainStep.forward_backward`    reads the device and runs the step again: `train/rerun.py`
     `TrainStep.finish` that clips   skips the step on the device; the host enlarges the buffers then
-    anything else                   is an error where the host sees it
+    a step that nobody clips        is an error where the host sees it
+
+A capacity holds within such a step alone (`Holder.is_watched`): elsewhere nobody would look, so
+elsewhere there is room for everything.
 """
 
 from __future__ import annotations
@@ -65,9 +68,15 @@ class Shortage:
 
 
 class Holder(ABC):
-    """Buffers of rows whose capacity is an option times even loads."""
+    """Buffers of rows whose capacity is an option times even loads.
+
+    Attributes:
+        option: its name.
+        is_watched: whether forwards are those of a step whose end looks at shortages.
+    """
 
     option: str
+    is_watched = False
 
     @property
     @abstractmethod
@@ -201,11 +210,24 @@ class Capacity:
                 holder.resize(now)
 
     @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, forwards are those of a step whose end looks at shortages."""
+        before = [holder.is_watched for holder in self._found]
+        for holder in self._found:
+            holder.is_watched = True
+        try:
+            yield
+        finally:
+            for holder, was in zip(self._found, before, strict=True):
+                holder.is_watched = was
+
+    @contextmanager
     def graphed(self) -> Iterator[None]:
         """Within, steps are those of a CUDA graph."""
         self.is_graphed = True
         try:
-            yield
+            with self.watched():
+                yield
         finally:
             self.is_graphed = False
 

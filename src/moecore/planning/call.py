@@ -22,6 +22,8 @@ def call_of(run: TrainingRun) -> str:
         arguments["precision"] = _precision(run.precision)
     if run.nvlink is not None:
         arguments |= {"dispatcher": "'nvlink'", "nvlink": _shown(run.nvlink)}
+    elif run.resolved.ep * run.resolved.etp > 1:
+        arguments["dispatcher"] = "'alltoall'"
     if run.pipeline is not None:
         arguments["pipeline"] = _shown(run.pipeline)
     options = run.optimizer

@@ -56,8 +56,8 @@ class TrainingRun:
         memory: what is computed again, offloaded or in pages.
         precision: which products are in FP8; None = none.
         optimizer: what is kept between steps.
-        nvlink: tokens travel by stores into the memory of GPUs of one node, with this room; None =
-            by all-to-all, as without a room or a stash `dispatcher="auto"` chooses.
+        nvlink: tokens travel by stores into the memory of GPUs of one node, with this capacity;
+            None = by all-to-all.
     """
 
     model: DecoderConfig

@@ -12,7 +12,8 @@ the step run again, so that may need another run; capacities only grow.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
@@ -83,6 +84,14 @@ class Reruns:
         if not self._asks:
             return None
         return self._needed_here().amax() > 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, forwards are those of a step: `Capacity.watched`."""
+        with ExitStack() as stack:
+            for capacity in self._capacities:
+                stack.enter_context(capacity.watched())
+            yield
 
     def poll(self, *, skips: bool) -> None:
         """Raise what the host sees, or where `skips` enlarge what earlier steps needed."""

@@ -288,7 +288,8 @@ class TrainStep:
         progress.is_open = progress.has_failed = True
         self._is_scaled = self._scale is None
         try:
-            yield
+            with self._reruns.watched():
+                yield
             self._check_scaled()
             progress.done += number
             if progress.done == self.num_micro_batches:

@@ -23,7 +23,8 @@ class NVLinkOptions:
             `TrainStep.forward_backward` runs the step again with the factor that was needed, which
             stays; it waits for the device once per step. A loop of `micro_batch()` skips the step
             on every rank, without a wait, and so does a CUDA graph, which is captured anew then.
-            Steps that nobody clips have an error.
+            Steps that nobody clips have an error. Outside of a step that somebody ends so, which is
+            evaluation, rows of a limited number travel by all-to-all, so that any fit.
         overlap_weight_grads: copy engines bring the tokens' gradients home while the experts
             compute those of their weights.
         keep_rows: whether backward finds the rows that came. False sends the tokens once more
@@ -35,7 +36,7 @@ class NVLinkOptions:
     """
 
     max_tokens: Count | None = None
-    row_factor: RowFactor | None = None
+    row_factor: RowFactor | None = 2.0
     overlap_weight_grads: bool = True
     keep_rows: bool = True
     fp8_dispatch: bool = False
