@@ -96,11 +96,10 @@ def bench_moves(
     calls: dict[str, Call] = {"nccl": nccl_call(place, routing, x_TD)}
     others = {"alltoall": AllToAllDispatcher(place)}
     nvlinks = {
-        f"nvlink-{n}" if n else "nvlink": nvlink_of(place, NVLinkOptions(num_sms=n or None))
-        for n in num_sms
+        f"nvlink-{n}" if n else "nvlink": nvlink_of(place, programs=n or None) for n in num_sms
     }
     if fp8:
-        nvlinks["nvlink-fp8"] = nvlink_of(place, NVLinkOptions(fp8_dispatch=True))
+        nvlinks["nvlink-fp8"] = nvlink_of(place, NVLinkOptions(fp8_dispatch=True, row_factor=None))
     gathered: dict[str, Tensor] = {}
     for name, dispatcher in (others | nvlinks).items():
         inp = dispatcher.dispatch(x_TD, routing)

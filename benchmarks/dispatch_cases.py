@@ -69,9 +69,14 @@ def place_of(shape: Shape, meshes: Meshes) -> ExpertPlacement:
     )
 
 
-def nvlink_of(place: ExpertPlacement, options: NVLinkOptions) -> NVLinkDispatcher:
+def nvlink_of(
+    place: ExpertPlacement, options: NVLinkOptions | None = None, *, programs: int | None = None
+) -> NVLinkDispatcher:
     """Return a dispatcher with exchanges of its own."""
-    return NVLinkDispatcher(place, ExchangePool(place.group, ep=place.ep, options=options))
+    options = options or NVLinkOptions(row_factor=None)
+    exchanges = ExchangePool(place.group, ep=place.ep, options=options, programs=programs)
+    exchanges.is_watched = True  # by `check`
+    return NVLinkDispatcher(place, exchanges)
 
 
 def layout_of(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:

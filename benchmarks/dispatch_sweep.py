@@ -108,7 +108,7 @@ def _dispatcher(
     layout: ExchangeLayout, buffer: SymmetricBuffer, meshes: Meshes, shape: Shape
 ) -> NVLinkDispatcher:
     """Return a dispatcher over the buffer's memory whose programs are divided like `layout`."""
-    place, options = place_of(shape, meshes), NVLinkOptions()
+    place, options = place_of(shape, meshes), NVLinkOptions(row_factor=None)
     owner = FixedExchangePool(place.group, ep=place.ep, options=options)
     balanced = layout.source_rows * layout.top_k // place.ep
     part = replace(buffer, layout=layout)

@@ -55,7 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--layers", type=whole, help="cut the preset to so many layers (None = all)")
     add("--tokens", default="text", choices=("text", "random"), help="random: over the vocabulary")
     add("--dispatcher", default="auto", choices=get_args(DispatcherName), help="how tokens travel")
-    add("--row-factor", type=positive, help="of nvlink: room over a balanced load (None = all)")
+    add("--row-factor", type=positive, help="of nvlink: capacity over even loads (None = 2)")
     add("--exact-rows", action="store_true", help="nvlink: room for what comes, at a host sync")
     add(
         "--recompute",
@@ -317,10 +317,10 @@ def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
     chosen = (args.row_factor, args.exact_rows, args.no_overlap)
     if not any((*chosen, args.send_again, args.fp8_dispatch)):
         return None
+    factor = "exact" if args.exact_rows else args.row_factor or NVLinkOptions().row_factor
     return NVLinkOptions(
         overlap_weight_grads=not args.no_overlap,
-        row_factor=args.row_factor,
-        exact_rows=args.exact_rows,
+        row_factor=factor,
         keep_rows=not args.send_again,
         fp8_dispatch=args.fp8_dispatch,
         # A degree of -1 is not known yet.

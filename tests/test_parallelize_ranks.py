@@ -132,9 +132,9 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
         "FSDPOptions.dense_strategy ('optim' on",
     ),
     "nvlink": (
-        built(nvlink=NVLinkOptions(row_factor=2.0)),
+        built(nvlink=NVLinkOptions(row_factor=3.0)),
         built(),
-        "NVLinkOptions.row_factor (2.0 on",
+        "NVLinkOptions.row_factor (3.0 on",
     ),
     "layers": (built(make_model, layers=2), built(), "names of parameters and buffers (["),
     "meta": (built(make_model, device="meta"), built(), "is_meta of 0.weight (True on"),

@@ -27,7 +27,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import capacity_of
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward
 from tests.graphs.graph_fakes import fake_steps
@@ -74,7 +74,7 @@ def build(*, memory: MemoryOptions | None = None, **options: Any) -> tuple[Any, 
     with torch.no_grad():
         for block in model.model.layers:
             block.mlp.router.expert_bias[:2] = 0.3  # of one rank
-    how = NVLinkOptions(max_tokens=TOKENS, **options)
+    how = NVLinkOptions(**dict(max_tokens=TOKENS, row_factor=None) | options)
     meshes = build_meshes(ParallelConfig(ep=WORLD), "cpu")
     with emulated():
         parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=how, memory=memory)
@@ -104,7 +104,8 @@ def trained(**options: Any) -> dict[str, Any]:
         found |= {f"loads/{i}/{n}": t for n, t in done.metrics.tokens_per_expert.items()}
         found |= {f"aux/{i}/{n}": t for n, t in done.metrics.aux_losses.items()}
     found |= {f"after/{n}": t.clone() for n, t in model.state_dict().items()}
-    factors = [None if room is None else room.factor for room in moe_state(model).rooms]
+    holders = capacity_of(model).holders
+    factors = [None if holder is None else holder.factor for holder in holders]
     return {"values": found, "factors": factors}
 
 
@@ -170,13 +171,13 @@ def replayed(*, tight: bool) -> Any:
     with replay.record():
         found.append(step.forward_backward(batches()))
     step.finish()
-    if tight:  # the first step has made room
-        for room in moe_state(model).rooms:
-            room.grow(0.25)
+    if tight:  # the first step has enlarged them
+        for holder in capacity_of(model).holders:
+            holder.resize(0.25)
     with replay.replay(replay.choices()):
         found.append(step.forward_backward(batches()))
     step.finish()
-    assert all(room.factor > 0.25 for room in moe_state(model).rooms if tight)
+    assert all(holder.factor > 0.25 for holder in capacity_of(model).holders if tight)
     return found + [ids for records in replay.choices().values() for ids in records]
 
 
@@ -227,12 +228,41 @@ def graphs() -> list[Any]:
     return found
 
 
+def evaluated(**options: Any) -> tuple[list[Tensor], Any, TrainStep]:
+    """Return losses outside of a step, without gradients and with them; and who ends steps."""
+    model, step = build(**options)
+    model.eval()
+    found = [step.losses(batches())]
+    with torch.no_grad():
+        found += [model(**batch) for batch in batches()]
+    longer = torch.cat([tokens_of_batches()[0], tokens_of_batches()[1]])  # than any step's
+    found.append(step.losses([{"tokens_BT": longer[:, :-1], "labels_BT": longer[:, 1:]}]))
+    found += [model(**batch).detach() for batch in batches()]
+    return found, model.train(), step
+
+
+def evaluations() -> list[Any]:
+    """Return what each rank's evaluations with too little capacity are, and what they leave."""
+    want, *_ = evaluated(max_tokens=2 * TOKENS)
+    got, model, step = evaluated(row_factor=0.5)
+    holder, _ = capacity_of(model).holders
+    left = (float(holder.needed()), holder.factor)
+    step.check()
+    found: list[Any] = [None] * WORLD
+    dist.all_gather_object(found, (list(map(torch.equal, want, got)), left))
+    return found
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = compared()
     everyone: list[Any] = [None] * WORLD
     pairs = zip(replayed(tight=False), replayed(tight=True), strict=True)
     dist.all_gather_object(everyone, all(torch.equal(a, b) for a, b in pairs))
-    return found | {"replayed": everyone, "loops": loops(), "graphs": graphs()}
+    return (
+        found
+        | {"replayed": everyone, "loops": loops(), "graphs": graphs()}
+        | {"evaluations": evaluations()}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -276,3 +306,10 @@ def test_steps_of_a_graph_that_rows_outgrow_are_skipped_until_it_is_captured_wit
         assert skipped == same == [i in OUTGROWN for i in range(9)]
         assert captured == [False, False, True, True, True, False, False, True, True]
         assert is_right
+
+
+def test_rows_outside_of_a_step_all_fit(results: dict[str, Any]) -> None:
+    """Without gradients or with them, and of more tokens than a step's: nothing is short."""
+    for is_equal, left in results["evaluations"]:
+        assert is_equal == [True] * 6
+        assert left == (0.0, 0.5)

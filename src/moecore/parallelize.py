@@ -34,6 +34,7 @@ from moecore.base.options import (
 from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
+from moecore.moe.shortage import Capacity
 from moecore.moe.state import MoEState
 from moecore.parallel.attached import ATTACHED, Attached
 from moecore.parallel.checks import check_layers, check_request
@@ -277,10 +278,9 @@ def _balance(model: nn.Module, found: Attached) -> None:
         found.layers,
         groups,
         loss=found.request.loss,
-        exchanges=found.exchanges,
-        stash=found.stash,
         check_parameters=partial(refuse_added, model),
     )
+    found.capacity = Capacity(found.exchanges, found.stash, device=meshes.device)
 
 
 PHASES: tuple[Callable[[nn.Module, Attached], None], ...] = (

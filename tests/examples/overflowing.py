@@ -16,18 +16,18 @@ import train
 from launch import launch
 
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import capacity_of
 
 
 class Overflowing:
     """Stands for a model's exchanges; the second poll finds what it was given."""
 
-    may_be_small = False
+    factor, shortages = None, ()
 
     def __init__(self, error: Exception) -> None:
         self.error, self.polls = error, 0
 
-    def poll(self) -> None:
+    def poll(self, *, is_error: bool) -> None:
         self.polls += 1
         if self.polls == 2:
             raise self.error
@@ -45,7 +45,7 @@ def run_rank(args: object) -> int:
     def build_job(args: object) -> train.Pretraining:
         job = build(args)
         if dist.get_rank() == 1:
-            moe_state(job.model).exchanges = Overflowing(too_many_rows())
+            capacity_of(job.model).holders = (Overflowing(too_many_rows()),)
         return job
 
     train.build_job = build_job

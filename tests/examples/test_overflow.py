@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import capacity_of
 from tests.examples.overflowing import Overflowing, too_many_rows
 
 REPO = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def fail(train: ModuleType, monkeypatch: pytest.MonkeyPatch, error: Exception) -
 
     def build_job(args: Any) -> Any:
         job = build(args)
-        moe_state(job.model).exchanges = Overflowing(error)
+        capacity_of(job.model).holders = (Overflowing(error),)
         return job
 
     monkeypatch.setattr(train, "build_job", build_job)

@@ -31,7 +31,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import attached, capacity_of, moe_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs import forward_backward as module
 from moecore.train.graphs.facts import facts_of
@@ -146,14 +146,9 @@ def train(
 def train_graphed(x: Tensor) -> dict[str, Any]:
     """Losses, how often Python ran, and what was refused on the way."""
     function, found = make_forward_backward(), {}
-    model, owner, state = function.model, function.owner, moe_state(function.model)
-    buffers = object()
-    state.exchanges = SimpleNamespace(
-        held=(buffers,),
-        poll=lambda: None,
-        may_be_small=False,
-        options=SimpleNamespace(exact_rows=False),
-    )
+    model, owner = function.model, function.owner
+    buffers, record = object(), attached(model)
+    record.exchanges = exchanges = SimpleNamespace(held=(buffers,))
     run = GraphedForwardBackward(function, model)
 
     losses = train(owner, run, x, range(2))
@@ -174,17 +169,17 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
         run(x)
     model[1].part("router").tape = None
 
-    state.exchanges.held = (buffers, object())  # one of an evaluation
+    exchanges.held = (buffers, object())  # one of an evaluation
     run(x)
     owner.drop()
-    state.exchanges.held = (object(),)
+    exchanges.held = (object(),)
     found["buffers"] = error_of(lambda: run(x))
-    state.exchanges.held = (buffers,)
+    exchanges.held = (buffers,)
 
     def overflow() -> None:
         raise ExchangeError("too many rows")
 
-    with patch.object(state.exchanges, "poll", overflow), pytest.raises(ExchangeError):
+    with patch.object(capacity_of(model), "poll", overflow), pytest.raises(ExchangeError):
         run(x)
     model(x)  # leaves units gathered
     found["after a forward"] = error_of(lambda: run(x))

@@ -35,7 +35,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, preset
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import capacity_of, moe_state
 from moecore.train import GraphedForwardBackward
 from tests.ranks import RANKS_PER_GPU, run_ranks
 
@@ -324,7 +324,7 @@ def outgrown() -> list[Any]:
         skipped.append(bool(job.owner.finish().skipped))
     job.owner.check()
     of_ranks: list[Any] = [None] * WORLD
-    dist.all_gather_object(of_ranks, (skipped, moe_state(job.model).graph_steps is not None))
+    dist.all_gather_object(of_ranks, (skipped, capacity_of(job.model).graph_steps is not None))
     return of_ranks
 
 

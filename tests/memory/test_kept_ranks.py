@@ -31,8 +31,11 @@ CONFIG = MoEConfig(dim=D, hidden_dim=64, num_experts=8, top_k=K)
 
 def nvlink(place: ExpertPlacement, **options: Any) -> Dispatcher:
     pool = EmulatedExchangePool(
-        place.group, ep=place.ep, options=NVLinkOptions(max_tokens=T, **options)
+        place.group,
+        ep=place.ep,
+        options=NVLinkOptions(**dict(max_tokens=T, row_factor=None) | options),
     )
+    pool.is_watched = True
     return NVLinkDispatcher(place, pool)
 
 
@@ -42,7 +45,7 @@ DISPATCHERS: dict[str, Callable[[ExpertPlacement], Dispatcher]] = {
     "nvlink": nvlink,
     "nvlink, sent again": lambda place: nvlink(place, keep_rows=False),
     "nvlink, half the room": lambda place: nvlink(place, row_factor=1.0),
-    "nvlink, exact": lambda place: nvlink(place, exact_rows=True),
+    "nvlink, exact": lambda place: nvlink(place, row_factor="exact"),
     "nvlink, fp8": lambda place: nvlink(place, fp8_dispatch=True),
 }
 

@@ -23,7 +23,7 @@ from moecore import (
 from moecore.kernels.rows.free_list import WANTED_WORD
 from moecore.models import Decoder, preset
 from moecore.parallel import dispatch
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import attached
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
 from tests.moe.emulated_exchange import EmulatedExchangePool
@@ -77,7 +77,7 @@ def gradients(
             model(tokens, tokens).backward()
     assert all(one.back_bytes == one.out_bytes > 0 for one in made)
     assert len(made) == bool(memory.offload)
-    stash = moe_state(model).stash
+    stash = attached(model).stash  # type: ignore[union-attr]
     if memory.stash is not None:
         assert isinstance(stash, Stash) and stash.out_bytes > 0
         stash.check()
@@ -95,7 +95,7 @@ def in_pages(layout: str) -> list[str]:
         patch.object(dispatch, "ExchangePool", EmulatedExchangePool),
     ):
         for memory in (MemoryOptions(), STASH):
-            nvlink = NVLinkOptions(max_tokens=48, keep_rows=True)
+            nvlink = NVLinkOptions(max_tokens=48, row_factor=None)
             grads, _ = gradients("tiny-shared", layout, memory, dispatcher="nvlink", nvlink=nvlink)
             found.append(grads)
     return [name for name in found[0] if not torch.equal(found[0][name], found[1][name])]

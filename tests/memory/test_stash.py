@@ -37,7 +37,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.parallel import dispatch
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import capacity_of, moe_state
 from moecore.train.memory import page_store, storages
 from moecore.train.memory.apply import apply_memory, apply_stash
 from moecore.train.memory.offload import Offload
@@ -133,7 +133,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {  # options of a tower, and widt
     "as many columns in X as in H": (dict(sizes=dict(hidden_dim=8)), 2),
     "a row factor": (dict(row_factor=0.9), 2),
     "rows that are sent again": (dict(keep_rows=False), 1),
-    "exact rows, whose source rows have holes": (dict(exact_rows=True), 1),
+    "exact rows, whose source rows have holes": (dict(row_factor="exact"), 1),
     "tokens as FP8": (dict(fp8_dispatch=True), 2),
     "a padded capacity": (dict(how="padded"), 2),
     "differentiable rows among holes": (dict(how="roomy"), 2),
@@ -470,19 +470,19 @@ def test_the_end_of_a_step_raises_what_was_missing(nvlink: Any) -> None:
         model,
         nvlink,
         dispatcher="nvlink",
-        nvlink=NVLinkOptions(max_tokens=8),
+        nvlink=NVLinkOptions(max_tokens=8, row_factor=None),
         memory=MemoryOptions(stash=StashOptions(page_rows=2, factor=0.01)),
     )
     model.to_empty(device="cpu")
     for layer in model:
         layer.init_weights(key="")
-    state = moe_state(model)
-    state.check()
-    for end in (state.finish_step, state.check):
+    capacity = capacity_of(model)
+    capacity.check()
+    for end in (capacity.poll, capacity.check):
         model(torch.randn(8, 16)).sum().backward()
         with pytest.raises(ExchangeError, match=r"StashOptions.factor \(0.01\) must be >= "):
             end()
-        state.check()
+        capacity.check()
 
 
 def test_it_is_not_used_where_shapes_are_exact() -> None:

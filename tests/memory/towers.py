@@ -83,8 +83,9 @@ class RoomyDispatcher:
 def set_dispatchers(model: Tower, group: dist.ProcessGroup, how: str, **options: Any) -> None:
     """Let the layers of a tower, whose experts are this rank's, use one dispatcher."""
     place = ExpertPlacement(group=group, num_experts=EXPERTS, ep=group.size(), etp=1)
-    given = NVLinkOptions(max_tokens=MAX_TOKENS, **options)
+    given = NVLinkOptions(**dict(max_tokens=MAX_TOKENS, row_factor=None) | options)
     exchanges = EmulatedExchangePool(group, ep=group.size(), options=given)
+    exchanges.is_watched = True
     for layer in model.layers:
         is_padded = how == "padded"
         moe = layer.moe

@@ -98,7 +98,9 @@ def travel() -> list[Any]:
 def both_ways() -> dict[str, AnyClones]:
     """Return the clones of `EXPERTS` as either way has them."""
     meshes, place = placed(2)
-    pool = EmulatedExchangePool(place.group, ep=EP, options=NVLinkOptions(max_tokens=64))
+    pool = EmulatedExchangePool(
+        place.group, ep=EP, options=NVLinkOptions(max_tokens=64, row_factor=None)
+    )
     experts_N = torch.tensor(EXPERTS, dtype=torch.int32)
     places = Places(experts_N=experts_N, num_clones=2, num_local=2, etp=ETP)
     return {
@@ -154,7 +156,9 @@ def skewed_layer(
     layer.part("experts").shard(meshes.expert["ep", "etp"])
     pool = None
     if over_peers:
-        pool = EmulatedExchangePool(place.group, ep=EP, options=NVLinkOptions(max_tokens=64))
+        pool = EmulatedExchangePool(
+            place.group, ep=EP, options=NVLinkOptions(max_tokens=64, row_factor=None)
+        )
     layer.dispatcher = NVLinkDispatcher(place, pool) if pool else AllToAllDispatcher(place)
     if options is not None:
         layer.cloner = Cloner(place, meshes.expert.get_group("ep"), options, pool)

@@ -114,7 +114,7 @@ class NotedExchange(Exchange):
 class NotedExchangePool(ExchangePool):
     def __init__(self, rank: int, device: Device, options: NVLinkOptions) -> None:
         super().__init__(None, ep=RANKS, options=options)  # type: ignore[arg-type]
-        self.rank, self.device = rank, device
+        self.rank, self.device, self.is_watched = rank, device, True
 
     def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
         sizes: dict[str, Any] = dict(num_ranks=RANKS, max_tokens=TOKENS, top_k=top_k)
@@ -180,7 +180,9 @@ def make_layer(words: list[str], model: Model, exchanges: NotedExchangePool) -> 
         torch.nn.init.ones_(p)
     layer.router.weight.requires_grad_(not model.frozen)
     layer.experts.w1.requires_grad_(not model.frozen_w1)
-    place: Any = SimpleNamespace(num_physical=LOCAL, first_physical=exchanges.rank * LOCAL, etp=1)
+    place: Any = SimpleNamespace(
+        num_physical=LOCAL, first_physical=exchanges.rank * LOCAL, etp=1, group=None
+    )
     place.balanced_tokens = lambda num_tokens, top_k: num_tokens
     layer.dispatcher = NVLinkDispatcher(place, exchanges)
     if "again" in words:
@@ -193,7 +195,7 @@ class Program:
     """What one rank runs: micro-batches, kept until their backward, and graphs."""
 
     def __init__(self, model: Model, rank: int, device: Device) -> None:
-        room: Any = dict(exact_rows=True) if model.exact_rows else dict(row_factor=3.0)
+        room: Any = dict(row_factor="exact") if model.exact_rows else dict(row_factor=3.0)
         options = NVLinkOptions(max_tokens=TOKENS, keep_rows=model.keep_rows, **room)
         exchanges = NotedExchangePool(rank, device, options)
         self.model, self.rank, self.device = model, rank, device

@@ -60,8 +60,8 @@ CLONED = [("ep6", "alltoall"), ("ep3-etp2", "allgather"), ("ep3-edp2", "nvlink")
 CLONES = CloneOptions(per_rank=1, least=0.0)
 # Rows are added while they travel; they travel as FP8, and once more in backward.
 NVLINK = {
-    "nvlink": NVLinkOptions(max_tokens=80),
-    "nvlink-fp8": NVLinkOptions(max_tokens=80, fp8_dispatch=True, keep_rows=False),
+    "nvlink": NVLinkOptions(max_tokens=80, row_factor=None),
+    "nvlink-fp8": NVLinkOptions(max_tokens=80, row_factor=None, fp8_dispatch=True, keep_rows=False),
 }
 ALL = Precision(recipe=Recipe(keep_hidden="fp8"))
 KEPT, FREED = FSDPOptions(dense_strategy="optim"), FSDPOptions()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,21 +27,19 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.options.memory import MemoryOptions, StashOptions
+from moecore.base.options.memory import StashOptions
 from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.free_list import MOST_WORD, WANTED_WORD
 from moecore.kernels.rows.record import Rows
-from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange_pool import ExchangePool, divide
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
-from moecore.moe.state import MoEState
 from moecore.parallel import ShardPlan, dispatch
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import attached, capacity_of
 from moecore.parallel.dispatch import choose_dispatcher
 from moecore.train.memory.stash import Stash
 from tests.moe import test_dispatch_ranks as ranks
@@ -59,9 +58,12 @@ def group(no_group_left: None) -> Iterator[dist.ProcessGroup]:
     yield dist.group.WORLD
 
 
-def exchange_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchange:
+def pool_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchangePool:
     options = dict(max_tokens=8, timeout_s=2.0) | options
-    exchanges = EmulatedExchangePool(group, ep=4, options=NVLinkOptions(**options))
+    return EmulatedExchangePool(group, ep=4, options=NVLinkOptions(**options))
+
+
+def exchange_of(exchanges: EmulatedExchangePool) -> EmulatedExchange:
     made = exchanges.get(torch.zeros(3, 16), 2)
     assert isinstance(made, EmulatedExchange)
     return made
@@ -71,8 +73,6 @@ def exchange_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchange:
     ("options", "message"),
     [
         (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be a whole number >= 1 or None"),
-        (dict(row_factor=2.0, exact_rows=True), r"row_factor \(2.0\) must be None with"),
-        (dict(num_sms=1), r"NVLinkOptions.num_sms \(1\) must be a whole number >= 2 or None"),
         (
             dict(row_factor=0.0),
             r"NVLinkOptions.row_factor \(0.0\) must be a finite number > 0",
@@ -122,18 +122,18 @@ def test_auto_says_what_it_chose_and_why(
 
 
 @pytest.mark.parametrize(
-    ("asked", "factor", "stash", "chosen"),
+    ("asked", "schedule", "chosen"),
     [
-        ("auto", None, None, "alltoall"),
-        ("auto", 2.0, None, "nvlink"),
-        ("auto", None, StashOptions(), "nvlink"),
-        ("nvlink", None, None, "nvlink"),
+        ("auto", None, "nvlink"),
+        ("auto", "1f1b", "nvlink"),
+        ("auto", "overlapped", "alltoall"),
+        ("auto", "dualpipe-v", "alltoall"),
+        ("nvlink", "overlapped", "nvlink"),
     ],
 )
-def test_auto_takes_nvlink_only_with_a_row_factor_or_pages(
+def test_auto_takes_nvlink_unless_a_schedule_overlaps(
     asked: Any,
-    factor: float | None,
-    stash: StashOptions | None,
+    schedule: str | None,
     chosen: str,
     no_group_left: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -144,12 +144,9 @@ def test_auto_takes_nvlink_only_with_a_row_factor_or_pages(
     meshes: Any = SimpleNamespace(
         dispatch_group=dist.group.WORLD, device_type="cuda", parallel=ParallelConfig(ep=4)
     )
-    options = None if factor is None else NVLinkOptions(row_factor=factor)
+    pipeline = None if schedule is None else SimpleNamespace(schedule=schedule)
     with caplog.at_level(logging.INFO, logger="moecore"):
-        memory = MemoryOptions(stash=stash)
-        request: Any = SimpleNamespace(
-            meshes=meshes, dispatcher=asked, nvlink=options, memory=memory
-        )
+        request: Any = SimpleNamespace(meshes=meshes, dispatcher=asked, pipeline=pipeline)
         name, reason = choose_dispatcher(request)
         nothing: Any = dict.fromkeys(("layers", "linears", "params", "units", "blocks"), ())
         plan = ShardPlan(
@@ -166,11 +163,10 @@ def test_auto_takes_nvlink_only_with_a_row_factor_or_pages(
     lines = [r.getMessage() for r in caplog.records]
     if asked == "nvlink":
         assert not lines
-    elif factor is None and stash is None:
-        assert "'auto' is 'alltoall': 'nvlink' must have NVLinkOptions.row_factor" in lines[0]
-        assert "up to ep (4) times the expert rows of a balanced one" in lines[0]
-    else:
+    elif chosen == "nvlink":
         assert lines == ["dispatcher 'auto' is 'nvlink': peer access among all GPUs of the group"]
+    else:
+        assert "'auto' is 'alltoall': 'nvlink' must go without a schedule" in lines[0]
 
 
 def test_options_for_another_dispatcher_are_refused(no_group_left: None) -> None:
@@ -228,27 +224,17 @@ def test_a_late_rank_is_an_error_until_closed(
 
 
 def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGroup) -> None:
-    exchange = exchange_of(group, row_factor=1.25, overflow="error")
+    exchanges = pool_of(group, row_factor=1.25)
+    exchange = exchange_of(exchanges)
     assert exchange.balanced_rows == 4 * 8 * 2 // 4
     offsets = exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
     assert offsets.tolist() == [9, 20] and int(exchange.buffer.state[NEEDED_WORD]) == 24
     with pytest.raises(
         ExchangeError, match=r"row_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
     ) as error:
-        exchange.check()
+        exchanges.check()
     assert error.value.row_factor == 1.5
-    exchange.check()
-
-
-@pytest.mark.parametrize(
-    ("options", "may"),
-    [(dict(row_factor=0.5), True), (dict(row_factor=0.5, overflow="error"), False), ({}, False)],
-)
-def test_only_a_room_that_may_be_too_small_is_asked_about(
-    options: dict[str, Any], may: bool, group: dist.ProcessGroup
-) -> None:
-    pool = ExchangePool(group, ep=4, options=NVLinkOptions(**options))
-    assert pool.may_be_small == may
+    exchanges.check()
 
 
 def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
@@ -263,25 +249,22 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(2)))
     options = NVLinkOptions(max_tokens=8, row_factor=1.25, timeout_s=2.0)
     parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=options)
-    state = moe_state(model)
-    exchanges = state.exchanges
+    capacity, exchanges = capacity_of(model), attached(model).exchanges  # type: ignore[union-attr]
     assert exchanges is not None and exchanges.options is options
     assert all(layer.dispatcher.exchanges is exchanges for layer in model)
-    state.check()
+    capacity.check()
     exchange = exchanges.get(torch.zeros(3, 32), 2)
-    state.check()
-    reset = []
-    monkeypatch.setattr(state, "_reset", lambda: reset.append(1))
-    for end in (state.finish_step, state.check):
+    capacity.check()
+    ends = (capacity.poll, capacity.check, partial(capacity.end_step, skips=False))
+    for end in ends:
         exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
         with pytest.raises(RuntimeError, match=r"must be >= 1.5 for the 24 expert rows of rank 1"):
             end()
-        state.check()
+        capacity.check()
     exchange.buffer.report[ERROR_WORD] = 1 + 3 * 2
-    for end in (state.finish_step, state.check):
+    for end in (*ends, partial(capacity.end_step, skips=True)):
         with pytest.raises(RuntimeError, match=r"rank 3 must come to a dispatch .*\(2 s\)"):
             end()
-    assert not reset, "an error comes before anything moves"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +284,7 @@ def test_a_late_rank_of_clones_is_an_error_until_closed(
     assert exchanges.clones(cpu) is clones and exchanges.held == (clones,)
     exchanges.check()
     clones.buffer.report[ERROR_WORD] = code
-    ends = (exchanges.poll, exchanges.settle, exchanges.check, lambda: exchanges.clones(cpu))
+    ends = (exchanges.poll, exchanges.check, lambda: exchanges.clones(cpu))
     for end in ends:
         with pytest.raises(ExchangeError, match=what):
             end()
@@ -312,7 +295,9 @@ def test_a_late_rank_of_clones_is_an_error_until_closed(
 
 def test_dtypes_that_can_not_travel_are_refused(group: dist.ProcessGroup) -> None:
     place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
-    exchanges = EmulatedExchangePool(group, ep=4, options=NVLinkOptions(max_tokens=8))
+    exchanges = EmulatedExchangePool(
+        group, ep=4, options=NVLinkOptions(max_tokens=8, row_factor=None)
+    )
     ids = torch.zeros(3, 2, dtype=torch.int32)
     routing = Routing(
         expert_ids_TK=ids,
@@ -335,8 +320,10 @@ ROUTINGS = ranks.ROUTINGS | {
 
 
 def dispatcher_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
-    options = NVLinkOptions(max_tokens=MAX_TOKENS, **options)
-    return NVLinkDispatcher(place, EmulatedExchangePool(place.group, ep=place.ep, options=options))
+    options = NVLinkOptions(**dict(max_tokens=MAX_TOKENS, row_factor=None) | options)
+    exchanges = EmulatedExchangePool(place.group, ep=place.ep, options=options)
+    exchanges.is_watched = True
+    return NVLinkDispatcher(place, exchanges)
 
 
 def against_reference_and_alltoall() -> dict[str, tuple[float, bool]]:
@@ -538,7 +525,7 @@ def room() -> dict[str, Any]:
     message = ""
     exchanges = tight.dispatcher.exchanges  # type: ignore[attr-defined]
     try:
-        MoEState({"tight": tight}, BalanceGroups(), exchanges=exchanges).finish_step()
+        exchanges.poll()
     except RuntimeError as error:
         message = str(error)
     needed = int(rows[0][1])
@@ -549,7 +536,7 @@ def exact() -> dict[str, Any]:
     """Rows that are counted first, when nearly all go to one rank: what is kept, and the bits."""
     x = ranks.tokens_of((20, 20, 20, 20), torch.float32)[dist.get_rank()]
     whole, _ = sharded_layer("ep4")
-    counted, _ = sharded_layer("ep4", exact_rows=True)
+    counted, _ = sharded_layer("ep4", row_factor="exact")
     for layer in (whole, counted):
         layer.router.weight.data[:2] = 4 * x.mean(0).sign()  # rank 0's experts
     same = equal(gradients(whole, [x], False), gradients(counted, [x], False))
@@ -702,7 +689,7 @@ def test_tokens_as_fp8_have_the_bits_of_rounded_tokens(results: dict[str, Any]) 
 @pytest.mark.parametrize("dim", [24, 40])
 def test_fp8_rows_of_odd_sizes_are_refused(dim: int, group: dist.ProcessGroup) -> None:
     place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
-    options = NVLinkOptions(max_tokens=8, fp8_dispatch=True)
+    options = NVLinkOptions(max_tokens=8, row_factor=None, fp8_dispatch=True)
     dispatcher = NVLinkDispatcher(place, EmulatedExchangePool(group, ep=4, options=options))
     ids = torch.zeros(3, 2, dtype=torch.int32)
     routing = Routing(

@@ -1,16 +1,12 @@
 """The balance record of a model: what one optimizer step routed, and the expert biases' next step.
 
-It also ends the step of the exchanges over which tokens traveled: what went wrong in them is raised
-here, since nothing in forward or backward waits to see it.
-
 Legend: E experts, X columns of one layer's counts.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -21,12 +17,10 @@ from moecore.base.fields import Count, check_value
 from moecore.base.torch_names import foreach_add_
 from moecore.kernels.routing.entropy import UNIT
 from moecore.moe.balance import BalanceGroups, LoadCounts
-from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.params import clean_name
 from moecore.moe.quantile import bias_move
 from moecore.moe.records import ChoiceTape
-from moecore.moe.room import Room, SkippedSteps
 
 NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer step"]
 
@@ -39,14 +33,7 @@ class MoEState:
             wrappers are taken out.
         groups: who counts together.
         loss: "mean" or "sum", the loss convention of `parallelize_moe`.
-        exchanges: of dispatcher "nvlink"; None with any other.
-        stash: that rows lie in between forward and backward; None = none.
         check_parameters: raises when the model's gradients were not those of all ranks.
-
-    Attributes:
-        is_graphed: whether a step is one of a CUDA graph, which waits for nothing.
-        graph_steps: which steps were skipped since there is such a graph, whose room stays as it
-            is; None = there is none.
     """
 
     def __init__(
@@ -55,18 +42,11 @@ class MoEState:
         groups: BalanceGroups,
         *,
         loss: str = "mean",
-        exchanges: ExchangePool | None = None,
-        stash: Room | None = None,
         check_parameters: Callable[[], None] | None = None,
     ) -> None:
         self.layers = {clean_name(name): layer for name, layer in layers.items()}
         self.groups = groups
         self.loss = loss
-        self.exchanges = exchanges
-        self.stash = stash
-        self.is_graphed = False
-        self.graph_steps: SkippedSteps | None = None
-        self._skips = False  # steps that had too little room
         self._check_parameters = check_parameters
         self._loss_scale: weakref.ref[Tensor] | None = None
         for layer in layers.values():
@@ -117,73 +97,15 @@ class MoEState:
             if in_flight:
                 layer.tracker.start_in_flight()
 
-    @property
-    def rooms(self) -> tuple[Room | None, Room | None]:
-        """That of expert rows, and that of pages."""
-        return self.exchanges, self.stash
-
-    @contextmanager
-    def graphed(self) -> Iterator[None]:
-        """Within, steps are those of a CUDA graph."""
-        self.is_graphed = True
-        try:
-            yield
-        finally:
-            self.is_graphed = False
-
-    def poll(self) -> None:
-        """Raise what went wrong on this rank with rows, as far as the host can see."""
-        for room in self.rooms:
-            if room is not None:
-                with self._asking(room):
-                    room.poll()
-
-    def check_step(self, *, skips: bool = False) -> None:
-        """Raise what is wrong with a step, as far as the host can see: see `TrainStep.finish`.
-
-        Args:
-            skips: whether a step that had too little room is skipped: then it is no error.
-        """
-        self._skips = skips
-        if skips and self.graph_steps is None:
-            self.settle_rooms()
-        self.poll()
+    def check_step(self) -> None:
+        """Raise before anything moves when gradients or losses of the step can not be right."""
         if self._check_parameters is not None:
             self._check_parameters()
         self._check_micro_batches()
 
-    def settle_rooms(self) -> None:
-        """Give later forwards the room that skipped steps needed, as far as the host can see."""
-        for room in self.rooms:
-            if room is not None and room.may_be_small:
-                room.settle()
-
-    def is_outgrown(self) -> bool:
-        """Whether steps of the captured graph were skipped because of a room of any rank.
-
-        Of all steps but the last one, whose end nobody waits for. Collective, with a host sync,
-        behind a skipped step; else neither.
-        """
-        rooms = [room for room in self.rooms if room is not None and room.may_be_small]
-        if self.graph_steps is None or not self.graph_steps.pop() or not rooms:
-            return False
-        is_short = any(room.is_short for room in rooms)
-        found = torch.tensor(float(is_short), device=_device_of(next(iter(self.layers.values()))))
-        if dist.is_initialized():
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found.item())
-
-    @contextmanager
-    def _asking(self, room: Room) -> Iterator[None]:
-        """Within, too little of a room is no error where its step is skipped."""
-        with room.asked_later() if self._skips and room.may_be_small else nullcontext():
-            yield
-
     @torch.no_grad()
     def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:
         """Return what all ranks counted, move the biases, and start counting anew."""
-        if self.graph_steps is not None:
-            self.graph_steps.note(skipped)
         if not self.layers:
             return MoEMetrics()
         counts = {name: self._counts(layer) for name, layer in self.layers.items()}
@@ -202,13 +124,6 @@ class MoEState:
         """What gives or takes the choices of one forward after the other."""
         routers = [layer.part("router") for layer in self.layers.values()]
         return [r.tape for r in routers if r is not None and r.tape is not None]
-
-    def check(self) -> None:
-        """Raise what went wrong on this rank with rows; waits for the device."""
-        for room in self.rooms:
-            if room is not None:
-                with self._asking(room):
-                    room.check()
 
     def _check_micro_batches(self) -> None:
         """Raise before anything moves when auxiliary losses had the wrong scale."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import nn
 
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.layer import RoutedLayer
+from moecore.moe.shortage import Capacity, Holder
 from moecore.moe.state import MoEState
 from moecore.parallel.request import Request
 
@@ -43,6 +44,7 @@ class Attached:
         offload: of activations; None = they stay.
         stash: pages for rows; None = none.
         state: the balance record, from the phase that makes it.
+        capacity: of exchanges and stash, likewise.
         pipeline: the place among stages; None = it is whole.
         all_stages: what the stages hold; None = it is whole.
     """
@@ -58,8 +60,9 @@ class Attached:
     engine: Engine | None = None
     compiled: set[nn.Module] = field(default_factory=set)
     offload: Offload | None = None
-    stash: Any = None
+    stash: Holder | None = None
     state: MoEState | None = None
+    capacity: Capacity | None = None
     pipeline: Pipeline | None = None
     all_stages: AllStages | None = None
 
@@ -107,3 +110,10 @@ def moe_state(model: nn.Module) -> MoEState:
             "call parallelize_moe(model, meshes) first"
         )
     return found.state
+
+
+def capacity_of(model: nn.Module) -> Capacity:
+    """Return the holders of rows of a parallelized model, and what their shortage is."""
+    found = attached(model)
+    assert found is not None and found.capacity is not None, "its balance record was found"
+    return found.capacity

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.precision import Recipe
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
@@ -22,6 +21,7 @@ from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
 from moecore.parallel.attached import Attached
+from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.request import Request
 from moecore.precision.linear import Fp8Products
 
@@ -45,24 +45,12 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
         if problem is not None:
             raise ValueError(f"dispatcher ('nvlink') {problem}")
         return "nvlink", "asked for"
-    if meshes.device_type == "cuda":
-        problem = _memory_problem(request) or problem
+    pipeline = request.pipeline
+    if pipeline is not None and pipeline.schedule in PAIRING:
+        problem = f"must go without a schedule ({pipeline.schedule!r}) that overlaps: it would not"
     if problem is not None:
         return "alltoall", f"'nvlink' {problem.partition(': ')[0]}"
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
-
-
-def _memory_problem(request: Request) -> str | None:
-    """Return why nvlink must be asked for by name: its shapes are static, so its room is too."""
-    options = request.nvlink or NVLinkOptions()
-    if options.row_factor is not None or options.exact_rows or request.memory.stash is not None:
-        return None
-    ep = request.meshes.parallel.ep
-    return (
-        "must have NVLinkOptions.row_factor (None), or every layer keeps room for any "
-        f"routing, up to ep ({ep}) times the expert rows of a balanced one: set it, 2.0 say, or "
-        "MemoryOptions.stash"
-    )
 
 
 def resolve_dispatcher(model: nn.Module, found: Attached) -> None:

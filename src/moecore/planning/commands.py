@@ -21,12 +21,12 @@ from moecore.base.tables import columns, shown_bytes
 from moecore.models import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.parallel.pipeline.orders import ScheduleName
+from moecore.parallel.pipeline.orders import PAIRING, ScheduleName
 from moecore.parallel.pipeline.timeline import draw
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
-from moecore.planning.gpus import GPUS
+from moecore.planning.gpus import GPUS, NODE
 from moecore.planning.levers import next_change
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.report import report_trace
@@ -91,7 +91,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--offload", nargs="+", default=(), help="parts, likewise")
     add("--moments", default="float32", choices=get_args(MomentDtype), help="dtype of AdamW's")
     add("--stash", action="store_true", help="experts' rows in pages, with dispatcher nvlink")
-    help = "room of dispatcher nvlink; default: alltoall, in a search 2.0 within nodes"
+    help = "capacity of dispatcher nvlink over even loads; default: 2.0 within nodes"
     add("--row-factor", type=float, help=help)
     add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
     add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
@@ -289,8 +289,20 @@ def run_of_options(args: Any) -> TrainingRun:
         memory=_memory(args),
         precision=_precision(args),
         optimizer=_optimizer(args),
-        nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_room(args) else None,
+        nvlink=_nvlink(args, ParallelConfig(**degrees), pipeline),
     )
+
+
+def _nvlink(
+    args: Any, parallel: ParallelConfig, pipeline: PipelineConfig | None
+) -> NVLinkOptions | None:
+    """Return the capacity of nvlink where dispatcher "auto" takes it; None = all-to-all."""
+    if _has_room(args):
+        return NVLinkOptions(row_factor=args.row_factor)
+    degrees = parallel.resolve(args.gpus)
+    group = degrees.ep * degrees.etp
+    overlaps = pipeline is not None and pipeline.schedule in PAIRING
+    return None if group == 1 or NODE % group or overlaps else NVLinkOptions()
 
 
 DRY_RUN_EXAMPLE = """\

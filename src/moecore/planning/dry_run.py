@@ -28,7 +28,7 @@ from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.streams import dry_streams
 from moecore.kernels.common import launches_on_meta
 from moecore.models import Decoder
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import attached
 from moecore.planning.record import END, Queued, Recorder, Start, Work
 from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
 from moecore.train.memory.kept import NAMES
@@ -115,8 +115,9 @@ def _dry_run(run: TrainingRun, rank: int) -> DryRun:
                 recorder.begin("B", END)
                 step.finish()
                 recorder.end()
-        state = moe_state(model)
-        exchanges, stash = state.exchanges, state.stash
+        record = attached(model)
+        assert record is not None
+        exchanges, stash = record.exchanges, record.stash
         moved = sum(_moved(optimizer, param) for param in model.parameters())
         return DryRun(
             rank=rank,

@@ -69,8 +69,8 @@ class TrainingRun:
         memory: what is computed again, offloaded or in pages.
         precision: which products are in FP8; None = none.
         optimizer: what is kept between steps.
-        nvlink: tokens travel by stores into the memory of GPUs of one node, with this room; None =
-            by all-to-all, as without a room or a stash `dispatcher="auto"` chooses.
+        nvlink: tokens travel by stores into the memory of GPUs of one node, with this capacity;
+            None = by all-to-all.
     """
 
     model: DecoderConfig
@@ -110,7 +110,7 @@ class TrainingRun:
         """The run with room for even loads alone: its shapes are those of the rows that come."""
         if self.nvlink is None:
             return self
-        room = replace(self.nvlink, exact_rows=False, row_factor=1.0)
+        room = replace(self.nvlink, row_factor=1.0)
         return replace(self, nvlink=room)
 
     @property
@@ -160,6 +160,8 @@ def call_of(run: TrainingRun) -> str:
         arguments["precision"] = _precision(run.precision)
     if run.nvlink is not None:
         arguments |= {"dispatcher": "'nvlink'", "nvlink": _shown(run.nvlink)}
+    elif run.resolved.ep * run.resolved.etp > 1:
+        arguments["dispatcher"] = "'alltoall'"
     if run.pipeline is not None:
         arguments["pipeline"] = _shown(run.pipeline)
     options = run.optimizer

@@ -134,7 +134,8 @@ def shown_levers(found: Candidate) -> str:
         texts.append(f"offload {'+'.join(run.memory.offload)}")
     if run.nvlink is not None:
         factor = run.nvlink.row_factor
-        texts.append("nvlink" if factor is None else f"nvlink, rows x{factor:g}")
+        is_number = isinstance(factor, int | float)
+        texts.append(f"nvlink, rows x{factor:g}" if is_number else "nvlink")
     if run.fsdp.dense_strategy != "optim":
         texts.append(run.fsdp.dense_strategy)
     if run.optimizer.moment_dtype != "float32":

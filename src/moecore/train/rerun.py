@@ -1,19 +1,19 @@
-"""A step whose rows did not fit is run again from its inputs, with the room that they need.
+"""A step whose rows did not fit is run again from its inputs, with the capacity that they need.
 
-    run() -> needed room of all ranks -> none: done
-                                      -> drop the step, restore random numbers, grow, run again
+    run() -> needed by any rank -> nothing: done
+                                -> drop the step, restore random numbers, enlarge, run again
 
-Rooms are those of expert rows (`NVLinkOptions.row_factor`) and of pages (`StashOptions.factor`).
-What finds no room is cut off on the device, so the step goes on, on wrong values that nobody uses.
-Behind the first layer that overflows choices may be others than those of the step run again, so
-that may need another run; rooms only grow.
+The capacity is that of expert rows (`NVLinkOptions.row_factor`) and of pages
+(`StashOptions.factor`). What finds no place is cut off on the device, so the step goes on, on wrong
+values that nobody uses. Behind the first layer with a shortage choices may be others than those of
+the step run again, so that may need another run; capacities only grow.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
@@ -22,52 +22,49 @@ from torch import Tensor
 
 from moecore.base.streams import wait_on_host
 from moecore.moe.lanes import generators, set_generators
-from moecore.moe.room import Room, larger
-from moecore.moe.state import MoEState
+from moecore.moe.records import ChoiceTape
+from moecore.moe.shortage import Capacity, Holder, larger, this_rank
 
 logger = logging.getLogger("moecore.train.rerun")
 T = TypeVar("T")
 
 
 class Reruns:
-    """Runs steps until their rows have room.
+    """The holders of a step's models: runs steps until their rows fit.
 
-    Made on every rank: one all-reduce tells whether any rank has a room that may be too small.
+    Made on every rank: one all-reduce tells whether any rank has a limited capacity.
 
     Args:
-        states: of the models.
+        capacities: of the models.
         device: of the models.
     """
 
-    def __init__(self, states: Sequence[MoEState], device: torch.device) -> None:
-        self._states, self._device = states, device
-        self._rooms = [room for state in states for room in state.rooms]
-        may_be_small = any(room is not None and room.may_be_small for room in self._rooms)
-        flag = torch.tensor(float(may_be_small), device=device)
+    def __init__(self, capacities: Sequence[Capacity], device: torch.device) -> None:
+        self._capacities, self._device = capacities, device
+        self._holders = [holder for capacity in capacities for holder in capacity.holders]
+        is_limited = any(holder is not None and holder.factor for holder in self._holders)
+        flag = torch.tensor(float(is_limited), device=device)
         if dist.is_initialized():
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         self._asks = bool(flag.item())
 
-    def run(self, run: Callable[[], T], drop: Callable[[], None]) -> T:
-        """Return what a run of a step's micro-batches returns, all of whose rows had room.
+    def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
+        """Return what a run of a step's micro-batches returns, all of whose rows fit.
 
-        Where rooms may be too small one all-reduce and one host sync per run, over and on all
-        ranks; in CUDA graphs, which wait for nothing, none.
+        Where a capacity is limited one all-reduce and one host sync per run, over and on all ranks;
+        in CUDA graphs, which wait for nothing, none.
 
         Args:
             run: all forwards and backwards of a step.
             drop: undoes a run.
+            tapes: what runs record or replay.
         """
-        if not self._asks or any(state.is_graphed for state in self._states):
+        if not self._asks or any(capacity.is_graphed for capacity in self._capacities):
             return run()
-        rewinders = [tape.rewinder() for state in self._states for tape in state.tapes]
+        rewinders = [tape.rewinder() for tape in tapes]
         while True:
             before = generators()
-            with ExitStack() as stack:
-                for room in self._rooms:
-                    if room is not None:
-                        stack.enter_context(room.asked_later())
-                found = run()
+            found = run()
             factors = self._needed()
             if not any(factors):
                 return found
@@ -75,32 +72,54 @@ class Reruns:
             for rewind in rewinders:
                 rewind()
             set_generators(before)
-            for room, factor in zip(self._rooms, factors, strict=True):
-                if room is not None:
-                    _grow(room, factor)
+            for holder, factor in zip(self._holders, factors, strict=True):
+                if holder is not None:
+                    _enlarge(holder, factor)
 
     def is_short(self) -> Tensor | None:
-        """Return whether rows of this rank had no room, a bool on the device; None = all had.
+        """Return whether rows of this rank did not fit, a bool on the device; None = any fit.
 
         No host sync.
         """
         if not self._asks:
             return None
-        found = [room.needed_factor().to(self._device) for room in self._rooms if room is not None]
-        return torch.stack(found).amax() > 0 if found else torch.zeros((), device=self._device) > 0
+        return self._needed_here().amax() > 0
 
-    def end_step(self) -> None:
-        """Let the rows of the next step be counted anew. No host sync."""
-        for room in self._rooms:
-            if room is not None and self._asks:
-                room.clear_state()
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, forwards are those of a step: `Capacity.watched`."""
+        with ExitStack() as stack:
+            for capacity in self._capacities:
+                stack.enter_context(capacity.watched())
+            yield
+
+    def poll(self, *, skips: bool) -> None:
+        """Raise what the host sees, or where `skips` enlarge what earlier steps needed."""
+        for capacity in self._capacities:
+            capacity.end_step(skips=skips)
+
+    def end_step(self, skipped: bool | Tensor) -> None:
+        """Count the rows of the next step anew. No host sync."""
+        for holder in self._holders:
+            if holder is not None and self._asks:
+                holder.clear(host=False)
+        for capacity in self._capacities:
+            if capacity.graph_steps is not None:
+                capacity.graph_steps.note(skipped)
+
+    def check(self) -> None:
+        """Raise what went wrong with rows. Host sync."""
+        for capacity in self._capacities:
+            capacity.check()
+
+    def _needed_here(self) -> Tensor:
+        """Return the least factor that this rank needed of each holder, 0 = its rows fit."""
+        zero = torch.zeros((), device=self._device)
+        return torch.stack([zero if h is None else h.needed().to(zero) for h in self._holders])
 
     def _needed(self) -> list[float]:
-        """Return the least factor that any rank needed of each room, 0 = it had enough."""
-        zero = torch.zeros((), device=self._device)
-        found = torch.stack(
-            [zero if room is None else room.needed_factor().to(zero) for room in self._rooms]
-        )
+        """Return the same of all ranks. Host sync."""
+        found = self._needed_here()
         if dist.is_initialized():
             dist.all_reduce(found, dist.ReduceOp.MAX)
         wait_on_host()
@@ -108,10 +127,13 @@ class Reruns:
         return factors
 
 
-def _grow(room: Room, factor: float) -> None:
+def _enlarge(holder: Holder, factor: float) -> None:
+    holder.clear()
+    if not factor:
+        return
     now = larger(factor)
-    if factor and (not dist.is_initialized() or dist.get_rank() == 0):
+    if this_rank() == 0:
         logger.warning(
-            "%s (%s) was too small: the step runs again with %s", room.option, room.factor, now
+            "%s (%s) was too small: the step runs again with %s", holder.option, holder.factor, now
         )
-    room.grow(now if factor else None)
+    holder.resize(now)

@@ -32,7 +32,7 @@ from moecore.moe.layer import RoutedLayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.state import NumMicroBatches
 from moecore.parallel.across import sum_copies
-from moecore.parallel.attached import attached_in, engines_of, moe_state
+from moecore.parallel.attached import attached_in, capacity_of, engines_of, moe_state
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import loss_of
@@ -153,11 +153,12 @@ class TrainStep:
         self._norm: GradientNorm | None = None
         self._progress = Progress()
         self._is_delayed = has_history(self._model)
+        self._exchanges = [r.exchanges for r in records if r.exchanges is not None]
         self._engines = [r.engine for r in records if r.engine is not None]
         for engine in self._engines:  # a later TrainStep of the same model takes over
             engine.progress = weakref.ref(self._progress)
         request = records[0].request
-        self._reruns = Reruns(self._states, request.meshes.device)
+        self._reruns = Reruns([capacity_of(one) for one in models], request.meshes.device)
         asked = request.pipeline
         self._is_overlapped = asked is not None and asked.schedule == "overlapped"
         self._lanes = Lanes([engine.resume for engine in self._engines])
@@ -287,7 +288,8 @@ class TrainStep:
         progress.is_open = progress.has_failed = True
         self._is_scaled = self._scale is None
         try:
-            yield
+            with self._reruns.watched():
+                yield
             self._check_scaled()
             progress.done += number
             if progress.done == self.num_micro_batches:
@@ -325,7 +327,8 @@ class TrainStep:
                 f"({self.num_micro_batches}): set TrainStep.num_micro_batches between steps"
             )
         run = partial(self._run_all, micro_batches)
-        return self._reruns.run(run, self.drop)
+        tapes = [tape for state in self._states for tape in state.tapes]
+        return self._reruns.run(run, self.drop, tapes)
 
     def _run_all(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Run forward and backward of all micro-batches once; return their losses."""
@@ -463,8 +466,9 @@ class TrainStep:
             for engine in self._engines:
                 engine.end_step()
             is_short = self._reruns.is_short()
+            self._reruns.poll(skips=bool(self._optimizers) or self._norm is not None)
             for state in self._states:
-                state.check_step(skips=bool(self._optimizers) or self._norm is not None)
+                state.check_step()
             if self._optimizers:
                 self._norm = step_clipped(
                     self._model,
@@ -473,13 +477,13 @@ class TrainStep:
                     loss_scale=self._value,
                     is_wrong=is_short,
                 )
-            self._reruns.end_step()
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
             if self._is_delayed:
                 advance_amax(self._model)
             norm, self._norm = self._norm, None
             skipped = False if norm is None else norm.skipped
+            self._reruns.end_step(skipped)
             metrics = [state.reduce_step(skipped=skipped) for state in self._states]
             loss_scale = None
             if self._scale is not None:
@@ -509,17 +513,15 @@ class TrainStep:
 
         Only dispatcher "nvlink" and a stash have something to find: else this returns at once.
         """
-        for state in self._states:
-            state.check()
+        self._reruns.check()
 
     def close(self) -> None:
         """Free the buffers of dispatcher "nvlink"; collective. The next forward makes new ones.
 
         Also after an ExchangeError, which this raises like `check`, to go on in the same processes.
         """
-        for state in self._states:
-            if state.exchanges is not None:
-                state.exchanges.close()
+        for exchanges in self._exchanges:
+            exchanges.close()
 
     @property
     def _value(self) -> Tensor | None:

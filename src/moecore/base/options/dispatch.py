@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moecore.base.fields import Bound, Count, Positive, Rules, check_fields
+from moecore.base.fields import Bound, Count, Positive, check_fields
 
 DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
 
+RowFactor = Annotated[Positive | Literal["exact"], "use 2.0, or 'exact' to count rows first"]
 Refresh = Annotated[Count | Literal["forward"], "use 'forward' to plan in every forward"]
 
 
@@ -17,16 +18,13 @@ class NVLinkOptions:
     Attributes:
         max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
         row_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
-            rank would give. None = room for every routing.
-        overflow: what more rows than that are. "rerun": `TrainStep.forward_backward` runs the step
-            again with the factor that was needed, which stays; it waits for the device once per
-            step. A loop of `micro_batch()` skips the step on every rank, without a wait, and so
-            does a CUDA graph, which is captured anew then. Steps that nobody clips have an error.
-            "error": an error everywhere.
-        exact_rows: room for exactly the expert rows that come, so that nothing overflows, at one
-            host sync per dispatch; not with a row_factor, not in CUDA graphs.
-        num_sms: programs of one operation, of which half push and half receive; None = one per
-            multiprocessor.
+            rank would give. "exact": as many as come, at one host sync per dispatch; not in CUDA
+            graphs. None: room for any routing. Where more come than a number allows,
+            `TrainStep.forward_backward` runs the step again with the factor that was needed, which
+            stays; it waits for the device once per step. A loop of `micro_batch()` skips the step
+            on every rank, without a wait, and so does a CUDA graph, which is captured anew then.
+            Steps that nobody clips have an error. Outside of a step that somebody ends so, which is
+            evaluation, rows of a limited number travel by all-to-all, so that any fit.
         overlap_weight_grads: copy engines bring the tokens' gradients home while the experts
             compute those of their weights.
         keep_rows: whether backward finds the rows that came. False sends the tokens once more
@@ -38,25 +36,14 @@ class NVLinkOptions:
     """
 
     max_tokens: Count | None = None
-    row_factor: Positive | None = None
-    overflow: Literal["rerun", "error"] = "rerun"
-    exact_rows: bool = False
-    num_sms: Annotated[int, Bound(">=", 2)] | None = None
+    row_factor: RowFactor | None = 2.0
     overlap_weight_grads: bool = True
     keep_rows: bool = True
     fp8_dispatch: bool = False
     timeout_s: Positive = 300.0
 
     def __post_init__(self) -> None:
-        check_fields(self, self._rules)
-
-    def _rules(self) -> Rules:
-        if self.exact_rows and self.row_factor is not None:
-            yield (
-                "row_factor",
-                "be None with exact_rows (True), which needs no room beyond the rows: leave one "
-                "of them out",
-            )
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ parser from the types of these fields, so this module has no postponed annotatio
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moecore.base.options.dispatch import NVLinkOptions
+from moecore.base.options.dispatch import DispatcherName, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions
 
@@ -25,7 +25,8 @@ class MoECore:
 
     Attributes:
         dispatcher: how tokens travel, see docs/dispatchers.md.
-        row_factor: `NVLinkOptions.row_factor`; "auto" takes nvlink only with one.
+        row_factor: `NVLinkOptions.row_factor`; "auto" takes nvlink only with
+            one, because no step can run again.
         expert_backend: how the experts' matrices are multiplied.
         recompute: parts of `MemoryOptions.recompute`, or "gemm_last" alone.
         prefetch_blocks: how many blocks ahead parameters are gathered.
@@ -71,14 +72,16 @@ def moecore_options(job_config: Any) -> MoECore:
 
 
 def nvlink_options(options: MoECore) -> NVLinkOptions | None:
-    """Return the nvlink dispatcher's options, None where nothing was chosen.
+    """Return the nvlink dispatcher's options, None where it was not chosen.
+
+    torchtitan can not repeat or skip a step, so without a factor any routing fits.
 
     Raises:
         ValueError: for a row factor that is not positive, or with another dispatcher.
     """
     factor = options.row_factor
     if factor is None:
-        return None
+        return NVLinkOptions(row_factor=None) if options.dispatcher == "nvlink" else None
     if options.dispatcher not in ("auto", "nvlink"):
         raise ValueError(
             f"moecore.row_factor ({factor}) must go with moecore.dispatcher "
@@ -99,3 +102,10 @@ def import_error(error: ModuleNotFoundError, other_version: str) -> ImportError:
             "lack it: pip install 'triton>=3.6'"
         )
     return ImportError(other_version)
+
+
+def dispatcher_of(options: MoECore) -> DispatcherName:
+    """Return the dispatcher: "auto" is all-to-all without a row factor, which fits any routing."""
+    if options.dispatcher == "auto" and options.row_factor is None:
+        return "alltoall"
+    return options.dispatcher

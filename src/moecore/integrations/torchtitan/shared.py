@@ -5,9 +5,12 @@ A job is 0.2's JobConfig or 0.3's Trainer.Config: the sections read here have th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
@@ -15,8 +18,14 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.integrations.torchtitan.options import memory_options, moecore_options, nvlink_options
-from moecore.parallel.attached import moe_state
+from moecore.integrations.torchtitan.options import (
+    dispatcher_of,
+    memory_options,
+    moecore_options,
+    nvlink_options,
+)
+from moecore.moe.shortage import Holder
+from moecore.parallel.attached import capacity_of, moe_state
 from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.train import compile_blocks
@@ -46,16 +55,26 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     parallelize_moe(
         model,
         meshes,
-        dispatcher=options.dispatcher,
+        dispatcher=dispatcher_of(options),
         nvlink=nvlink,
         expert_backend=options.expert_backend,
         memory=memory_options(options),
         fsdp=_fsdp_options(job),
         loss="sum",  # torchtitan's is a sum divided by the global number of tokens
     )
+    if nvlink is not None:  # `finish_step` looks at shortages, which are errors
+        holders = capacity_of(model).holders
+        model.register_forward_pre_hook(partial(_watch, holders))
     local = job.training.local_batch_size * meshes.data_ranks
     moe_state(model).set_num_micro_batches(max(1, job.training.global_batch_size // local))
     return model
+
+
+def _watch(holders: Sequence[Holder | None], *_: Any) -> None:
+    """Let a capacity hold in forwards of training alone."""
+    for holder in holders:
+        if holder is not None:
+            holder.is_watched = torch.is_grad_enabled()
 
 
 def _unwrapped(block: nn.Module) -> nn.Module:

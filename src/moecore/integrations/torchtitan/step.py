@@ -11,7 +11,7 @@ from torchtitan.tools.logging import logger
 
 from moecore.integrations.torchtitan.layer import TitanLayer
 from moecore.moe.metrics import MoEMetrics
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import capacity_of, moe_state
 
 METRICS = "moe_metrics"  # where a step's metrics wait on the optimizers for the next log line
 
@@ -45,6 +45,7 @@ def finish_step(model: nn.Module) -> MoEMetrics:
         for layer in state.layers.values()
         if isinstance(layer, TitanLayer) and layer.config.balance.bias_update_rate
     }
+    capacity_of(model).poll()
     metrics = state.finish_step()
     for layer, old_E in before.items():
         bias_E = layer.part("router").selection_bias
@@ -71,11 +72,11 @@ class MoEMetricsProcessor(MetricsProcessor):
         """Log as torchtitan does, and the load on a line of its own; up to four host syncs more.
 
         Raises:
-            RuntimeError: when an exchange of dispatcher "nvlink" went wrong, see `MoEState.check`.
+            RuntimeError: when an exchange of dispatcher "nvlink" went wrong, see `Capacity.check`.
         """
         extra = dict(extra_metrics or {})
         for part in self.model_parts or ():
-            moe_state(part).check()
+            capacity_of(part).check()
         for metrics in getattr(self.optimizers, METRICS, ()):
             extra |= load_metrics(metrics)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)

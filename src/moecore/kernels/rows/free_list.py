@@ -103,16 +103,6 @@ class PagePool:
         """Bytes of a page."""
         return self.pages.shape[1]
 
-    def clear_needed(self, *, report: bool = True) -> None:
-        """Let MOST and MISSED be counted anew.
-
-        Args:
-            report: on the host, too; when the device has come to here, or it has been read.
-        """
-        if report:
-            self.report[MOST_WORD:] = 0
-        self.state[MOST_WORD:].zero_()
-
 
 def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
     """Do what `return_pages` does."""

@@ -62,13 +62,3 @@ class CloneExchange:
         error = int(self.buffer.report[ERROR_WORD])
         if error:
             raise ExchangeError(late_message(self.buffer, self.group, error - 1, KINDS))
-
-    def check(self) -> None:
-        """Raise what has gone wrong in all operations so far. One host sync.
-
-        Raises:
-            ExchangeError: see `poll`.
-        """
-        if self.buffer.state.is_cuda:
-            torch.cuda.synchronize(self.buffer.state.device)  # report is written by the device
-        self.poll()

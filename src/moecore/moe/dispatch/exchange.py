@@ -23,6 +23,7 @@ from moecore.kernels.exchange.buffer import (
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
 from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.moe.placement import balanced_tokens
+from moecore.moe.shortage import Shortage
 
 # Operations of a `MetaExchange`, by the names of their kernels.
 SPREAD, REDUCE, COPY = "_spread_kernel", "_reduce_kernel", "copy to peers"
@@ -70,9 +71,6 @@ class Exchange:
         group: the ranks.
         options: of the dispatcher.
         balanced_rows: expert rows of a rank with balanced routing and C tokens on every rank.
-
-    Attributes:
-        asks_later: whether too many rows are no error, because `needed_factor` is asked.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class Exchange:
         self.group = group
         self.options = options
         self.balanced_rows = balanced_rows
-        self.asks_later = False
         self._stream: Stream | None = None  # of copies
         self._slot = SlotState.FREE
 
@@ -193,69 +190,30 @@ class Exchange:
         return self.buffer.state.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
-        """Return the offsets cut at `num_rows`; more is an error of the next `check`."""
+        """Return the offsets cut at `num_rows`; more is a shortage."""
         return limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
-    def poll(self) -> None:
-        """Raise what has gone wrong so far, as far as the host can see without waiting.
+    @property
+    def shortage(self) -> Shortage:
+        """The most expert rows that came, once some did not fit."""
+        state, report = (
+            words[NEEDED_WORD : NEEDED_WORD + 1]
+            for words in (self.buffer.state, self.buffer.report)
+        )
+        return Shortage(state, report, self.balanced_rows)
 
-        Too many rows are an error once. A late rank stays one: the operations that it missed are
-        not known, so nothing waits for it any more, until `ExchangePool.close` and new buffers.
+    def poll(self) -> None:
+        """Raise for a late rank, as far as the host can see without waiting.
+
+        It stays an error: the operations that it missed are not known, so nothing waits for it any
+        more, until `ExchangePool.close` and new buffers.
 
         Raises:
-            ExchangeError: when a rank did not come in time, or expert rows did not fit.
+            ExchangeError: when a rank did not come in time.
         """
-        words = self.buffer.report.tolist()
-        error, needed = words[ERROR_WORD], words[NEEDED_WORD]
+        error = int(self.buffer.report[ERROR_WORD])
         if error:
             raise ExchangeError(late_message(self.buffer, self.group, error - 1, KINDS))
-        if needed and not self.asks_later:
-            self.clear_needed()
-            raise ExchangeError(self._overflow(needed), needed / self.balanced_rows)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether expert rows did not fit, as far as the host can see."""
-        return bool(self.buffer.report[NEEDED_WORD])
-
-    def needed_factor(self) -> Tensor:
-        """Return the least row factor that had held all rows so far; 0 = they fit. No host sync."""
-        return self.buffer.state[NEEDED_WORD] / self.balanced_rows
-
-    def clear_needed(self, *, report: bool = True) -> None:
-        """Let later rows be counted anew.
-
-        Args:
-            report: on the host, too; when the device has come to here, or it has been read.
-        """
-        if report:
-            self.buffer.report[NEEDED_WORD] = 0
-        self.buffer.state[NEEDED_WORD].zero_()
-
-    def take_needed(self) -> float:
-        """Return the needed factor that the host can see, 0 = none, and clear it there."""
-        needed = int(self.buffer.report[NEEDED_WORD])
-        if needed:
-            self.buffer.report[NEEDED_WORD] = 0
-        return needed / self.balanced_rows
-
-    def check(self) -> None:
-        """Raise what has gone wrong in all operations so far. One host sync.
-
-        Raises:
-            ExchangeError: see `poll`.
-        """
-        if self.buffer.state.is_cuda:
-            torch.cuda.synchronize(self.buffer.state.device)  # report is written by the device
-        self.poll()
-
-    def _overflow(self, needed: int) -> str:
-        me = dist.get_global_rank(self.group, self.buffer.rank)
-        return (
-            f"NVLinkOptions.row_factor ({self.options.row_factor}) must be >= "
-            f"{needed / self.balanced_rows:.4g} for the {needed} expert rows of rank {me}: raise "
-            "it, or leave it None; results since then are not valid"
-        )
 
 
 class MetaExchange(Exchange):

@@ -10,9 +10,6 @@ with `NVLinkOptions.overlap_weight_grads`. Clones have slots of their own, twice
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,75 +26,70 @@ from moecore.kernels.exchange.buffer import (
     SymmetricBuffer,
 )
 from moecore.moe.dispatch.clone_exchange import CloneExchange
-from moecore.moe.dispatch.exchange import Exchange, MetaExchange
+from moecore.moe.dispatch.exchange import Exchange, ExchangeError, MetaExchange
 from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
-from moecore.moe.room import larger, warn_of_skipped
+from moecore.moe.shortage import Holder, Shortage
 
 # What `ExchangePool._agree` compares.
-AGREED = ("D", "K", "dtype", "num_sms", "overlap_weight_grads", "keep_rows", "fp8_dispatch")
+AGREED = ("D", "K", "dtype", "programs", "overlap_weight_grads", "keep_rows", "fp8_dispatch")
 FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 
 
-class ExchangePool:
+class ExchangePool(Holder):
     """The exchanges of a model, which owns their buffers.
 
     Args:
         group: the ranks among which tokens travel.
         ep: number of expert blocks of the group.
         options: sizes and times.
+        programs: of one operation, of which half push and half receive; None = one per
+            multiprocessor.
     """
 
     option = "NVLinkOptions.row_factor"
 
     def __init__(
-        self, group: dist.ProcessGroup, *, ep: int, options: NVLinkOptions | None = None
+        self,
+        group: dist.ProcessGroup,
+        *,
+        ep: int,
+        options: NVLinkOptions | None = None,
+        programs: int | None = None,
     ) -> None:
         self.group = group
         self.ep = ep
         self.options = options or NVLinkOptions()
+        self._programs = programs
         self._entries: dict[tuple[int, int, int], Exchange] = {}
         self._planned: dict[tuple[int, int, int], Exchange] = {}  # on meta
         self._clones: CloneExchange | None = None
-        self._asks_later = False
 
     @property
     def factor(self) -> float | None:
         """Expert rows over those of even loads; None = any fit."""
-        return self.options.row_factor
+        factor = self.options.row_factor
+        return None if factor == "exact" else factor
 
     @property
-    def may_be_small(self) -> bool:
-        """Whether a step that had too many rows runs again."""
-        return self.options.row_factor is not None and self.options.overflow == "rerun"
+    def shortages(self) -> tuple[Shortage, ...]:
+        """One per exchange of rows."""
+        return tuple(exchange.shortage for exchange in self.entries)
 
-    @property
-    def is_short(self) -> bool:
-        """Whether rows found no room, as far as the host can see."""
-        return any(exchange.is_short for exchange in self.entries)
-
-    @contextmanager
-    def asked_later(self) -> Iterator[None]:
-        """Within, too many rows are no error: `Exchange.needed_factor` has them."""
-        self._asks_later = True
-        try:
-            yield
-        finally:
-            self._asks_later = False
-            for exchange in self.entries:
-                exchange.asks_later = False
-
-    def needed_factor(self) -> Tensor:
-        """Return the least row factor that had held all rows; 0 = they fit. No host sync."""
-        found = [exchange.needed_factor() for exchange in self.entries]
-        return torch.stack(found).amax() if found else torch.zeros(())
-
-    def grow(self, factor: float | None) -> None:
-        """Give later dispatches more room, None = as much, and clear what was needed."""
-        if factor is not None:
-            self.options = replace(self.options, row_factor=factor)
+    def resize(self, factor: float) -> None:
+        """Give later dispatches so many rows."""
+        self.options = replace(self.options, row_factor=factor)
         for exchange in self.entries:
             exchange.options = self.options
-            exchange.clear_needed()
+
+    def error(self, shortage: Shortage) -> ExchangeError:
+        """Return the error that names the factor."""
+        least = shortage.factor_seen
+        return ExchangeError(
+            f"{self.option} ({self.factor}) must be >= {least:.4g} for the {shortage.num_seen} "
+            f"expert rows of rank {dist.get_rank()}: raise it, or leave it None; results since "
+            "then are not valid",
+            row_factor=least,
+        )
 
     def get(self, x_TD: Tensor, top_k: int, *, lane: int = 0) -> Exchange:
         """Return the exchange for these tokens; made, by all ranks together, at first use.
@@ -128,7 +120,6 @@ class ExchangePool:
         exchange = self._entries.get(key)
         if exchange is None:
             exchange = self._entries[key] = self._make(x_TD, top_k)
-        exchange.asks_later = self._asks_later or self.may_be_small  # the end of the step tells
         exchange.poll()
         max_tokens = exchange.layout.max_tokens
         if max_tokens < T:
@@ -164,57 +155,21 @@ class ExchangePool:
         """Everything that has buffers."""
         return (*self.entries, *([] if self._clones is None else [self._clones]))
 
-    def poll(self) -> None:
+    def poll(self, *, is_error: bool = True) -> None:
         """Raise what has gone wrong on this rank, as far as the host can see without waiting.
 
         Raises:
             ExchangeError: when a rank did not come in time, or expert rows did not fit.
         """
-        self._poll_clones()
-        for exchange in self._entries.values():
-            exchange.asks_later = self._asks_later
-            exchange.poll()
-
-    def settle(self) -> None:
-        """Give later dispatches the room that earlier ones needed, as far as the host can see.
-
-        Raises:
-            ExchangeError: when a rank did not come in time.
-        """
-        self._poll_clones()
-        factor = 0.0
-        for exchange in self._entries.values():
-            exchange.asks_later = True
-            exchange.poll()
-            factor = max(factor, exchange.take_needed())
-        now = larger(factor)
-        if now > (self.factor or math.inf):  # else a step that ran before it grew
-            warn_of_skipped(self.option, self.factor, now)
-            self.options = replace(self.options, row_factor=now)
-            for exchange in self.entries:
-                exchange.options = self.options
-
-    def clear_state(self) -> None:
-        """Let the rows of the next step be counted anew on the device. No host sync."""
-        for exchange in self.entries:
-            exchange.clear_needed(report=False)
-
-    def check(self) -> None:
-        """Raise what has gone wrong on this rank so far; call it at the end of a step.
-
-        One host sync per exchange; all but the first find the device idle.
-
-        Raises:
-            ExchangeError: see `poll`.
-        """
-        for exchange in self.entries:
-            exchange.asks_later = self._asks_later
         for one in self.held:
-            one.check()
+            one.poll()
+        super().poll(is_error=is_error)
 
-    def _poll_clones(self) -> None:
-        if self._clones is not None:
-            self._clones.poll()
+    def wait(self) -> None:
+        """Wait for the GPU, which writes reports."""
+        for one in self.held[:1]:
+            if one.buffer.state.is_cuda:
+                torch.cuda.synchronize(one.buffer.state.device)
 
     def close(self) -> None:
         """Free all buffers; collective. A later `get` makes new ones, of other sizes if need be.
@@ -237,7 +192,7 @@ class ExchangePool:
                 "use 'alltoall'"
             )
         _refuse_capture()
-        programs = self.options.num_sms or num_sms(x_TD.device)
+        programs = self._programs or num_sms(x_TD.device)
         layout = self._layout(x_TD, top_k, self._agree(x_TD, top_k, programs), programs)
         # An evaluation may come first: a training step can not write tensors of inference mode.
         with on_device(x_TD), torch.inference_mode(False):
@@ -252,7 +207,7 @@ class ExchangePool:
 
     def _on_meta(self, x_TD: Tensor, top_k: int) -> Exchange:
         most = self.options.max_tokens or x_TD.shape[0]
-        layout = self._layout(x_TD, top_k, most, self.options.num_sms or 1)
+        layout = self._layout(x_TD, top_k, most, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
         buffer = SymmetricBuffer(
             layout=layout,

@@ -35,6 +35,7 @@ from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.packed import PACKED_COLUMNS, pack_rows
 from moecore.kernels.rows.record import Rows
+from moecore.moe.dispatch.alltoall import AllToAllDispatcher, AllToAllPlan
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.lanes import Lanes
@@ -69,17 +70,23 @@ class NVLinkDispatcher:
         exchanges: of the same group; shared by the layers of a model.
     """
 
-    waits_on_host = False  # but with NVLinkOptions.exact_rows, which a CUDA graph refuses by name
+    waits_on_host = False  # but with row_factor "exact", which a CUDA graph refuses by name
 
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
         self.exchanges = exchanges
         self.lanes: Lanes | None = None
+        self._elsewhere = AllToAllDispatcher(placement)
 
     @property
     def keeps_rows(self) -> bool:
         """Whether backward keeps received rows; else they are sent once more."""
         return self.exchanges.options.keep_rows
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether the host waits in each dispatch for how many expert rows come."""
+        return self.exchanges.options.row_factor == "exact"
 
     def has_spare_rows(self, *, pads: bool) -> bool:
         """Always: S is that of all tokens."""
@@ -89,7 +96,8 @@ class NVLinkDispatcher:
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks. No collective, and no host sync after the first.
 
-        But for one with `NVLinkOptions.exact_rows`.
+        But for one with a `NVLinkOptions.row_factor` "exact", and where that is a number outside of
+        a step whose end looks at shortages: then rows travel by all-to-all, however many come.
 
         Holes of the rows are uninitialised; no slot names them.
 
@@ -102,6 +110,10 @@ class NVLinkDispatcher:
                 f"weights_TK ({routing.weights_TK.dtype}) must be torch.float32 for dispatcher "
                 "('nvlink'): use 'alltoall'"
             )
+        is_limited = self.exchanges.is_watched or x_TD.is_meta  # plans are those of steps
+        is_captured = x_TD.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.exchanges.factor is not None and not is_limited and not is_captured:
+            return self._elsewhere.dispatch(x_TD, routing)
         exchange = self.exchanges.get(x_TD, routing.destinations_TK.shape[1])
         if exchange.options.fp8_dispatch and x_TD.shape[1] % PACKED_COLUMNS:
             raise ValueError(
@@ -110,7 +122,7 @@ class NVLinkDispatcher:
             )
         tokens = (x_TD, routing.weights_TK, routing.destinations_TK)
         sender = _Sender(exchange) if exchange.layout.sums_slot else None
-        came = _Outputs(*_Dispatch.apply(*tokens, exchange, self.placement, sender))
+        came = _Outputs(*_Dispatch.apply(*tokens, exchange, self.placement, sender, is_limited))
         plan = NVLinkPlan(exchange, x_TD.dtype, came.peers_T, came.places_S, came.slots_SK)
         refetch = None
         if not exchange.options.keep_rows:
@@ -128,11 +140,11 @@ class NVLinkDispatcher:
     def _balanced(self, exchange: Exchange) -> BalancedRows:
         layout = exchange.layout
         source = self.placement.balanced_tokens(layout.max_tokens, layout.top_k)
-        expert = None if exchange.options.exact_rows else exchange.balanced_rows
+        expert = None if self.counts_rows else exchange.balanced_rows
         return BalancedRows(layout.num_ranks * source, expert)
 
     @torch.compiler.disable
-    def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan) -> Tensor:
+    def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan | AllToAllPlan) -> Tensor:
         """Send partial sums home and add them in fp32. No host sync, no collective.
 
         Args:
@@ -142,6 +154,9 @@ class NVLinkDispatcher:
         Raises:
             ValueError: when y has another dtype than the tokens had.
         """
+        if isinstance(plan, AllToAllPlan):
+            assert isinstance(y, Tensor), "without a handle experts add their rows"
+            return self._elsewhere.combine(y, plan)
         if isinstance(y, UnsummedRows):
             rows, slots_SN = y.y_RD, plan.slots_SK
         else:
@@ -154,17 +169,19 @@ class NVLinkDispatcher:
         return _Combine.apply(rows, plan, slots_SN)
 
 
-def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -> ExpertIndex:
+def _index_of(
+    came: SpreadChoices, exchange: Exchange, place: ExpertPlacement, *, is_limited: bool
+) -> ExpertIndex:
     """Return the index of the rows that came: room for any routing, or less if asked for."""
     owned = dict(first=place.first_physical, num_local=place.num_physical)
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
     factor = exchange.options.row_factor
-    if exchange.options.exact_rows:
+    if factor == "exact":
         num_rows = _count_rows(exchange, came.ids_SK, **owned)
-    elif factor is not None:
+    elif factor is not None and is_limited:
         num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
     index = build_index(came.ids_SK, came.weights_SK, **owned, length=num_rows)
-    if factor is not None:
+    if factor not in (None, "exact") and is_limited:
         index = index._replace(offsets_e=exchange.limit_rows(index.offsets_e, num_rows))
     return index
 
@@ -179,8 +196,7 @@ def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: in
     """
     if exchange.is_capturing():
         raise RuntimeError(
-            "NVLinkOptions.exact_rows (True) must be False while a CUDA graph is captured: set a "
-            "row_factor"
+            "NVLinkOptions.row_factor ('exact') must be a number while a CUDA graph is captured"
         )
     if ids_SK.is_meta:
         return exchange.balanced_rows
@@ -315,11 +331,12 @@ class _Dispatch(torch.autograd.Function):
         exchange: Exchange,
         place: ExpertPlacement,
         sender: _Sender | None,
+        is_limited: bool,
     ) -> tuple[Tensor, ...]:
         sent = (_pack(exchange, x_TD), ids_TK, weights_TK)
         sizes: dict[str, Any] = dict(num_local=place.num_physical, etp=place.etp)
         came = exchange.spread_choices(*sent, **sizes)
-        index = _index_of(came, exchange, place)
+        index = _index_of(came, exchange, place, is_limited=is_limited)
         handle_RD = x_TD.new_empty(1).expand(index.row_ids_R.shape[0], x_TD.shape[1])
         where = (came.peers_T, came.places_S)
         ctx.exchange, ctx.sender = exchange, sender
@@ -338,7 +355,7 @@ class _Dispatch(torch.autograd.Function):
         drows_RD, dweights_R = of.handle_RD, of.weights_R
         home = ctx.sender.finish((drows_RD, dweights_R), where) if ctx.sender else None
         if home is not None:
-            return *home, *(None,) * 4
+            return *home, *(None,) * 5
         # Every rank takes part, whichever gradients it has.
         zeros = partial(torch.zeros, device=places_S.device)
         shape, dtype = ctx.rows_like
@@ -347,7 +364,7 @@ class _Dispatch(torch.autograd.Function):
         if dweights_R is None:
             dweights_R = zeros(shape[0])
         dx_TD, dweights_TK = ctx.exchange.reduce(drows_RD, *where, (dweights_R, slots_SK))
-        return dx_TD, dweights_TK, *(None,) * 4
+        return dx_TD, dweights_TK, *(None,) * 5
 
 
 class _Combine(torch.autograd.Function):

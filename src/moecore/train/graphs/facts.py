@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.torch_names import hooks_around, num_gradient_hooks
 from moecore.moe.state import MoEState
+from moecore.parallel.attached import attached
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +87,8 @@ def facts_of(model: nn.Module, state: MoEState) -> Facts:
         values.append(id(layer.tracker.counts))
     held.append(state.loss_scale)
     values.append(id(state.loss_scale))
-    exchanges = () if state.exchanges is None else state.exchanges.held
+    record = attached(model)
+    exchanges = () if record is None or record.exchanges is None else record.exchanges.held
     return Facts(values=values, held=held, exchanges=exchanges)
 
 

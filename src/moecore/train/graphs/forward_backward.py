@@ -16,9 +16,9 @@ between steps: it raises what has gone wrong in exchanges, frees units that an e
 unsharded, compares the facts that the graph holds with the present ones (`facts.py`), sets
 `.grad` to the captured gradient, and counts micro-batches.
 
-Note "outgrown": rows that find no room let `TrainStep.finish` skip the step on every rank, on the
+Note "outgrown": rows that do not fit let `TrainStep.finish` skip the step on every rank, on the
 device. The host learns of it a step later, for which it does not wait. Then the graph is freed, the
-room grows, and the calls that follow warm up and capture anew.
+capacity grows, and the calls that follow warm up and capture anew.
 
 Note "together": captured collectives have no timeout. A rank that gives up before the first replay
 tells the others, and all of them raise. One that raises later leaves them waiting: end the job.
@@ -38,9 +38,10 @@ from torch import Tensor, nn
 
 from moecore.base.fields import Bound, check_arguments
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.moe.room import SkippedSteps
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from moecore.moe.shortage import SkippedSteps
 from moecore.moe.state import MoEState
-from moecore.parallel.attached import attached, moe_state
+from moecore.parallel.attached import attached, capacity_of, moe_state
 from moecore.parallel.shard.engine import free_units, progress_of
 from moecore.train.graphs.facts import Facts, facts_of
 
@@ -95,6 +96,7 @@ class GraphedForwardBackward:
     ) -> None:
         check_arguments(GraphedForwardBackward.__init__, locals())
         self._state = moe_state(model)
+        self._capacity = capacity_of(model)
         _check_whole(model)
         _check_dispatchers(self._state)
         self._device = _gpu_of(model)
@@ -113,7 +115,7 @@ class GraphedForwardBackward:
         if self._captured is not None:
             torch.cuda.synchronize(self._device)  # it may run yet
         self._num_warm, self._inputs, self._captured = 0, (), None
-        self._state.graph_steps = None
+        self._capacity.graph_steps = None
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Return what `forward_backward` returns; parameters hold the step's gradients.
@@ -135,12 +137,13 @@ class GraphedForwardBackward:
         """
         free_units(self._model)  # a replay does not: see the note
         _check_start(self._model, self._state)
-        if self._state.is_outgrown():
+        self._capacity.poll()
+        if self._capacity.is_outgrown():
             self.close()
-            self._state.settle_rooms()
+            self._capacity.enlarge()
         if self._captured is not None:
             return self._captured.replay(inputs)
-        with self._state.graphed():
+        with self._capacity.graphed():
             return self._first(inputs)
 
     def _first(self, inputs: Inputs) -> Any:
@@ -154,7 +157,7 @@ class GraphedForwardBackward:
             return outputs
         _check_inputs(own, self._inputs)
         self._captured = _capture(self._forward_backward, self._model, self._state, own)
-        self._state.graph_steps = SkippedSteps()
+        self._capacity.graph_steps = SkippedSteps()
         self._inputs = ()
         return self._captured.replay(inputs)
 
@@ -336,7 +339,6 @@ def _check_start(model: nn.Module, state: MoEState) -> None:
                 "optimizer.zero_grad(set_to_none=True) after step(), and give all micro-batches "
                 "to one call"
             )
-    state.poll()
 
 
 def _check_inputs(inputs: Inputs, others: Inputs) -> None:
@@ -363,11 +365,11 @@ def _check_dispatchers(state: MoEState) -> None:
                 f"dispatcher of {name} ({type(layer.dispatcher).__name__}) must be 'nvlink' or pad "
                 "to a capacity for a CUDA graph, because it waits for sizes on the host"
             )
-    if state.exchanges is not None and state.exchanges.options.exact_rows:
-        raise ValueError(
-            "NVLinkOptions.exact_rows (True) must be False for a CUDA graph, because it waits for "
-            "sizes on the host: set a row_factor"
-        )
+        if isinstance(layer.dispatcher, NVLinkDispatcher) and layer.dispatcher.counts_rows:
+            raise ValueError(
+                "NVLinkOptions.row_factor ('exact') must be a number for a CUDA graph, because the "
+                "host waits for sizes: set one"
+            )
 
 
 def _check_whole(model: nn.Module) -> None:

@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from moecore.base.options.memory import StashOptions
 from moecore.base.saved import UsedRows
 from moecore.kernels.common import cdiv
-from moecore.kernels.rows.free_list import MISSED_WORD, MOST_WORD, PagePool, return_pages
+from moecore.kernels.rows.free_list import MOST_WORD, PagePool, return_pages
 from moecore.kernels.rows.pages import MOST_MATRICES, Layout, copy_rows, take_rows
+from moecore.moe.shortage import Shortage
 from moecore.train.memory.groups import Copy
 from moecore.train.memory.streams import CopyStream, Mark, Streams
 
@@ -101,18 +101,6 @@ class FromPages(NamedTuple):
         """Start the copy; a CPU ends it."""
         with stream.running():
             self.source.read(self.target, self.over)
-
-
-class Shortage(NamedTuple):
-    """A pool that had too few pages.
-
-    Attributes:
-        factor: the least that would have held all rows.
-        num_pages: that were wanted at the same time.
-    """
-
-    factor: float
-    num_pages: int
 
 
 @dataclass(eq=False, slots=True)
@@ -209,30 +197,13 @@ class PageStore:
         self._options = options
         self.clear()
 
-    def needed_factor(self) -> Tensor:
-        """Return the least factor that had held all rows, 0 = it did."""
-        if self.pool is None:
-            return torch.zeros(())
-        words = self.pool.state
-        return words[MOST_WORD] * (words[MISSED_WORD] > 0) / self._balanced_pages
-
-    def clear_needed(self, *, report: bool = True) -> None:
-        """Let later rows be counted anew; see `PagePool.clear_needed`."""
-        if self.pool is not None:
-            self.pool.clear_needed(report=report)
-
     @property
-    def is_short(self) -> bool:
-        """Whether a page was missing, as far as the host can see."""
-        return self.pool is not None and bool(self.pool.report[MISSED_WORD])
-
     def shortage(self) -> Shortage | None:
-        """Return what was missing, as far as the host can see without waiting, and start anew."""
-        if self.pool is None or not self.is_short:
+        """The most pages that were wanted at a time, once one was missing; None = no pool yet."""
+        if self.pool is None:
             return None
-        num_pages = int(self.pool.report[MOST_WORD])
-        self.pool.clear_needed()
-        return Shortage(num_pages / self._balanced_pages, num_pages)
+        words = (self.pool.state[MOST_WORD:], self.pool.report[MOST_WORD:])
+        return Shortage(*words, self._balanced_pages)
 
     def _start(self) -> bool:
         """Return whether a capture is on; after one return what has waited for its end."""

@@ -12,31 +12,28 @@ memory of one is free before the next dispatches:
 
 What it takes are matrices whose used rows the device counts (`saved.counting_rows`), and nothing
 else. The last layer's stay where they are until the next forward begins, if that comes before their
-backward, as between pipeline stages. Rows that found no page come back as NaN, and `poll` raises.
+backward, as between pipeline stages. Rows that found no page come back as NaN, and are a shortage.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from moecore.base.options.memory import StashOptions
 from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.moe.room import larger, warn_of_skipped
+from moecore.moe.shortage import Holder, Shortage, this_rank
 from moecore.train.memory.groups import Group
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.page_store import PageStore
 
 
-class Stash(Offload):
+class Stash(Offload, Holder):
     """Keeps used rows of a model's experts in pages.
 
     Args:
@@ -49,7 +46,6 @@ class Stash(Offload):
     """
 
     option = "StashOptions.factor"
-    may_be_small = True
     _rows_alone = True
 
     def __init__(self, device: torch.device, options: StashOptions, num_layers: int) -> None:
@@ -58,7 +54,6 @@ class Stash(Offload):
         self._store = self.pages = PageStore(self._streams, options, num_layers)
         # Of last layers, and whether a CUDA graph that was captured holds them.
         self._resting: list[tuple[Group, bool]] = []
-        self._asks_later = False
 
     def __reduce__(self) -> Any:
         return partial(Stash, self._streams.device, self._options, self._num_layers), ()
@@ -89,75 +84,28 @@ class Stash(Offload):
         return self._options.factor
 
     @property
-    def is_short(self) -> bool:
-        """Whether rows found no page, as far as the host can see."""
-        return self.pages.is_short
+    def shortages(self) -> tuple[Shortage, ...]:
+        """That of the pool of pages, once it is made."""
+        shortage = self.pages.shortage
+        return () if shortage is None else (shortage,)
 
-    @contextmanager
-    def asked_later(self) -> Iterator[None]:
-        """Within, missing pages are no error: `needed_factor` has them."""
-        self._asks_later = True
-        try:
-            yield
-        finally:
-            self._asks_later = False
-
-    def needed_factor(self) -> Tensor:
-        """Return the least factor that had held all rows; 0 = they fit. No host sync."""
-        return self.pages.needed_factor()
-
-    def grow(self, factor: float | None) -> None:
-        """Give later forwards more pages, None = as many, and clear what was needed.
-
-        Args:
-            factor: when no rows lie in pages.
-        """
-        if factor is None:
-            self.pages.clear_needed()
-            return
+    def resize(self, factor: float) -> None:
+        """Free all pages; later forwards make so many. When no rows lie in them."""
+        self.wait()  # copies may read what is freed now
         self._options = replace(self._options, factor=factor)
         self.pages.resize(self._options)
 
-    def settle(self) -> None:
-        """Give later forwards the pages that earlier ones needed, as far as the host can see.
+    def error(self, shortage: Shortage) -> ExchangeError:
+        """Return the error that names the factor."""
+        least = math.ceil(shortage.factor_seen * 1000) / 1000
+        return ExchangeError(
+            f"{self.option} ({self.factor}) must be >= {least:g} for the {shortage.num_seen} pages "
+            f"of rows that rank {this_rank()} keeps: raise it, or set host_bytes; results since "
+            "then are not valid",
+            stash_factor=least,
+        )
 
-        Waits for the device where there were too few. When no rows lie in pages.
-        """
-        shortage = self.pages.shortage()
-        now = 0.0 if shortage is None else larger(shortage.factor)
-        if now > self.factor:  # else a step that ran before they grew
-            warn_of_skipped(self.option, self.factor, now)
-            if self._streams.device.type == "cuda":
-                torch.cuda.synchronize(self._streams.device)  # copies may read what is freed now
-            self.grow(now)
-
-    def clear_state(self) -> None:
-        """Let the rows of the next step be counted anew on the device. No host sync."""
-        self.pages.clear_needed(report=False)
-
-    def poll(self) -> None:
-        """Raise what has gone wrong so far, as far as the host can see without waiting; once.
-
-        Raises:
-            ExchangeError: when pages were missing. Results since then are not valid.
-        """
-        shortage = None if self._asks_later else self.pages.shortage()
-        if shortage is not None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            least = math.ceil(shortage.factor * 1000) / 1000
-            raise ExchangeError(
-                f"StashOptions.factor ({self._options.factor}) must be >= {least:g} for the "
-                f"{shortage.num_pages} pages of rows that rank {rank} keeps: raise it, or set "
-                "host_bytes; results since then are not valid",
-                stash_factor=least,
-            )
-
-    def check(self) -> None:
-        """Raise what has gone wrong so far. One host sync.
-
-        Raises:
-            ExchangeError: see `poll`.
-        """
+    def wait(self) -> None:
+        """Wait for the GPU, which writes reports."""
         if self._streams.device.type == "cuda":
-            torch.cuda.synchronize(self._streams.device)  # reports are written by the device
-        self.poll()
+            torch.cuda.synchronize(self._streams.device)
