@@ -37,7 +37,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.parallel import dispatch
-from moecore.parallel.attached import capacity_of, moe_state
+from moecore.parallel.attached import capacity_of
 from moecore.train.memory import page_store, storages
 from moecore.train.memory.apply import apply_memory, apply_stash
 from moecore.train.memory.offload import Offload
