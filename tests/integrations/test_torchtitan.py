@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import BalanceConfig, MoEConfig, MoELayer
+from moecore import BalanceConfig, MoEConfig, MoELayer, NVLinkOptions
+from moecore.integrations.torchtitan.options import MoECore, dispatcher_of, nvlink_options
 from moecore.moe.forced import force_even_load
 from tests.integrations.titan_runs import (
     EPS,
@@ -364,3 +365,20 @@ def test_fused_adamw_is_moecores(implementation: str) -> None:
     assert type(found) is (AdamW if implementation == "fused" else torch.optim.AdamW)
     names = ("lr", "betas", "eps", "weight_decay", "fused")
     assert [group[n] for n in names] == [0.5, (0.9, 0.75), 0.25, 0.1, implementation == "fused"]
+
+
+@pytest.mark.parametrize(
+    ("options", "dispatcher", "nvlink"),
+    [
+        (dict(), "alltoall", None),
+        (dict(row_factor=1.5), "auto", NVLinkOptions(row_factor=1.5)),
+        (dict(dispatcher="nvlink"), "nvlink", NVLinkOptions(row_factor=None)),
+        (dict(dispatcher="allgather"), "allgather", None),
+    ],
+)
+def test_without_a_row_factor_any_routing_fits(
+    options: dict[str, Any], dispatcher: str, nvlink: NVLinkOptions | None
+) -> None:
+    """No step of torchtitan can run again or be skipped."""
+    job = MoECore(**options)
+    assert (dispatcher_of(job), nvlink_options(job)) == (dispatcher, nvlink)
