@@ -169,9 +169,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def deferring_linears() -> Iterator[None]:
     """Within, linears of models that are parallelized can defer."""
 
-    def shard(model: nn.Module, *args: Any) -> None:
+    def shard(model: nn.Module, *args: Any) -> Any:
         defer_linears(model)
-        shard_model(model, *args)
+        return shard_model(model, *args)
 
     with patch.object(parallelize, "shard_model", shard):
         yield
