@@ -112,7 +112,7 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
             if recipe is not None:
-                layer.part("shared").multiply = (Fp8Products(recipe), Fp8Products(recipe))
+                layer.part("shared").products = (Fp8Products(recipe), Fp8Products(recipe))
 
 
 def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:

@@ -46,7 +46,7 @@ from moecore.parallel.shard.kinds import kinds
 from moecore.parallel.shard.plan import ParamPlan, ShardPlan
 from moecore.parallel.shard.size import rank_bytes
 from moecore.parallel.shard.units import find_blocks
-from moecore.precision.linear import Fp8Linear
+from moecore.precision.apply import fp8_linears
 from moecore.train.graphs.regions import compiled_modules
 from moecore.train.memory.kept import kept_bytes
 
@@ -365,9 +365,8 @@ def _precision(model: nn.Module, layers: dict[str, RoutedLayer], request: Reques
     for layer in layers.values():
         if layer.part("experts").recipe is not None:
             recipes[f"experts, {layer.part('experts').recipe.describe()}"] += 1
-    for module in model.modules():
-        if isinstance(module, Fp8Linear):
-            recipes[f"linears, {module.products.recipe.describe()}"] += 1
+    for _, products in fp8_linears(model):
+        recipes[f"linears, {products.recipe.describe()}"] += 1
     fp8 = "; ".join(f"{n} {what}" for what, n in recipes.items()) or "no FP8"
     dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in model.parameters())
     stored = f"parameters {', '.join(dtypes)}"
