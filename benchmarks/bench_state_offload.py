@@ -4,9 +4,8 @@ r"""Optimizer state in host memory, and steps on the host: what a training step 
         --layers 6 --batch-size 16 --seq-len 4096 --micro-batches 4 --gigabytes 16
 
     plain           AdamW on the GPU
-    away            the same, `--gigabytes` of its state away between steps (StateOffload with the
-                    model): hidden behind forward and backward
-    away, exposed   the same without the model: copied at the end and the start of `step`
+    away            the same, `--gigabytes` of its state away between steps (StateOffload): copies
+                    run beside forward and backward
     host            HostAdamW, `--host-fraction` of the parameters' bytes
     host, away      both
     plain again     the first once more: how far the clocks have drifted
@@ -58,18 +57,15 @@ class Variant:
     Attributes:
         on_host: by HostAdamW.
         away: in host memory between steps.
-        hidden: the copies, behind forward and backward.
     """
 
     on_host: bool = False
     away: bool = False
-    hidden: bool = True
 
 
 VARIANTS = {
     "plain": Variant(),
     "away": Variant(away=True),
-    "away, exposed": Variant(away=True, hidden=False),
     "host": Variant(on_host=True),
     "host, away": Variant(on_host=True, away=True),
     "plain again": Variant(),
@@ -170,7 +166,7 @@ def train(variant: Variant, args: argparse.Namespace, config: DecoderConfig, mes
     moved = min(args.gigabytes * 1e9 / (BYTES_OF_STATE * num_params), 1.0)
     offload = None
     if variant.away:
-        offload = StateOffload(optimizer, model if variant.hidden else None, fraction=moved)
+        offload = StateOffload(optimizer, model, fraction=moved)
     step = TrainStep(model, optimizer, max_norm=MAX_NORM, num_micro_batches=args.micro_batches)
     generator = torch.Generator().manual_seed(dist.get_rank())
     moments, losses = [], []

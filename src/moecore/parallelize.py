@@ -49,8 +49,7 @@ from moecore.parallel.shard.apply import shard_model
 from moecore.parallel.shard.late_parameters import refuse_added
 from moecore.parallel.shard.make import cut_model, make_plan
 from moecore.parallel.shard.plan import ShardPlan
-from moecore.precision.apply import apply_precision
-from moecore.precision.deferred import defer_linears
+from moecore.precision.apply import apply_precision, defer_linears
 from moecore.train.graphs.regions import compile_blocks, compiled_modules, graph_blocks
 from moecore.train.memory.apply import apply_memory, apply_stash
 from moecore.train.memory.compiled import inductor_options

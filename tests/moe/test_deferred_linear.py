@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.kernels.experts.contract import SINK, GradTarget
-from moecore.precision.deferred import defer_linears
+from moecore.precision.apply import defer_linears
 
 SHAPES = [(5, 8), (2, 3, 8), (0, 8), (8,)]
 
@@ -84,7 +84,7 @@ def test_names_and_copies_stay_and_own_forwards_too() -> None:
     want = model(x)
     defer_linears(model)
     defer_linears(model)  # nothing more
-    assert [type(m).__name__ for m in model] == ["DeferredLinear", "Own"]
+    assert [type(m).__name__ for m in model] == ["ProductLinear", "Own"]
     assert list(model.state_dict()) == names
     assert torch.equal(copy.deepcopy(model)(x), want)
 

@@ -35,7 +35,7 @@ from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe import experts as experts_file
 from moecore.moe.records import ExpertInput
-from moecore.precision.linear import Fp8Linear
+from moecore.precision.plain import ProductLinear
 from moecore.train import AdamW
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
@@ -260,8 +260,8 @@ def test_roles_and_overrides_decide_by_name() -> None:
     assert [layer.experts.recipe is not None for layer in model] == [True, False, True]
     y = model(tokens())
     y.sum().backward()
-    calls = [type(layer.shared.multiply[0]).__name__ for layer in model]
-    assert calls == ["function", "function", "Fp8Products"]
+    calls = [type(layer.shared.products[0]).__name__ for layer in model]
+    assert calls == ["PlainProducts", "PlainProducts", "Fp8Products"]
     assert all(p.grad.to_local().any() for p in model.parameters())
 
 
@@ -342,7 +342,7 @@ def test_auto_is_fp8_where_that_is_faster(
     with caplog.at_level("INFO", "moecore.parallelize"):
         parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision="auto")
     assert (model[0].part("experts").recipe is not None) == is_fp8
-    assert not isinstance(model[1], Fp8Linear)
+    assert not isinstance(model[1], ProductLinear)
     why = {256: "less than 384", 576: "multiple of 128"}.get(hidden_dim)
     logged = [r.getMessage() for r in caplog.records if "precision leaves" in r.getMessage()]
     assert len(logged) == (not is_fp8) and (why is None or why in logged[0])

@@ -122,18 +122,20 @@ def test_auto_says_what_it_chose_and_why(
 
 
 @pytest.mark.parametrize(
-    ("asked", "schedule", "chosen"),
+    ("asked", "schedule", "max_tokens", "chosen"),
     [
-        ("auto", None, "nvlink"),
-        ("auto", "1f1b", "nvlink"),
-        ("auto", "overlapped", "alltoall"),
-        ("auto", "dualpipe-v", "alltoall"),
-        ("nvlink", "overlapped", "nvlink"),
+        ("auto", None, 4096, "nvlink"),
+        ("auto", None, None, "alltoall"),
+        ("auto", "1f1b", 4096, "nvlink"),
+        ("auto", "overlapped", 4096, "alltoall"),
+        ("auto", "dualpipe-v", 4096, "alltoall"),
+        ("nvlink", "overlapped", None, "nvlink"),
     ],
 )
-def test_auto_takes_nvlink_unless_a_schedule_overlaps(
+def test_auto_takes_nvlink_for_a_known_length_unless_a_schedule_overlaps(
     asked: Any,
     schedule: str | None,
+    max_tokens: int | None,
     chosen: str,
     no_group_left: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -146,7 +148,12 @@ def test_auto_takes_nvlink_unless_a_schedule_overlaps(
     )
     pipeline = None if schedule is None else SimpleNamespace(schedule=schedule)
     with caplog.at_level(logging.INFO, logger="moecore"):
-        request: Any = SimpleNamespace(meshes=meshes, dispatcher=asked, pipeline=pipeline)
+        request: Any = SimpleNamespace(
+            meshes=meshes,
+            dispatcher=asked,
+            pipeline=pipeline,
+            nvlink=NVLinkOptions(max_tokens=max_tokens),
+        )
         name, reason = choose_dispatcher(request)
         nothing: Any = dict.fromkeys(("layers", "linears", "params", "units", "blocks"), ())
         plan = ShardPlan(
@@ -165,6 +172,8 @@ def test_auto_takes_nvlink_unless_a_schedule_overlaps(
         assert not lines
     elif chosen == "nvlink":
         assert lines == ["dispatcher 'auto' is 'nvlink': peer access among all GPUs of the group"]
+    elif max_tokens is None:
+        assert "'auto' is 'alltoall': 'nvlink' must have NVLinkOptions.max_tokens" in lines[0]
     else:
         assert "'auto' is 'alltoall': 'nvlink' must go without a schedule" in lines[0]
 

@@ -16,10 +16,10 @@ from moecore.precision.apply import (
     LinearPrecision,
     advance_amax,
     apply_precision,
+    fp8_linears,
     role_of,
 )
-from moecore.precision.linear import Fp8Linear
-from moecore.precision.plain import Linear
+from moecore.precision.plain import Linear, ProductLinear
 
 MOE = MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2, shared_hidden_dim=32)
 
@@ -84,9 +84,9 @@ def test_a_decoder_keeps_its_parameters_and_trains() -> None:
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     q_proj = model.layers[0].self_attn.q_proj
-    assert isinstance(q_proj, Fp8Linear) and isinstance(q_proj, Linear) and not q_proj.residual
+    assert isinstance(q_proj, ProductLinear) and isinstance(q_proj, Linear) and not q_proj.residual
     assert "blockwise FP8: e4m3" in repr(q_proj)
-    shared = {id(m.products.inputs) for m in model.modules() if isinstance(m, Fp8Linear)}
+    shared = {id(products.inputs) for _, products in fp8_linears(model)}
     assert len(shared) == 2 + 2  # of attentions, of gate and up, of down: o_proj gets 64 too
     again = copy.deepcopy(model)
     assert torch.equal(again(tokens, tokens), model(tokens, tokens))
@@ -136,7 +136,12 @@ def test_what_stays_and_why() -> None:
         "up_proj": LinearPrecision("mlp", None, "Scaled has a forward of its own"),
         "lm_head": LinearPrecision(None, None, "the head's logits keep their precision"),
     }
-    assert [type(m) for m in model.children()] == [Fp8Linear, *[nn.Linear] * 3, Scaled, nn.Linear]
+    assert [type(m) for m in model.children()] == [
+        ProductLinear,
+        *[nn.Linear] * 3,
+        Scaled,
+        nn.Linear,
+    ]
     once_more = apply_precision(model, Precision(recipe=blockwise))
     assert model.q_proj.products.recipe == blockwise and once_more["q_proj"].recipe == blockwise
     assert pickle.loads(pickle.dumps(model)).q_proj.products.recipe == blockwise

@@ -33,13 +33,13 @@ from moecore.kernels.experts.fp8_products import BlockwiseProducts
 from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.rows.record import Rows
 from moecore.models import Decoder, DecoderConfig
+from moecore.moe.linear import PlainProducts
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.apply import shard_model
 from moecore.parallel.shard.engine import Engine
 from moecore.parallel.shard.weight_gradients import Product, WeightGradients
-from moecore.precision import linear as fp8_linear
-from moecore.precision import plain as deferred_linear
-from moecore.precision.deferred import defer_linears
+from moecore.precision.apply import defer_linears
+from moecore.precision.linear import Fp8Products
 from tests.ranks import run_ranks
 from tests.shard.test_unit import BLOCKS, DIM, Model, freed_is_nan
 from tests.shard.units import recorded, units
@@ -153,8 +153,8 @@ def counted() -> Iterator[list[str]]:
 
     with ExitStack() as stack:
         for owner, name in (
-            (deferred_linear, "_weight_grad"),
-            (fp8_linear, "_weight_grad"),
+            (PlainProducts, "weight_grad"),
+            (Fp8Products, "weight_grad"),
             (TorchProducts, "_weight_grad"),
             (BlockwiseProducts, "_wgrad"),
         ):

@@ -18,14 +18,8 @@ from torch import Tensor, nn
 from moecore.base.options.layer import MoEConfig
 from moecore.kernels.rows.activation import weighted_activation
 from moecore.moe.experts import activation_options
+from moecore.moe.linear import PlainProducts, Products
 from moecore.moe.params import init_normal_, local_param
-
-Multiply = Callable[[Tensor, nn.Parameter], Tensor]
-
-
-def multiply(x: Tensor, weight: nn.Parameter) -> Tensor:
-    """Return x @ weight^T."""
-    return F.linear(x, local_param(weight))
 
 
 class SharedExpert(nn.Module):
@@ -40,7 +34,7 @@ class SharedExpert(nn.Module):
         config: the layer; F is `num_shared_experts * shared_hidden_dim`.
 
     Attributes:
-        multiply: what multiplies by w1, and by w2; the gate is never quantised.
+        products: those by w1 and by w2; the gate is never quantised.
     """
 
     def __init__(
@@ -59,7 +53,7 @@ class SharedExpert(nn.Module):
         self.w2 = nn.Parameter(torch.empty(D, F_, device=device, dtype=dtype))
         gate = torch.empty(n, D, device=device, dtype=dtype) if config.shared_gate else None
         self.gate = None if gate is None else nn.Parameter(gate)
-        self.multiply: tuple[Multiply, Multiply] = (multiply, multiply)  # by w1, by w2
+        self.products: tuple[Products, Products] = (PlainProducts(), PlainProducts())
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Fill the weights with N(0, std^2), the same on every layout."""
@@ -68,7 +62,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return y_TD in the dtype of x_TD."""
-        by_w1, by_w2 = self.multiply
+        by_w1, by_w2 = self.products
         h_TF = by_w1(x_TD, self.w1)
         a_TF = weighted_activation(h_TF, None, None, activation_options(self.config))
         if self.gate is None:

@@ -48,6 +48,9 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     pipeline = request.pipeline
     if pipeline is not None and pipeline.schedule in PAIRING:
         problem = f"must go without a schedule ({pipeline.schedule!r}) that overlaps: it would not"
+    # Buffers are as long as the first forward's tokens, and a later, longer one would end the run.
+    if problem is None and (request.nvlink is None or request.nvlink.max_tokens is None):
+        problem = "must have NVLinkOptions.max_tokens (None): set it to the most tokens of any rank"
     if problem is not None:
         return "alltoall", f"'nvlink' {problem.partition(': ')[0]}"
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
@@ -100,7 +103,7 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
             if recipe is not None:
-                layer.part("shared").multiply = (Fp8Products(recipe), Fp8Products(recipe))
+                layer.part("shared").products = (Fp8Products(recipe), Fp8Products(recipe))
 
 
 def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:

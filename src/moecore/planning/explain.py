@@ -27,7 +27,7 @@ from moecore.parallel.shard.make import dtype_name
 from moecore.parallel.shard.plan import AxisPlacement, Coordinate, LayerPlan, ParamPlan, ShardPlan
 from moecore.parallel.shard.size import rank_bytes
 from moecore.parallel.shard.units import kinds
-from moecore.precision.linear import Fp8Linear
+from moecore.precision.apply import fp8_linears
 from moecore.train.memory.listed import Batch, How, batch_lines, how_computed, layer_line
 
 UNITS = {"block": "blocks", "experts": "experts", "routers": "routers", "head": "heads"}
@@ -98,7 +98,8 @@ def plan_now(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     )
     if found is not None:
         return replace(found.plan, params=params), here
-    linears = ((n, m.products.recipe) for n, m in modules.items() if isinstance(m, Fp8Linear))
+    names = {module: name for name, module in modules.items()}
+    linears = ((names[linear], products.recipe) for linear, products in fp8_linears(model))
     dispatchers = {type(layer.dispatcher).__name__: None for layer in layers.values()}
     plan = ShardPlan(
         model=type(model).__name__,

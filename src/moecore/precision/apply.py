@@ -1,22 +1,24 @@
-"""Which linears of a model are computed in FP8: their roles by name, and the change in place.
+"""Which linears of a model are computed in FP8, by role, and which defer weight gradients.
 
 The routed and shared experts of a `MoELayer` have no linears: the layer asks `Precision.recipe_of`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import nn
 
 from moecore.base.options.precision import Precision, Recipe, Role, never_quantised
 from moecore.moe.experts import Experts
+from moecore.moe.linear import PlainProducts
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
-from moecore.precision.linear import Fp8Linear, Fp8Products, InputCast, why_not
-from moecore.precision.plain import Linear
+from moecore.precision.history import AmaxHistory
+from moecore.precision.linear import Fp8Products, InputCast, why_not
+from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
 
 RolesOf = Callable[[str, nn.Module], Role | None]
 
@@ -29,7 +31,6 @@ ATTENTION = frozenset((*GROUPED, *LATENT, *LINEAR, *TITAN))
 MLP = frozenset(("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"))
 SHARED = frozenset(("shared", "shared_expert", "shared_experts", "shared_mlp"))
 ROUTED = frozenset(("experts",))
-FORWARDS = (nn.Linear.forward, Linear.forward)
 
 
 class LinearPrecision(NamedTuple):
@@ -66,7 +67,7 @@ def apply_precision(
     precision: Precision,
     roles_of: RolesOf = role_of,
 ) -> dict[str, LinearPrecision]:
-    """Let a model's linears compute in FP8, in place: each becomes an `Fp8Linear`.
+    """Let a model's linears compute in FP8, in place: each becomes a `ProductLinear`.
 
     Parameters, their names, hooks and state dict stay what they are, on meta too. Call it after
     tensor parallelism, whose cut must leave multiples of 16, and before sharding and compiling. To
@@ -92,8 +93,7 @@ def apply_precision(
         if recipe is None:
             continue
         siblings = (name.rpartition(".")[0], module.in_features, recipe)
-        products = Fp8Products(recipe, inputs.setdefault(siblings, InputCast()))
-        _swap(module, products)
+        set_products(module, Fp8Products(recipe, inputs.setdefault(siblings, InputCast())))
     return table
 
 
@@ -118,28 +118,54 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
+def defer_linears(model: nn.Module) -> None:
+    """Let linears, those in FP8 too, and moecore's shared experts defer weight gradients, in place.
+
+    Forwards, gradients and names stay. Linears with a forward of their own stay as they are. Call
+    it after `apply_precision`, and before `shard_model`, `compile_blocks` and `apply_memory`.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module).forward in PLAIN_FORWARDS:
+            set_products(module, PlainProducts())
+        if isinstance(module, ProductLinear):
+            module.products.defers = True
+        elif isinstance(module, SharedExpert):
+            for products in module.products:
+                products.defers = True
+
+
+def fp8_linears(model: nn.Module) -> Iterator[tuple[nn.Linear, Fp8Products]]:
+    """Yield each linear of a model that is in FP8, and its products."""
+    for module in model.modules():
+        if isinstance(module, ProductLinear) and isinstance(module.products, Fp8Products):
+            yield module, module.products
+
+
+def _histories(model: nn.Module) -> Iterator[tuple[nn.Linear, AmaxHistory]]:
+    for module, products in fp8_linears(model):
+        if products.history is not None:
+            yield module, products.history
+
+
 def advance_amax(model: nn.Module) -> None:
     """Start the next step of delayed scaling; call it once after each optimizer step.
 
     No host sync. A collective where weights are cut over ranks, so every rank calls it. It does
     nothing where no recipe has an `amax_history`.
     """
-    for module in model.modules():
-        if isinstance(module, Fp8Linear) and module.products.history is not None:
-            module.products.history.advance(module.weight)
+    for module, history in _histories(model):
+        history.advance(module.weight)
 
 
 def drop_amax(model: nn.Module) -> None:
     """Drop what delayed scaling has seen since the last step."""
-    for module in model.modules():
-        if isinstance(module, Fp8Linear) and module.products.history is not None:
-            module.products.history.drop()
+    for _, history in _histories(model):
+        history.drop()
 
 
 def has_history(model: nn.Module) -> bool:
     """Return whether `advance_amax` has something to do."""
-    fp8 = (module for module in model.modules() if isinstance(module, Fp8Linear))
-    return any(module.products.history is not None for module in fp8)
+    return any(True for _ in _histories(model))
 
 
 def _decide(
@@ -151,7 +177,7 @@ def _decide(
     if recipe is None:
         return LinearPrecision(role, None, "the precision leaves it out")
     reason = why_not(module.weight)
-    if type(module).forward not in (*FORWARDS, Fp8Linear.forward):
+    if type(module).forward not in (*PLAIN_FORWARDS, ProductLinear.forward):
         reason = f"{type(module).__name__} has a forward of its own"
     return LinearPrecision(role, None if reason else recipe, reason)
 
@@ -175,20 +201,3 @@ def _check_overrides(
             f"Precision.overrides ({pattern!r}) must match what can be quantised, but it {found}: "
             "correct the pattern"
         )
-
-
-def _swap(module: nn.Linear, products: Fp8Products) -> None:
-    """Give a linear the forward of `Fp8Linear` and keep all else of its class."""
-    if not isinstance(module, Fp8Linear):
-        module.__class__ = _fp8_class(type(module))
-    swapped = cast(Fp8Linear, module)
-    swapped.products = products
-
-
-_CLASSES: dict[type[nn.Linear], type[Fp8Linear]] = {nn.Linear: Fp8Linear}
-
-
-def _fp8_class(plain: type[nn.Linear]) -> type[Fp8Linear]:
-    if plain not in _CLASSES:
-        _CLASSES[plain] = type(f"Fp8{plain.__name__}", (Fp8Linear, plain), {})
-    return _CLASSES[plain]

@@ -1,4 +1,4 @@
-"""y = x @ weight^T + bias with its three products in FP8, and the module that computes it.
+"""y = x @ weight^T + bias with its three products in FP8.
 
     forward          y  = x  (summed over K, e4m3)      @ weight (over K, e4m3)
     input gradient   dx = dy (over N, recipe's format)  @ weight (over N, e4m3)
@@ -26,8 +26,9 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
 from moecore.base.regions import as_product
@@ -38,6 +39,7 @@ from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import Both, amax, cast, operand
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Operand
 from moecore.kernels.rows.shard_blocks import transpose_operand
+from moecore.moe.linear import Gradients, Products, backward, linear
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
 from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
 from moecore.precision.products import product
@@ -83,16 +85,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dy_seen = inputs[11]  # grows from one backward to the next, so autograd must not check it
     ctx.how = inputs[12:16]
     ctx.dtypes = (x_TK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
-    ctx.num_inputs = len(inputs)
-    ctx.sink = None
+    ctx.products, ctx.sink = Fp8Products, None
 
 
-def _linear_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dy_TN: Tensor) -> Gradients:
     weight_NK, columns, column_scales, w_amax, dy_amax = ctx.saved_tensors
     activation_kind, _, grad_fmt, power_of_two = ctx.how
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    dx_TK = dweight_NK = dbias_N = None
+    dx_TK = operands = dbias_N = None
     dy = cast(
         dy_TN,
         activation_kind,
@@ -109,17 +110,9 @@ def _linear_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
     if dy.columns is not None:
         x = operand(columns, column_scales, activation_kind, "e4m3")
         operands = (dy.columns, x, weight_dtype)
-        if ctx.sink is None or not ctx.sink.defer(_weight_grad, *operands):
-            dweight_NK = product(*operands)
     if wants_bias:
         dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
-    return dx_TK, dweight_NK, dbias_N, *[None] * (ctx.num_inputs - 3)
-
-
-def _weight_grad(dy: Operand, x: Operand, dtype: torch.dtype, target: GradTarget) -> Tensor:
-    """Put the gradient of the weight, [N, K], at the target; return it."""
-    grad_NK = product(dy, x, dtype)
-    return put_grad(grad_NK, target.out, target.adds, target.dtype, target.scale)
+    return dx_TK, operands, dbias_N
 
 
 def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Operand:
@@ -133,26 +126,8 @@ def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Operand
     return both.columns
 
 
-_linear_op = Op("fp8_linear", _linear, _linear_fake, setup_context=_save, backward=_linear_backward)
-
-
-class _DeferredLinear(torch.autograd.Function):
-    """The same operation with a sink, its last input, which may defer the weight's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *of_op, sink = inputs
-        y_TN = _linear(*of_op)
-        _save(ctx, inputs, y_TN)
-        ctx.sink = sink
-        return y_TN
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _linear_backward(ctx, *grads)
-
-
-_DeferredLinear.__name__ = "moecore::fp8_linear"  # in profiles
+# What compilers and modes know of `linear` with FP8 products; an operator takes no sink.
+_linear_op = Op("fp8_linear", _linear, _linear_fake, setup_context=_save, backward=backward)
 
 
 class InputCast:
@@ -208,8 +183,10 @@ def cast_input(
     return cast(x_TK, kind, **how, amax=amax, seen=seen)
 
 
-class Fp8Products:
+class Fp8Products(Products):
     """The products of one weight in FP8, and what is kept between calls.
+
+    Differentiable once in all three. No host sync. The dtype is that of x, or autocast's.
 
     Args:
         recipe: how they are quantised.
@@ -217,30 +194,24 @@ class Fp8Products:
 
     Attributes:
         history: of delayed scaling; None without it.
-        defers: whether the weight's sink may compute its gradient later: see `GradSink.defer`.
+
+    Raises:
+        ValueError: in a call, when sizes (N and K must be multiples of 16) or kinds of tensors do
+            not fit.
     """
 
     def __init__(self, recipe: Recipe, inputs: InputCast | None = None) -> None:
         self.recipe = recipe
         self.inputs = inputs or InputCast()
-        self.defers = False
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
 
+    @override
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x @ weight^T + bias.
-
-        Differentiable once in all three. No host sync. The dtype is that of x, or autocast's.
-
-        Args:
-            x: [..., K], a plain tensor of any number of tokens.
-            weight: parameter [N, K], or this rank's part of a DTensor; N and K multiples of 16.
-            bias: parameter [N].
-
-        Raises:
-            ValueError: when sizes or kinds of tensors do not fit.
-        """
         y: Tensor = as_product(self._multiply, x, weight, bias)
         return y
+
+    def __repr__(self) -> str:
+        return self.recipe.describe()
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight_NK = local_param(weight, reads=False)
@@ -279,7 +250,7 @@ class Fp8Products:
             self.recipe.power_of_two,
             _output_dtype(x),
         )
-        y_TN = _linear_op(*inputs) if sink is None else _DeferredLinear.apply(*inputs, sink)
+        y_TN = _linear_op(*inputs) if sink is None else linear(inputs, Fp8Products, sink)
         # No view, as of `nn.Linear`: what follows may change it in place.
         y: Tensor = unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
         return y
@@ -294,35 +265,15 @@ class Fp8Products:
         x_TK = x.reshape(-1, x.shape[-1])
         return cast_input(x_TK, self.recipe, columns=columns, amax=amax, seen=seen)
 
+    forward = staticmethod(_linear)
+    save = staticmethod(_save)
+    gradients = staticmethod(_gradients)
 
-def fp8_linear(x: Tensor, weight: Tensor, recipe: Recipe, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight^T + bias by a recipe with `amax_history` 0; see `Fp8Products`."""
-    if recipe.amax_history:
-        raise ValueError(
-            f"recipe.amax_history ({recipe.amax_history}) must be 0 where nothing keeps a history: "
-            "use Fp8Products(recipe)"
-        )
-    return Fp8Products(recipe)(x, weight, bias)
-
-
-class Fp8Linear(nn.Linear):
-    """An `nn.Linear` whose products are in FP8; parameters, names and state dict are its own.
-
-    `apply_precision` makes it of a linear in place.
-
-    Attributes:
-        products: its recipe and what it keeps between calls.
-    """
-
-    products: Fp8Products
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return [..., N] in the dtype of the input, or autocast's."""
-        return self.products(input, self.weight, self.bias)
-
-    def extra_repr(self) -> str:
-        """Return the linear's own, and the recipe."""
-        return f"{super().extra_repr()}, {self.products.recipe.describe()}"
+    @override
+    @staticmethod
+    def weight_grad(dy: Operand, x: Operand, dtype: torch.dtype, target: GradTarget) -> Tensor:
+        grad_NK = product(dy, x, dtype)
+        return put_grad(grad_NK, target.out, target.adds, target.dtype, target.scale)
 
 
 @torch.no_grad()

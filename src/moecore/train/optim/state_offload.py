@@ -98,24 +98,20 @@ class StateOffload:
     Args:
         optimizer: any of torch's kind, of parameters on one device.
         model: whose forward and backward state leaves and comes back in, such as of
-            `parallelize_moe`; with a `TrainStep` state comes back in its last micro-batch. None
-            copies at the end and the start of `step`, with nothing beside it.
+            `parallelize_moe`; with a `TrainStep` state comes back in its last micro-batch.
         fraction: of the state's bytes, 0 to 1; the largest tensors that fit into it leave.
 
     Raises:
         ValueError: for an argument of another type or range, a second offload of an optimizer, or
             a `step` in the capture of a CUDA graph.
-        MemoryError: in forward (without a model, in `step`) where host memory is short. The state
-            is whole, on the device.
+        MemoryError: in forward where host memory is short. The state is whole, on the device.
 
     Example:
         step = TrainStep(model, optimizer)
         offload = StateOffload(optimizer, model, fraction=0.5)
     """
 
-    def __init__(
-        self, optimizer: Optimizer, model: nn.Module | None = None, *, fraction: Fraction = 1.0
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, *, fraction: Fraction = 1.0) -> None:
         check_arguments(StateOffload.__init__, locals())
         if hasattr(optimizer, "bring_state_back"):
             raise ValueError(
@@ -126,17 +122,16 @@ class StateOffload:
         self._device = _local(optimizer.param_groups[0]["params"][0]).device
         self._copies, self._stream = HostCopies(), CopyStream(self._device)
         self._parts: list[_Part] = []  # none while all state is on the device
-        self._blocks = [] if model is None else find_blocks(model) or [model]
-        self._enginess = [] if model is None else engines_of(model)
+        self._blocks = find_blocks(model) or [model]
+        self._enginess = engines_of(model)
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_state_dict_pre_hook(lambda *_: self.bring_state_back()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.bring_state_back()),
         ]
-        if self._blocks:
-            self._hook_blocks()
-        else:
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._send_and_free()))
+        self._hooks.append(self._blocks[0].register_forward_pre_hook(self._before_blocks))
+        for number, block in enumerate(self._blocks):
+            self._hooks.append(block.register_forward_hook(partial(self._after_block, number)))
         vars(optimizer)["bring_state_back"] = self.bring_state_back  # as checkpoints ask for
 
     @property
@@ -147,7 +142,7 @@ class StateOffload:
     def bring_state_back(self) -> None:
         """Make all state tensors those of the device again; later work on its stream may use them.
 
-        It stays until the next forward or, without a model, the end of the next step.
+        It stays until the next forward.
 
         Raises:
             OutOfMemoryError: when the device has no room; the state is whole, on the host.
@@ -178,11 +173,6 @@ class StateOffload:
                 "and backward, and step outside, or close() the StateOffload"
             )
         self.bring_state_back()
-
-    def _hook_blocks(self) -> None:
-        self._hooks.append(self._blocks[0].register_forward_pre_hook(self._before_blocks))
-        for number, block in enumerate(self._blocks):
-            self._hooks.append(block.register_forward_hook(partial(self._after_block, number)))
 
     @torch.compiler.disable
     def _before_blocks(self, *_: Any) -> None:
@@ -220,11 +210,6 @@ class StateOffload:
             for part in self._parts if number == 0 else self._parts[:num_done]:
                 self._fetch(part)
 
-    def _send_and_free(self) -> None:
-        self._send()
-        for part in self._parts:
-            self._free(part)
-
     @torch.no_grad()
     def _send(self) -> None:
         """Start to copy state to the host."""
@@ -240,7 +225,7 @@ class StateOffload:
         ):
             hosts = self._copies.reserve(flat)
         self._stream.follow()
-        for names in _in_parts({n: t.nbytes for n, t in flat.items()}, max(len(self._blocks), 1)):
+        for names in _in_parts({n: t.nbytes for n, t in flat.items()}, len(self._blocks)):
             part = []
             for name in names:
                 tensor = tensors[name]

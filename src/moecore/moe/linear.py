@@ -1,0 +1,138 @@
+"""y = x @ weight^T + bias, whose products are a choice and whose weight gradient may come later.
+
+    forward          y  = x @ weight^T + bias
+    backward         dx = dy @ weight       dbias = sum of dy
+    now, or later    dweight = dy^T @ x     by autograd, or when the weight's sink computes it
+
+`linear` is the one operation whose weight gradient a sink can defer. `PlainProducts` are in the
+dtype of the weight, with the bits of `F.linear`, which runs where nothing can be deferred (no sink,
+compilers, dispatch modes, no gradients). Those in FP8 are `precision/linear.py`'s. Deferring is
+asked for (`Products.defers`), because it costs host time in each forward. Routed experts always
+defer.
+
+Letters: T tokens, K input features, N output features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+from moecore.base.regions import as_product
+from moecore.base.torch_names import autocast_dtype, is_plain_eager
+from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
+from moecore.kernels.grouped.wgrad import put_grad
+from moecore.moe.params import local_param
+
+Gradients = tuple[Tensor | None, tuple[Any, ...] | None, Tensor | None]
+
+
+class Products(ABC):
+    """Multiplies by one weight. `linear` calls the static methods of a class of products.
+
+    Attributes:
+        defers: whether the weight's sink may compute its gradient later: see `GradSink.defer`.
+        forward: forward(x, weight, bias, *others) -> y.
+        save: save(ctx, (x, weight, bias, *others), y), as an `autograd.Function`'s `setup_context`.
+        gradients: gradients(ctx, dy) -> dx, the operands of `weight_grad`, and dbias; None for each
+            that is not wanted.
+        weight_grad: weight_grad(*operands, target) puts dweight at a `GradTarget` and returns it.
+    """
+
+    defers = False
+    forward: ClassVar[Callable[..., Tensor]]
+    save: ClassVar[Callable[..., None]]
+    gradients: ClassVar[Callable[..., Gradients]]
+    weight_grad: ClassVar[Callable[..., Tensor]]
+
+    @abstractmethod
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x [..., K] @ weight^T + bias; both parameters may be this rank's of a DTensor."""
+
+
+def linear(inputs: tuple[Any, ...], products: type[Products], sink: GradSink) -> Tensor:
+    """Return y of x, weight, bias and the products' other inputs; the sink may defer dweight."""
+    y: Tensor = _Linear.apply(*inputs, products, sink)
+    return y
+
+
+def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all inputs; the weight's is None where `ctx.sink` has deferred it."""
+    products, sink = ctx.products, ctx.sink
+    dx, operands, dbias_N = products.gradients(ctx, *grads)
+    dweight_NK = None
+    if operands is not None and (sink is None or not sink.defer(products.weight_grad, *operands)):
+        dweight_NK = products.weight_grad(*operands, GradTarget())
+    return dx, dweight_NK, dbias_N, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *inputs, products, sink = args
+        y: Tensor = products.forward(*inputs)
+        products.save(ctx, inputs, y)
+        ctx.products, ctx.sink = products, sink
+        return y
+
+    backward = staticmethod(backward)
+
+
+_Linear.__name__ = "moecore::linear"  # in profiles
+
+
+class PlainProducts(Products):
+    """Products in the dtype of the weight."""
+
+    @override
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.defers and is_plain_eager():
+            y: Tensor = as_product(self._multiply, x, weight, bias)
+            return y
+        return F.linear(x, local_param(weight), None if bias is None else local_param(bias))
+
+    def __repr__(self) -> str:
+        return "plain products"
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight_NK = local_param(weight)
+        bias_N = None if bias is None else local_param(bias)
+        sink = sink_of(weight, weight_NK.shape)
+        if sink is None:
+            return F.linear(x, weight_NK, bias_N)
+        dtype = autocast_dtype(x)
+        if dtype is not None:
+            x, weight_NK = x.to(dtype), weight_NK.to(dtype)
+            bias_N = None if bias_N is None else bias_N.to(dtype)
+        return linear((x, weight_NK, bias_N), PlainProducts, sink)
+
+    forward = staticmethod(F.linear)
+
+    @override
+    @staticmethod
+    def save(ctx: Any, inputs: Any, y: Tensor) -> None:
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        x, weight_NK, _ = inputs
+        ctx.save_for_backward(x if wants_weight else None, weight_NK if wants_x else None)
+
+    @override
+    @staticmethod
+    def gradients(ctx: Any, dy: Tensor) -> Gradients:
+        x, weight_NK = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        dy_TN = dy.reshape(-1, dy.shape[-1])
+        dx = dy_TN.mm(weight_NK).view(*dy.shape[:-1], weight_NK.shape[1]) if wants_x else None
+        operands = (dy_TN, x.reshape(-1, x.shape[-1])) if wants_weight else None
+        return dx, operands, dy_TN.sum(0) if wants_bias else None
+
+    @override
+    @staticmethod
+    def weight_grad(dy_TN: Tensor, x_TK: Tensor, target: GradTarget) -> Tensor:
+        grad_NK = dy_TN.t().mm(x_TK)
+        return put_grad(grad_NK, target.out, target.adds, target.dtype, target.scale)
