@@ -24,7 +24,7 @@ from benchmarks import harness, records
 from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
 from moecore.attention.context_parallel import ring
-from moecore.attention.context_parallel.layout import Layout
+from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward
@@ -175,7 +175,7 @@ def test_ring(session: Session, ceilings: Ceilings, monkeypatch: pytest.MonkeyPa
     q, do = make(own, shape.queries, shape.dim), make(own, shape.queries, shape.value_dim)
     dims = (shape.dim, shape.value_dim)
     heads = (q.clone(), *(make(own, shape.keys, dim) for dim in dims))
-    where = None, Layout(RING, T), Alone(), scale
+    where = None, ChunkLayout(RING, T), Alone(), scale
     of_ring = forward_backward(
         lambda *qkv: ring.RingAttention.apply(*qkv, *where),
         tuple(x.requires_grad_() for x in heads),

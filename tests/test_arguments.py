@@ -62,7 +62,7 @@ NO_CALLS = {
     *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
     "MatrixAssignment",
-    *("Bins", "Group", "PackedBatch", "Schedule", "ContextParallelModel"),
+    *("Bins", "DocumentGroup", "PackedBatch", "DocumentSchedule", "ContextParallelModel"),
     "DynamicContextModel",
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),

@@ -17,7 +17,7 @@ from torch import Tensor
 import moecore.attention.context_parallel.ring as ring
 from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.held import HeldTokens, check_documents
-from moecore.attention.context_parallel.layout import Layout
+from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions
@@ -227,7 +227,7 @@ def test_products_follow_each_send_of_a_ring(
     monkeypatch.setattr(ring, "_send_on", send)
     monkeypatch.setattr(ring, "attention_backward", differentiate)
     leaves, do = heads(1, 4, 2, 1, False)
-    o = ring.RingAttention.apply(*leaves, None, Layout(size, 4 * size), Alone(size), SCALE)
+    o = ring.RingAttention.apply(*leaves, None, ChunkLayout(size, 4 * size), Alone(size), SCALE)
     events = ""
     torch.autograd.grad(o, leaves, do)
     assert events == "s" + first + "sas" * (size - 2) + "as" + last
@@ -252,13 +252,13 @@ def test_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus() -> None:
 def test_who_holds_what() -> None:
     assert held_tokens(WORKED, 42, 3).tolist() == HELD
     assert held_tokens(torch.tensor([0, 4, 4, 8, 8]), 8, 2).tolist() == [[0, 3, 4, 7], [1, 2, 5, 6]]
-    rows = Layout(2, 16)
+    rows = ChunkLayout(2, 16)
     x = torch.arange(16).view(2, 8)
     assert rows.split(x).tolist() == [
         [[0, 1, 6, 7], [8, 9, 14, 15]],
         [[2, 3, 4, 5], [10, 11, 12, 13]],
     ]
-    packed = Layout(2, 16, row_borders(2, 16, x.device), 8)
+    packed = ChunkLayout(2, 16, row_borders(2, 16, x.device), 8)
     assert torch.equal(packed.split(x), rows.split(x))
     for layout in (rows, packed):
         assert torch.equal(layout.join(layout.split(x)), x)

@@ -19,7 +19,7 @@ from torch import nn
 
 from moecore.io import latest, load, read_manifest, save, set_latest, verify
 from moecore.io.checkpoint.directory import POINTER
-from moecore.io.checkpoint.manifest import MANIFEST, Chunk, check_grid
+from moecore.io.checkpoint.manifest import MANIFEST, ManifestChunk, check_grid
 from moecore.io.checkpoint.meter import Meter
 from moecore.io.checkpoint.shard_file import check_file, layout_of
 from tests.checkpoint.fuzz import build, fuzz, in_two_files, same, tensors_of, write_signed
@@ -311,8 +311,11 @@ def test_a_forged_learning_rate_is_refused(tmp_path: Path, where: str, value: An
 
 
 def test_grid_of_the_docstring() -> None:
-    def chunks(*blocks: tuple[tuple[int, int], tuple[int, int]]) -> list[Chunk]:
-        return [Chunk(file="f", key=str(i), offsets=o, sizes=s) for i, (o, s) in enumerate(blocks)]
+    def chunks(*blocks: tuple[tuple[int, int], tuple[int, int]]) -> list[ManifestChunk]:
+        return [
+            ManifestChunk(file="f", key=str(i), offsets=o, sizes=s)
+            for i, (o, s) in enumerate(blocks)
+        ]
 
     check_grid("x", (4, 6), chunks(((0, 0), (2, 6)), ((2, 0), (2, 6))))
     with pytest.raises(ValueError, match="leave a gap or overlap"):

@@ -8,17 +8,17 @@ import random
 import pytest
 import torch
 
-from moecore.io.hf.names import Piece, hf_plan
-from moecore.io.hf.target import Overlap, overlaps, stored_plan
+from moecore.io.hf.names import TensorPiece, hf_plan
+from moecore.io.hf.target import PieceOverlap, overlaps, stored_plan
 from moecore.models import preset
 
 
 def test_worked_example():
     indices = [torch.arange(4), torch.arange(2), torch.tensor([2, 3]), torch.arange(1)]
-    found = list(overlaps(indices, Piece("fused", (), (4, 8, 1)), (4, 2, 4, 1)))
+    found = list(overlaps(indices, TensorPiece("fused", (), (4, 8, 1)), (4, 2, 4, 1)))
     whole = slice(0, 1)
     assert found == [
-        Overlap(
+        PieceOverlap(
             (slice(0, 4), slice(2 + 4 * half, 4 + 4 * half), whole),
             (slice(0, 4), slice(half, half + 1), slice(0, 2), whole),
         )
@@ -27,15 +27,15 @@ def test_worked_example():
 
 
 CASES = [
-    ((6, 5), Piece("all", (), (6, 5))),
-    ((4, 2, 6, 3), Piece("fused", (), (4, 12, 3))),
-    ((4, 2, 6, 3), Piece("one", (2, 1), (6, 3))),
-    ((4, 12, 3), Piece("up", (1, slice(6, 12)), (6, 3))),
-    ((10, 4), Piece("half", (slice(5, 10),), (5, 4))),
-    ((1, 4), Piece("gate", (), (1, 4))),
-    ((3, 2, 1, 4), Piece("narrow", (1, 0), (1, 4))),
-    ((7,), Piece("vector", (), (7,))),
-    ((), Piece("scalar", (), ())),
+    ((6, 5), TensorPiece("all", (), (6, 5))),
+    ((4, 2, 6, 3), TensorPiece("fused", (), (4, 12, 3))),
+    ((4, 2, 6, 3), TensorPiece("one", (2, 1), (6, 3))),
+    ((4, 12, 3), TensorPiece("up", (1, slice(6, 12)), (6, 3))),
+    ((10, 4), TensorPiece("half", (slice(5, 10),), (5, 4))),
+    ((1, 4), TensorPiece("gate", (), (1, 4))),
+    ((3, 2, 1, 4), TensorPiece("narrow", (1, 0), (1, 4))),
+    ((7,), TensorPiece("vector", (), (7,))),
+    ((), TensorPiece("scalar", (), ())),
 ]
 
 
@@ -70,7 +70,7 @@ def test_boxes_are_the_elements_that_both_have(shape, piece, most):
 def test_boxes_are_cut_where_the_first_dim_allows():
     boxes = list(overlaps([torch.arange(10), torch.arange(3)], CASES[0][1], (6, 5), max_numel=7))
     assert len(boxes) == 3
-    piece = Piece("all", (), (10, 3))
+    piece = TensorPiece("all", (), (10, 3))
     boxes = list(overlaps([torch.arange(10), torch.arange(3)], piece, (10, 3), max_numel=7))
     assert [b.source[0] for b in boxes] == [slice(i, i + 2) for i in range(0, 10, 2)]
 

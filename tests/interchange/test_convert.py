@@ -25,7 +25,7 @@ from moecore.io.hf.convert import native_to_hf
 from moecore.io.interchange import dcp as dcp_room
 from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, write_dcp
-from moecore.io.interchange.dcp_metadata import _Record, _Unpickler
+from moecore.io.interchange.dcp_metadata import _MetadataRecord, _Unpickler
 from moecore.models import Decoder, DecoderConfig, preset
 from tests.hf.hf_models import random_model
 from tests.hf.states import hf_state
@@ -311,7 +311,7 @@ def as_layout(value: bytes) -> bytes:
 def test_metadata_expands_nothing_and_imports_nothing():
     """As text a nested list has 2 ** 20 leaves; getattr of torch imports torch.onnx."""
     for layout in (as_layout(nested(20)), as_layout(b"\x80\x04X\x07\x00\x00\x00strided")):
-        assert isinstance(_Unpickler(io.BytesIO(layout)).load(), _Record)
+        assert isinstance(_Unpickler(io.BytesIO(layout)).load(), _MetadataRecord)
     code = (
         "import io, sys; from moecore.io.interchange.dcp_metadata import _Unpickler\n"
         "before = set(sys.modules)\n"

@@ -35,7 +35,7 @@ from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import copy_used, gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
-from moecore.kernels.rows.pages import Layout, copy_rows, take_rows
+from moecore.kernels.rows.pages import PageLayout, copy_rows, take_rows
 from moecore.kernels.rows.quantised import (
     gather_row_blocks,
     quantise_rows,
@@ -176,7 +176,7 @@ def run_pages(device: str, index: Any) -> None:
     """Rows to pages of the device and of the host, and back."""
     S, R = index.slots_SK.shape[0], index.row_ids_R.shape[0]
     pool = PagePool.make(2, 256, torch.device(device), num_host_pages=2)
-    layout = Layout.of(pool, [(64, True), (32, False)], S, R)
+    layout = PageLayout.of(pool, [(64, True), (32, False)], S, R)
     matrices = [torch.zeros(n, B, dtype=torch.uint8, device=device) for n, B in ((S, 64), (R, 32))]
     table, other = layout.table(), layout.table()
     take_rows(table, layout, index.slots_SK, index.num_rows)

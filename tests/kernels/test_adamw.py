@@ -13,7 +13,7 @@ from moecore.kernels.adamw import (
     NUM_BLOCKS,
     AdamWOptions,
     AdamWTensors,
-    Row,
+    ParamRow,
     adamw_,
     adamw_ref_,
 )
@@ -131,11 +131,11 @@ def test_first_step_moves_by_the_learning_rate(device: str) -> None:
     torch.testing.assert_close(weight, want, rtol=1e-4, atol=0)
 
 
-def bits(row: Row) -> list[Tensor]:
+def bits(row: ParamRow) -> list[Tensor]:
     return [t for t in row if t is not None]
 
 
-def master(row: Row) -> Tensor:
+def master(row: ParamRow) -> Tensor:
     """Return the weight with its remainder; a small update may change that alone."""
     return row.weight if row.remainder is None else join_master_ref(row.weight, row.remainder)
 

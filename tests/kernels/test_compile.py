@@ -336,7 +336,7 @@ def run_pages(x_bytes: int, h_bytes: int, num_host_pages: int = 0, k: int = K) -
     pool = free_list.PagePool.make(
         8, page_bytes, torch.device("cpu"), num_host_pages=num_host_pages
     )
-    layout = pages.Layout.of(pool, [(x_bytes, True), (h_bytes, False)], T, T)
+    layout = pages.PageLayout.of(pool, [(x_bytes, True), (h_bytes, False)], T, T)
     matrices = [torch.zeros(T, width, dtype=torch.uint8) for width in (x_bytes, h_bytes)]
     table, other = layout.table(), layout.table()
     pages.take_rows(table, layout, ints(T, k), ints(1)[0])

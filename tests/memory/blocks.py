@@ -23,7 +23,7 @@ from moecore.models.mla import LatentAttention
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.train.memory.offload import Offload
-from moecore.train.memory.streams import CopyStream, Streams
+from moecore.train.memory.streams import CopyStream, CopyStreams
 
 PARTS: dict[type[nn.Module], str] = {
     nn.LayerNorm: "norm",
@@ -168,7 +168,7 @@ def _nothing() -> None:
     pass
 
 
-class LateStreams(Streams):
+class LateStreams(CopyStreams):
     """Streams of a CPU whose copies are as late as they may be.
 
     What is read before it came back is NaN; device memory that is freed before its copy out ran is

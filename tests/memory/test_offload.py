@@ -163,7 +163,7 @@ def test_gradients_have_the_bits_of_those_without(name: str, run: Callable[[Mode
 def test_copies_may_end_as_late_as_somebody_waits_for_them(
     name: str, run: Callable[[Model], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storages, "Streams", LateStreams)
+    monkeypatch.setattr(storages, "CopyStreams", LateStreams)
     model = make(name)
     want = gradients(model, run)
     for parts in (part_of, part_or_block):

@@ -117,7 +117,7 @@ def test_gradients_have_the_bits_of_those_without(
     if run is None:
         run = one
     else:
-        monkeypatch.setattr(storages, "Streams", LateStreams)
+        monkeypatch.setattr(storages, "CopyStreams", LateStreams)
     model = make_tower(3)
     want = gradients(model, run)
     stash = stashed(model)
@@ -146,7 +146,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {  # options of a tower, and widt
 
 @pytest.mark.parametrize("name", CASES)
 def test_with_other_options(group: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storages, "Streams", LateStreams)
+    monkeypatch.setattr(storages, "CopyStreams", LateStreams)
     options, num_widths = CASES[name]
     model = make_tower(3, **options)
     want = gradients(model, in_order)

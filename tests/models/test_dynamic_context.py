@@ -33,7 +33,7 @@ from moecore import (
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
-from moecore.packing import Group, PackedCollator, Schedule, schedule_documents
+from moecore.packing import DocumentGroup, DocumentSchedule, PackedCollator, schedule_documents
 from moecore.rl import RouterReplay
 from moecore.train import QKClip
 from tests.models.test_context_parallel import GROUPED, LATENT, dropping, relative, update
@@ -95,13 +95,13 @@ TAMPERED = {
 }
 
 
-def plan_of(data_ranks: int) -> Schedule:
+def plan_of(data_ranks: int) -> DocumentSchedule:
     """Return the plan; on four data ranks with a group without documents, as six would have."""
     plan = schedule_documents(LENGTHS[data_ranks], ranks=data_ranks, max_tokens=MAX_TOKENS)
     if data_ranks != 4:
         return plan
     again, labels = 10, LENGTHS[4][10] - 1
-    last = Group(0, 2, (again,), 4, 0.0, labels), Group(2, 2, (), 0, 0.0, 0)
+    last = DocumentGroup(0, 2, (again,), 4, 0.0, labels), DocumentGroup(2, 2, (), 0, 0.0, 0)
     return replace(plan, rounds=(*plan.rounds, last), num_labels=plan.num_labels + labels)
 
 
@@ -110,7 +110,7 @@ def document(config: DecoderConfig, number: int, length: int) -> Tensor:
     return torch.randint(0, config.vocab_size, (length,), generator=g)
 
 
-def batch_of(config: DecoderConfig, group: Group, data_ranks: int) -> dict[str, Any]:
+def batch_of(config: DecoderConfig, group: DocumentGroup, data_ranks: int) -> dict[str, Any]:
     """Return the arguments of the forward of a group."""
     lengths = LENGTHS[data_ranks]
     multiple = 2 * group.cp if group.cp > 1 else 1

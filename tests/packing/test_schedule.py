@@ -19,9 +19,9 @@ from benchmarks.packing_baselines import FAR, NEAR, balanced_time, lengths_of, s
 
 from moecore.packing import (
     DocumentCost,
+    DocumentSchedule,
     MeasuredCost,
     PackedCollator,
-    Schedule,
     part_of,
     schedule_documents,
     serpentine,
@@ -33,7 +33,9 @@ SKEWED = "lognormal (7, 1.5)"
 COSTS = {"squares": SQUARES, "near": NEAR, "far": FAR}
 
 
-def check(schedule: Schedule, lengths: np.ndarray, ranks: int, max_tokens: int, cost: Any) -> None:
+def check(
+    schedule: DocumentSchedule, lengths: np.ndarray, ranks: int, max_tokens: int, cost: Any
+) -> None:
     """Raise unless every document is computed once, within memory, and every rank is in step."""
     groups = [group for groups in schedule.rounds for group in groups]
     documents = [i for group in groups for i in group.documents]

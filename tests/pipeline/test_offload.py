@@ -31,8 +31,8 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.parallel import Costs, make_schedule, offload_fractions
 from moecore.parallel.attached import attached
 from moecore.parallel.pipeline.orders import Action
-from moecore.parallel.pipeline.run import _Run
-from moecore.train.memory.groups import Chunk
+from moecore.parallel.pipeline.run import _ScheduleRun
+from moecore.train.memory.groups import OffloadChunk
 from moecore.train.memory.offload import Offload
 from tests.memory.blocks import LateStreams
 from tests.ranks import run_ranks
@@ -102,9 +102,9 @@ class Watch:
 
     @contextmanager
     def on(self, offload: Offload) -> Iterator[None]:
-        forward, backward, free = _Run._forward, _Run._backward, offload.free
+        forward, backward, free = _ScheduleRun._forward, _ScheduleRun._backward, offload.free
 
-        def run_forward(run: _Run, action: Action) -> Tensor | None:
+        def run_forward(run: _ScheduleRun, action: Action) -> Tensor | None:
             before = offload.out_bytes, offload.kept_bytes
             result = forward(run, action)
             self.out[action.stage] += offload.out_bytes - before[0]
@@ -117,13 +117,13 @@ class Watch:
             self.largest = max([self.largest, *(c.size for c in copies(run._left))])
             return result
 
-        def run_backward(run: _Run, action: Action) -> Tensor | None:
+        def run_backward(run: _ScheduleRun, action: Action) -> Tensor | None:
             chunk = run._waiting[action.stage, action.micro_batch].chunk
             if chunk.leaves_whole:
                 self.misplaced += sum(c.size for c in copies(chunk) if c.data is None)
             return backward(run, action)
 
-        def run_free(chunk: Chunk) -> None:
+        def run_free(chunk: OffloadChunk) -> None:
             free(chunk)
             if chunk.leaves_whole:
                 self.freed += 1
@@ -131,14 +131,14 @@ class Watch:
                 self.misplaced += sum(c.size for c in gone if c.data is not None)
 
         with (
-            patch.object(_Run, "_forward", run_forward),
-            patch.object(_Run, "_backward", run_backward),
+            patch.object(_ScheduleRun, "_forward", run_forward),
+            patch.object(_ScheduleRun, "_backward", run_backward),
             patch.object(offload, "free", run_free),
         ):
             yield
 
 
-def copies(chunk: Chunk) -> list[Any]:
+def copies(chunk: OffloadChunk) -> list[Any]:
     return [c for layer in chunk.layers for group in layer.groups.values() for c in group.fresh]
 
 
@@ -170,7 +170,7 @@ def compared(
     assert nothing is None
     options = replace(plain, offload=PARTS, offload_fraction=fractions)
     watch = Watch()
-    with patch("moecore.train.memory.storages.Streams", LateStreams):
+    with patch("moecore.train.memory.storages.CopyStreams", LateStreams):
         found, offload = trained(meshes, config, options, watch)
     assert found.keys() == want.keys() and offload is not None
     return {

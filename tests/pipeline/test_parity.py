@@ -31,7 +31,7 @@ from moecore import (
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import attached
 from moecore.parallel.pipeline.orders import Action
-from moecore.parallel.pipeline.run import _Run
+from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.train import GraphedForwardBackward
 from tests.hf.hf_models import random_model
@@ -414,9 +414,9 @@ def held_for_weights(config: PipelineConfig, *, layers: int) -> tuple[int, int]:
     model.init_weights(0)
     one = [0] * len(attached(model).pipeline.layout.stages)
     found = 0
-    original = _Run._backward_of_inputs
+    original = _ScheduleRun._backward_of_inputs
 
-    def measured(self: _Run, action: Action) -> Tensor | None:
+    def measured(self: _ScheduleRun, action: Action) -> Tensor | None:
         nonlocal found
         result = original(self, action)
         one[action.stage] = self._later[action.stage, action.micro_batch].nbytes
@@ -424,7 +424,7 @@ def held_for_weights(config: PipelineConfig, *, layers: int) -> tuple[int, int]:
         return result
 
     step = TrainStep(model, num_micro_batches=steps)
-    with patch.object(_Run, "_backward_of_inputs", measured):
+    with patch.object(_ScheduleRun, "_backward_of_inputs", measured):
         step.forward_backward([batch(0, 0, 0)] * steps)
     step.drop()
     chunks = len(one) // 4

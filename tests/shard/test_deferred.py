@@ -37,7 +37,7 @@ from moecore.moe.linear import PlainProducts
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.apply import shard_model
 from moecore.parallel.shard.engine import Engine
-from moecore.parallel.shard.weight_gradients import Product, WeightGradients
+from moecore.parallel.shard.weight_gradients import WeightGradients, WeightProduct
 from moecore.precision.apply import defer_linears
 from moecore.precision.linear import Fp8Products
 from tests.ranks import run_ranks
@@ -319,7 +319,7 @@ def test_bytes_are_those_of_inputs_and_gradients_of_outputs() -> None:
 def test_a_storage_counts_once() -> None:
     later, x = WeightGradients(), torch.zeros(6, 4)
     for dy in (torch.zeros(6, 2), torch.zeros(6, 3)):
-        later.keep(later, Product.of(0, dy.shape, torch.mm, (Rows(x), (dy, None, "e4m3"))))
+        later.keep(later, WeightProduct.of(0, dy.shape, torch.mm, (Rows(x), (dy, None, "e4m3"))))
         x = x[:3]
     assert later.nbytes == 4 * 6 * (4 + 2 + 3)
 

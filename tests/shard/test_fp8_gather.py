@@ -33,7 +33,7 @@ from moecore.kernels.rows.quantised import quantise_weights
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.params import gathered_blocks, global_indices
 from moecore.parallel import rank_bytes
-from moecore.parallel.shard.formats import Blocks
+from moecore.parallel.shard.formats import BlockFormat
 from moecore.parallel.shard.transport import Packed
 from moecore.parallel.shard.unit import Unit
 from moecore.precision.linear import Fp8Products
@@ -90,7 +90,7 @@ def make(
 
 
 def fp8_units(model: Decoder) -> list[Unit]:
-    return [unit for unit in units(model) if isinstance(unit._format, Blocks)]
+    return [unit for unit in units(model) if isinstance(unit._format, BlockFormat)]
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def poisoned() -> Iterator[None]:
 
     def free_and_poison(unit: Unit) -> None:
         free(unit)
-        if isinstance(unit._format, Blocks) and unit.buffer.holder is None:  # type: ignore[union-attr]
+        if isinstance(unit._format, BlockFormat) and unit.buffer.holder is None:  # type: ignore[union-attr]
             unit.buffer.flat(unit.device).fill_(0x7F)  # type: ignore[union-attr]
             unit.buffer.mark.set()  # type: ignore[union-attr]
 

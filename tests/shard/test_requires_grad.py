@@ -23,7 +23,7 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.params import clean_name
-from moecore.parallel.shard.formats import Blocks
+from moecore.parallel.shard.formats import BlockFormat
 from tests.hf.hf_models import random_model
 from tests.hf.lora_cases import adapted_model
 from tests.parts import on_parts
@@ -163,7 +163,10 @@ def gathered_in_fp8() -> list[float]:
     parallelize_moe(model, meshes, fsdp=fsdp, precision="blockwise")
     names = {param: name for name, param in model.named_parameters()}
     in_fp8 = {
-        names[p.sharded] for u in units(model) if isinstance(u._format, Blocks) for p in u.params
+        names[p.sharded]
+        for u in units(model)
+        if isinstance(u._format, BlockFormat)
+        for p in u.params
     }
     assert len({"shared" in name for name in in_fp8}) == 2, "of routed and of shared experts"
     ids = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -26,7 +26,7 @@ from moecore.base.torch_names import is_recomputing, local_of
 from moecore.parallel.shard import params as params_module
 from moecore.parallel.shard import unit as unit_module
 from moecore.parallel.shard.buffers import Buffer
-from moecore.parallel.shard.streams import Mark
+from moecore.parallel.shard.streams import StreamMark
 from moecore.parallel.shard.unit import State, Unit
 from moecore.train.step import drop_step
 from tests.parts import on_parts
@@ -533,7 +533,7 @@ def one_memory(pair: Pair) -> Iterator[None]:
     """Two neighbours have buffers of their own, which are the same memory."""
     first, second = (unit_of(pair.model, layer) for layer in pair.model.layers[:2])
     assert first is not None and second is not None and first.buffer is not None
-    second.buffer = Buffer(first.buffer.numel, first.buffer.dtype, Mark("cpu"))
+    second.buffer = Buffer(first.buffer.numel, first.buffer.dtype, StreamMark("cpu"))
     second.buffer._flat = first.buffer.flat(first.device)
     yield
 

@@ -42,14 +42,14 @@ class Region(Protocol):
         ...
 
 
-class _Here(threading.local):
+class _ThisThread(threading.local):
     """What runs in this thread."""
 
     region: Region | None = None
     runs_again: bool = False  # a product that is marked so runs
 
 
-_here = _Here()
+_here = _ThisThread()
 
 
 def is_in_region() -> bool:

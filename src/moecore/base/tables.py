@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class TableRow:
     """Parameters that are alike, of all layers.
 
     Attributes:
@@ -46,12 +46,12 @@ def shown_axes(axes: Iterable[tuple[str, int | None]]) -> str:
     return ", ".join(found) or "whole"
 
 
-def folded(rows: Iterable[Row]) -> list[Row]:
+def folded(rows: Iterable[TableRow]) -> list[TableRow]:
     """Return the rows, those of one kind together, and the smallest of many shapes as one."""
-    of_kind: dict[str, list[Row]] = {}
+    of_kind: dict[str, list[TableRow]] = {}
     for row in rows:
         of_kind.setdefault(row.kind, []).append(row)
-    found: list[Row] = []
+    found: list[TableRow] = []
     for kind, some in of_kind.items():
         most = MOST_ROWS if len(some) <= MOST_ROWS else MOST_ROWS - 1
         largest = sorted(some, key=lambda row: -row.num_bytes)[:most]
@@ -60,7 +60,7 @@ def folded(rows: Iterable[Row]) -> list[Row]:
             whole, local = (sum(prod(r.shapes[i]) * r.number for r in rest) for i in range(2))
             num_bytes = sum(row.num_bytes for row in rest)
             names = [f"{len(rest)} more shapes"]
-            found.append(Row(kind, ((whole,), (local,)), "", names, 1, num_bytes))
+            found.append(TableRow(kind, ((whole,), (local,)), "", names, 1, num_bytes))
     return found
 
 

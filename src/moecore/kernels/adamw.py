@@ -82,7 +82,7 @@ class AdamWOptions:
         check_fields(self)
 
 
-class Row(NamedTuple):
+class ParamRow(NamedTuple):
     """What belongs to one tensor; None = it has none."""
 
     weight: Tensor
@@ -120,7 +120,7 @@ class AdamWTensors:
     remainders: Sequence[Tensor] = ()
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[Row, int]]) -> "AdamWTensors":
+    def of(cls, rows: Sequence[tuple[ParamRow, int]]) -> "AdamWTensors":
         """Return the record of rows of one kind and their numbers; undoes `rows`."""
         columns: list[list[Any]] = list(map(list, zip(*(row for row, _ in rows), strict=True)))
         exponents, remainders = ([t for t in column if t is not None] for column in columns[5:])
@@ -128,12 +128,12 @@ class AdamWTensors:
         numbers = [number for _, number in rows]
         return cls(weights, grads, exp_avgs, exp_avg_sqs, steps, numbers, exponents, remainders)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ParamRow]:
         """Return what belongs to each tensor."""
         absent = [None] * len(self.weights)
         columns = (self.weights, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps)
         optional = (self.exponents or absent, self.remainders or absent)
-        return [Row(*row) for row in zip(*columns, *optional, strict=True)]
+        return [ParamRow(*row) for row in zip(*columns, *optional, strict=True)]
 
 
 def adamw_ref_(
@@ -164,14 +164,14 @@ def adamw_ref_(
             old.copy_(new)
 
 
-def _master_ref(row: Row) -> Tensor:
+def _master_ref(row: ParamRow) -> Tensor:
     """Return what is updated, in at least fp32."""
     if row.remainder is not None:
         return join_master_ref(row.weight, row.remainder)
     return row.weight.to(torch.promote_types(row.weight.dtype, torch.float32))
 
 
-def _moments_ref(row: Row, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def _moments_ref(row: ParamRow, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     if row.exponents is None:
         return row.exp_avg.to(wide), row.exp_avg_sq.to(wide)
     codes = row.exp_avg.reshape(-1), row.exp_avg_sq.reshape(-1)
@@ -180,7 +180,7 @@ def _moments_ref(row: Row, wide: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _kept_ref(
-    row: Row, number: int, w: Tensor, m: Tensor, v: Tensor
+    row: ParamRow, number: int, w: Tensor, m: Tensor, v: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """Return (place, content) of what is kept, each pair of one dtype."""
     if row.remainder is None:

@@ -80,7 +80,7 @@ class TensorParallel:
 
         Unlike `gather`, backward takes this rank's slice of one gradient, equal on all ranks.
         """
-        return once(_GatherWhole.apply, x_BtD, self)
+        return once(_GatherTokens.apply, x_BtD, self)
 
     def sum_value(self, value: Tensor) -> Tensor:
         """Return the sum over ranks; this rank's gradient is that of its own part."""
@@ -176,7 +176,7 @@ def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return value
 
 
-class _GatherWhole(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BtD: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp

@@ -54,7 +54,7 @@ class Lanes:
 
     def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
         self._resume = resume
-        self._pair: _Pair | None = None
+        self._pair: _LanePair | None = None
         self._ahead: torch.cuda.Stream | None = None
 
     @property
@@ -84,7 +84,7 @@ class Lanes:
         if self._pair is not None:
             raise RuntimeError("a pair of forward and backward must not run within another one")
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        pair = self._pair = _Pair(self._resume)
+        pair = self._pair = _LanePair(self._resume)
         thread = Thread(target=pair.run_backward, args=(backward, stream), daemon=True)
         try:
             thread.start()
@@ -148,7 +148,7 @@ class _OtherFailed(Exception):  # behind which modules call their hooks
     """Ends one side of a pair because of an exception in the other one."""
 
 
-class _Pair:
+class _LanePair:
     """A forward and a backward that take turns.
 
     Attributes:

@@ -33,7 +33,7 @@ from moecore.moe.params import local_param
 Gradients = tuple[Tensor | None, tuple[Any, ...] | None, Tensor | None]
 
 
-class Products(ABC):
+class LinearProducts(ABC):
     """Multiplies by one weight. `linear` calls the static methods of a class of products.
 
     Attributes:
@@ -56,9 +56,9 @@ class Products(ABC):
         """Return x [..., K] @ weight^T + bias; both parameters may be this rank's of a DTensor."""
 
 
-def linear(inputs: tuple[Any, ...], products: type[Products], sink: GradSink) -> Tensor:
+def linear(inputs: tuple[Any, ...], products: type[LinearProducts], sink: GradSink) -> Tensor:
     """Return y of x, weight, bias and the products' other inputs; the sink may defer dweight."""
-    y: Tensor = _Linear.apply(*inputs, products, sink)
+    y: Tensor = _LinearFunction.apply(*inputs, products, sink)
     return y
 
 
@@ -72,7 +72,7 @@ def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dweight_NK, dbias_N, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         *inputs, products, sink = args
@@ -84,10 +84,10 @@ class _Linear(torch.autograd.Function):
     backward = staticmethod(backward)
 
 
-_Linear.__name__ = "moecore::linear"  # in profiles
+_LinearFunction.__name__ = "moecore::linear"  # in profiles
 
 
-class PlainProducts(Products):
+class PlainProducts(LinearProducts):
     """Products in the dtype of the weight."""
 
     @override

@@ -116,7 +116,7 @@ class StepCopies:
 
     def __init__(self) -> None:
         self.shares = False
-        self._found: dict[Hashable, _Copy] = {}
+        self._found: dict[Hashable, _SavedCopy] = {}
 
     def get(
         self,
@@ -139,7 +139,7 @@ class StepCopies:
         else:
             copy = found.copy
         if self.shares:
-            self._found[key] = _Copy(made_of, copy)
+            self._found[key] = _SavedCopy(made_of, copy)
         return copy
 
     def drop(self) -> None:
@@ -148,7 +148,7 @@ class StepCopies:
         self.shares = False
 
 
-class _Copy(NamedTuple):
+class _SavedCopy(NamedTuple):
     """A copy, and which values it was made of: addresses and versions."""
 
     made_of: tuple[int, ...]

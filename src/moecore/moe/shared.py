@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moecore.base.options.layer import MoEConfig
 from moecore.kernels.rows.activation import weighted_activation
 from moecore.moe.experts import activation_options
-from moecore.moe.linear import PlainProducts, Products
+from moecore.moe.linear import LinearProducts, PlainProducts
 from moecore.moe.params import init_normal_, local_param
 
 
@@ -53,7 +53,7 @@ class SharedExpert(nn.Module):
         self.w2 = nn.Parameter(torch.empty(D, F_, device=device, dtype=dtype))
         gate = torch.empty(n, D, device=device, dtype=dtype) if config.shared_gate else None
         self.gate = None if gate is None else nn.Parameter(gate)
-        self.products: tuple[Products, Products] = (PlainProducts(), PlainProducts())
+        self.products: tuple[LinearProducts, LinearProducts] = (PlainProducts(), PlainProducts())
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Fill the weights with N(0, std^2), the same on every layout."""

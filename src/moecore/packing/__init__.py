@@ -8,19 +8,19 @@ from moecore.packing.collate import PackedBatch, PackedCollator
 from moecore.packing.cost import DocumentCost, MeasuredCost
 from moecore.packing.documents import CutDocuments
 from moecore.packing.sampler import PackedBatchSampler
-from moecore.packing.schedule import Group, Schedule, schedule_documents, serpentine
+from moecore.packing.schedule import DocumentGroup, DocumentSchedule, schedule_documents, serpentine
 from moecore.packing.split import indices_of, inverse_of, padded_lengths, part_of
 
 __all__ = [
     "Bins",
     "CutDocuments",
     "DocumentCost",
-    "Group",
+    "DocumentGroup",
+    "DocumentSchedule",
     "MeasuredCost",
     "PackedBatch",
     "PackedBatchSampler",
     "PackedCollator",
-    "Schedule",
     "indices_of",
     "inverse_of",
     "pack_documents",

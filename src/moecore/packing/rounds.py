@@ -33,7 +33,7 @@ GROWTH = 1.1  # of one limit over the next
 
 
 @dataclass(slots=True)
-class Block:
+class RankBlock:
     """Documents that the same ranks share in a round.
 
     Attributes:
@@ -49,7 +49,7 @@ class Block:
     tokens: int = 0
 
 
-Blocks = list[Block]
+Blocks = list[RankBlock]
 
 
 class Documents:
@@ -287,13 +287,13 @@ def _open_blocks(documents: Documents, left: Left, limit: float, fewest: int) ->
             and documents.tokens[cp][index] <= documents.max_tokens
         )
         left.take(index)
-        blocks.append(Block(cp))
+        blocks.append(RankBlock(cp))
         _add(documents, blocks[-1], index)
         free -= cp
     return blocks
 
 
-def _add(documents: Documents, block: Block, index: int) -> None:
+def _add(documents: Documents, block: RankBlock, index: int) -> None:
     block.documents.append(index)
     block.load += documents.cost[block.cp][index]
     block.tokens += documents.tokens[block.cp][index]
@@ -306,7 +306,7 @@ def _join_idle(documents: Documents, blocks: Blocks) -> None:
     while free:
         doubling = [block for block in blocks if block.cp <= free and block.cp < most]
         if not doubling:
-            blocks.extend(Block(most) for _ in range(free // most))
+            blocks.extend(RankBlock(most) for _ in range(free // most))
             return
         block = max(doubling, key=lambda block: block.load)
         free -= block.cp

@@ -24,7 +24,7 @@ DEFAULT_COST = DocumentCost()
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DocumentGroup:
     """Neighbouring ranks that share the documents of one micro-batch.
 
     Attributes:
@@ -46,7 +46,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class DocumentSchedule:
     """The rounds of a global batch.
 
     A gradient is that of the mean over all labels when the loss of a micro-batch is the sum over
@@ -60,14 +60,14 @@ class Schedule:
             costs least, spread evenly; or the longest document alone.
     """
 
-    rounds: tuple[tuple[Group, ...], ...]
+    rounds: tuple[tuple[DocumentGroup, ...], ...]
     num_labels: int
     time: float
     lower_bound: float
 
-    def of_rank(self, rank: CountOrZero) -> tuple[Group, ...]:
+    def of_rank(self, rank: CountOrZero) -> tuple[DocumentGroup, ...]:
         """Return the group of a rank in each round."""
-        check_arguments(Schedule.of_rank, locals())
+        check_arguments(DocumentSchedule.of_rank, locals())
         last = self.rounds[0][-1]
         if rank >= last.first_rank + last.cp:
             raise ValueError(
@@ -87,7 +87,7 @@ def schedule_documents(
     max_tokens: Count,
     cost: DocumentCost | MeasuredCost = DEFAULT_COST,
     num_labels: Lengths | None = None,
-) -> Schedule:
+) -> DocumentSchedule:
     """Return which ranks compute which documents of a global batch in which round.
 
     Every document is in one micro-batch, every rank has one micro-batch per round, and none holds
@@ -118,7 +118,7 @@ def schedule_documents(
     documents = Documents(lengths_N, ranks, max_tokens, cost)
     rounds = make_rounds(documents)
     times = [max(block.load for block in blocks) + cost.fixed for blocks in rounds]
-    return Schedule(
+    return DocumentSchedule(
         rounds=tuple(_groups(rounds[i], documents, labels_N) for i in serpentine(times)),
         num_labels=int(labels_N.sum()),
         time=sum(times),
@@ -142,11 +142,11 @@ def serpentine(costs: Sequence[float]) -> list[int]:
     return rising[0::2] + rising[1::2][::-1]
 
 
-def _groups(blocks: Blocks, documents: Documents, labels_N: Integers) -> tuple[Group, ...]:
+def _groups(blocks: Blocks, documents: Documents, labels_N: Integers) -> tuple[DocumentGroup, ...]:
     groups, first = [], 0
     for block in blocks:
         numbers = tuple(int(documents.order[i]) for i in block.documents)
         labels = int(labels_N[list(numbers)].sum())
-        groups.append(Group(first, block.cp, numbers, block.tokens, block.load, labels))
+        groups.append(DocumentGroup(first, block.cp, numbers, block.tokens, block.load, labels))
         first += block.cp
     return tuple(groups)

@@ -19,7 +19,7 @@ from moecore.parallel.request import Request
 if TYPE_CHECKING:
     from moecore.parallel.across import AllStages
     from moecore.parallel.pipeline.layout import PipelineLayout, Stage
-    from moecore.parallel.pipeline.run import Offload, Pipeline
+    from moecore.parallel.pipeline.run import Pipeline, StageOffload
     from moecore.parallel.shard.engine import Engine
     from moecore.parallel.shard.plan import ShardPlan
 
@@ -59,7 +59,7 @@ class Attached:
     shared_by: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     engine: Engine | None = None
     compiled: set[nn.Module] = field(default_factory=set)
-    offload: Offload | None = None
+    offload: StageOffload | None = None
     stash: Holder | None = None
     state: MoEState | None = None
     capacity: Capacity | None = None

@@ -29,11 +29,11 @@ from moecore.base.streams import dry_streams
 from moecore.kernels.common import launches_on_meta
 from moecore.models import Decoder
 from moecore.parallel.attached import attached
-from moecore.planning.record import END, Queued, Recorder, Start, Work
+from moecore.planning.record import END, Queued, Start, Work, WorkRecorder
 from moecore.planning.run import TrainingRun, fake_world, model_of, new_garbage, optimizer_of, quiet
 from moecore.train.memory.kept import NAMES
 from moecore.train.memory.on_meta import OnMeta
-from moecore.train.memory.parts import Part, find_parts
+from moecore.train.memory.parts import BlockPart, find_parts
 from moecore.train.memory.stash import Stash
 from moecore.train.optim.adamw import AdamW
 from moecore.train.step import TrainStep
@@ -91,7 +91,7 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 
 
 def _dry_run(run: TrainingRun, rank: int) -> DryRun:
-    recorder = Recorder()
+    recorder = WorkRecorder()
     dry = launches_on_meta(recorder.launched), dry_streams(recorder.queues)
     with fake_world(run.num_gpus, rank), quiet(), new_garbage(), dry[0], dry[1]:
         model = model_of(run, "cpu")
@@ -130,7 +130,7 @@ def _dry_run(run: TrainingRun, rank: int) -> DryRun:
         )
 
 
-def cut(model: Decoder, recorder: Recorder) -> None:
+def cut(model: Decoder, recorder: WorkRecorder) -> None:
     """Tell a recorder when a module begins a pass, and which part of a layer runs."""
     calls: dict[str, int] = {}
 
@@ -158,13 +158,13 @@ def cut(model: Decoder, recorder: Recorder) -> None:
         watch(layer, "predictions")
     watch(model.lm_head, "head")
     for layer in (*model.layers, *model.mtp):
-        for _, kind, module in [*find_parts(layer), Part("", "moe", layer)]:
+        for _, kind, module in [*find_parts(layer), BlockPart("", "moe", layer)]:
             name = "rest" if module is layer else NAMES.get(kind, kind)
             module.forward = partial(_within, recorder, name, module.forward)  # type: ignore[method-assign]
 
 
 def _within(
-    recorder: Recorder, part: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    recorder: WorkRecorder, part: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     with recorder.within(part):
         return forward(*args, **kwargs)

@@ -16,7 +16,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import check_arguments
-from moecore.base.tables import HEADER, Row, columns, folded, shown_axes, shown_bytes, shown_count
+from moecore.base.tables import (
+    HEADER,
+    TableRow,
+    columns,
+    folded,
+    shown_axes,
+    shown_bytes,
+    shown_count,
+)
 from moecore.kernels.experts.products import choose_products
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
@@ -183,15 +191,17 @@ def _meshes(model: nn.Module, request: Request | None, here: Coordinate) -> Iter
             yield f"attention over cp{size}: {options.way}{among}"
 
 
-def rows_of(plan: ShardPlan, here: Coordinate | None) -> list[Row]:
+def rows_of(plan: ShardPlan, here: Coordinate | None) -> list[TableRow]:
     """Return parameters that are alike together, in the order of the model."""
-    found: dict[object, Row] = {}
+    found: dict[object, TableRow] = {}
     for param in plan.params:
         *path, leaf = clean_name(param.name).split(".")
         kind = param.kind + ("" if param.trainable else " (frozen)")
         shapes = param.shape, param.local_shape(here)
         placement = shown_axes((p.axis, p.dim) for p in param.placements if p.size > 1)
-        row = found.setdefault((kind, shapes, placement, param.dtype), Row(kind, shapes, placement))
+        row = found.setdefault(
+            (kind, shapes, placement, param.dtype), TableRow(kind, shapes, placement)
+        )
         shown = path[-1] if leaf in ("weight", "bias") and path else leaf
         row.names += [shown] * (shown not in row.names)
         row.number += 1

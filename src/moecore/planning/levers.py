@@ -214,7 +214,7 @@ OPTIONS = (
     Option(
         name='PipelineConfig(schedule="overlapped"), dispatcher="alltoall"',
         takes_from=("dispatch by collectives",),
-        most=0.31,  # hidden beside NCCL; a plan counts nothing of it (`times._Costs`)
+        most=0.31,  # hidden beside NCCL; a plan counts nothing of it (`times._PlanCosts`)
         page="pipeline.md#schedules",
     ),
     Option(

@@ -22,8 +22,8 @@ from moecore.parallel.pipeline.orders import Action, Item, actions_of
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.planning.pieces import (
     MIDDLE,
-    Piece,
     Pieces,
+    QueuePiece,
     like_of,
     pieces_of,
     small_of,
@@ -47,7 +47,7 @@ class _Pass(NamedTuple):
 
     stage: int
     of: Pass
-    pieces: list[Piece]
+    pieces: list[QueuePiece]
 
 
 class _Level(NamedTuple):
@@ -57,7 +57,7 @@ class _Level(NamedTuple):
     away: int
     passed: int  # passes before it
     at: int  # pieces of its pass before it
-    piece: Piece
+    piece: QueuePiece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class _Rank:
 
     held: Mapping[str, int]
     passes: Sequence[_Pass]
-    end: Piece
+    end: QueuePiece
     away: int
 
     def levels(self) -> Iterator[_Level]:
@@ -261,7 +261,7 @@ def _passes(run: TrainingRun, pieces: Pieces) -> Iterator[list[_Pass]]:
 
 def _of_stage(
     stage: Stage, of: Pass, micro_batch: int, pieces: Pieces, share: float
-) -> list[Piece]:
+) -> list[QueuePiece]:
     """Return the pieces of a stage's pass, and what it frees or keeps at the end of a backward.
 
     In the step that was cut this is in the embedding's piece, for all layers. A micro-batch between
@@ -277,7 +277,7 @@ def _of_stage(
         for part, part_share in ((layers, 1.0), (ends, share))
     )
     more = round(kept) - _net(stage, micro_batch, pieces)
-    *others, last = own or [Piece(range(0), 0, 0, {}, {})]
+    *others, last = own or [QueuePiece(range(0), 0, 0, {}, {})]
     rise, kinds = max(0, last.rise + min(0, more)), dict(last.kinds)
     kinds["backward"] = kinds.get("backward", 0) + more
     return [*others, last._replace(delta=last.delta + more, rise=rise, kinds=kinds)]

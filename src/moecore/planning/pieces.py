@@ -73,7 +73,7 @@ def _of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderC
     )
 
 
-class Piece(NamedTuple):
+class QueuePiece(NamedTuple):
     """What a step does between two starts.
 
     Attributes:
@@ -91,10 +91,10 @@ class Piece(NamedTuple):
     most: Mapping[str, int]
 
 
-def _piece(place: range, start: Start, level: int, kinds: Mapping[str, int]) -> Piece:
+def _piece(place: range, start: Start, level: int, kinds: Mapping[str, int]) -> QueuePiece:
     """Return a piece from a start to a level."""
     changes = _difference(kinds, start.kinds), _difference(start.most, start.kinds)
-    return Piece(place, level - start.level, start.top - start.level, *changes)
+    return QueuePiece(place, level - start.level, start.top - start.level, *changes)
 
 
 def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
@@ -127,13 +127,13 @@ class Pieces:
     queued: Sequence[Queued]
     held: int
     like: Likes
-    found: dict[tuple[int, Pass, str], list[Piece]]
-    end: Piece
+    found: dict[tuple[int, Pass, str], list[QueuePiece]]
+    end: QueuePiece
 
     @classmethod
     def of(cls, queued: Sequence[Queued], starts: Sequence[Start], like: Likes) -> Pieces:
         """Return the pieces between starts; what comes before the first one is that one's."""
-        found: dict[tuple[int, Pass, str], list[Piece]] = {}
+        found: dict[tuple[int, Pass, str], list[QueuePiece]] = {}
         held, last = starts[0].level, starts[-1]
         micro_batch, before = -1, "B"
         for i, (start, behind) in enumerate(pairwise(starts)):
@@ -150,7 +150,7 @@ class Pieces:
         """Of the step that was cut."""
         return 1 + max(micro_batch for micro_batch, _, _ in self.found)
 
-    def of_stage(self, stage: Stage, of: Pass, micro_batch: int) -> list[Piece]:
+    def of_stage(self, stage: Stage, of: Pass, micro_batch: int) -> list[QueuePiece]:
         """Return the pieces of a stage's pass, in order.
 
         Args:
@@ -161,7 +161,7 @@ class Pieces:
         parts = self.parts(stage, of)
         return [piece for part in parts for piece in self.of_part(part, of, micro_batch)]
 
-    def of_part(self, part: str, of: Pass, micro_batch: int) -> Sequence[Piece]:
+    def of_part(self, part: str, of: Pass, micro_batch: int) -> Sequence[QueuePiece]:
         """Return the pieces of a part's pass, in order."""
         return self.found.get((micro_batch, of, part), ())
 
@@ -172,7 +172,7 @@ class Pieces:
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
         return parts[::-1] if of == "B" else parts
 
-    def joined(self, pieces: Iterable[Piece]) -> list[Placed]:
+    def joined(self, pieces: Iterable[QueuePiece]) -> list[Placed]:
         """Return the queue of pieces one after the other."""
         found: list[Placed] = []
         newest: dict[int, int] = {}  # where a piece starts in `queued` -> in `found`

@@ -320,7 +320,7 @@ class Start(NamedTuple):
     most: Mapping[str, int] = MappingProxyType({})
 
 
-class Recorder(DispatchMode):
+class WorkRecorder(DispatchMode):
     """The mode; within `launches_on_meta`, with `launched` for it.
 
     Attributes:

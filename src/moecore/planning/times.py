@@ -13,7 +13,7 @@ A step of few micro-batches is put together; each one more takes as long as the 
 are in the middle. Clipping and the optimizer follow the slowest pipeline rank, whose time grows
 with what the rank stores.
 
-A forward beside a backward (`Overlap`) takes as long as the two in turn; see `_Costs`.
+A forward beside a backward (`Overlap`) takes as long as the two in turn; see `_PlanCosts`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moecore.parallel.pipeline.timeline import Timeline
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
 from moecore.planning.gpus import NODE
-from moecore.planning.pieces import MIDDLE, Piece, Pieces, like_of, pieces_of, timed_stages
+from moecore.planning.pieces import MIDDLE, Pieces, QueuePiece, like_of, pieces_of, timed_stages
 from moecore.planning.record import PASSES, Pass, Placed, Queued, Work, placed
 from moecore.planning.run import TrainingRun
 from moecore.planning.stored import ranks_of, stages_of, state_bytes, stored_bytes
@@ -283,7 +283,7 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
     """
     (stage,) = timed_stages(run)
     number = min(run.num_micro_batches, MIDDLE + 1)
-    queue, lengths = list[Piece](), list[int]()
+    queue, lengths = list[QueuePiece](), list[int]()
     for i in like_of(number, pieces.num_micro_batches):
         for of in PASSES:
             queue += pieces.of_stage(stage, of, i)
@@ -346,7 +346,7 @@ def _staged(
             num_micro_batches=num_micro_batches,
         )
         like = like_of(num_micro_batches, pieces.num_micro_batches)
-        costs = _Costs(passes, like)
+        costs = _PlanCosts(passes, like)
         timeline = timelines[num_micro_batches] = simulate(schedule, costs.seconds, send)
         busiest = max(range(pp), key=lambda rank: timeline.busy[rank])
         parts = _sum(costs.parts(span.item) for span in timeline.spans[busiest])
@@ -357,7 +357,7 @@ def _staged(
     return seconds, parts, timelines[max(timelines)]
 
 
-class _Costs:
+class _PlanCosts:
     """What items of an order take.
 
     Nothing of a pair is counted as hidden. With NCCL between two GPUs lanes hid 0.084 and 0.309 of
@@ -414,7 +414,7 @@ def _passes_of(
 def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Parts]:
     """Return seconds by part of a stage's passes: a forward and a backward in turns."""
     found: dict[tuple[Pass, int], Parts] = {}
-    queue: list[Piece] = []
+    queue: list[QueuePiece] = []
     ends: list[tuple[tuple[Pass, int], int]] = []
     for i in like_of(pieces.num_micro_batches + 1, pieces.num_micro_batches):
         for of in PASSES:
@@ -429,7 +429,7 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, 
     return found
 
 
-def _length(queue: Iterable[Piece]) -> int:
+def _length(queue: Iterable[QueuePiece]) -> int:
     return sum(len(piece.place) for piece in queue)
 
 

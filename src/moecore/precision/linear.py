@@ -39,7 +39,7 @@ from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import Both, amax, cast, operand
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Operand
 from moecore.kernels.rows.shard_blocks import transpose_operand
-from moecore.moe.linear import Gradients, Products, backward, linear
+from moecore.moe.linear import Gradients, LinearProducts, backward, linear
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
 from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
 from moecore.precision.products import product
@@ -183,7 +183,7 @@ def cast_input(
     return cast(x_TK, kind, **how, amax=amax, seen=seen)
 
 
-class Fp8Products(Products):
+class Fp8Products(LinearProducts):
     """The products of one weight in FP8, and what is kept between calls.
 
     Differentiable once in all three. No host sync. The dtype is that of x, or autocast's.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.moe.linear import Products
+from moecore.moe.linear import LinearProducts
 from moecore.moe.params import local_param
 
 
@@ -45,7 +45,7 @@ class Linear(nn.Linear):
 class ProductLinear(nn.Linear):
     """An `nn.Linear` by `products`; parameters, names and state dict are its own."""
 
-    products: Products
+    products: LinearProducts
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., N] in the dtype of the input, or autocast's."""
@@ -59,7 +59,7 @@ class ProductLinear(nn.Linear):
 PLAIN_FORWARDS = (nn.Linear.forward, Linear.forward)
 
 
-def set_products(linear: nn.Linear, products: Products) -> None:
+def set_products(linear: nn.Linear, products: LinearProducts) -> None:
     """Give a linear these products, in place: hooks, and all else of its class, stay."""
     if not isinstance(linear, ProductLinear):
         plain: Any = type(linear)

@@ -25,7 +25,7 @@ from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name
 from moecore.moe.router import Router
 from moecore.rl.choices import Choices, check_choices, engine_indices, own_choices
-from moecore.rl.tapes import Recorder, Replay, refuse_taken, remove
+from moecore.rl.tapes import ChoiceRecorder, TapeReplay, refuse_taken, remove
 
 Unrecorded = Literal["drop", "route"]
 
@@ -63,7 +63,7 @@ class RouterReplay:
         self.layers = {n: m for n, m in found.items() if layers is None or n in layers}
         self._routers: dict[str, Router] = {n: m.part("router") for n, m in self.layers.items()}
         self._records: Choices | None = None
-        self._replaying: Replay | None = None
+        self._replaying: TapeReplay | None = None
 
     @property
     def layer_names(self) -> list[str]:
@@ -84,7 +84,7 @@ class RouterReplay:
         refuse_taken(self._routers)
         self._records = None
         records: Choices = {name: [] for name in self.layers}
-        tapes = {self._routers[name]: Recorder(own) for name, own in records.items()}
+        tapes = {self._routers[name]: ChoiceRecorder(own) for name, own in records.items()}
         for router, tape in tapes.items():
             router.tape = tape
         try:
@@ -150,7 +150,7 @@ class RouterReplay:
         self._check_unrecorded(unrecorded)
         refuse_taken(self._routers)
         records = _on_devices(choices, self.layers)
-        run = Replay(self.model, self._routers, records, fill=unrecorded == "route")
+        run = TapeReplay(self.model, self._routers, records, fill=unrecorded == "route")
         self._replaying = run
         run.open()
         try:

@@ -37,7 +37,7 @@ from moecore.rl.choices import Choices
 FORWARD = "moecore_forward"
 
 
-class Recorder:
+class ChoiceRecorder:
     """The tape of one layer that is recorded.
 
     Args:
@@ -68,11 +68,11 @@ class Recorder:
         return partial(_cut, self.records, len(self.records))
 
 
-class _Forward:
+class _TapeForward:
     """One forward of the model, which `Node.metadata` has under `FORWARD`."""
 
 
-class Replay:
+class TapeReplay:
     """What one `with replay.replay(...)` knows; it lives on in the hooks of its forwards.
 
     Args:
@@ -94,10 +94,10 @@ class Replay:
         self.fill = fill
         self.selected: int | None = None
         self._tapes = {router: _Player(self, name) for name, router in routers.items()}
-        self._calls: dict[str, list[tuple[_Forward | None, int]]] = {n: [] for n in records}
+        self._calls: dict[str, list[tuple[_TapeForward | None, int]]] = {n: [] for n in records}
         self._used: dict[str, set[int]] = {n: set() for n in records}
         self._next: dict[str, int] = dict.fromkeys(records, 0)
-        self._running: _Forward | None = None
+        self._running: _TapeForward | None = None
         self._entered: list[Node] = []  # by the running backward, and nothing behind is marked
         self._hooks: list[Any] = []
 
@@ -189,7 +189,7 @@ class Replay:
                 f"forward of {type(module).__name__} must not follow one that failed inside "
                 "replay(): leave it and start again"
             )
-        self._running = _Forward()
+        self._running = _TapeForward()
         self._entered.clear()  # a backward has failed
 
     @torch.compiler.disable
@@ -221,7 +221,7 @@ class Replay:
 class _Player:
     """The tape of one layer that is replayed."""
 
-    def __init__(self, replay: Replay, name: str) -> None:
+    def __init__(self, replay: TapeReplay, name: str) -> None:
         self.replay = replay
         self.name = name
 
@@ -270,8 +270,8 @@ def _cut(records: list[Tensor], length: int) -> None:
     del records[length:]
 
 
-def _forward_of(node: Any) -> _Forward | None:
-    found: _Forward | None = node.metadata.get(FORWARD)
+def _forward_of(node: Any) -> _TapeForward | None:
+    found: _TapeForward | None = node.metadata.get(FORWARD)
     return found
 
 

@@ -21,7 +21,7 @@ from moecore.kernels.exchange.buffer import ALIGNMENT, ERROR_WORD, NUM_WORDS
 from moecore.kernels.exchange.clones import (
     CloneBuffer,
     CloneLayout,
-    Piece,
+    ClonePiece,
     Places,
     bring_home_ref,
     fetch_ref,
@@ -249,7 +249,7 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
     world = World(Case(), device)
     places = Places(experts_N=ints([2, 4, 0, 4, -1, -1], device), num_clones=2, num_local=2)
     rows, grads = world.tensors(2, 0), world.tensors(4, 0)
-    piece = Piece(40, 0, 40)
+    piece = ClonePiece(40, 0, 40)
     out = [torch.full((2, 40), NAN, device=device) for _ in range(2)]
     for buffer, row in zip(world.buffers[:2], rows, strict=False):
         clones.store_weights(buffer, clones._as_rows(row), places, piece)
@@ -269,8 +269,8 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
 def test_a_late_rank_of_a_sum_is_named_so(device: str) -> None:
     world = World(Case(num_ranks=2), device)
     places, flat = world.places(0), clones._as_rows(world.tensors(4, 0)[0])
-    clones.store_grads(world.buffers[0], flat[2:], places, Piece(40, 0, 40))
-    clones.receive_grads(world.buffers[0], flat[:2], places, Piece(40, 0, 40))
+    clones.store_grads(world.buffers[0], flat[2:], places, ClonePiece(40, 0, 40))
+    clones.receive_grads(world.buffers[0], flat[:2], places, ClonePiece(40, 0, 40))
     assert int(world.buffers[0].report[ERROR_WORD]) == 1 + 1 * 2 + 1
 
 

@@ -31,7 +31,7 @@ from moecore.kernels.rows.free_list import (
     PagePool,
     return_pages,
 )
-from moecore.kernels.rows.pages import Layout, copy_rows, take_rows
+from moecore.kernels.rows.pages import PageLayout, copy_rows, take_rows
 
 STEP_BYTES = 16
 
@@ -42,9 +42,9 @@ def make(num_pages: int, page_bytes: int, device: str, host: int = 0) -> PagePoo
     return pool
 
 
-def first_rows(pool: PagePool, width: int, length: int) -> Layout:
+def first_rows(pool: PagePool, width: int, length: int) -> PageLayout:
     """One matrix, the first so many of whose rows are in use."""
-    return Layout.of(pool, [(width, False)], 0, length)
+    return PageLayout.of(pool, [(width, False)], 0, length)
 
 
 def int32(value: int, device: str = "cpu") -> Tensor:
@@ -102,7 +102,7 @@ class Held:
     used: list[Tensor]  # row ids, of each matrix
 
 
-def used_rows(layout: Layout, slots: Tensor | None, num_rows: Tensor | None) -> list[Tensor]:
+def used_rows(layout: PageLayout, slots: Tensor | None, num_rows: Tensor | None) -> list[Tensor]:
     found = []
     for listed in layout.has_list:
         if listed:
@@ -119,7 +119,7 @@ def check_rounds(device: str, num_rounds: int, P: int, Q: int, layout_of: Any) -
     rng = random.Random(0)
     torch.manual_seed(0)
     pool = make(P, 48, device, host=Q)
-    layout: Layout = layout_of(pool)
+    layout: PageLayout = layout_of(pool)
     lengths = [layout.source_rows if n else layout.expert_rows for n in layout.has_list]
     lists = deque(range(P)), deque(range(P, P + Q))
     tables, N = [layout.table() for _ in range(4)], layout.num_entries
@@ -180,7 +180,7 @@ def check_rounds(device: str, num_rounds: int, P: int, Q: int, layout_of: Any) -
 
 def check_rows(
     table: Tensor,
-    layout: Layout,
+    layout: PageLayout,
     held: Held,
     *,
     skipped: int | None = None,
@@ -203,9 +203,9 @@ def check_rows(
 LAYOUTS: dict[str, Any] = {
     "first rows": lambda pool: first_rows(pool, 24, 11),
     "a row fills a page": lambda pool: first_rows(pool, 48, 5),
-    "a list": lambda pool: Layout.of(pool, [(16, True)], 9, 0),
-    "X and H": lambda pool: Layout.of(pool, [(20, True), (16, False)], 9, 5),
-    "values and scales": lambda pool: Layout.of(
+    "a list": lambda pool: PageLayout.of(pool, [(16, True)], 9, 0),
+    "X and H": lambda pool: PageLayout.of(pool, [(20, True), (16, False)], 9, 5),
+    "values and scales": lambda pool: PageLayout.of(
         pool, [(8, True), (5, True), (16, False), (4, False)], 9, 14
     ),
 }
@@ -272,7 +272,7 @@ def test_no_rows_at_all() -> None:
 @pytest.mark.parametrize(("S", "K"), [(5, 1), (300, 6), (5000, 8)])
 def test_a_list_of_rows_by_kernels(S: int, K: int, device: str) -> None:
     pool = make(1, 16, device)
-    layout = Layout.of(pool, [(16, True)], S, 0)
+    layout = PageLayout.of(pool, [(16, True)], S, 0)
     slots, table = torch.full((S, K), -1, dtype=torch.int32, device=device), layout.table()
     slots[torch.arange(S) % 3 == 1, K - 1] = 0
     slots[S - 1, 0] = 7

@@ -29,7 +29,7 @@ from moecore.attention.sinks import add_sinks, sinks_gradient
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward
 
 
-class _Block(NamedTuple):
+class _KeyBlock(NamedTuple):
     """A call: half of the queries, and so many first chunks of keys."""
 
     half: Half
@@ -37,11 +37,11 @@ class _Block(NamedTuple):
     mask: AttentionMask
 
 
-def _blocks(held: HeldTokens, window: int | None) -> Iterator[_Block]:
+def _blocks(held: HeldTokens, window: int | None) -> Iterator[_KeyBlock]:
     rank, last = held.cp.rank, 2 * held.cp.size - 1
     halves: tuple[tuple[Half, int], ...] = (("early", rank), ("late", last - rank))
     for half, chunk in halves:
-        yield _Block(half, chunk + 1, held.layout.mask(1, chunk + 1, window=window))
+        yield _KeyBlock(half, chunk + 1, held.layout.mask(1, chunk + 1, window=window))
 
 
 def _whole(held: HeldTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.attention.context_parallel.layout import Layout
+from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.base.regions import once
 from moecore.base.torch_names import is_silent
 
 
 def scatter_heads(
-    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: Layout
+    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
     """Return each x_BtHd as x_BThd: all ranks' tokens in order, of this rank's heads. Collective.
 
@@ -38,7 +38,7 @@ def scatter_heads(
     return scattered
 
 
-def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: Layout) -> Tensor:
+def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
     """Return x_BtHd: this rank's tokens of all heads; undoes `scatter_heads`. Collective."""
     gathered: Tensor = once(_GatherHeads.apply, group, layout, x_BThd)
     return gathered
@@ -76,7 +76,7 @@ def _arrive(
 
 
 def _to_tokens(
-    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: Layout
+    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
     def by_heads(x_BtHd: Tensor) -> Tensor:
         G = group.size()
@@ -86,7 +86,7 @@ def _to_tokens(
 
 
 def _to_heads(
-    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: Layout
+    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
     def beside(x_GBthd: Tensor) -> Tensor:
         return x_GBthd.movedim(0, 2).flatten(2, 3)
@@ -96,7 +96,7 @@ def _to_heads(
 
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, layout: Layout, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, *tensors: Tensor) -> Any:
         ctx.where = group, layout
         return _to_tokens(tensors, group, layout)
 
@@ -107,7 +107,7 @@ class _ScatterHeads(torch.autograd.Function):
 
 class _GatherHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, layout: Layout, x_BThd: Tensor) -> Tensor:
+    def forward(ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, x_BThd: Tensor) -> Tensor:
         ctx.where = group, layout
         return _to_heads((x_BThd,), group, layout)[0]
 

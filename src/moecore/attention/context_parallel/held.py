@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.attention.context_parallel.group import ContextParallel
-from moecore.attention.context_parallel.layout import Layout
+from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.base.regions import once
 from moecore.base.torch_names import all_gather_single, is_silent
 
@@ -48,9 +48,9 @@ class HeldTokens:
                 f"sequence length ({T}) must be a multiple of 2 * cp ({2 * cp.size}): pad the rows"
             )
         self.cp = cp
-        self.layout = Layout(cp.size, B * T, cu_seqlens, max_seqlen)
+        self.layout = ChunkLayout(cp.size, B * T, cu_seqlens, max_seqlen)
         part = None if cu_seqlens is None else cu_seqlens // ring
-        self.a2a_layout = Layout(cp.size // ring, B * T // ring, part, -(-max_seqlen // ring))
+        self.a2a_layout = ChunkLayout(cp.size // ring, B * T // ring, part, -(-max_seqlen // ring))
         self._ring = None
         if cp.a2a is not None and cp.ring is not None:
             self._ring = HeldTokens(ContextParallel(cp.ring), shape, cu_seqlens, max_seqlen)
@@ -78,7 +78,7 @@ class HeldTokens:
 
         Unlike `gather`, backward takes this rank's tokens of one gradient, equal on all ranks.
         """
-        gathered: Tensor = once(_GatherWhole.apply, x_BtX, self)
+        gathered: Tensor = once(_GatherHeld.apply, x_BtX, self)
         return gathered
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class _Gather(torch.autograd.Function):
         return ctx.held.sum_values(grads[0]), None
 
 
-class _GatherWhole(torch.autograd.Function):
+class _GatherHeld(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BtX: Tensor, held: HeldTokens) -> Tensor:
         ctx.held = held

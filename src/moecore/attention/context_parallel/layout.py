@@ -25,7 +25,7 @@ from moecore.kernels.zigzag import held_tokens
 Half = Literal["all", "early", "late"]
 
 
-class Layout:
+class ChunkLayout:
     """How tokens lie on ranks; a plain class, as `RotaryTable` is, made once per forward.
 
     Args:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.attention.context_parallel.layout import Half, Layout
+from moecore.attention.context_parallel.layout import ChunkLayout, Half
 from moecore.attention.sinks import add_sinks, sinks_gradient
 from moecore.base.torch_names import is_silent
 from moecore.kernels.attention import (
@@ -41,7 +41,7 @@ from moecore.kernels.attention import (
 )
 
 
-class _Block(NamedTuple):
+class _RingBlock(NamedTuple):
     """What of the queries meets what of the keys that a rank has in a step."""
 
     queries: Half
@@ -49,16 +49,16 @@ class _Block(NamedTuple):
     mask: AttentionMask
 
 
-def block_of(layout: Layout, rank: int, source: int) -> _Block:
+def block_of(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
     """Return the block of a rank's queries and the keys of rank `source`."""
     if source == rank:
-        return _Block("all", "all", layout.mask(2, 2))
+        return _RingBlock("all", "all", layout.mask(2, 2))
     if source < rank:
-        return _Block("all", "early", layout.mask(2, 1, causal=False))
-    return _Block("late", "all", layout.mask(1, 2, causal=False))
+        return _RingBlock("all", "early", layout.mask(2, 1, causal=False))
+    return _RingBlock("late", "all", layout.mask(1, 2, causal=False))
 
 
-def own_blocks(layout: Layout) -> tuple[list[_Block], list[_Block]]:
+def own_blocks(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
     """Return what backward multiplies of a rank's own keys first, and what last.
 
     The first covers the first step of the keys, the last covers the gradients on their way home.
@@ -68,12 +68,12 @@ def own_blocks(layout: Layout) -> tuple[list[_Block], list[_Block]]:
     of up to 4 divide the block, longer ones do not.
     """
     if layout.size > 4:
-        return [], [_Block("all", "all", layout.mask(2, 2))]
+        return [], [_RingBlock("all", "all", layout.mask(2, 2))]
     squares = [
-        _Block("early", "early", layout.mask(1, 1)),
-        _Block("late", "late", layout.mask(1, 1)),
+        _RingBlock("early", "early", layout.mask(1, 1)),
+        _RingBlock("late", "late", layout.mask(1, 1)),
     ]
-    return [_Block("late", "early", layout.mask(1, 1, causal=False))], squares
+    return [_RingBlock("late", "early", layout.mask(1, 1, causal=False))], squares
 
 
 class _Travelling(NamedTuple):
@@ -129,7 +129,7 @@ def _apart(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 class _Queries(NamedTuple):
     """A rank's queries in backward, and their gradient so far."""
 
-    layout: Layout
+    layout: ChunkLayout
     scale: float
     do: Tensor
     q: Tensor
@@ -137,7 +137,7 @@ class _Queries(NamedTuple):
     lse: Tensor
     dq: Tensor
 
-    def differentiate(self, block: _Block, ks: Tensor, vs: Tensor) -> list[Tensor]:
+    def differentiate(self, block: _RingBlock, ks: Tensor, vs: Tensor) -> list[Tensor]:
         """Add the queries' gradient of a block, and return that of its keys and values."""
         queries, keys, mask = block
         do, q, o = (self.layout.half(x, queries) for x in (self.do, self.q, self.o))
@@ -148,12 +148,12 @@ class _Queries(NamedTuple):
         return dkv
 
 
-def _add_half(layout: Layout, total: Tensor, half: Half, part: Tensor) -> None:
+def _add_half(layout: ChunkLayout, total: Tensor, half: Half, part: Tensor) -> None:
     layout.write_half(total, half, layout.half(total, half) + part)
 
 
 def _add_parts(
-    layout: Layout, totals: tuple[Tensor, Tensor], half: Half, parts: list[Tensor]
+    layout: ChunkLayout, totals: tuple[Tensor, Tensor], half: Half, parts: list[Tensor]
 ) -> None:
     for total, part in zip(totals, parts, strict=True):
         _add_half(layout, total, half, part)
@@ -169,7 +169,7 @@ class RingAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        layout: Layout,
+        layout: ChunkLayout,
         group: dist.ProcessGroup,
         scale: float,
     ) -> Tensor:

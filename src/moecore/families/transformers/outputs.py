@@ -70,7 +70,7 @@ def _check_recorded(
         )
 
 
-class _Recorder(nn.Module):
+class _LogitRecorder(nn.Module):
     """What transformers takes for the router of an adapted block; it has no parameters.
 
     transformers hooks the modules of its own router classes and keeps one output: the first, or
@@ -93,7 +93,7 @@ def record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
     Its hooks come along: transformers installs them only once, maybe before this call. Nobody
     else's can be there, `swap_blocks` refuses them.
     """
-    recorder = type(f"{type(router).__name__}Recorder", (_Recorder, type(router)), {})()
+    recorder = type(f"{type(router).__name__}Recorder", (_LogitRecorder, type(router)), {})()
     for name in HOOKS:
         if "forward_hooks" in name:  # and how to call them
             vars(recorder)[name].update(vars(router)[name])

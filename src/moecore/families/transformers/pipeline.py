@@ -112,7 +112,7 @@ class StagedCausal:
         with self._alone(stage):
             if stage in getattr(self.model, CHECKED):
                 return self._run(inputs)
-            stream = _Stream(self.model)
+            stream = _ResidualStream(self.model)
             with stream.follow(self.stage_parts(), stage):
                 out = self._run(inputs)
         if not stage.loss:
@@ -160,7 +160,7 @@ class StagedCausal:
                 self.model.set_submodule(name, module)
 
 
-class _Stream:
+class _ResidualStream:
     """Follows the hidden states of one forward: a part must get what the part before returned.
 
     Args:

@@ -26,7 +26,7 @@ from moecore.io.checkpoint.snapshot import (
     one_scheduler,
     scheduler_state,
 )
-from moecore.io.checkpoint.stages import Part
+from moecore.io.checkpoint.stages import StagePart
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
@@ -66,7 +66,7 @@ class Comparison:
 def compare(
     manifest: Manifest,
     view: ModelView,
-    whole: Part,
+    whole: StagePart,
     optimizer: Optimizers | None,
     scheduler: Schedulers | None,
     *,
@@ -156,7 +156,7 @@ def rng_target(manifest: Manifest) -> dict[str, Tensor]:
 def _compare_model(
     fit: Comparison,
     view: ModelView,
-    whole: Part,
+    whole: StagePart,
     stored: dict[str, StoredTensor],
     *,
     cast: bool,
@@ -179,7 +179,7 @@ def _compare_model(
 
 
 def _compare_optimizers(
-    fit: Comparison, view: ModelView, whole: Part, manifest: Manifest, *, cast: bool
+    fit: Comparison, view: ModelView, whole: StagePart, manifest: Manifest, *, cast: bool
 ) -> None:
     groups, before = manifest.facts.optimizer, manifest.facts.optimizer_class
     if groups is None or before is None:

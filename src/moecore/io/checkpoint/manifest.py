@@ -78,7 +78,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
+class ManifestChunk:
     """A block of a tensor: `sizes` from `offsets` on lie in `file` under `key`, row-major."""
 
     file: str
@@ -93,11 +93,11 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ManifestChunk, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class ManifestFacts:
     """What is kept beside the tensors; every value is JSON-able.
 
     Attributes:
@@ -128,7 +128,7 @@ class Facts:
 class Manifest:
     """A checked manifest. Build one with `make_manifest` or `read_manifest` only."""
 
-    facts: Facts
+    facts: ManifestFacts
     files: dict[str, StoredFile]
     tensors: dict[str, StoredTensor]
     text: str
@@ -149,7 +149,7 @@ class Manifest:
 
 
 def make_manifest(
-    facts: Facts, files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
+    facts: ManifestFacts, files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
 ) -> Manifest:
     """Return the manifest, with its text.
 
@@ -237,7 +237,7 @@ def nests_deeper(value: Any, most: int) -> bool:
     return bool(level)
 
 
-def _facts(values: dict[str, Any]) -> Facts:
+def _facts(values: dict[str, Any]) -> ManifestFacts:
     _must(_is_count(values["step"]), "step must be a whole number >= 0")
     _must(_is_count(values["world_size"], least=1), "world_size must be a whole number >= 1")
     meshes, groups = values["meshes"], values["optimizer"]
@@ -267,7 +267,7 @@ def _facts(values: dict[str, Any]) -> Facts:
         kind is None or len(kind.split(", ")) in (1, len(groups)),
         "optimizer_class must be one class, or one for each group",
     )
-    return Facts(**{name: values[name] for name in Facts.__dataclass_fields__})
+    return ManifestFacts(**{name: values[name] for name in ManifestFacts.__dataclass_fields__})
 
 
 def _is_group(group: Any) -> bool:
@@ -317,17 +317,17 @@ def _tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
     return found
 
 
-def _chunk(value: Any, num_dims: int, files: Mapping[str, Any], where: str) -> Chunk:
+def _chunk(value: Any, num_dims: int, files: Mapping[str, Any], where: str) -> ManifestChunk:
     _must_have(value, {"file", "key", "offsets", "sizes"}, f"{where}: a chunk")
     file, key = value["file"], value["key"]
     _must(isinstance(file, str) and file in files, f"{where}: its file must be one of files")
     _must(isinstance(key, str) and key != "__metadata__", f"{where}: a chunk's key")
     offsets, sizes = _sizes(value["offsets"], where), _sizes(value["sizes"], where)
     _must(len(offsets) == len(sizes) == num_dims, f"{where}: a chunk has another number of dims")
-    return Chunk(file=file, key=key, offsets=offsets, sizes=sizes)
+    return ManifestChunk(file=file, key=key, offsets=offsets, sizes=sizes)
 
 
-def check_grid(name: str, shape: Sequence[int], chunks: Sequence[Chunk]) -> None:
+def check_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
     """Raise ValueError unless the chunks hold every element of a tensor exactly once.
 
     Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is

@@ -35,7 +35,7 @@ RUN_BYTES = 256 * 2**10  # a contiguous run of at least this is read alone, with
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """What a file with some tensors looks like.
 
     Attributes:
@@ -49,7 +49,7 @@ class Layout:
     size: int
 
 
-def layout_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Layout:
+def layout_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
     """Return the layout of a file with these tensors, in file order.
 
     Args:
@@ -70,7 +70,7 @@ def layout_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Layou
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     begins = {key: start + begin for key, (begin, _) in spans.items()}
-    return Layout(len(text).to_bytes(8, "little") + text, begins, start + end)
+    return FileLayout(len(text).to_bytes(8, "little") + text, begins, start + end)
 
 
 class ShardWriter:
@@ -176,7 +176,7 @@ class ShardReader:
         meter: counts each read.
     """
 
-    def __init__(self, path: Path, layout: Layout, buffer: Tensor, meter: Meter) -> None:
+    def __init__(self, path: Path, layout: FileLayout, buffer: Tensor, meter: Meter) -> None:
         self._path, self._layout, self._buffer, self._meter = path, layout, buffer, meter
         self._fd = open_regular(path)
 
@@ -253,7 +253,7 @@ def _run(sizes: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def check_file(
-    path: Path, layout: Layout, stored: StoredFile, *, full: bool, meter: Meter
+    path: Path, layout: FileLayout, stored: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
     """Return in words what is wrong with a file, or None.
 

@@ -21,7 +21,7 @@ from moecore.io.checkpoint.hyperparameters import (
     optimizer_class,
     optimizer_groups,
 )
-from moecore.io.checkpoint.manifest import Facts, check_dtype
+from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
@@ -112,7 +112,7 @@ class Snapshot:
     """
 
     tensors: dict[str, Tensor]
-    facts: Facts
+    facts: ManifestFacts
     stages: AllStages | None
 
 
@@ -147,7 +147,7 @@ def take_snapshot(
     tensors |= rng_tensors()
     for name, tensor in tensors.items():
         check_dtype(name, tensor.dtype)
-    facts = Facts(
+    facts = ManifestFacts(
         step=step,
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
         meshes=_meshes(view),

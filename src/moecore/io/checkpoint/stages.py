@@ -21,13 +21,13 @@ from moecore.parallel.across import AllStages
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagePart:
     """What a stage has, or all of them together.
 
     Attributes:
         names: of tensors.
         groups: names of the parameters of each group of the optimizers.
-        meshes: as in `Facts`.
+        meshes: as in `ManifestFacts`.
     """
 
     names: frozenset[str]
@@ -40,7 +40,7 @@ def is_first_of_stage(stages: AllStages) -> bool:
     return dist.get_rank() % (dist.get_world_size() // stages.pp) == 0
 
 
-def whole_of(part: Part, stages: AllStages | None, group: Group = None) -> Part:
+def whole_of(part: StagePart, stages: AllStages | None, group: Group = None) -> StagePart:
     """Return what all stages have together; collective where there are several."""
     return part if stages is None else _joined(_parts(part, stages, group))
 
@@ -56,7 +56,7 @@ def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
     if stages is None:
         return snapshot
     kept = ("model.", "optimizer.")
-    own = Part(
+    own = StagePart(
         frozenset(name for name in snapshot.tensors if name.startswith(kept)),
         [options["params"] for options in facts.optimizer or []],
         facts.meshes,
@@ -75,20 +75,20 @@ def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
     )
 
 
-def _parts(part: Part, stages: AllStages, group: Group) -> list[Part]:
+def _parts(part: StagePart, stages: AllStages, group: Group) -> list[StagePart]:
     """Return the part of each stage."""
     found = gather(part if is_first_of_stage(stages) else None, group)
     return [one for one in found if one is not None]
 
 
-def _joined(parts: list[Part]) -> Part:
+def _joined(parts: list[StagePart]) -> StagePart:
     # A stage with fewer groups is refused where groups are compared.
     groups = [
         list(dict.fromkeys(chain.from_iterable(p.groups[i] for p in parts if i < len(p.groups))))
         for i in range(max(len(p.groups) for p in parts))
     ]
     meshes = {json.dumps(sizes): sizes for part in parts for sizes in part.meshes}
-    return Part(
+    return StagePart(
         frozenset(chain.from_iterable(part.names for part in parts)),
         groups,
         [meshes[key] for key in sorted(meshes)],

@@ -38,9 +38,9 @@ from torch.futures import Future
 
 from moecore.io.checkpoint.directory import publish
 from moecore.io.checkpoint.manifest import (
-    Chunk,
-    Facts,
     Manifest,
+    ManifestChunk,
+    ManifestFacts,
     StoredFile,
     StoredTensor,
     make_manifest,
@@ -58,7 +58,7 @@ from moecore.io.checkpoint.shard_file import (
 class _Written:
     """Where one block went; travels to the coordinator."""
 
-    chunk: Chunk
+    chunk: ManifestChunk
     file: StoredFile
 
 
@@ -73,7 +73,9 @@ class Writer(StorageWriter):
         meter: counts what this rank writes.
     """
 
-    def __init__(self, draft: Path, rank: int, facts: Facts, *, keep: int, meter: Meter) -> None:
+    def __init__(
+        self, draft: Path, rank: int, facts: ManifestFacts, *, keep: int, meter: Meter
+    ) -> None:
         self._draft, self._facts, self._keep = draft, facts, keep
         self._file, self._meter = f"rank-{rank:05d}.safetensors", meter
 
@@ -120,7 +122,7 @@ class Writer(StorageWriter):
     def _result(self, key: str, item: WriteItem, stored: StoredFile) -> WriteResult:
         data = item.tensor_data
         assert data is not None
-        chunk = Chunk(
+        chunk = ManifestChunk(
             file=self._file,
             key=key,
             offsets=tuple(data.chunk.offsets),
@@ -130,7 +132,7 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the manifest and publish; the coordinator comes here when every rank has written."""
-        chunks: dict[str, list[Chunk]] = {}
+        chunks: dict[str, list[ManifestChunk]] = {}
         files = {}
         for result in (one for many in results for one in many):
             written: _Written = result.storage_data

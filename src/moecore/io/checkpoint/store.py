@@ -51,7 +51,7 @@ from moecore.io.checkpoint.snapshot import (
     scheduler_state,
     take_snapshot,
 )
-from moecore.io.checkpoint.stages import Part, join_stages, whole_of
+from moecore.io.checkpoint.stages import StagePart, join_stages, whole_of
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
@@ -168,11 +168,11 @@ def load(
     check_same_path(path)
     manifest = on_first_rank(lambda: read_manifest(path))
 
-    def viewed() -> tuple[ModelView, Part]:
+    def viewed() -> tuple[ModelView, StagePart]:
         view = ModelView(model)
         listed = all_groups(listed_optimizers(optimizer, view))
         names = [[view.name_of(param) for param in group["params"]] for group in listed]
-        return view, Part(frozenset(view.stored), names, [])
+        return view, StagePart(frozenset(view.stored), names, [])
 
     view, part = on_every_rank(viewed)
     stages = find_stages(model)[1]

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.io.checkpoint.ranks import gather, on_every_rank
-from moecore.io.hf.names import Piece, Recipe
-from moecore.io.hf.target import Overlap, local_part, overlaps
+from moecore.io.hf.names import FileRecipe, TensorPiece
+from moecore.io.hf.target import PieceOverlap, local_part, overlaps
 from moecore.moe.params import global_indices
 
 Holding = tuple[tuple[tuple[int, int], ...], ...]  # per dim: runs (first index, length)
@@ -42,7 +42,7 @@ class Item:
 
     name: str
     source: str
-    piece: Piece
+    piece: TensorPiece
     dtype: torch.dtype
 
     @property
@@ -98,7 +98,7 @@ class RankCollector:
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        recipes: Mapping[str, Recipe],
+        recipes: Mapping[str, FileRecipe],
         items: Iterable[Item],
     ) -> None:
         self.in_flight = InFlight()
@@ -181,7 +181,7 @@ class RankCollector:
             for piece, target in zip(_split(message, targets), targets, strict=True):
                 target.copy_(piece)
 
-    def _boxes(self, item: Item, holding: Holding) -> list[Overlap]:
+    def _boxes(self, item: Item, holding: Holding) -> list[PieceOverlap]:
         shape = self._recipes[item.source].shape
         return list(overlaps(_indices(holding), item.piece, shape))
 
@@ -220,7 +220,7 @@ def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
-def _num_common(holding: Holding, piece: Piece, shape: Sequence[int]) -> int:
+def _num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> int:
     """Return how many elements of a piece a shard holds; without tensors, so that it cannot fail.
 
     Args:

@@ -38,9 +38,9 @@ from moecore.io.hf.files import CONFIG, HFFiles, listed, read_json
 from moecore.io.hf.names import (
     EMBEDDING,
     HEAD,
+    FileRecipe,
     HFLayout,
-    Piece,
-    Recipe,
+    TensorPiece,
     find_layout,
     hf_copies,
     hf_plan,
@@ -268,7 +268,7 @@ def _head_problems(collector: _StoredCollector, tensors: Mapping[str, StoredTens
     step = max(1, CHUNK_BYTES // (cols * dtype.itemsize))
     for first in range(0, rows if same else 0, step):
         stop = min(first + step, rows)
-        part = Piece(HEAD, (slice(first, stop),), (stop - first, cols))
+        part = TensorPiece(HEAD, (slice(first, stop),), (stop - first, cols))
         head, table = (
             collector.collect(Item(name, name, part, dtype), 0) for name in (HEAD, EMBEDDING)
         )
@@ -285,7 +285,7 @@ def _is_decoder(names: Collection[str]) -> bool:
 
 def _plan_of(
     shapes: Mapping[str, tuple[int, ...]], values: dict[str, Any], layout: HFLayout
-) -> tuple[dict[str, Recipe], dict[str, str]]:
+) -> tuple[dict[str, FileRecipe], dict[str, str]]:
     """Recipes and copies of a checkpoint's tensors, of a native decoder or a transformers model."""
     if not _is_decoder(shapes):
         tied = values.get("tie_word_embeddings", False)

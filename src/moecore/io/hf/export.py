@@ -32,14 +32,14 @@ from moecore.families.transformers.lora import adapted, trained_copies, without_
 from moecore.io.checkpoint.files import sync, write_new
 from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.checkpoint.ranks import check_visible, on_every_rank, on_first_rank
-from moecore.io.checkpoint.shard_file import Layout, ShardWriter, layout_of
+from moecore.io.checkpoint.shard_file import FileLayout, ShardWriter, layout_of
 from moecore.io.hf.collect import Collector, Item, RankCollector, rank_and_world
 from moecore.io.hf.config import HFConfig
 from moecore.io.hf.export_check import check_readable, check_tied
 from moecore.io.hf.export_config import export_config
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
 from moecore.io.hf.lora_merge import refuse_unmerged
-from moecore.io.hf.names import HEAD, MIXTRAL_TYPES, HFLayout, Recipe
+from moecore.io.hf.names import HEAD, MIXTRAL_TYPES, FileRecipe, HFLayout
 from moecore.io.hf.target import model_copies, model_plan, model_tensors
 from moecore.io.hf.upcycled import shared_of_no_size
 from moecore.parallel.across import find_stages
@@ -109,7 +109,9 @@ def export_hf(
     check_arguments(export_hf, locals())
     started, path, meter = time.monotonic(), Path(path), Meter(progress)
 
-    def planned() -> tuple[dict[str, Tensor], dict[str, Recipe], list[list[Item]], dict[str, Any]]:
+    def planned() -> tuple[
+        dict[str, Tensor], dict[str, FileRecipe], list[list[Item]], dict[str, Any]
+    ]:
         stages = find_stages(model)[1]
         if stages is not None:
             raise NotImplementedError(
@@ -143,7 +145,7 @@ def export_hf(
 
 def _complete_plan(
     model: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, Any], layout: HFLayout
-) -> dict[str, Recipe]:
+) -> dict[str, FileRecipe]:
     """Return what a model's files are made of; refuse what would not give the model back."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     recipes = model_plan(model, shapes, layout)
@@ -205,7 +207,7 @@ def names_of(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
 
 def make_items(
     dtypes: Mapping[str, torch.dtype],
-    recipes: Mapping[str, Recipe],
+    recipes: Mapping[str, FileRecipe],
     copies: Mapping[str, str],
     dtype: torch.dtype | None,
 ) -> Iterator[Item]:
@@ -258,7 +260,7 @@ def _write_shards(
         wave = shards[first : first + world]
         layouts = [_layout(shard) for shard in wave]
         ordered = [_in_file_order(s, lay) for s, lay in zip(wave, layouts, strict=True)]
-        with _Output(meter) as output:
+        with _ExportOutput(meter) as output:
             if rank < len(wave):
                 output.open(draft / _file_name(first + rank, len(shards)), layouts[rank])
             for turn in itertools.zip_longest(*ordered):
@@ -271,7 +273,7 @@ def _write_shards(
         on_every_rank(output.check)
 
 
-class _Output:
+class _ExportOutput:
     """This rank's shard, if it has one; after an error it takes tensors and drops them.
 
     A context manager, which ends the file; it keeps errors of that too, for `check`.
@@ -285,7 +287,7 @@ class _Output:
         self._error: Exception | None = None
         self._writer: ShardWriter | None = None
 
-    def open(self, file: Path, layout: Layout) -> None:
+    def open(self, file: Path, layout: FileLayout) -> None:
         with self._keep_error():
             self._writer = ShardWriter(file, layout.header, pinned=False, meter=self._meter)
             self._meter.expect(layout.size)
@@ -299,7 +301,7 @@ class _Output:
         if self._error is not None:
             raise self._error
 
-    def __enter__(self) -> _Output:
+    def __enter__(self) -> _ExportOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -317,11 +319,11 @@ class _Output:
             self._error = self._error or error
 
 
-def _layout(shard: Sequence[Item]) -> Layout:
+def _layout(shard: Sequence[Item]) -> FileLayout:
     return layout_of({item.name: (item.dtype, item.piece.shape) for item in shard})
 
 
-def _in_file_order(shard: Sequence[Item], layout: Layout) -> list[Item]:
+def _in_file_order(shard: Sequence[Item], layout: FileLayout) -> list[Item]:
     by_name = {item.name: item for item in shard}
     return [by_name[name] for name in layout.begins]
 

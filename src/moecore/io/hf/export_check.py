@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moecore.families.transformers.blocks import find_hf_adapter
 from moecore.io.checkpoint.config_differences import moe_differences
 from moecore.io.hf.export_config import transformers_class
-from moecore.io.hf.names import EMBEDDING, HEAD, Recipe
+from moecore.io.hf.names import EMBEDDING, HEAD, FileRecipe
 from moecore.io.hf.target import local_part
 from moecore.models.decoder import Decoder
 from moecore.moe.layer import MoELayer
@@ -30,8 +30,8 @@ ADAPTERS = ("lora_", "base_layer.", "modules_to_save.", "original_module.")
 def check_readable(
     model: nn.Module,
     values: Mapping[str, Any],
-    fused: Mapping[str, Recipe],
-    written: Mapping[str, Recipe],
+    fused: Mapping[str, FileRecipe],
+    written: Mapping[str, FileRecipe],
 ) -> None:
     """Raise for a transformers model that its directory would not give back.
 

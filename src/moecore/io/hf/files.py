@@ -34,7 +34,7 @@ Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class FileTensor:
     """A tensor in a shard, as its header describes it.
 
     Attributes:
@@ -77,7 +77,7 @@ class HFFiles:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], tensors: Mapping[str, StoredTensor] | None = None
+        self, path: str | os.PathLike[str], tensors: Mapping[str, FileTensor] | None = None
     ) -> None:
         self.path = Path(path)
         self.tensors = dict(read_headers(self.path) if tensors is None else tensors)
@@ -121,7 +121,7 @@ class HFFiles:
         self.close()
 
 
-def read_headers(path: Path) -> dict[str, StoredTensor]:
+def read_headers(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a directory, from the headers of its shards.
 
     Raises:
@@ -132,7 +132,7 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"path ({path}) must be a Hugging Face directory: it is not there")
     weight_map = read_index(path)
     shards = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, FileTensor] = {}
     problems = [f"{shard} is missing" for shard in shards if not (path / shard).is_file()]
     if problems:
         raise ValueError(f"path ({path}) must hold every shard: {listed(problems)}: copy it again")
@@ -218,10 +218,10 @@ def _open(file: Path) -> Any:
         ) from None
 
 
-def _header(file: Path) -> dict[str, StoredTensor]:
+def _header(file: Path) -> dict[str, FileTensor]:
     """The tensors of one shard; safetensors itself checks that sizes and file length agree."""
     shard = _open(file)
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, FileTensor] = {}
     for name in shard.keys():  # noqa: SIM118 (not a mapping)
         entry = shard.get_slice(name)
         dtype = entry.get_dtype()
@@ -230,7 +230,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
                 f"path ({file}) has {name} of dtype ({dtype}), which must be one of "
                 f"{', '.join(DTYPES)}: convert it"
             )
-        found[name] = StoredTensor(file.name, DTYPES[dtype], tuple(entry.get_shape()))
+        found[name] = FileTensor(file.name, DTYPES[dtype], tuple(entry.get_shape()))
     return found
 
 

@@ -29,14 +29,14 @@ from moecore.io.checkpoint.state import fresh_buffers
 from moecore.io.hf.config import config_problems
 from moecore.io.hf.files import (
     CONFIG,
+    FileTensor,
     HFFiles,
-    StoredTensor,
     listed,
     read_headers,
     read_json,
 )
-from moecore.io.hf.names import HEAD, Recipe, find_layout
-from moecore.io.hf.quant import FP8, Source, find_sources
+from moecore.io.hf.names import HEAD, FileRecipe, find_layout
+from moecore.io.hf.quant import FP8, QuantisedSource, find_sources
 from moecore.io.hf.target import (
     first_ignored_layer,
     local_part,
@@ -79,11 +79,11 @@ class LoadReport:
 
 
 @dataclass(slots=True)
-class _Plan:
+class _LoadPlan:
     """What goes where, what speaks against it, and (buffer, value) that no file holds."""
 
     targets: dict[str, Tensor]
-    recipes: dict[str, Recipe]
+    recipes: dict[str, FileRecipe]
     missing: list[str]
     left_over: list[str]
     problems: list[str]
@@ -162,10 +162,10 @@ def load_hf(
     )
 
 
-def _first_rank_reads(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+def _first_rank_reads(path: Path) -> tuple[dict[str, FileTensor], dict[str, Any]]:
     """Read headers and config on rank 0 for all: thousands of ranks would read the same."""
 
-    def action() -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    def action() -> tuple[dict[str, FileTensor], dict[str, Any]]:
         return read_headers(path), read_json(path / CONFIG)
 
     return on_first_rank(action)
@@ -207,7 +207,7 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
     return written
 
 
-def _check_plan(path: Path, model: nn.Module, plan: _Plan, options: _Options) -> None:
+def _check_plan(path: Path, model: nn.Module, plan: _LoadPlan, options: _Options) -> None:
     """Raise ValueError with all that does not fit; else complete the plan."""
     if options.strict:
         objected = _objected(plan.left_over, first_ignored_layer(model))
@@ -223,11 +223,11 @@ def _check_plan(path: Path, model: nn.Module, plan: _Plan, options: _Options) ->
 def _make_plan(
     path: Path,
     model: nn.Module,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, QuantisedSource],
     problems: list[str],
     options: _Options,
     files: HFFiles,
-) -> _Plan:
+) -> _LoadPlan:
     """Return what goes where, and what speaks against it."""
     if not (path / CONFIG).is_file():
         raise ValueError(f"path ({path}) must be visible to every rank: use a shared file system")
@@ -240,7 +240,7 @@ def _make_plan(
     _drop_copies(targets, recipes, copies)
     wanted = {piece.name for recipe in recipes.values() for piece in recipe.pieces}
     left_over = [name for name in sources if name not in wanted and name not in copies]
-    plan = _Plan(targets, {}, [], left_over, list(problems), [])
+    plan = _LoadPlan(targets, {}, [], left_over, list(problems), [])
     for name, recipe in recipes.items():
         absent = [p.name for p in recipe.pieces if p.name not in sources]
         if len(absent) == len(recipe.pieces) and not options.strict:
@@ -255,7 +255,7 @@ def _make_plan(
 
 
 def _drop_copies(
-    targets: dict[str, Tensor], recipes: dict[str, Recipe], copies: Mapping[str, str]
+    targets: dict[str, Tensor], recipes: dict[str, FileRecipe], copies: Mapping[str, str]
 ) -> None:
     """Read a tied head once; where `to_empty` cut it loose once sharded, from its original."""
     if HEAD in copies and HEAD in recipes:
@@ -295,7 +295,7 @@ def _layer_of(name: str) -> int:
 
 
 def _tensor_problems(
-    target: Tensor, recipe: Recipe, sources: Mapping[str, Source], cast: bool
+    target: Tensor, recipe: FileRecipe, sources: Mapping[str, QuantisedSource], cast: bool
 ) -> list[str]:
     problems = []
     for piece in recipe.pieces:
@@ -312,7 +312,7 @@ def _tensor_problems(
     return problems
 
 
-def _dtype_problem(source: Source, wanted: torch.dtype, cast: bool) -> str:
+def _dtype_problem(source: QuantisedSource, wanted: torch.dtype, cast: bool) -> str:
     if source.dtype == wanted:
         return ""
     floats = source.dtype.is_floating_point and wanted.is_floating_point
@@ -323,7 +323,9 @@ def _dtype_problem(source: Source, wanted: torch.dtype, cast: bool) -> str:
     return f"does not fit into {wanted} exactly (cast=True rounds)"
 
 
-def _fill_all(model: nn.Module, plan: _Plan, sources: Mapping[str, Source], files: HFFiles) -> None:
+def _fill_all(
+    model: nn.Module, plan: _LoadPlan, sources: Mapping[str, QuantisedSource], files: HFFiles
+) -> None:
     for name, recipe in plan.recipes.items():
         _fill(plan.targets[name], recipe, sources, files)
     for buffer, value in plan.buffers:
@@ -333,7 +335,9 @@ def _fill_all(model: nn.Module, plan: _Plan, sources: Mapping[str, Source], file
     _tie_again(model, plan.targets)
 
 
-def _fill(target: Tensor, recipe: Recipe, sources: Mapping[str, Source], files: HFFiles) -> None:
+def _fill(
+    target: Tensor, recipe: FileRecipe, sources: Mapping[str, QuantisedSource], files: HFFiles
+) -> None:
     """Copy this rank's part of every piece into its shard."""
     local = local_part(target)
     if local.numel() == 0:

@@ -32,7 +32,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredAdapter:
     """A tensor of an adapter, and how a file holds it.
 
     Attributes:
@@ -135,7 +135,7 @@ def load_adapters(
             local_part(one.tensor).copy_(value)
 
 
-def _fitting(model: nn.Module, path: Path, adapter: str) -> tuple[dict[str, StoredTensor], Any]:
+def _fitting(model: nn.Module, path: Path, adapter: str) -> tuple[dict[str, StoredAdapter], Any]:
     """Return what is in the model and in the file; raise where they differ."""
     from safetensors.torch import load_file
 
@@ -174,7 +174,7 @@ def _configs(model: nn.Module) -> dict[str, Any]:
     return configs
 
 
-def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredTensor]:
+def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
     """Return the tensors of an adapter by their names in peft's files."""
     from peft import get_peft_model_state_dict
 
@@ -186,7 +186,7 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredTensor]:
         model, state_dict=own, adapter_name=adapter, save_embedding_layers=False
     )
     stored = {
-        clean_name(n): StoredTensor(t, tuple(t.shape), _same, _same) for n, t in named.items()
+        clean_name(n): StoredAdapter(t, tuple(t.shape), _same, _same) for n, t in named.items()
     }
     updates: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LowRank)}
     for path, update in updates.items():
@@ -195,9 +195,9 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredTensor]:
         a, b = stored.pop(f"{path}.lora_A").tensor, stored.pop(f"{path}.lora_B").tensor
         (E, r, i), o = a.shape, b.shape[1]
         split = partial(torch.unflatten, dim=0, sizes=(E, -1))
-        stored[f"{home}.lora_A.weight"] = StoredTensor(a, (E * r, i), _same, split)
+        stored[f"{home}.lora_A.weight"] = StoredAdapter(a, (E * r, i), _same, split)
         turned = partial(from_peft, num_experts=E)
-        stored[f"{home}.lora_B.weight"] = StoredTensor(b, (o, r * E), to_peft, turned)
+        stored[f"{home}.lora_B.weight"] = StoredAdapter(b, (o, r * E), to_peft, turned)
     return stored
 
 

@@ -38,7 +38,7 @@ EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """One Hugging Face tensor and the part of a native tensor that it is.
 
     Attributes:
@@ -53,7 +53,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class FileRecipe:
     """How one native tensor is made.
 
     Attributes:
@@ -62,10 +62,10 @@ class Recipe:
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
 
-def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, Recipe]:
+def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, FileRecipe]:
     """Return native name -> how it is made of Hugging Face tensors, in model order.
 
     Args:
@@ -83,7 +83,7 @@ def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, Recipe]:
         choices = ", ".join(repr(c) for c in get_args(HFLayout))
         raise ValueError(f"layout ({layout!r}) must be one of {choices}: choose one")
     shapes = {n: tuple(t.shape) for n, t in Decoder(config, device="meta").state_dict().items()}
-    return {n: Recipe(shape, _pieces(n, shape, config, layout)) for n, shape in shapes.items()}
+    return {n: FileRecipe(shape, _pieces(n, shape, config, layout)) for n, shape in shapes.items()}
 
 
 def hf_copies(config: DecoderConfig) -> dict[str, str]:
@@ -111,18 +111,18 @@ def find_layout(names: Collection[str]) -> HFLayout:
 
 def _pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, layout: HFLayout
-) -> tuple[Piece, ...]:
+) -> tuple[TensorPiece, ...]:
     """The sources of one native tensor."""
     path = _outer_name(name, config)
     prefix, _, part = path.partition(".mlp.")
     if not part or part in DENSE_NAMES:
-        return (Piece(path, (), shape),)
+        return (TensorPiece(path, (), shape),)
     routed = routed_pieces(path, shape, layout)
     if routed:
         return routed
     where = f"{prefix}.mlp"
     if layout != "mixtral" and part == EXPERT_BIAS[0]:
-        return (Piece(f"{where}.{EXPERT_BIAS[1]}", (), shape),)
+        return (TensorPiece(f"{where}.{EXPERT_BIAS[1]}", (), shape),)
     if layout != "mixtral" and part.startswith("shared."):
         pieces = _shared_pieces(where, part, shape, config)
         if pieces:
@@ -134,7 +134,7 @@ def _pieces(
     )
 
 
-def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[Piece, ...]:
+def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
     """Return the sources of a router's or gated experts' native tensor; () for any other.
 
     Args:
@@ -145,7 +145,7 @@ def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[
     prefix, _, part = name.rpartition(".mlp.")
     where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":
-        return (Piece(f"{where}.gate.weight", (), shape),)
+        return (TensorPiece(f"{where}.gate.weight", (), shape),)
     if (part, len(shape)) in (("experts.w1", 4), ("experts.w2", 3)):
         return _expert_pieces(f"{where}.experts", part, shape, layout)
     return ()
@@ -164,18 +164,18 @@ def _outer_name(name: str, config: DecoderConfig) -> str:
 
 def _expert_pieces(
     where: str, part: str, shape: tuple[int, ...], layout: HFLayout
-) -> tuple[Piece, ...]:
+) -> tuple[TensorPiece, ...]:
     """The sources of w1 [E, 2, F, D] or w2 [E, D, F]."""
     if layout == "fused":
         if part == "experts.w2":
-            return (Piece(f"{where}.down_proj", (), shape),)
+            return (TensorPiece(f"{where}.down_proj", (), shape),)
         E, _, F, D = shape
-        return (Piece(f"{where}.gate_up_proj", (), (E, 2 * F, D)),)
+        return (TensorPiece(f"{where}.gate_up_proj", (), (E, 2 * F, D)),)
     gate, up, down = EXPERT_NAMES[layout]
     roles = [(down, ())] if part == "experts.w2" else [(gate, (0,)), (up, (1,))]
     matrix = shape[-2:]
     return tuple(
-        Piece(f"{where}.{e}.{role}.weight", (e, *region), matrix)
+        TensorPiece(f"{where}.{e}.{role}.weight", (e, *region), matrix)
         for e in range(shape[0])
         for role, region in roles
     )
@@ -183,7 +183,7 @@ def _expert_pieces(
 
 def _shared_pieces(
     where: str, part: str, shape: tuple[int, ...], config: DecoderConfig
-) -> tuple[Piece, ...]:
+) -> tuple[TensorPiece, ...]:
     """The sources of a shared expert: with a gate those of Qwen2-MoE, without DeepSeek-V3's."""
     moe = config.moe
     assert moe is not None, "the tensor is part of an MoE layer"
@@ -191,11 +191,11 @@ def _shared_pieces(
         return ()  # one gate per expert has no name
     name = f"{where}.{'shared_expert' if moe.shared_gate else 'shared_experts'}"
     if part == "shared.gate":
-        return (Piece(f"{name}_gate.weight", (), shape),)
+        return (TensorPiece(f"{name}_gate.weight", (), shape),)
     if part == "shared.w2":
-        return (Piece(f"{name}.down_proj.weight", (), shape),)
+        return (TensorPiece(f"{name}.down_proj.weight", (), shape),)
     F_, D = shape[0] // 2, shape[1]
     return (
-        Piece(f"{name}.gate_proj.weight", (slice(0, F_),), (F_, D)),
-        Piece(f"{name}.up_proj.weight", (slice(F_, 2 * F_),), (F_, D)),
+        TensorPiece(f"{name}.gate_proj.weight", (slice(0, F_),), (F_, D)),
+        TensorPiece(f"{name}.up_proj.weight", (slice(F_, 2 * F_),), (F_, D)),
     )

@@ -24,9 +24,9 @@ from moecore.io.checkpoint.directory import (
 )
 from moecore.io.checkpoint.lock import locked
 from moecore.io.checkpoint.manifest import (
-    Chunk,
-    Facts,
     Manifest,
+    ManifestChunk,
+    ManifestFacts,
     StoredFile,
     StoredTensor,
     make_manifest,
@@ -37,8 +37,8 @@ from moecore.io.checkpoint.snapshot import versions
 from moecore.io.hf.collect import Item
 from moecore.io.hf.export import fill_shards
 from moecore.io.hf.files import BoxReader, listed
-from moecore.io.hf.names import Piece, Recipe, hf_copies
-from moecore.io.hf.quant import Source
+from moecore.io.hf.names import FileRecipe, TensorPiece, hf_copies
+from moecore.io.hf.quant import QuantisedSource
 from moecore.io.hf.verify import copy_problems, plan_problems
 from moecore.models.config import DecoderConfig
 
@@ -60,8 +60,8 @@ class Origin:
 
     path: Path
     files: BoxReader
-    sources: Mapping[str, Source]
-    plan: Mapping[str, Recipe]
+    sources: Mapping[str, QuantisedSource]
+    plan: Mapping[str, FileRecipe]
     config: DecoderConfig
     problems: list[str]
 
@@ -104,7 +104,7 @@ def write_native(
         OSError: when a file could not be read or written; `latest` did not change then.
     """
     _check(origin, dtype)
-    facts = Facts(
+    facts = ManifestFacts(
         step=step,
         world_size=1,
         meshes=[],
@@ -142,7 +142,9 @@ def _check(origin: Origin, dtype: torch.dtype | None) -> None:
 
 
 def _dtype_problems(
-    sources: Mapping[str, Source], plan: Mapping[str, Recipe], dtype: torch.dtype | None
+    sources: Mapping[str, QuantisedSource],
+    plan: Mapping[str, FileRecipe],
+    dtype: torch.dtype | None,
 ) -> list[str]:
     """What would be cast without having been asked for."""
     problems = []
@@ -167,7 +169,7 @@ def _dtype_problems(
 
 def _write_files(
     draft: Path,
-    facts: Facts,
+    facts: ManifestFacts,
     origin: Origin,
     dtype: torch.dtype | None,
     max_file_bytes: int,
@@ -176,7 +178,7 @@ def _write_files(
     items, plan, sources = list[Item](), origin.plan, origin.sources
     for name, recipe in plan.items():
         kept = _native_dtype(name, sources[recipe.pieces[0].name], dtype)
-        items.append(Item(f"{PREFIX}{name}", name, Piece(name, (), recipe.shape), kept))
+        items.append(Item(f"{PREFIX}{name}", name, TensorPiece(name, (), recipe.shape), kept))
     meter.expect(sum(item.nbytes for item in items))
     stored: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
@@ -190,12 +192,12 @@ def _write_files(
             stored[file] = writer.finish()
         for key, item in by_key.items():
             shape = item.piece.shape
-            chunk = Chunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
+            chunk = ManifestChunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
             tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
     return make_manifest(facts, stored, tensors)
 
 
-def _native_dtype(name: str, source: Source, dtype: torch.dtype | None) -> torch.dtype:
+def _native_dtype(name: str, source: QuantisedSource, dtype: torch.dtype | None) -> torch.dtype:
     if name.endswith(SELECTION_BIASES):
         return torch.float32
     if dtype is not None:
@@ -205,8 +207,8 @@ def _native_dtype(name: str, source: Source, dtype: torch.dtype | None) -> torch
 
 def _add(
     writer: ShardWriter,
-    recipe: Recipe,
-    sources: Mapping[str, Source],
+    recipe: FileRecipe,
+    sources: Mapping[str, QuantisedSource],
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:

@@ -31,7 +31,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a mi
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class Source(Protocol):
+class QuantisedSource(Protocol):
     """A logical tensor that any box can be read of."""
 
     @property
@@ -181,7 +181,7 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
 
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
-) -> tuple[dict[str, Source], list[str]]:
+) -> tuple[dict[str, QuantisedSource], list[str]]:
     """Return logical name -> source, and what is wrong with the files.
 
     Args:
@@ -196,7 +196,7 @@ def find_sources(
             f"config.json quantization_config ({quantization!r:.40}) must be an object: correct it"
         )
     stored, problems = files.tensors, list[str]()
-    sources: dict[str, Source] = {}
+    sources: dict[str, QuantisedSource] = {}
     size = (quantization or {}).get("weight_block_size") or (128, 128)
     block = tuple(size) if isinstance(size, list | tuple) else (size,)
     for name, entry in stored.items():

@@ -2,7 +2,7 @@
 
 Legend: E experts, D model dim, F hidden dim of an expert.
 
-A model's tensor is made of pieces (`names.Piece`). For the native decoder `hf_plan` names them;
+A model's tensor is made of pieces (`names.TensorPiece`). For the native decoder `hf_plan` names them;
 transformers' own modules already have the names, but for experts that files hold one by one, and
 for Mixtral's block:
 
@@ -25,7 +25,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -34,9 +34,9 @@ from moecore.io.hf.names import (
     EMBEDDING,
     EXPERT_NAMES,
     HEAD,
+    FileRecipe,
     HFLayout,
-    Piece,
-    Recipe,
+    TensorPiece,
     hf_copies,
     hf_plan,
     routed_pieces,
@@ -49,7 +49,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class PieceOverlap:
     """A box of a piece that a shard holds.
 
     Attributes:
@@ -87,7 +87,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def model_plan(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], layout: HFLayout
-) -> dict[str, Recipe]:
+) -> dict[str, FileRecipe]:
     """Return the name of each tensor of a model -> the Hugging Face tensors it is made of.
 
     Args:
@@ -100,10 +100,10 @@ def model_plan(
     """
     if isinstance(model, Decoder):
         return hf_plan(model.config, layout)
-    return {n: Recipe(s, _module_pieces(n, s, shapes, layout)) for n, s in shapes.items()}
+    return {n: FileRecipe(s, _module_pieces(n, s, shapes, layout)) for n, s in shapes.items()}
 
 
-def stored_plan(shapes: Mapping[str, tuple[int, ...]], layout: HFLayout) -> dict[str, Recipe]:
+def stored_plan(shapes: Mapping[str, tuple[int, ...]], layout: HFLayout) -> dict[str, FileRecipe]:
     """Return the recipes of a transformers model in a native checkpoint.
 
     There gate_up_proj [E, 2F, D] is stored as [E, 2, F, D]; see the note in `state.py`.
@@ -118,15 +118,17 @@ def stored_plan(shapes: Mapping[str, tuple[int, ...]], layout: HFLayout) -> dict
     plan = {}
     for name, shape in shapes.items():
         if not name.endswith(GATE_UP) or len(shape) != 4:
-            plan[name] = Recipe(shape, _module_pieces(name, shape, shapes, layout))
+            plan[name] = FileRecipe(shape, _module_pieces(name, shape, shapes, layout))
             continue
         E, _, F_, D = shape
         whole = _module_pieces(name, (E, 2 * F_, D), shapes, layout)
         pieces = [
-            Piece(p.name, (p.region[0], int(p.region[1].start > 0)), p.shape) if p.region else p  # type: ignore[union-attr]
+            TensorPiece(p.name, (p.region[0], int(cast(slice, p.region[1]).start > 0)), p.shape)
+            if p.region
+            else p
             for p in whole
         ]
-        plan[name] = Recipe(shape, tuple(pieces))
+        plan[name] = FileRecipe(shape, tuple(pieces))
     return plan
 
 
@@ -159,8 +161,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def overlaps(
-    indices: Sequence[Tensor], piece: Piece, shape: Sequence[int], *, max_numel: int = 1 << 62
-) -> Iterator[Overlap]:
+    indices: Sequence[Tensor], piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
+) -> Iterator[PieceOverlap]:
     """Yield the boxes that a shard and a piece have in common; together they are all of it.
 
     Example: [E=4, 2, F=4, D=1] cut over F, this rank has columns 2 and 3; the piece "fused" is
@@ -190,7 +192,7 @@ def overlaps(
     if per_dim and (not groups or groups[0][-1] == 0):
         per_dim[0] = _split(per_dim[0], max(1, max_numel // max(row, 1)))
     for runs in itertools.product(*per_dim):
-        yield Overlap(
+        yield PieceOverlap(
             tuple(_merged(runs, sizes, group) for group in groups),
             tuple(
                 b if isinstance(part, int) else slice(b, b + n)
@@ -245,14 +247,14 @@ def _module_pieces(
     shape: tuple[int, ...],
     shapes: Mapping[str, tuple[int, ...]],
     layout: HFLayout,
-) -> tuple[Piece, ...]:
+) -> tuple[TensorPiece, ...]:
     """The sources of one tensor of a transformers module, or of a MoE layer put into one."""
     if f"{name.rpartition('.mlp.')[0]}.mlp.experts.w1" in shapes:
         routed = routed_pieces(name, shape, layout)
         if routed:
             return routed
     if layout == "fused":
-        return (Piece(name, (), shape),)
+        return (TensorPiece(name, (), shape),)
     if f"{name}_bias" in shapes:
         raise NotImplementedError(
             f"{name} {shape} must be stacked in files too, not one expert at a time ({layout!r}), "
@@ -261,18 +263,18 @@ def _module_pieces(
     prefix, mlp, _ = name.rpartition(".mlp.")
     where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if name.endswith(GATE) and layout == "mixtral":
-        return (Piece(f"{where}.gate.weight", (), shape),)
+        return (TensorPiece(f"{where}.gate.weight", (), shape),)
     if not mlp or not name.endswith((GATE_UP, DOWN)) or len(shape) != 3:
-        return (Piece(name, (), shape),)
+        return (TensorPiece(name, (), shape),)
     gate, up, down = EXPERT_NAMES[layout]
     E, rows, cols = shape
     if name.endswith(DOWN):
         return tuple(
-            Piece(f"{where}.experts.{e}.{down}.weight", (e,), (rows, cols)) for e in range(E)
+            TensorPiece(f"{where}.experts.{e}.{down}.weight", (e,), (rows, cols)) for e in range(E)
         )
     half = rows // 2
     return tuple(
-        Piece(
+        TensorPiece(
             f"{where}.experts.{e}.{role}.weight",
             (e, slice(i * half, (i + 1) * half)),
             (half, cols),

@@ -27,7 +27,7 @@ from moecore.moe.layer import LayerLayout, MoELayer
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class UpcycledFamily:
     """A class with experts that a dense one becomes.
 
     Attributes:
@@ -46,13 +46,13 @@ class Family:
 
 
 _QWEN_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-_QWEN3 = Family("qwen3_moe", True, False, _QWEN_SIZES, {"decoder_sparse_step": 1})
+_QWEN3 = UpcycledFamily("qwen3_moe", True, False, _QWEN_SIZES, {"decoder_sparse_step": 1})
 _QWEN2 = replace(
     _QWEN3,
     model_type="qwen2_moe",
     fixed={"decoder_sparse_step": 1, "shared_expert_intermediate_size": 0, "qkv_bias": True},
 )
-_MIXTRAL = Family(
+_MIXTRAL = UpcycledFamily(
     "mixtral", False, True, ("num_local_experts", "num_experts_per_tok", "intermediate_size"), {}
 )
 FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIXTRAL}
@@ -138,7 +138,7 @@ def _refuse_dense(values: Mapping[str, Any], layers: Mapping[int, MoEConfig]) ->
 
 
 def _moe_values(
-    values: Mapping[str, Any], family: Family, layers: Mapping[int, MoEConfig]
+    values: Mapping[str, Any], family: UpcycledFamily, layers: Mapping[int, MoEConfig]
 ) -> dict[str, Any]:
     """The dense model's fields that the other class has, and those of its experts."""
     from transformers import CONFIG_MAPPING
@@ -169,7 +169,7 @@ def _moe_values(
     return kept
 
 
-def _check_rule(i: int, config: MoEConfig, first: MoEConfig, family: Family) -> None:
+def _check_rule(i: int, config: MoEConfig, first: MoEConfig, family: UpcycledFamily) -> None:
     """Raise unless layer i follows the family's rule and is as large as the first."""
     normalizes = family.always_normalizes or first.normalizes
     wanted = MoEConfig(

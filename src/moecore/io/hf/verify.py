@@ -21,12 +21,12 @@ from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import (
     EMBEDDING,
     HEAD,
-    Recipe,
+    FileRecipe,
     find_layout,
     hf_copies,
     hf_plan,
 )
-from moecore.io.hf.quant import Source, find_sources
+from moecore.io.hf.quant import QuantisedSource, find_sources
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -84,7 +84,7 @@ def content_problems(
 
 
 def plan_problems(
-    sources: Mapping[str, Shaped], plan: Mapping[str, Recipe], copies: Mapping[str, str]
+    sources: Mapping[str, Shaped], plan: Mapping[str, FileRecipe], copies: Mapping[str, str]
 ) -> list[str]:
     """Return how files differ from what a decoder is made of: names and shapes.
 
@@ -109,7 +109,7 @@ def plan_problems(
 
 
 def copy_problems(
-    files: BoxReader, sources: Mapping[str, Source], copies: Mapping[str, str]
+    files: BoxReader, sources: Mapping[str, QuantisedSource], copies: Mapping[str, str]
 ) -> list[str]:
     """Return which copies differ from their originals; each rank reads a share of the rows.
 

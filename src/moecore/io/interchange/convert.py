@@ -29,9 +29,9 @@ from moecore.io.hf.config import HFConfig, decoder_config_from_hf
 from moecore.io.hf.convert import StoredModel, open_native
 from moecore.io.hf.export import check_target, make_items
 from moecore.io.hf.files import Box, BoxReader, listed
-from moecore.io.hf.names import EMBEDDING, Piece, Recipe, find_layout, hf_plan
+from moecore.io.hf.names import EMBEDDING, FileRecipe, TensorPiece, find_layout, hf_plan
 from moecore.io.hf.native_writer import Origin, check_alone, write_native
-from moecore.io.hf.quant import PlainSource, Source
+from moecore.io.hf.quant import PlainSource, QuantisedSource
 from moecore.io.interchange.dcp import (
     DCPFiles,
     NewChunk,
@@ -41,9 +41,9 @@ from moecore.io.interchange.dcp import (
 )
 from moecore.io.interchange.megatron import (
     WORDS,
-    Block,
-    Part,
-    Place,
+    LayerPlace,
+    MegatronBlock,
+    TensorPart,
     find_places,
     megatron_blocks,
     optional_head,
@@ -200,21 +200,21 @@ class SplicedSource:
 
 def _find_sources(
     files: DCPFiles, config: DecoderConfig
-) -> tuple[dict[str, Source], dict[str, Recipe], list[str]]:
+) -> tuple[dict[str, QuantisedSource], dict[str, FileRecipe], list[str]]:
     """Return what a directory holds, the plan that asks for it, and what is wrong."""
     kind = names_in(files)
     if kind == "megatron":
         found, problems = _megatron_sources(files, config)
         return found, hf_plan(config, "per_expert"), problems
     prefix = _prefix_of(files, EMBEDDING)
-    sources: dict[str, Source] = {
+    sources: dict[str, QuantisedSource] = {
         name.removeprefix(prefix): PlainSource(name, tensor.shape, tensor.dtype)
         for name, tensor in files.tensors.items()
         if name.startswith(prefix)
     }
     if kind == "dcp":
         plan = hf_plan(config, "fused")
-        own = {n: Recipe(r.shape, (Piece(n, (), r.shape),)) for n, r in plan.items()}
+        own = {n: FileRecipe(r.shape, (TensorPiece(n, (), r.shape),)) for n, r in plan.items()}
         return sources, own, []
     return sources, hf_plan(config, find_layout(sources)), []
 
@@ -232,7 +232,7 @@ def _prefix_of(files: DCPFiles, ending: str) -> str:
 
 def _megatron_sources(
     files: DCPFiles, config: DecoderConfig
-) -> tuple[dict[str, Source], list[str]]:
+) -> tuple[dict[str, QuantisedSource], list[str]]:
     prefix = _prefix_of(files, WORDS)
     names = [name for name in files.tensors if name.startswith(prefix)]
     shapes = {name.removeprefix(prefix): files.tensors[name].shape for name in names}
@@ -253,7 +253,7 @@ def _megatron_sources(
     problems += [f"{name} is no tensor of the decoder" for name in unused(shapes, used)]
     if problems:
         return {}, problems
-    sources: dict[str, Source] = {}
+    sources: dict[str, QuantisedSource] = {}
     for name, by_row in spans.items():
         ordered = tuple(by_row[row] for row in sorted(by_row))
         dtype = files.tensors[ordered[0][0]].dtype
@@ -261,7 +261,9 @@ def _megatron_sources(
     return sources, []
 
 
-def _placed(block: Block, places: tuple[Place, ...]) -> Iterator[tuple[Part, tuple[Place, int]]]:
+def _placed(
+    block: MegatronBlock, places: tuple[LayerPlace, ...]
+) -> Iterator[tuple[TensorPart, tuple[LayerPlace, int]]]:
     """Yield each part of a block, the place that holds it, and its first row there."""
     at = 0
     for part in block.parts if places else ():
@@ -297,7 +299,9 @@ def _megatron_tensors(stored: StoredModel) -> dict[str, NewTensor]:
     return {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks}
 
 
-def _joiner(block: Block, items: Mapping[str, Item], collector: Collector) -> Callable[[], Tensor]:
+def _joiner(
+    block: MegatronBlock, items: Mapping[str, Item], collector: Collector
+) -> Callable[[], Tensor]:
     def make() -> Tensor:
         whole: dict[str, Tensor] = {}
         for part in block.parts:
@@ -316,7 +320,7 @@ def _own_tensors(stored: StoredModel, dtype: torch.dtype | None) -> dict[str, Ne
             "'dcp-transformers'"
         )
     shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
-    plan = {n: Recipe(shape, (Piece(n, (), shape),)) for n, shape in shapes.items()}
+    plan = {n: FileRecipe(shape, (TensorPiece(n, (), shape),)) for n, shape in shapes.items()}
     dtypes = {name: tensor.dtype for name, tensor in stored.tensors.items()}
     items = make_items(dtypes, plan, {}, dtype)
     return {item.name: _one_chunk(item, stored.collector) for item in items}

@@ -100,7 +100,7 @@ class DCPFiles:
         self._last = None
         file = self.path / chunk.file
         with open(open_regular(file, follow=True), "rb") as stream:
-            part = io.BufferedReader(_Part(stream, chunk.start, chunk.length))
+            part = io.BufferedReader(_ChunkPart(stream, chunk.start, chunk.length))
             try:
                 value = torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # of any kind: the bytes are damaged
@@ -114,7 +114,7 @@ class DCPFiles:
         return value
 
 
-class _Part(io.RawIOBase):
+class _ChunkPart(io.RawIOBase):
     """A part of a file as a file."""
 
     def __init__(self, stream: Any, start: int, length: int) -> None:

@@ -65,7 +65,7 @@ class DCPTensor:
     chunks: tuple[DCPChunk, ...]
 
 
-class _Record:
+class _MetadataRecord:
     """Stands for an object of a class that is not imported; keeps what would have filled it."""
 
     def __init__(self, *args: Any) -> None:
@@ -85,13 +85,13 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in RECORDS and module.startswith(HOMES):
-            return type(name, (_Record,), {})
+            return type(name, (_MetadataRecord,), {})
         if module == "torch":
             found = vars(torch).get(name)  # getattr would import torch.onnx and its like
             if found is torch.Size or isinstance(found, torch.dtype | torch.layout):
                 return found
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return _Record
+            return _MetadataRecord
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         raise pickle.UnpicklingError(f"{module}.{name} is no class of a DCP directory")
@@ -143,7 +143,7 @@ def _tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
 
 def _tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTensor:
     shape = _counts(name, entry.get("size"))
-    dtype = _expect(entry, "properties", _Record).state[0]
+    dtype = _expect(entry, "properties", _MetadataRecord).state[0]
     if not isinstance(name, str) or dtype not in DTYPE_NAMES:
         raise _WrongError(f"{reprlib.repr(name)} has the dtype {reprlib.repr(dtype)}")
     chunks = []
@@ -154,7 +154,7 @@ def _tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTen
             raise _WrongError(f"{name} {shape} has a chunk {sizes} at {offsets}")
         if math.prod(sizes):
             info = places.get((name, offsets))
-            if not isinstance(info, _Record):
+            if not isinstance(info, _MetadataRecord):
                 raise _WrongError(f"the chunk of {name} at {offsets} is in no file")
             chunks.append(DCPChunk(offsets, sizes, *_place(path, name, info)))
     blocks = [(chunk.offsets, chunk.sizes) for chunk in chunks]
@@ -187,7 +187,7 @@ def _tiles(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> boo
     return all(_tiles(slab, shape, dim + 1) for slab in slabs)
 
 
-def _place(path: Path, name: str, info: _Record) -> tuple[str, int, int]:
+def _place(path: Path, name: str, info: _MetadataRecord) -> tuple[str, int, int]:
     """The file, first byte and length of a chunk; they must be there."""
     file, start, length = (info.get(n) for n in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or Path(file).name != file:
@@ -204,7 +204,7 @@ def _place(path: Path, name: str, info: _Record) -> tuple[str, int, int]:
 
 
 def _expect(record: Any, name: str, kind: type) -> Any:
-    value = record.get(name) if isinstance(record, _Record) else None
+    value = record.get(name) if isinstance(record, _MetadataRecord) else None
     if not isinstance(value, kind):
         raise _WrongError(f"{name} ({type(value).__name__}) must be a {kind.__name__}")
     return value

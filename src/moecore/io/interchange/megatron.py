@@ -42,7 +42,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """Rows of a Hugging Face tensor.
 
     Attributes:
@@ -57,7 +57,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MegatronBlock:
     """One matrix or vector of Megatron-Core.
 
     Attributes:
@@ -70,7 +70,7 @@ class Block:
     """
 
     names: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     shape: tuple[int, ...]
     layers: str = ""
     layer: int = 0
@@ -78,7 +78,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerPlace:
     """Where rows of a block are.
 
     Attributes:
@@ -94,7 +94,7 @@ class Place:
     rows: int
 
 
-def megatron_blocks(config: DecoderConfig) -> list[Block]:
+def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     """Return the blocks of a decoder, in model order.
 
     Args:
@@ -130,14 +130,14 @@ def is_stacked(config: DecoderConfig) -> bool:
     return not config.dense_layers
 
 
-def written_place(block: Block, config: DecoderConfig) -> Place:
+def written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
     """Return where Megatron-Core writes a block."""
     return next(_candidates(block, config, stacked=is_stacked(config)))[0]
 
 
 def find_places(
-    block: Block, stored: Shapes, config: DecoderConfig
-) -> tuple[tuple[Place, ...], list[str]]:
+    block: MegatronBlock, stored: Shapes, config: DecoderConfig
+) -> tuple[tuple[LayerPlace, ...], list[str]]:
     """Return where a block is stored, its rows in order, and what is wrong with that.
 
     Args:
@@ -161,8 +161,8 @@ def unused(stored: Shapes, used: set[str]) -> Iterator[str]:
 
 
 def _candidates(
-    block: Block, config: DecoderConfig, *, stacked: bool
-) -> Iterator[tuple[Place, ...]]:
+    block: MegatronBlock, config: DecoderConfig, *, stacked: bool
+) -> Iterator[tuple[LayerPlace, ...]]:
     """Where a block may be, what is written first; rows of all places follow each other."""
     prefix = f"{block.layers}." if block.layers else ""
     index, dims = [block.layer], [config.num_layers]
@@ -173,10 +173,10 @@ def _candidates(
     for name in block.names:
         for form, expert in _expert_forms(name, block.expert):
             where = (*index, *expert), (*dims, *(num_experts for _ in expert))
-            yield (Place(f"{prefix}{form}", *where, block.shape[0]),)
+            yield (LayerPlace(f"{prefix}{form}", *where, block.shape[0]),)
             if "linear_fc1.weight" in form:
                 yield tuple(
-                    Place(f"{prefix}{form}{half}", *where, block.shape[0] // 2)
+                    LayerPlace(f"{prefix}{form}{half}", *where, block.shape[0] // 2)
                     for half in ("_w", "_v")
                 )
 
@@ -194,12 +194,12 @@ def _expert_forms(name: str, expert: int | None) -> Iterator[tuple[str, tuple[in
     yield f"{before}experts.{matrix}", (expert,)
 
 
-def _has_dims(place: Place, stored: Shapes, block: Block) -> bool:
+def _has_dims(place: LayerPlace, stored: Shapes, block: MegatronBlock) -> bool:
     shape = stored.get(place.key)
     return shape is not None and len(shape) == len(place.index) + len(block.shape)
 
 
-def _shape_problem(place: Place, block: Block, stored: Shapes) -> Iterator[str]:
+def _shape_problem(place: LayerPlace, block: MegatronBlock, stored: Shapes) -> Iterator[str]:
     shape, depth = stored[place.key], len(place.index)
     wanted = (*place.dims, place.rows, *block.shape[1:])
     padded = block.names[0] in (WORDS, OUTPUT) and shape[depth] >= place.rows
@@ -208,17 +208,17 @@ def _shape_problem(place: Place, block: Block, stored: Shapes) -> Iterator[str]:
         yield f"{place.key} {shape} must be {wanted}"
 
 
-def _whole(names: tuple[str, ...], name: str, shapes: Shapes) -> Block:
+def _whole(names: tuple[str, ...], name: str, shapes: Shapes) -> MegatronBlock:
     return _joined(names, [name], shapes)
 
 
-def _joined(names: tuple[str, ...], parts: list[str], shapes: Shapes) -> Block:
+def _joined(names: tuple[str, ...], parts: list[str], shapes: Shapes) -> MegatronBlock:
     """A block whose rows are all of several tensors."""
-    rows = [Part(name, 0, shapes[name][0]) for name in parts]
-    return Block(names, tuple(rows), (sum(p.stop for p in rows), *shapes[parts[0]][1:]))
+    rows = [TensorPart(name, 0, shapes[name][0]) for name in parts]
+    return MegatronBlock(names, tuple(rows), (sum(p.stop for p in rows), *shapes[parts[0]][1:]))
 
 
-def _layer(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
+def _layer(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
     """The blocks of one transformer layer; `hf` is what its Hugging Face names begin with."""
     attention, moe = "self_attention.", f"{hf}mlp.gate.weight" in shapes
     norm = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
@@ -232,17 +232,17 @@ def _layer(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
     return blocks + (_experts(hf, config, shapes) if moe else _mlp("mlp.", f"{hf}mlp.", shapes))
 
 
-def _grouped(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
+def _grouped(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
     """Grouped-query attention: the fused projection, its norm, norms of queries and keys."""
     q, k, v = (f"{hf}self_attn.{name}_proj.weight" for name in "qkv")
     d, groups = config.head_dim, config.num_kv_heads
     per_group = config.num_heads // groups * d
     parts = []
     for g in range(groups):
-        parts.append(Part(q, g * per_group, (g + 1) * per_group))
-        parts += [Part(name, g * d, (g + 1) * d) for name in (k, v)]
+        parts.append(TensorPart(q, g * per_group, (g + 1) * per_group))
+        parts += [TensorPart(name, g * d, (g + 1) * d) for name in (k, v)]
     rows = sum(part.stop - part.start for part in parts)
-    fused = Block(("self_attention.linear_qkv.weight",), tuple(parts), (rows, shapes[q][1]))
+    fused = MegatronBlock(("self_attention.linear_qkv.weight",), tuple(parts), (rows, shapes[q][1]))
     names = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     blocks = [_whole(names, f"{hf}input_layernorm.weight", shapes), fused]
     for name in ("q", "k"):
@@ -252,7 +252,7 @@ def _grouped(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
     return blocks
 
 
-def _mla(hf: str, shapes: Shapes) -> list[Block]:
+def _mla(hf: str, shapes: Shapes) -> list[MegatronBlock]:
     """Multi-head latent attention: its rows have the order of DeepSeek-V3's files."""
     pairs = {
         ("input_layernorm.weight", "self_attention.linear_q_proj.layer_norm_weight"): "input",
@@ -274,7 +274,7 @@ def _mla(hf: str, shapes: Shapes) -> list[Block]:
     return blocks
 
 
-def _mlp(theirs: str, hf: str, shapes: Shapes) -> list[Block]:
+def _mlp(theirs: str, hf: str, shapes: Shapes) -> list[MegatronBlock]:
     """A gated MLP: gate and up in one, and down."""
     gate_up = [f"{hf}gate_proj.weight", f"{hf}up_proj.weight"]
     return [
@@ -283,7 +283,7 @@ def _mlp(theirs: str, hf: str, shapes: Shapes) -> list[Block]:
     ]
 
 
-def _experts(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
+def _experts(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
     """Router, routed experts, and shared ones."""
     assert config.moe is not None, "the layer has a router"
     mlp = f"{hf}mlp."
@@ -303,7 +303,7 @@ def _experts(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
     return blocks
 
 
-def _mtp(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
+def _mtp(hf: str, config: DecoderConfig, shapes: Shapes) -> list[MegatronBlock]:
     """A multi-token prediction module: norms, projection and one layer, named so or so."""
     ours = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
     ours["final_layernorm"] = "shared_head.norm"
@@ -315,9 +315,9 @@ def _mtp(hf: str, config: DecoderConfig, shapes: Shapes) -> list[Block]:
     return blocks
 
 
-def optional_head(config: DecoderConfig, stored: Shapes) -> Block | None:
+def optional_head(config: DecoderConfig, stored: Shapes) -> MegatronBlock | None:
     """Return the block of a head that is stored although the config ties it to the embedding."""
     if HEAD not in hf_copies(config) or OUTPUT not in stored:
         return None
     shape = (config.vocab_size, config.dim)
-    return Block((OUTPUT,), (Part(HEAD, 0, shape[0]),), shape)
+    return MegatronBlock((OUTPUT,), (TensorPart(HEAD, 0, shape[0]),), shape)

@@ -93,7 +93,7 @@ class Places:
     etp: int = 1
 
 
-class Piece(NamedTuple):
+class ClonePiece(NamedTuple):
     """Elements of an expert's row that travel together."""
 
     width: int  # W
@@ -101,7 +101,7 @@ class Piece(NamedTuple):
     length: int
 
 
-class Constants(NamedTuple):
+class CloneConstants(NamedTuple):
     """Constants of a kernel; letters as above."""
 
     G: int
@@ -292,38 +292,44 @@ def _receive_grads_kernel(
     finish(end.state, operation)
 
 
-def pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[Piece]:
+def pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[ClonePiece]:
     """Yield the pieces in which rows [rows, W] travel; each is an operation."""
     width, most = rows.shape[1], layout.slot_bytes(num_clones) // rows.itemsize
     for start in range(0, width, most):
-        yield Piece(width, start, min(most, width - start))
+        yield ClonePiece(width, start, min(most, width - start))
 
 
-def store_weights(buffer: CloneBuffer, rows_eW: Tensor, places: Places, piece: Piece) -> None:
+def store_weights(buffer: CloneBuffer, rows_eW: Tensor, places: Places, piece: ClonePiece) -> None:
     """Store a piece of this rank's experts in the slots of their clones' ranks. No host sync."""
     _launch(_store_weights_kernel, buffer, rows_eW, places, piece, waits=False)
 
 
-def receive_weights(buffer: CloneBuffer, out_cW: Tensor, places: Places, piece: Piece) -> None:
+def receive_weights(buffer: CloneBuffer, out_cW: Tensor, places: Places, piece: ClonePiece) -> None:
     """Write a piece of this rank's clones, zeros where a place is empty. No host sync."""
     _launch(_receive_weights_kernel, buffer, out_cW, places, piece, waits=True)
 
 
-def store_grads(buffer: CloneBuffer, grads_cW: Tensor, places: Places, piece: Piece) -> None:
+def store_grads(buffer: CloneBuffer, grads_cW: Tensor, places: Places, piece: ClonePiece) -> None:
     """Store a piece of the clones' gradients in slots of this rank. No host sync."""
     _launch(_store_grads_kernel, buffer, grads_cW, places, piece, waits=False)
 
 
-def receive_grads(buffer: CloneBuffer, grads_eW: Tensor, places: Places, piece: Piece) -> None:
+def receive_grads(buffer: CloneBuffer, grads_eW: Tensor, places: Places, piece: ClonePiece) -> None:
     """Add a piece of the clones' gradients to those of their experts, in place. No host sync."""
     _launch(_receive_grads_kernel, buffer, grads_eW, places, piece, waits=True)
 
 
 def _launch(
-    kernel: Any, buffer: CloneBuffer, rows: Tensor, places: Places, piece: Piece, *, waits: bool
+    kernel: Any,
+    buffer: CloneBuffer,
+    rows: Tensor,
+    places: Places,
+    piece: ClonePiece,
+    *,
+    waits: bool,
 ) -> None:
     layout = buffer.layout
-    const = Constants(
+    const = CloneConstants(
         G=layout.num_ranks,
         ETP=places.etp,
         CLONES=places.num_clones,

@@ -40,7 +40,7 @@ from moecore.kernels.exchange.buffer import (
 from moecore.kernels.exchange.protocol import find_peers, finish, notify, time_left, wait
 from moecore.kernels.exchange.rows import (
     Choices,
-    Chunk,
+    RowChunk,
     add_parts,
     copy_rows,
     push_choices,
@@ -142,7 +142,7 @@ def _spread_kernel(
             for number in range(pid, num_chunks, CONST.NUM_PUSH):
                 if choices is not None:
                     find_peers(choices.ids, ptrs.peers, number, num_tokens, num_local, CONST)
-                chunk = Chunk(number, num_tokens, max_tokens, rank)
+                chunk = RowChunk(number, num_tokens, max_tokens, rank)
                 where = (ptrs.peers, end.bases)
                 push_rows(ptrs.rows, *where, slot * CONST.ROW_BYTES, chunk, first, False, CONST)
                 if choices is not None:
@@ -204,7 +204,7 @@ def _reduce_kernel(
         if pid < CONST.NUM_PUSH:
             first = slot + rank * max_tokens
             for number in range(pid, num_chunks, CONST.NUM_PUSH):
-                chunk = Chunk(number, num_tokens, max_tokens, rank)
+                chunk = RowChunk(number, num_tokens, max_tokens, rank)
                 if CONST.N == 1 and not COPIED:
                     push_rows(ptrs.rows, ptrs.slots, end.bases, 0, chunk, first, True, CONST)
                 if CONST.N > 1:
@@ -228,7 +228,7 @@ def _reduce_kernel(
                 whose = (0, number, num_chunks, rank)
                 arrived = wait(end, operation, *whose, left, 1, CONST.G, CONST)
                 left = tl.where(arrived, left, 0)
-                chunk = Chunk(number, num_tokens, max_tokens, rank)
+                chunk = RowChunk(number, num_tokens, max_tokens, rank)
                 where = (ptrs.peers, chunk, first)
                 add_parts(base, ptrs.out, *where, CONST.D, CONST.TAKE_ROWS, CONST.TAKE_D, CONST)
                 if choices is not None:

@@ -13,7 +13,7 @@ from moecore.kernels.common import tl, triton
 from moecore.kernels.exchange.buffer import AT_IDS, AT_ROWS, AT_WEIGHTS
 
 
-class Chunk(NamedTuple):
+class RowChunk(NamedTuple):
     """A chunk of this rank's tokens: its number, T, C and the rank."""
 
     number: Any

@@ -28,7 +28,7 @@ class Columns:
     itemsize: int
 
 
-class Constants(NamedTuple):
+class ExchangeConstants(NamedTuple):
     """Constants of a kernel of `exchange/operations.py`; letters as there."""
 
     NUM_PUSH: int  # programs
@@ -118,7 +118,7 @@ def list_size(layout: ExchangeLayout, num_slots: int) -> int:
 @cache
 def constants(
     layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool, etp: int = 1
-) -> Constants:
+) -> ExchangeConstants:
     """Return the constants of a kernel, shared by all its launches."""
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
@@ -128,7 +128,7 @@ def constants(
     take = move_tile(layout, columns, layout.chunk, layout.chunk)
     if reduce:
         take = add_tile(layout, columns)
-    return Constants(
+    return ExchangeConstants(
         NUM_PUSH=layout.num_push,
         NUM_RECEIVE=layout.num_receive,
         G=layout.num_ranks,

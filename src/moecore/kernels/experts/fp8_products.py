@@ -45,7 +45,7 @@ from moecore.kernels.rows.shard_blocks import transpose_values
 FASTER_FROM = 384
 
 
-class _Blocks(NamedTuple):
+class _OperandBlocks(NamedTuple):
     """Rows in expert order, and the dtype of what their product gives."""
 
     rows: RowBlocks
@@ -98,7 +98,7 @@ class BlockwiseProducts:
         """Return source rows in FP8; those that travelled so, as they came."""
         return rows if rows.scales is not None else self._quantised(rows.values)
 
-    def fc1(self, rows: Rows) -> tuple[Tensor, _Blocks]:
+    def fc1(self, rows: Rows) -> tuple[Tensor, _OperandBlocks]:
         """Return H and the weighted activation."""
         h_RC = self._fc1(rows)
         return h_RC, self._activation(h_RC)
@@ -109,7 +109,7 @@ class BlockwiseProducts:
             return Rows(h_RC)
         return self._quantised(h_RC, self.where[2])
 
-    def fc2(self, a: _Blocks) -> Tensor:
+    def fc2(self, a: _OperandBlocks) -> Tensor:
         """Return the output of each expert row."""
         return self._forward(a.rows, self._w2, a.dtype)
 
@@ -117,7 +117,7 @@ class BlockwiseProducts:
         """Return H alone."""
         return Rows(self._fc1(rows))
 
-    def activation_again(self, h: Rows) -> _Blocks:
+    def activation_again(self, h: Rows) -> _OperandBlocks:
         """Return the weighted activation."""
         return self._activation(widen_rows(h, self.where[2]))
 
@@ -125,7 +125,9 @@ class BlockwiseProducts:
         """Return the gradient of each expert row's output."""
         return _OutputGrads(self._quantised(dy, self.where[2] if unsummed else None), unsummed)
 
-    def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_Blocks, Tensor, _Blocks]:
+    def activation_bwd(
+        self, dy: _OutputGrads, h: Rows
+    ) -> tuple[_OperandBlocks, Tensor, _OperandBlocks]:
         """Return dH, the weights' gradients and the weighted activation."""
         row_ids_R, slots_SK, num_rows = self.where
         if dy.is_unsummed:
@@ -138,18 +140,18 @@ class BlockwiseProducts:
         h_RC = widen_rows(h, num_rows)
         power_of_two = self.recipe.power_of_two
         dh, dweights_R, a = quantised_activation_bwd(h_RC, da_RF, *where, power_of_two=power_of_two)
-        return _Blocks(dh, h.dtype), dweights_R, _Blocks(a, h.dtype)
+        return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
-    def fc1_bwd(self, dh: _Blocks) -> Tensor:
+    def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
         """Return the gradient of each expert row."""
         return self._backward(dh.rows, self._w1, dh.dtype)
 
-    def fc1_wgrad(self, rows: Rows, dh: _Blocks, target: GradTarget) -> Tensor:
+    def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
         """Put the gradient of w1 at the target; return it."""
         x = tile_tokens(rows, self.where[0], self.tiles)
         return self._wgrad(dh.rows, x, target, self.dtypes[0])
 
-    def fc2_wgrad(self, dy: _OutputGrads, a: _Blocks, target: GradTarget) -> Tensor:
+    def fc2_wgrad(self, dy: _OutputGrads, a: _OperandBlocks, target: GradTarget) -> Tensor:
         """Put the gradient of w2 at the target; return it."""
         row_ids_R = None if dy.is_unsummed else self.where[0]
         dy_tiles = tile_tokens(dy.rows, row_ids_R, self.tiles)
@@ -180,10 +182,10 @@ class BlockwiseProducts:
     def _fc1(self, rows: Rows) -> Tensor:
         return self._forward(gather_row_blocks(rows, *self.where), self._w1, rows.dtype)
 
-    def _activation(self, h_RC: Tensor) -> _Blocks:
+    def _activation(self, h_RC: Tensor) -> _OperandBlocks:
         where = (self.weights_R, self.where[2], self.activation)
         a = quantised_activation(h_RC, *where, power_of_two=self.recipe.power_of_two)
-        return _Blocks(a, h_RC.dtype)
+        return _OperandBlocks(a, h_RC.dtype)
 
     def _forward(self, rows: RowBlocks, w: WeightBlocks, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix, transposed."""

@@ -26,7 +26,7 @@ Use = Literal["fc1", "fc1_again", "dy", "wgrad"]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ProductSource:
     """Rows of a product: source rows, or rows in expert order where `row_ids_R` is None."""
 
     rows: Tensor
@@ -79,11 +79,11 @@ class TorchProducts:
         """Return the output of each expert row."""
         return self._rows(a_RF, self.w2_eDF.transpose(1, 2))
 
-    def dy(self, dy: Tensor, *, unsummed: bool) -> Source:
+    def dy(self, dy: Tensor, *, unsummed: bool) -> ProductSource:
         """Return the gradient of each expert row's output."""
-        return Source(dy, None) if unsummed else self._source(Rows(dy), "dy")
+        return ProductSource(dy, None) if unsummed else self._source(Rows(dy), "dy")
 
-    def activation_bwd(self, dy: Source, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH, the weights' gradients and the weighted activation."""
         da_RF = self._product(dy, self.w2_eDF)
         where = (self.weights_R, self.where[2], self.activation)
@@ -97,7 +97,7 @@ class TorchProducts:
         """Put the gradient of w1 at the target; return it."""
         return self._weight_grad(self._source(rows, "wgrad"), dh_RC, True, target)
 
-    def fc2_wgrad(self, dy: Source, a_RF: Tensor, target: GradTarget) -> Tensor:
+    def fc2_wgrad(self, dy: ProductSource, a_RF: Tensor, target: GradTarget) -> Tensor:
         """Put the gradient of w2 at the target; return it."""
         return self._weight_grad(dy, a_RF, False, target)
 
@@ -105,15 +105,15 @@ class TorchProducts:
         """Drop the matrices."""
         del self.w1_eCD, self.w2_eDF
 
-    def _source(self, rows: Rows, use: Use) -> Source:
+    def _source(self, rows: Rows, use: Use) -> ProductSource:
         """Return rows for a product, gathered here; quantised ones come out wide."""
-        return Source(gather_rows_plain(rows.widen(), *self.where), None)
+        return ProductSource(gather_rows_plain(rows.widen(), *self.where), None)
 
-    def _fc1(self, x: Source) -> tuple[Tensor, Tensor]:
+    def _fc1(self, x: ProductSource) -> tuple[Tensor, Tensor]:
         h_RC = self._product(x, self.w1_eCD.transpose(1, 2))
         return h_RC, self.activation_again(Rows(h_RC))
 
-    def _product(self, source: Source, b_eKN: Tensor) -> Tensor:
+    def _product(self, source: ProductSource, b_eKN: Tensor) -> Tensor:
         """Return each expert row's source row times its expert's matrix."""
         return self._rows(source.rows, b_eKN)
 
@@ -124,7 +124,7 @@ class TorchProducts:
         return grouped_mm(a_RK, b_eKN, offs=self.offsets_e)
 
     def _weight_grad(
-        self, source: Source, y_RN: Tensor, transposed: bool, target: GradTarget
+        self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
         """Put the gradient of a matrix [e, M, N], or transposed, at the target; return it."""
         left, right = (y_RN, source.rows) if transposed else (source.rows, y_RN)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, has_hopper_kernels
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
-from moecore.kernels.experts.torch_products import Source, TorchProducts, Use
+from moecore.kernels.experts.torch_products import ProductSource, TorchProducts, Use
 from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped.pingpong import pingpong_activation_bwd
@@ -70,18 +70,18 @@ class TritonProducts(TorchProducts):
             )
         return spec.misaligned()
 
-    def _source(self, rows: Rows, use: Use) -> Source:
+    def _source(self, rows: Rows, use: Use) -> ProductSource:
         """Return source rows, which the kernels gather."""
-        return Source(rows.widen(), self.where[0])
+        return ProductSource(rows.widen(), self.where[0])
 
-    def _fc1(self, x: Source) -> tuple[Tensor, Tensor]:
+    def _fc1(self, x: ProductSource) -> tuple[Tensor, Tensor]:
         """Return H and the weighted activation, which a gated one's kernel computes with it."""
         if x.row_ids_R is None or not self.activation.gated:
             return super()._fc1(x)
         where = (x.row_ids_R, self.weights_R, self.offsets_e)
         return grouped_gemm_activation(x.rows, self.w1_eCD, *where, self.activation)
 
-    def _product(self, source: Source, b_eKN: Tensor) -> Tensor:
+    def _product(self, source: ProductSource, b_eKN: Tensor) -> Tensor:
         """Return each expert row's source row times its expert's matrix."""
         if source.row_ids_R is None:
             return self._rows(source.rows, b_eKN)
@@ -92,7 +92,7 @@ class TritonProducts(TorchProducts):
         return grouped_gemm(a_RK, b_eKN, self.offsets_e)
 
     def _weight_grad(
-        self, source: Source, y_RN: Tensor, transposed: bool, target: GradTarget
+        self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
         """Put the gradient of a matrix [e, M, N], or transposed, at the target; return it."""
         return grouped_wgrad(
@@ -118,7 +118,7 @@ class HopperProducts(TritonProducts):
         self.hidden_dim = weights.w2_eDF.shape[2]
         self.tiles = map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
 
-    def activation_bwd(self, dy: Source, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH, the weights' gradients and the activation, a gated one's in one pass."""
         if not self.activation.gated or not dy.rows.shape[0]:
             return super().activation_bwd(dy, h)
@@ -127,17 +127,17 @@ class HopperProducts(TritonProducts):
             dy.rows, self.w2_eDF, *where, self.activation, row_ids_R=dy.row_ids_R
         )
 
-    def _source(self, rows: Rows, use: Use) -> Source:
+    def _source(self, rows: Rows, use: Use) -> ProductSource:
         """Return source rows, or gathered ones where the product is faster by more than that."""
         if rows.scales is not None:
             wide = (rows.values, rows.scales, rows.dtype)
-            return Source(gather_packed_rows(*wide, *self.where), None)
+            return ProductSource(gather_packed_rows(*wide, *self.where), None)
         gathers = self.hidden_dim >= GATHER_FIRST.get(use, self.hidden_dim + 1)
         if gathers and (self.activation.gated or use == "wgrad") and rows.values.shape[0]:
-            return Source(gather_used_rows(rows.values, *self.where), None)
-        return Source(rows.values, self.where[0])
+            return ProductSource(gather_used_rows(rows.values, *self.where), None)
+        return ProductSource(rows.values, self.where[0])
 
-    def _fc1(self, x: Source) -> tuple[Tensor, Tensor]:
+    def _fc1(self, x: ProductSource) -> tuple[Tensor, Tensor]:
         """Return H and the weighted activation, which a gated one's kernel computes with it."""
         if x.row_ids_R is not None or not self.activation.gated:
             return super()._fc1(x)

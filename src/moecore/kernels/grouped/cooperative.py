@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moecore.kernels.common import gluon_descriptor, num_sms, on_device
 from moecore.kernels.grouped.cooperative_kernel import sm90_bf16_grouped_kernel
-from moecore.kernels.grouped.skeleton import Constants
+from moecore.kernels.grouped.skeleton import GroupedConstants
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 
@@ -47,7 +47,7 @@ def _launch(
     flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else b.shape[2])
     width = BLOCK_N if h_RC is None else BLOCK_N // 2
     block = (BLOCK_M // 2, width)
-    const = Constants(
+    const = GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[h_RC is not None],
         B_IS_NK=b_is_NK,

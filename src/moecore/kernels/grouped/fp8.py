@@ -23,14 +23,14 @@ from torch import Tensor
 from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
 from moecore.kernels.grouped.fp8_kernel import sm90_fp8_grouped_nt_kernel
 from moecore.kernels.grouped.fp8_wgrad_kernel import sm90_fp8_grouped_wgrad_kernel
-from moecore.kernels.grouped.skeleton import Constants
+from moecore.kernels.grouped.skeleton import GroupedConstants
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.quantised import RowBlocks, TokenTiles
 from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 
 BLOCK_N = 256
-CONST = Constants(
+CONST = GroupedConstants(
     BLOCK_M,
     BLOCK_N,
     BLOCK,

@@ -40,7 +40,7 @@ from moecore.kernels.grouped.skeleton import (
 )
 
 
-class Scales(NamedTuple):
+class LoadedScales(NamedTuple):
     """Of a [K / BLOCK_K, a_stride], with their stages [STAGES, BLOCK_M], and of b with strides."""
 
     a_ptr: Any
@@ -181,7 +181,7 @@ def sm90_fp8_grouped_nt_kernel(
     tiles = RowTiling(map_ptr, gl.load(map_ptr), gl.cdiv(N, BLOCK_N))
     out = (out_ptr, out_desc, out_smem)
     b_strides = (b_stride_e, b_stride_n, b_stride_k)
-    scales = Scales(a_scales_ptr, a_stride, scales_smem, b_scales_ptr, *b_strides)
+    scales = LoadedScales(a_scales_ptr, a_stride, scales_smem, b_scales_ptr, *b_strides)
     gl.warp_specialize(
         [
             (_consume, (0, scales, out, ring, tiles, K, N, CONST)),

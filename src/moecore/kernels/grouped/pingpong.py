@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moecore.kernels.common import cdiv, gluon_descriptor, num_sms, on_device, tl, triton
 from moecore.kernels.grouped.pingpong_kernel import sm90_bf16_grouped_nn_act_bwd_kernel
-from moecore.kernels.grouped.skeleton import Constants
+from moecore.kernels.grouped.skeleton import GroupedConstants
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 
@@ -109,7 +109,7 @@ def pingpong_activation_bwd(
         return dh_RC, dweights_R, a_RF
     parts = weights_R.new_empty(cdiv(F, BLOCK_N), R)
     gathers = row_ids_R is not None
-    const = Constants(
+    const = GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         KIND=options.kind,

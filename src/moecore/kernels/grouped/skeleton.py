@@ -21,7 +21,7 @@ from moecore.kernels.rows.row_tiles import MAP_FIELDS
 FIELDS = gl.constexpr(MAP_FIELDS)
 
 
-class Constants(NamedTuple):
+class GroupedConstants(NamedTuple):
     """Constants of a product: sizes of a tile and of the ring, and what a kernel adds."""
 
     BLOCK_M: int

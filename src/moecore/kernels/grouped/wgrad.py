@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
-from moecore.kernels.grouped.skeleton import Constants
+from moecore.kernels.grouped.skeleton import GroupedConstants
 from moecore.kernels.grouped.wgrad_kernel import sm90_bf16_grouped_wgrad_kernel
 from moecore.kernels.rows.scaled_cast import scaled_cast
 
 BLOCK_M, BLOCK_N, BLOCK_K, CONSUMER_WARPS = 128, 256, 64, 8
-CONST = Constants(
+CONST = GroupedConstants(
     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M=8, STAGES=3, PRODUCER_REGISTERS=56, PRODUCER_WARPS=4
 )
 

@@ -71,10 +71,10 @@ def router_logits_ref(
     # A compiled backward runs without autocast; forward-mode derivatives have none.
     if torch.compiler.is_compiling() or in_forward_mode():
         return F.linear(x_TD, weight_ED, bias_E)
-    return _Linear.apply(x_TD, weight_ED, bias_E)
+    return _RouterLinear.apply(x_TD, weight_ED, bias_E)
 
 
-class _Linear(torch.autograd.Function):
+class _RouterLinear(torch.autograd.Function):
     """F.linear whose gradients autocast does not round: torch's own are under it in backward."""
 
     generate_vmap_rule = True
@@ -96,9 +96,9 @@ class _Linear(torch.autograd.Function):
         dx_TD = dweight_ED = None
         with no_autocast(dlogits_TE):
             if need_dx:
-                dx_TD = _Linear.apply(dlogits_TE, weight_ED.t(), None)
+                dx_TD = _RouterLinear.apply(dlogits_TE, weight_ED.t(), None)
             if need_dweight:
-                dweight_ED = _Linear.apply(dlogits_TE.t(), x_TD.t(), None)
+                dweight_ED = _RouterLinear.apply(dlogits_TE.t(), x_TD.t(), None)
         return dx_TD, dweight_ED, dlogits_TE.sum(0) if need_dbias else None
 
 

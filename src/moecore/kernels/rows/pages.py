@@ -44,7 +44,7 @@ TAKE_WARPS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class PageLayout:
     """Matrices of one dispatch, and how their used rows lie in pages.
 
     Attributes:
@@ -79,7 +79,7 @@ class Layout:
         matrices: Sequence[tuple[int, bool]],
         source_rows: int,
         expert_rows: int,
-    ) -> "Layout":
+    ) -> "PageLayout":
         """Return the layout of matrices: B of each, and whether its used rows have a slot."""
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]
@@ -118,7 +118,7 @@ def _word_bytes(width: int) -> int:
 
 
 def take_rows_ref(
-    table: Tensor, layout: Layout, slots_SK: Tensor | None, num_rows: Tensor | None
+    table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
     """Do what `take_rows` does."""
     N = layout.num_entries
@@ -136,7 +136,7 @@ def take_rows_ref(
 
 
 def copy_rows_ref(
-    matrices: Sequence[Tensor | None], table: Tensor, layout: Layout, *, stash: bool
+    matrices: Sequence[Tensor | None], table: Tensor, layout: PageLayout, *, stash: bool
 ) -> None:
     """Copy used rows of matrices to the pages of a table, or back."""
     pool, N, entry = layout.pool, layout.num_entries, 0
@@ -321,7 +321,7 @@ def _copy_pages_kernel(
 
 
 def take_rows(
-    table: Tensor, layout: Layout, slots_SK: Tensor | None, num_rows: Tensor | None
+    table: Tensor, layout: PageLayout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
     """Give a table pages for the rows in use, and write which these are. No host sync.
 
@@ -359,7 +359,7 @@ def take_rows(
 def copy_rows(
     matrices: Sequence[Tensor | None],
     table: Tensor,
-    layout: Layout,
+    layout: PageLayout,
     *,
     stash: bool,
     over: tuple[Tensor, int] | None = None,

@@ -203,7 +203,7 @@ def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, 
     return token_ids_M.clamp(min=0), slots_TG, token_ids_M >= 0
 
 
-class _Sent(NamedTuple):
+class _SentRows(NamedTuple):
     """What travels to the experts: rows, and packed beside them ids and weights."""
 
     rows_MD: Tensor
@@ -217,7 +217,7 @@ def _rows_of(
     token_ids_M: Tensor,
     slots_TG: Tensor,
     used_M: Tensor | None = None,
-) -> _Sent:
+) -> _SentRows:
     """Return M rows in the order of their tokens; `used_M` = which have a token, None = all."""
     rows_MD = gather_rows(x_TD, token_ids_M, slots_TG)
     weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
@@ -225,7 +225,7 @@ def _rows_of(
     if used_M is not None:
         ids_MK = ids_MK.masked_fill(~used_M[:, None], -1)
     packed = torch.cat([ids_MK, weights_MK.detach().view(torch.int32)], dim=1)
-    return _Sent(rows_MD, packed, weights_MK)
+    return _SentRows(rows_MD, packed, weights_MK)
 
 
 def _exchange_counts(

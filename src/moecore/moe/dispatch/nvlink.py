@@ -223,7 +223,7 @@ def _send_again(exchange: Exchange, x_TD: Tensor, peers_T: Tensor, places_S: Ten
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _StoredRows:
     """Gradients that are on their way home, with the versions that they had, and their sums."""
 
     drows_RD: Tensor
@@ -243,7 +243,7 @@ class _Sender:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._sent: _Sent | None = None
+        self._sent: _StoredRows | None = None
 
     def start(
         self,
@@ -260,7 +260,7 @@ class _Sender:
         self._sent = None
         if self._exchange.can_copy():
             sums_SD = sum_rows_plain(drows_RD, row_ids_R, slots_SK, num_rows)
-            self._sent = _Sent(drows_RD, dweights_R, _versions(drows_RD, dweights_R), sums_SD)
+            self._sent = _StoredRows(drows_RD, dweights_R, _versions(drows_RD, dweights_R), sums_SD)
             self._exchange.start_copies(sums_SD)
 
     def finish(

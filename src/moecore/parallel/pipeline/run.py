@@ -36,14 +36,14 @@ from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, run_stage
 from moecore.parallel.pipeline.timeline import mark_name
-from moecore.parallel.pipeline.transport import Groups, Transport
+from moecore.parallel.pipeline.transport import Groups, StageTransport
 from moecore.parallel.shard.weight_gradients import WeightGradients
 
 Inputs = Mapping[str, Any]  # keyword arguments of the model
 SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor | None]
 
 
-class Offload(Protocol):
+class StageOffload(Protocol):
     """What keeps activations elsewhere between the forward of a stage and its backward."""
 
     def chunk(self, *, leaves_whole: bool, held: Tensor | None) -> AbstractContextManager[Any]:
@@ -68,7 +68,7 @@ class Pipeline:
         config: as given.
         layout: of the whole model.
         rank: of this part of it, among the pipeline ranks.
-        groups: see `Transport`.
+        groups: see `StageTransport`.
         dtype: of hidden states.
         device: likewise.
         offload: of this part's activations; None = they stay.
@@ -81,7 +81,7 @@ class Pipeline:
     groups: Groups
     dtype: torch.dtype
     device: torch.device
-    offload: Offload | None = None
+    offload: StageOffload | None = None
 
     @property
     def size(self) -> int:
@@ -120,7 +120,7 @@ def run_pipeline(
         side_by_side: as of `TrainStep`.
     """
     schedule = pipeline.schedule(len(micro_batches))
-    run = _Run(model, pipeline, schedule, micro_batches, scale, side_by_side)
+    run = _ScheduleRun(model, pipeline, schedule, micro_batches, scale, side_by_side)
     run.all(schedule.orders[pipeline.rank])
     return run.losses()
 
@@ -133,19 +133,19 @@ def forward_pipeline(
     schedule = pipeline.schedule(len(micro_batches))
     actions = ([a for item in order for a in actions_of(item)] for order in schedule.orders)
     forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)
-    run = _Run(model, pipeline, replace(schedule, orders=forwards), micro_batches)
+    run = _ScheduleRun(model, pipeline, replace(schedule, orders=forwards), micro_batches)
     run.all(forwards[pipeline.rank])
     return run.losses()
 
 
 @dataclass(slots=True)
-class _Forward:
+class _StageForward:
     """What waits for its backward.
 
     Attributes:
         hidden: the stage's input.
         edge: where its output comes from.
-        chunk: of `Offload`; None without.
+        chunk: of `StageOffload`; None without.
     """
 
     hidden: Tensor | None
@@ -153,7 +153,7 @@ class _Forward:
     chunk: Any
 
 
-class _Run:
+class _ScheduleRun:
     """One run of a schedule."""
 
     def __init__(
@@ -168,7 +168,7 @@ class _Run:
         self._pipeline, self._micro_batches = pipeline, micro_batches
         self._scale, self._side_by_side = scale, side_by_side
         self._stages: tuple[Stage, ...] = pipeline.layout.stages
-        self._transport = Transport(
+        self._transport = StageTransport(
             schedule,
             pipeline.rank,
             pipeline.groups,
@@ -176,7 +176,7 @@ class _Run:
             dtype=pipeline.dtype,
             device=pipeline.device,
         )
-        self._waiting: dict[tuple[int, int], _Forward] = {}
+        self._waiting: dict[tuple[int, int], _StageForward] = {}
         (self._engine,) = engines_of(model)
         self._later: dict[tuple[int, int], WeightGradients] = {}
         self._offload = pipeline.offload
@@ -246,7 +246,7 @@ class _Run:
             out = self._scale(out)
         if torch.is_grad_enabled():
             place = action.stage, action.micro_batch
-            self._waiting[place] = _Forward(hidden, get_gradient_edge(out), chunk)
+            self._waiting[place] = _StageForward(hidden, get_gradient_edge(out), chunk)
             self._left = chunk
         return sent
 

@@ -62,7 +62,7 @@ class _Received:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _SentMessage:
     tensor: Tensor  # until it has left
     work: dist.Work
     message: _Message
@@ -80,7 +80,7 @@ def _reaching(what: str, rank: int) -> Iterator[None]:
         ) from error
 
 
-class Transport:
+class StageTransport:
     """The messages of one run of a schedule, on one rank.
 
     Args:
@@ -110,7 +110,7 @@ class Transport:
         }
         self._received: dict[_Message, _Received] = {}
         self._here: dict[_Message, Tensor] = {}  # handed over on this rank
-        self._sends: list[_Sent] = []
+        self._sends: list[_SentMessage] = []
         self._items = {source: _items_of(schedule, source) for source in self._to_come}
 
     def receive(self, action: Action) -> Tensor | None:
@@ -149,7 +149,7 @@ class Transport:
         with _reaching(f"{message} for", target):
             work = dist.isend(tensor, group=self._group(self._rank, target), group_dst=target)
         assert work is not None
-        self._sends.append(_Sent(tensor, work, message, target))
+        self._sends.append(_SentMessage(tensor, work, message, target))
         self._sends = [sent for sent in self._sends if not sent.work.is_completed()]
 
     def finish(self) -> None:
@@ -165,7 +165,7 @@ class Transport:
         read = self._items[target].read
         self._wait_for(lambda sent: sent.target == target and read[sent.message] <= item)
 
-    def _wait_for(self, has_left: Callable[[_Sent], bool]) -> None:
+    def _wait_for(self, has_left: Callable[[_SentMessage], bool]) -> None:
         """Let this stream go on behind some of what was sent, and free it."""
         for sent in filter(has_left, self._sends):
             with _reaching(f"{sent.message} for", sent.target):
@@ -197,7 +197,7 @@ def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.dev
     """Send one number over each way that messages take. Collective: see the note above.
 
     Args:
-        groups: as of `Transport`.
+        groups: as of `StageTransport`.
         rank_of: the rank of each stage.
         rank: this one.
         device: of messages.

@@ -28,12 +28,12 @@ from moecore.moe.params import ParamReader
 from moecore.parallel.mesh import Meshes, concatenate
 from moecore.parallel.shard.buffers import Buffer, plan_buffers
 from moecore.parallel.shard.engine import Engine
-from moecore.parallel.shard.formats import Blocks, Cast, Format
+from moecore.parallel.shard.formats import BlockFormat, CastFormat, Format
 from moecore.parallel.shard.gradients import Gradients
 from moecore.parallel.shard.make import is_whole
 from moecore.parallel.shard.params import Owners, UnitParam
 from moecore.parallel.shard.plan import FlatLayout, ShardPlan, UnitPlan
-from moecore.parallel.shard.streams import Streams
+from moecore.parallel.shard.streams import UnitStreams
 from moecore.parallel.shard.unit import Unit, UnitOptions
 
 # Of a root without parameters, which casts inputs all the same.
@@ -54,7 +54,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
     Args:
         model: cut over tp, ep and etp.
     """
-    streams, owners = Streams(meshes.device_type), _owners(model)
+    streams, owners = UnitStreams(meshes.device_type), _owners(model)
     join = cache(concatenate)  # milliseconds each, and parameters have few
     made: dict[str, list[Unit]] = {}
     for planned in plan.units:
@@ -94,7 +94,7 @@ def _unit(
     modules: Sequence[nn.Module],
     owners: dict[str, Owners],
     meshes: Meshes,
-    streams: Streams,
+    streams: UnitStreams,
     join: Callable[..., DeviceMesh],
 ) -> Unit:
     mesh = mesh_of(planned, meshes)
@@ -134,13 +134,13 @@ def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
 def _format(layout: FlatLayout, planned: UnitPlan, group: dist.ProcessGroup | None) -> Format:
     """Return how a unit's shards become what is gathered."""
     if layout.recipe is None:
-        return Cast(getattr(torch, layout.gathers))
+        return CastFormat(getattr(torch, layout.gathers))
     dtype = _dtype(planned.gather_dtype or layout.dtype)
     assert dtype is not None
-    return Blocks(dtype, power_of_two=layout.recipe.power_of_two, group=group)
+    return BlockFormat(dtype, power_of_two=layout.recipe.power_of_two, group=group)
 
 
-def _share_buffers(plan: ShardPlan, made: dict[str, list[Unit]], streams: Streams) -> None:
+def _share_buffers(plan: ShardPlan, made: dict[str, list[Unit]], streams: UnitStreams) -> None:
     """Give units their memory, in which they may take turns."""
     for planned in plan_buffers(plan):
         units = [made[name][i] for name, i in planned.places]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moecore.parallel.shard.plan import ShardPlan, UnitPlan
-from moecore.parallel.shard.streams import Mark
+from moecore.parallel.shard.streams import StreamMark
 
 Holder = TypeVar("Holder")  # a unit, or its gradients
 SUMS = 2
@@ -108,7 +108,7 @@ class Buffer(Generic[Holder]):
         mark: behind which it may be overwritten.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, mark: Mark) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, mark: StreamMark) -> None:
         self.numel, self.dtype, self.mark = numel, dtype, mark
         self.holder: Holder | None = None
         self._flat: Tensor | None = None

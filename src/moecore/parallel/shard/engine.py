@@ -55,7 +55,7 @@ from moecore.base.torch_names import (
 )
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.progress import Progress
-from moecore.parallel.shard.streams import Streams
+from moecore.parallel.shard.streams import UnitStreams
 from moecore.parallel.shard.unit import State, Unit
 from moecore.parallel.shard.weight_gradients import WeightGradients
 
@@ -75,15 +75,15 @@ class Engine:
         progress: of the step that owns the model.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], streams: Streams) -> None:
+    def __init__(self, root: nn.Module, units: Sequence[Unit], streams: UnitStreams) -> None:
         self.units, self._root, self._streams = tuple(units), root, streams
         self._depth = 0  # forwards of hooked modules that run, one in the other
-        self._outer: _Run | None = None  # of the outermost of these
+        self._outer: _ForwardRun | None = None  # of the outermost of these
         self._in_step = False  # announced micro-batches share what stays whole
         self._to_come = 0.0  # their forwards with gradients that have not ended
         self._is_paired = False  # a forward and a backward take turns
         self._step = 0  # how many have ended or were dropped
-        self._active: list[_Run] = []  # whose backward has begun
+        self._active: list[_ForwardRun] = []  # whose backward has begun
         self._in_backward = False  # or in one that has failed
         self._left: list[WeightGradients] = []  # in the order of their D's
         self.progress: Callable[[], Progress | None] = lambda: None
@@ -207,7 +207,7 @@ class Engine:
         if not self._depth and not is_again:
             self._start()
             args, kwargs = self._streams.on_device((args, kwargs))
-        run = _Run(unit, module, self._step) if torch.is_grad_enabled() else None
+        run = _ForwardRun(unit, module, self._step) if torch.is_grad_enabled() else None
         if not is_again:
             if not self._depth:
                 self._outer = run
@@ -305,7 +305,7 @@ class Engine:
             setattr(leaf, BORDER, found)
         return found
 
-    def begin(self, run: _Run) -> None:
+    def begin(self, run: _ForwardRun) -> None:
         """Begin the backward of a forward: the gradient of one of its outputs has come."""
         if torch.is_grad_enabled() and continues():
             raise NotImplementedError(
@@ -330,7 +330,7 @@ class Engine:
         is_first = run.module is run.unit.modules[-1]
         self._use(run.unit, run.unit.ahead_in_backward if is_first else ())
 
-    def end(self, run: _Run) -> None:
+    def end(self, run: _ForwardRun) -> None:
         """End the backward of a forward, when the gradient of its last input has come."""
         run.pending -= 1
         if run.pending or not run.is_active:
@@ -349,7 +349,7 @@ class Engine:
             self._reduce(unit)
             unit.free()
 
-    def _close(self, run: _Run) -> None:
+    def _close(self, run: _ForwardRun) -> None:
         run.is_active = False
         run.unit.backwards -= 1
         run.end_waiting()
@@ -388,7 +388,7 @@ class Engine:
         return self._in_step and unit.options.stays
 
 
-class _Run:
+class _ForwardRun:
     """One forward of a module with gradients.
 
     Attributes:
@@ -435,8 +435,8 @@ class _Border:
 
     def __init__(self, engine: Engine, version: int, *, is_leaf: bool) -> None:
         self.engine, self.version, self.is_leaf = engine, version, is_leaf
-        self.ends: list[_Run] = []
-        self.begins: list[_Run] = []
+        self.ends: list[_ForwardRun] = []
+        self.begins: list[_ForwardRun] = []
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

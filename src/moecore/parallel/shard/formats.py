@@ -8,8 +8,8 @@ Blocks are those of the whole matrix, wherever shards cut it, and values are cas
 they are trained. So what is gathered is what one rank would quantise of the whole, bit for bit.
 Scales are not gathered: every rank makes all of them.
 
-Note "no values": a parameter of `Blocks` has shape and dtype, and takes a gradient, but its memory
-is one NaN. Products read what is its `GatheredBlocks` (`moe.params.gathered_blocks`).
+Note "no values": a parameter of `BlockFormat` has shape and dtype, and takes a gradient, but its
+memory is one NaN. Products read what is its `GatheredBlocks` (`moe.params.gathered_blocks`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Format(Protocol):
         ...
 
 
-class Cast:
+class CastFormat:
     """Values in the dtype of compute."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -78,7 +78,7 @@ class Cast:
         copy_all(own, [param.shard.reshape(-1) for param in params])
 
 
-class Blocks:
+class BlockFormat:
     """FP8 in blocks of 128 x 128 of each parameter, whose last dim are the columns.
 
     Args:
@@ -93,11 +93,11 @@ class Blocks:
         self, dtype: torch.dtype, *, power_of_two: bool, group: dist.ProcessGroup | None
     ) -> None:
         self._dtype, self._power_of_two, self._group = dtype, power_of_two, group
-        self._scales: _Scales | None = None
+        self._scales: _BlockScales | None = None
 
     def make_whole(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
         """As of `Format`."""
-        self._scales = scales = _Scales.of(params)
+        self._scales = scales = _BlockScales.of(params)
         counting = list[Tensor]()
         for param, memory, of_param in zip(params, data, scales.scales, strict=True):
             nothing = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
@@ -122,7 +122,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scales:
+class _BlockScales:
     """The scales of a unit and where their blocks lie. Memory of its own: 1 / 4096 of fp32 weights.
 
     Attributes:
@@ -138,7 +138,7 @@ class _Scales:
     scales: list[Tensor]
 
     @classmethod
-    def of(cls, params: Sequence[UnitParam]) -> _Scales:
+    def of(cls, params: Sequence[UnitParam]) -> _BlockScales:
         places = [_place(param) for param in params]
         sizes = [math.prod(place.scales_shape) for place in places]
         flat = torch.zeros(2, sum(sizes), device=params[0].shard.device)

@@ -29,11 +29,11 @@ from moecore.base.torch_names import (
 )
 from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
 from moecore.parallel.shard.buffers import Buffer
-from moecore.parallel.shard.params import UnitParam, Views, copy_all, cut_views
+from moecore.parallel.shard.params import UnitParam, UnitViews, copy_all, cut_views
 from moecore.parallel.shard.plan import FlatLayout
-from moecore.parallel.shard.streams import Streams
-from moecore.parallel.shard.transport import Transport
-from moecore.parallel.shard.weight_gradients import Product, WeightGradients
+from moecore.parallel.shard.streams import UnitStreams
+from moecore.parallel.shard.transport import UnitTransport
+from moecore.parallel.shard.weight_gradients import WeightGradients, WeightProduct
 
 
 class Gradients:
@@ -56,12 +56,12 @@ class Gradients:
         params: Sequence[UnitParam],
         layout: FlatLayout,
         *,
-        transport: Transport | None,
+        transport: UnitTransport | None,
         replicas: Sequence[dist.ProcessGroup],
         dtype: torch.dtype,
         divisor: float,
         accumulates: bool,
-        streams: Streams,
+        streams: UnitStreams,
     ) -> None:
         self.reduces, self._accumulates = True, accumulates
         self.buffer: Buffer[Gradients] | None = None
@@ -73,8 +73,8 @@ class Gradients:
         self._left: set[int] = set()  # those whose gradients this backward has left for later
         self._filled: set[int] = set()  # those whose sums hold something
         self._divided: set[int] = set()  # of which a kernel has divided it
-        self._sums: Views | None = None  # while any do
-        self._turns: Views | None = None  # of the buffer
+        self._sums: UnitViews | None = None  # while any do
+        self._turns: UnitViews | None = None  # of the buffer
         self._sizes = _sizes(layout)
 
     @property
@@ -115,12 +115,12 @@ class Gradients:
         """Leave a gradient for later, as of `put`; return whether this backward does."""
         if self.later is None:
             return False
-        self.later.keep(self, Product.of(index, shape, compute, operands))
+        self.later.keep(self, WeightProduct.of(index, shape, compute, operands))
         self._left.add(index)
         return True
 
     @torch.no_grad()
-    def compute(self, products: deque[Product]) -> None:
+    def compute(self, products: deque[WeightProduct]) -> None:
         """Compute what a backward has left, in order; each frees what it held. May communicate.
 
         Over tensor parallel ranks gradients are summed by `reduce`, as those of autograd are.
@@ -212,7 +212,7 @@ class Gradients:
             return None
         return GradTarget(local.view(shape), adds=True, scale=scale)
 
-    def _take_sums(self) -> Views | None:
+    def _take_sums(self) -> UnitViews | None:
         """Return memory for the sums; None while another unit has it."""
         if self._sums is None:
             if self.buffer is None:
@@ -225,19 +225,19 @@ class Gradients:
                 self._sums = self._turns
         return self._sums
 
-    def _new_sums(self) -> Views:
+    def _new_sums(self) -> UnitViews:
         return self._cut(
             torch.empty(self._layout.buffer_numel, dtype=self.dtype, device=self._device)
         )
 
-    def _cut(self, flat: Tensor) -> Views:
+    def _cut(self, flat: Tensor) -> UnitViews:
         return cut_views(self._params, flat, self._layout.whole_numel)
 
     @property
     def _device(self) -> torch.device:
         return self._params[0].shard.device
 
-    def _add(self, sums: Views, found: dict[int, Tensor]) -> None:
+    def _add(self, sums: UnitViews, found: dict[int, Tensor]) -> None:
         """Put gradients of autograd into the sums, or add them to what is there."""
         new = [i for i in found if i not in self._filled]
         copy_all([sums.parameters[i] for i in new], [found[i] for i in new])
@@ -247,7 +247,7 @@ class Gradients:
         self._filled.update(found)
         found.clear()
 
-    def _reduce(self, sums: Views) -> None:
+    def _reduce(self, sums: UnitViews) -> None:
         streams, indices = self._streams, sorted(self._filled)
         regions = [sums.regions[i] for i in indices]
         for i, region in zip(indices, regions, strict=True):

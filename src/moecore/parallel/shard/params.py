@@ -5,7 +5,7 @@
 
 dim 0 is cut into even chunks, as DTensor's Shard(0) does, so the chunks of all ranks one after the
 other are the whole parameter: it is gathered where it is used, and nothing is copied. Chunks of
-another dim are gathered beside it and copied. `Views` cuts a unit's flat memory into these parts.
+another dim are gathered beside it and copied. `UnitViews` cuts a unit's flat memory into them.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _placements(
 
 
 @dataclass(frozen=True, slots=True)
-class Views:
+class UnitViews:
     """Pieces of a unit's memory, one of each kind per parameter.
 
     Attributes:
@@ -238,9 +238,9 @@ class Views:
     parameters: list[Tensor]
 
 
-def cut_views(params: Sequence[UnitParam], flat: Tensor, beside: int) -> Views:
+def cut_views(params: Sequence[UnitParam], flat: Tensor, beside: int) -> UnitViews:
     """Cut a unit's memory; strided parameters lie from `beside` on, behind all regions."""
-    views = Views(flat, [], [], [], [])
+    views = UnitViews(flat, [], [], [], [])
     for param in params:
         slot, size = param.slot, param.shape.numel()
         n, at = slot.shard_numel, slot.whole_offset

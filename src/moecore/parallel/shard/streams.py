@@ -12,7 +12,7 @@ from moecore.base.streams import Stream, current_stream, new_event, new_stream, 
 from moecore.base.torch_names import tree_leaves, tree_map_only
 
 
-class Mark:
+class StreamMark:
     """A place behind what a stream has queued, for which others wait; on a CPU nothing is queued.
 
     Args:
@@ -41,7 +41,7 @@ class Mark:
         self._is_set = False
 
 
-class Streams:
+class UnitStreams:
     """The streams of a model's units.
 
     Args:
@@ -54,9 +54,9 @@ class Streams:
         self._reduce = new_stream(device_type, priority=-1)
         self._queued: list[Stream] = []  # what nothing has waited for
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """Return a mark that is not set."""
-        return Mark(self._device_type)
+        return StreamMark(self._device_type)
 
     def on_device(self, value: Any) -> Any:
         """Return a value with its tensors on the GPU, where units compute on one."""

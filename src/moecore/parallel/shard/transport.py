@@ -22,7 +22,7 @@ from moecore.base.torch_names import (
 )
 
 
-class Transport(Protocol):
+class UnitTransport(Protocol):
     """How the shard ranks of a unit communicate. On the current stream."""
 
     def gather(self, regions: list[Tensor], shards: list[Tensor]) -> None:
@@ -53,13 +53,13 @@ class Coalesced:
         self._gather.asyncOp = self._reduce.asyncOp = False
 
     def gather(self, regions: list[Tensor], shards: list[Tensor]) -> None:
-        """As of `Transport`."""
+        """As of `UnitTransport`."""
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
             work.wait()
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """As of `Transport`."""
+        """As of `UnitTransport`."""
         work = self._group.reduce_scatter_tensor_coalesced(shards, regions, self._reduce)
         if work is not None:
             work.wait()
@@ -72,7 +72,7 @@ class Packed:
         self._group = group
 
     def gather(self, regions: list[Tensor], shards: list[Tensor]) -> None:
-        """As of `Transport`."""
+        """As of `UnitTransport`."""
         own = torch.cat(shards)
         ranks = self._group.size()
         everything = own.new_empty(ranks * own.numel())
@@ -82,7 +82,7 @@ class Packed:
         foreach_copy_([region.view(ranks, -1) for region in regions], list(parts))
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """As of `Transport`."""
+        """As of `UnitTransport`."""
         ranks = self._group.size()
         everything = torch.cat([region.view(ranks, -1) for region in regions], dim=1)
         own = everything.new_empty(everything.shape[1])
@@ -90,6 +90,6 @@ class Packed:
         foreach_copy_(shards, list(own.split([shard.numel() for shard in shards])))
 
 
-def transport_of(group: dist.ProcessGroup, device_type: str) -> Transport:
+def transport_of(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
     """Return the transport of a group's backend."""
     return Packed(group) if is_gloo(group, device_type) else Coalesced(group)

@@ -28,10 +28,10 @@ from moecore.kernels.experts.contract import SINK
 from moecore.parallel.shard.buffers import Buffer
 from moecore.parallel.shard.formats import Format
 from moecore.parallel.shard.gradients import Gradients
-from moecore.parallel.shard.params import UnitParam, Views, cut_views
+from moecore.parallel.shard.params import UnitParam, UnitViews, cut_views
 from moecore.parallel.shard.plan import FlatLayout
-from moecore.parallel.shard.streams import Streams
-from moecore.parallel.shard.transport import Transport, transport_of
+from moecore.parallel.shard.streams import UnitStreams
+from moecore.parallel.shard.transport import UnitTransport, transport_of
 
 
 class State(enum.Enum):
@@ -81,7 +81,7 @@ class Unit:
         shard_group: dist.ProcessGroup | None,
         replicas: Sequence[dist.ProcessGroup],
         options: UnitOptions,
-        streams: Streams,
+        streams: UnitStreams,
         device_type: str,
     ) -> None:
         self.modules, self.params, self.options = list(modules), list(params), options
@@ -95,7 +95,7 @@ class Unit:
         self.backwards = 0
         self.waiting: set[Any] = set()  # runs whose backward has not ended
         self._streams = streams
-        self._transport: Transport | None = None
+        self._transport: UnitTransport | None = None
         if shard_group is not None and params:
             self._transport = transport_of(shard_group, device_type)
         self.gradients = Gradients(
@@ -109,7 +109,7 @@ class Unit:
             streams=streams,
         )
         self._gathered = streams.mark()
-        self._views: Views | None = None
+        self._views: UnitViews | None = None
         self._counting: list[Tensor] = []  # what counts changes of whole parameters
         self._current: list[int] = []  # its versions while their values are there
         self._overwritten: list[int] = []  # and while they are not
@@ -238,7 +238,7 @@ class Unit:
         self._current = [version(tensor) for tensor in self._counting]
         self._overwritten = [n + 1 for n in self._current]
 
-    def _fill(self, views: Views) -> None:
+    def _fill(self, views: UnitViews) -> None:
         """Gather into the buffer; on the stream of gathers."""
         params = self.params
         self._format.fill(params, views.own)

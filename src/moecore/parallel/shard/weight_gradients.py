@@ -21,7 +21,7 @@ from moecore.base.torch_names import storage_key
 from moecore.kernels.experts.contract import ComputeGrad
 
 
-class Product(NamedTuple):
+class WeightProduct(NamedTuple):
     """One gradient of a weight that is not computed yet.
 
     Attributes:
@@ -40,7 +40,7 @@ class Product(NamedTuple):
     @classmethod
     def of(
         cls, number: int, shape: torch.Size, compute: ComputeGrad, operands: tuple[Any, ...]
-    ) -> Product:
+    ) -> WeightProduct:
         """Return the product of operands that the current stream has made."""
         device = next(tensors_in(operands)).device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -61,7 +61,7 @@ class WeightGradients:
     """Those of the backwards of one micro-batch and stage. It may be used again once it has run."""
 
     def __init__(self) -> None:
-        self._products: dict[object, deque[Product]] = {}
+        self._products: dict[object, deque[WeightProduct]] = {}
         self._run: Callable[[], None] = lambda: None
 
     @property
@@ -94,7 +94,7 @@ class WeightGradients:
         """Take what `run` calls: the engine that defers to it."""
         self._run = run
 
-    def keep(self, unit: object, product: Product) -> None:
+    def keep(self, unit: object, product: WeightProduct) -> None:
         """Keep a product of a unit's parameter."""
         self._products.setdefault(unit, deque()).append(product)
 
@@ -102,7 +102,7 @@ class WeightGradients:
         """Whether there are products of a unit."""
         return unit in self._products
 
-    def take(self, unit: object) -> deque[Product]:
+    def take(self, unit: object) -> deque[WeightProduct]:
         """Return the products of a unit in the order in which they came, and leave none."""
         return self._products.pop(unit, deque())
 

@@ -20,7 +20,7 @@ from moecore.parallel.attached import attached
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class GraphFacts:
     """What a graph takes for granted.
 
     Attributes:
@@ -61,7 +61,7 @@ class Facts:
 
 
 @torch.no_grad()
-def facts_of(model: nn.Module, state: MoEState) -> Facts:
+def facts_of(model: nn.Module, state: MoEState) -> GraphFacts:
     """Return the facts of the moment.
 
     Args:
@@ -89,7 +89,7 @@ def facts_of(model: nn.Module, state: MoEState) -> Facts:
     values.append(id(state.loss_scale))
     record = attached(model)
     exchanges = () if record is None or record.exchanges is None else record.exchanges.held
-    return Facts(values=values, held=held, exchanges=exchanges)
+    return GraphFacts(values=values, held=held, exchanges=exchanges)
 
 
 def _names(model: nn.Module, state: MoEState) -> Iterator[str]:

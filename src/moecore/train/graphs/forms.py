@@ -17,13 +17,13 @@ from torch import Tensor
 from moecore.attention.rotary import RotaryTable
 
 
-class _Slot(NamedTuple):
+class _FormSlot(NamedTuple):
     """Stands for a tensor."""
 
     number: int
 
 
-class _Record(NamedTuple):
+class _FormRecord(NamedTuple):
     """Stands for an object with attributes, or a named tuple, whose values are enough."""
 
     cls: type
@@ -35,7 +35,7 @@ def form_of(value: Any, tensors: list[Tensor]) -> Any:
     """Return a value with slots for its tensors, which are appended in order."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return _Slot(len(tensors) - 1)
+        return _FormSlot(len(tensors) - 1)
     cls = type(value)
     if cls in (tuple, list):
         return cls(form_of(item, tensors) for item in value)
@@ -46,22 +46,22 @@ def form_of(value: Any, tensors: list[Tensor]) -> Any:
     elif cls is RotaryTable:
         names = tuple(vars(value))
     elif isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
-        return _Record(cls, (), tuple(form_of(item, tensors) for item in value))
+        return _FormRecord(cls, (), tuple(form_of(item, tensors) for item in value))
     else:
         return value
-    return _Record(cls, names, tuple(form_of(getattr(value, name), tensors) for name in names))
+    return _FormRecord(cls, names, tuple(form_of(getattr(value, name), tensors) for name in names))
 
 
 def filled(form: Any, tensors: list[Tensor]) -> Any:
     """Return a value of a form with these tensors."""
     cls = type(form)
-    if cls is _Slot:
+    if cls is _FormSlot:
         return tensors[form.number]
     if cls in (tuple, list):
         return cls(filled(item, tensors) for item in form)
     if cls is dict:
         return {key: filled(item, tensors) for key, item in form.items()}
-    if cls is not _Record:
+    if cls is not _FormRecord:
         return form
     values = [filled(item, tensors) for item in form.values]
     if issubclass(form.cls, tuple):

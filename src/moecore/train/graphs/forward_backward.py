@@ -43,7 +43,7 @@ from moecore.moe.shortage import SkippedSteps
 from moecore.moe.state import MoEState
 from moecore.parallel.attached import attached, capacity_of, moe_state
 from moecore.parallel.shard.engine import free_units, progress_of
-from moecore.train.graphs.facts import Facts, facts_of
+from moecore.train.graphs.facts import GraphFacts, facts_of
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
 WATCH_WARNING = "Synchronization debug mode is a prototype"
@@ -177,7 +177,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     model: nn.Module
     state: MoEState
-    facts: Facts
+    facts: GraphFacts
     inputs: Inputs
     outputs: Any
     grads: list[tuple[nn.Parameter, Tensor]]

@@ -63,7 +63,7 @@ class _Turn:
         self.has_ended = False
 
 
-class _Slot:
+class _GraphSlot:
     """The memory of one forward of all parts."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class GraphMemory:
     """What the graphs of parts share that one forward runs in turn, on one stream."""
 
     def __init__(self) -> None:
-        self.slots = [_Slot()]
+        self.slots = [_GraphSlot()]
         self._current = self.slots[0]
         self._stream: torch.cuda.Stream | None = None
         self._grads: dict[Any, Tensor] = {}
@@ -114,13 +114,13 @@ class GraphMemory:
             self._stream = torch.cuda.Stream()
         return self._stream
 
-    def slot_of(self, pairs: Mapping[_Slot, _Pair]) -> _Slot:
+    def slot_of(self, pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
         """Return the slot of this forward for a part: another one where the part still needs it."""
         pair = pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)
             if free is None:
-                free = _Slot()
+                free = _GraphSlot()
                 self.slots.append(free)
             self._current = free
         return self._current
@@ -173,7 +173,7 @@ class GraphedPart:
         self._name, self._function, self._modules, self._memory, self._may_run = self._how
         self._call: _Call | None = None  # of the warm-up, and then of the graphs
         self._num_warm = 0
-        self._pairs: dict[_Slot, _Pair] = {}
+        self._pairs: dict[_GraphSlot, _GraphPair] = {}
 
     def __reduce__(self) -> Any:
         return GraphedPart, self._how
@@ -227,7 +227,7 @@ class GraphedPart:
                         facts += (tensor.data_ptr(), tensor.requires_grad)
         return facts
 
-    def _captured(self, form: Any, tensors: list[Tensor], slot: _Slot) -> _Pair:
+    def _captured(self, form: Any, tensors: list[Tensor], slot: _GraphSlot) -> _GraphPair:
         """Return the graphs of a call, which have not run.
 
         Raises:
@@ -253,7 +253,7 @@ class GraphedPart:
 
 
 @dataclass(eq=False, slots=True)
-class _Pair:
+class _GraphPair:
     """The graphs of a part, and the tensors that they read and write.
 
     Attributes:
@@ -268,7 +268,7 @@ class _Pair:
         holder: returns the turn of the last forward, while its backward can come.
     """
 
-    slot: _Slot
+    slot: _GraphSlot
     forward: Callable[[], None]
     inputs: list[Tensor]
     form: Any
@@ -290,7 +290,7 @@ class _Pair:
             self.replay(tensors)
             found = _copies(self.outputs)
         else:
-            found = list(_Replay.apply(self, len(tensors), *tensors, *parameters))
+            found = list(_GraphReplay.apply(self, len(tensors), *tensors, *parameters))
         return filled(self.form, found)
 
     def replay(self, tensors: list[Tensor]) -> None:
@@ -300,11 +300,13 @@ class _Pair:
         self.forward()
 
 
-class _Replay(torch.autograd.Function):
+class _GraphReplay(torch.autograd.Function):
     """Forward and backward of a part."""
 
     @staticmethod
-    def forward(ctx: Any, pair: _Pair, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, pair: _GraphPair, num_inputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.pair, ctx.turn = pair, pair.slot.take()
         pair.holder = weakref.ref(ctx.turn)
         ctx.needs_gradient = [x.requires_grad for x in tensors]
@@ -338,15 +340,15 @@ def _capture(
     inputs: list[Tensor],
     sources: list[Tensor],
     memory: GraphMemory,
-    slot: _Slot,
-) -> _Pair:
+    slot: _GraphSlot,
+) -> _GraphPair:
     """Return the graphs of a function of some inputs; backward gives gradients of the sources."""
     kept: list[Tensor] = []
     forward, found = _record(partial(_forward, function, kept), memory, slot)
     outputs: list[Tensor] = []
     form = form_of(found, outputs)
     trained = [x for x in outputs if x.requires_grad]
-    pair = partial(_Pair, slot=slot, forward=forward, inputs=inputs, form=form)
+    pair = partial(_GraphPair, slot=slot, forward=forward, inputs=inputs, form=form)
     if not trained:
         return pair(outputs=outputs, held=kept)
     output_grads = memory.grads_of(trained)
@@ -381,7 +383,7 @@ def _gradients(
 
 
 def _record(
-    function: Callable[[], T], memory: GraphMemory, slot: _Slot
+    function: Callable[[], T], memory: GraphMemory, slot: _GraphSlot
 ) -> tuple[Callable[[], None], T]:
     """Return what replays the work of a function, which has not run, and what that returns."""
     graph, current, collects = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()

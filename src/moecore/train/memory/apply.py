@@ -20,7 +20,7 @@ from moecore.base.regions import running_again
 from moecore.moe.backends import separate_computation
 from moecore.moe.layer import RoutedLayer
 from moecore.train.memory.offload import Offload, within, wrap
-from moecore.train.memory.parts import Part, Use, find_parts, use_of
+from moecore.train.memory.parts import BlockPart, PartUse, find_parts, use_of
 from moecore.train.memory.recompute import recompute, sharing_outputs
 from moecore.train.memory.stash import Stash
 
@@ -170,7 +170,7 @@ def _offloaded(
     return found
 
 
-def _recompute(part: Part, use: Use) -> None:
+def _recompute(part: BlockPart, use: PartUse) -> None:
     """Let a part run as wanted."""
     name, kind, module = part
     if kind == "moe":

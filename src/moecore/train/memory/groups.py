@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moecore.base.saved import UsedRows
 from moecore.base.streams import Stream
 from moecore.base.torch_names import version
-from moecore.train.memory.streams import Mark
+from moecore.train.memory.streams import CopyMark
 
 Key = tuple[str, int]  # a part's name, and how often its layer has entered that name before
 REST: Key = ("", 0)  # what a block saves outside of parts
@@ -64,7 +64,7 @@ class Readers:
 
 
 @dataclass(eq=False, slots=True)
-class Copy:
+class HostCopy:
     """One saved storage: on the device, in a store, or both.
 
     Attributes:
@@ -89,8 +89,8 @@ class Copy:
     home: Stream | None
     used: UsedRows | None
     piece: Any = None
-    out: Mark | None = None
-    busy: Mark | None = None
+    out: CopyMark | None = None
+    busy: CopyMark | None = None
     is_back: bool = False
     readers: Readers = field(default_factory=Readers)
 
@@ -115,7 +115,7 @@ class Copy:
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class StorageGroup:
     """What one part of a layer saves in one forward.
 
     Attributes:
@@ -129,8 +129,8 @@ class Group:
     key: Key
     layer: Layer
     weights: frozenset[int]
-    fresh: list[Copy] = field(default_factory=list)
-    before: list[Group] = field(default_factory=list)
+    fresh: list[HostCopy] = field(default_factory=list)
+    before: list[StorageGroup] = field(default_factory=list)
     readers: Readers = field(default_factory=Readers)
     is_asked: bool = False
 
@@ -153,7 +153,7 @@ class Layer:
     index: int
     is_last: bool
     stream: Stream | None
-    groups: dict[Key, Group] = field(default_factory=dict)
+    groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
     def follow(self, previous: Layer | None) -> None:
         """Link its groups to those of the layer before, whose backward comes after theirs."""
@@ -170,7 +170,7 @@ class Layer:
 
 
 @dataclass(eq=False, slots=True)
-class Chunk:
+class OffloadChunk:
     """One forward of blocks whose backward is announced, such as that of a pipeline's stage.
 
     Attributes:
@@ -181,15 +181,15 @@ class Chunk:
 
     leaves_whole: bool
     layers: list[Layer] = field(default_factory=list)
-    leaving: list[Group] = field(default_factory=list)
+    leaving: list[StorageGroup] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Use:
+class StorageUse:
     """What a handle stands for, and the turns in which it is asked next."""
 
-    copy: Copy
-    group: Group
+    copy: HostCopy
+    group: StorageGroup
     copy_turn: int
     group_turn: int
 

@@ -77,7 +77,7 @@ class Slabs:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HostPiece:
     """Memory of a pool; uint8, at least as long as asked for.
 
     Attributes:
@@ -113,7 +113,7 @@ class HostPool:
         """Bytes of host memory that the pool has made."""
         return self._slabs.num_bytes
 
-    def take(self, num_bytes: int, *, in_capture: bool = False) -> Piece | None:
+    def take(self, num_bytes: int, *, in_capture: bool = False) -> HostPiece | None:
         """Return a piece; None where it would take more than `max_bytes`.
 
         Args:
@@ -128,9 +128,9 @@ class HostPool:
         if memory is None:
             return None
         self.used_bytes += memory.numel()
-        return Piece(memory, in_capture)
+        return HostPiece(memory, in_capture)
 
-    def give(self, piece: Piece) -> None:
+    def give(self, piece: HostPiece) -> None:
         """Take a piece back. Launched work may read it yet: see the note "streams" in `offload`."""
         self.used_bytes -= piece.memory.numel()
         self._free[piece.memory.numel(), piece.of_graph].append(piece.memory)

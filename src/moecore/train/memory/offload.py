@@ -45,7 +45,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moecore.base.fields import Bound, CountOrZero, NumBytes, check_arguments
 from moecore.base.saved import packing
 from moecore.base.torch_names import is_recomputing, storage_key
-from moecore.train.memory.groups import REST, Chunk, Group, Key, Layer
+from moecore.train.memory.groups import REST, Key, Layer, OffloadChunk, StorageGroup
 from moecore.train.memory.storages import SavedStorages
 
 Registry = dict[str, nn.Parameter | None] | dict[str, Tensor | None]  # of a module
@@ -82,7 +82,7 @@ class Offload(SavedStorages):
         super().__init__(device, fraction, min_bytes, max_host_bytes)
         self._layer: Layer | None = None  # that runs
         self._previous: Layer | None = None
-        self._chunk: Chunk | None = None  # that runs
+        self._chunk: OffloadChunk | None = None  # that runs
         self._unwrap: list[Callable[[], None]] = []
         self._registries: WeakKeyDictionary[nn.Module, list[Registry]] = WeakKeyDictionary()
 
@@ -132,14 +132,14 @@ class Offload(SavedStorages):
             self._previous = None
 
     @contextmanager
-    def chunk(self, *, leaves_whole: bool, held: Tensor | None = None) -> Iterator[Chunk]:
+    def chunk(self, *, leaves_whole: bool, held: Tensor | None = None) -> Iterator[OffloadChunk]:
         """Surround a forward of blocks whose backward is announced.
 
         Args:
             leaves_whole: whether what the last block keeps goes out, too; `free` frees it then.
             held: stays on the device anyway, as an input that the caller holds until backward.
         """
-        chunk, is_done = Chunk(leaves_whole), False
+        chunk, is_done = OffloadChunk(leaves_whole), False
         if held is not None:
             ref = StorageWeakRef(held.untyped_storage())
             self._staying[ref.cdata] = ref
@@ -154,14 +154,14 @@ class Offload(SavedStorages):
                     self._retire(lambda group: True)
                 chunk.leaving, self._leaving = self._leaving, []
 
-    def free(self, chunk: Chunk) -> None:
+    def free(self, chunk: OffloadChunk) -> None:
         """Free the device memory of what a chunk's last block has copied out."""
         with self._locked():
             for group in chunk.leaving:
                 group.retire()
             chunk.leaving = []
 
-    def bring_back(self, chunk: Chunk) -> None:
+    def bring_back(self, chunk: OffloadChunk) -> None:
         """Start to copy back all that a chunk has copied out: its backward is near.
 
         Device memory is taken now. What `free` has yet to free is on the device, and stays there.
@@ -234,7 +234,7 @@ class Offload(SavedStorages):
     def _saving(self, key: Key, module: nn.Module) -> Iterator[None]:
         """Within, offload what is saved."""
         assert self._layer is not None
-        group = Group(key, self._layer, self._keys_of(module))
+        group = StorageGroup(key, self._layer, self._keys_of(module))
         self._layer.groups[key] = group
         is_done = False
         try:
@@ -257,7 +257,7 @@ class Offload(SavedStorages):
         local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
         return frozenset(storage_key(t) for t in local)
 
-    def _send(self, group: Group) -> None:
+    def _send(self, group: StorageGroup) -> None:
         """Start to copy out what a part has saved, unless it stays."""
         if not group.layer.is_last:
             self._put(group)

@@ -69,7 +69,7 @@ class OnMeta(TorchFunctionMode):
             args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
         if func is F.scaled_dot_product_attention:
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-            return _Attention.apply(*args[:3], mask)
+            return _AttentionOnMeta.apply(*args[:3], mask)
         if func is F.rms_norm and self._is_gpu:
             return _Norm.apply(args[0], kwargs.get("weight", args[2] if len(args) > 2 else None))
         if is_grouped_mm(func):
@@ -108,7 +108,7 @@ def tensors_of(*values: Any) -> list[Tensor]:
     return found
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionOnMeta(torch.autograd.Function):
     """[B, H, T, d] -> [B, H, T, v], in memory [B, T, H, v]."""
 
     @staticmethod

@@ -27,10 +27,10 @@ from moecore.base.options.memory import StashOptions
 from moecore.base.saved import UsedRows
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import MOST_WORD, PagePool, return_pages
-from moecore.kernels.rows.pages import MOST_MATRICES, Layout, copy_rows, take_rows
+from moecore.kernels.rows.pages import MOST_MATRICES, PageLayout, copy_rows, take_rows
 from moecore.moe.shortage import Shortage
-from moecore.train.memory.groups import Copy
-from moecore.train.memory.streams import CopyStream, Mark, Streams
+from moecore.train.memory.groups import HostCopy
+from moecore.train.memory.streams import CopyMark, CopyStream, CopyStreams
 
 PAGE_ALIGNMENT = 16  # bytes, of what a thread moves at once
 
@@ -51,14 +51,14 @@ class Dispatched:
     """
 
     table: Tensor
-    layout: Layout
-    free: list[tuple[Tensor, Mark]]
+    layout: PageLayout
+    free: list[tuple[Tensor, CopyMark]]
     of_graph: bool
     slots: Tensor | None
     num_rows: Tensor | None
     left: int
-    out: Mark | None = None
-    back: Mark | None = None
+    out: CopyMark | None = None
+    back: CopyMark | None = None
 
     def fill(self, matrices: Sequence[Tensor]) -> None:
         """Take pages for the used rows of matrices and copy them there."""
@@ -71,7 +71,7 @@ class Dispatched:
         copy_rows(matrices, self.table, self.layout, stash=False, over=gone)
 
 
-class Place(NamedTuple):
+class PagePlace(NamedTuple):
     """Where a matrix lies: the piece of a copy."""
 
     of: Dispatched
@@ -104,15 +104,15 @@ class FromPages(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Kind:
+class _PageKind:
     """Dispatches whose matrices have the same sizes, and the tables that are free for them.
 
     Each table with when it was emptied, by whichever stream: only then is it filled.
     """
 
-    layout: Layout
-    of_eager: list[tuple[Tensor, Mark]] = field(default_factory=list)
-    of_graphs: list[tuple[Tensor, Mark]] = field(default_factory=list)
+    layout: PageLayout
+    of_eager: list[tuple[Tensor, CopyMark]] = field(default_factory=list)
+    of_graphs: list[tuple[Tensor, CopyMark]] = field(default_factory=list)
 
 
 class PageStore:
@@ -127,11 +127,11 @@ class PageStore:
         pool: of pages; None until the first rows come.
     """
 
-    def __init__(self, streams: Streams, options: StashOptions, num_layers: int) -> None:
+    def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
         self._streams, self._options, self._num_layers = streams, options, num_layers
         self.pool: PagePool | None = None
         self._balanced_pages = 0.0  # of all layers, with even loads
-        self._kinds: dict[Any, _Kind] = {}  # by the sizes of their matrices
+        self._kinds: dict[Any, _PageKind] = {}  # by the sizes of their matrices
         self._waiting: list[Dispatched] = []  # eager code's, until a capture has ended
 
     @property
@@ -143,7 +143,7 @@ class PageStore:
         """Whether there are rows that are not in use, and somebody knows how many may be."""
         return used is not None and used.balanced is not None
 
-    def put(self, copies: Sequence[Copy]) -> list[Copy]:
+    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
         """Start to copy used rows to pages."""
         in_capture = self._start()
         if not copies:
@@ -153,7 +153,7 @@ class PageStore:
         for group in _by_dispatch(copies):
             found, mark = self._dispatched(pool, group, in_capture=in_capture)
             for index, copy in enumerate(group):
-                copy.piece = Place(found, index)
+                copy.piece = PagePlace(found, index)
             jobs.append(ToPages(found, tuple(copy.data for copy in group if copy.data is not None)))
             emptied += [] if mark is None else [mark]
         out = self._streams.copy_out(jobs, *emptied)
@@ -161,7 +161,7 @@ class PageStore:
             copy.out = copy.busy = copy.piece.of.out = out
         return list(copies)
 
-    def bring(self, copies: Sequence[Copy], gone: Sequence[Place] = ()) -> None:
+    def bring(self, copies: Sequence[HostCopy], gone: Sequence[PagePlace] = ()) -> None:
         """Start to copy used rows back; the same launch returns pages."""
         in_capture = self._start()
         matrices: dict[Dispatched, list[Tensor | None]] = {}
@@ -182,7 +182,7 @@ class PageStore:
             copy.busy = back
         self._return(over, in_capture=in_capture)
 
-    def give(self, pieces: Sequence[Place]) -> None:
+    def give(self, pieces: Sequence[PagePlace]) -> None:
         """Return pages, behind their last reader."""
         self._return(_over(pieces), in_capture=self._start())
 
@@ -225,11 +225,11 @@ class PageStore:
                     if mark is not None:
                         mark.hold(current)
                 return_pages(of.table, of.layout.num_entries, of.layout.pool)
-            of.free.append((of.table, Mark(current)))
+            of.free.append((of.table, CopyMark(current)))
 
     def _dispatched(
-        self, pool: PagePool, group: Sequence[Copy], *, in_capture: bool
-    ) -> tuple[Dispatched, Mark | None]:
+        self, pool: PagePool, group: Sequence[HostCopy], *, in_capture: bool
+    ) -> tuple[Dispatched, CopyMark | None]:
         """Return matrices with a table, and when that was emptied; None = nobody has had it."""
         rows = {used.slots is not None: used for copy in group if (used := copy.used) is not None}
         listed, first = rows.get(True), rows.get(False)
@@ -238,7 +238,7 @@ class PageStore:
         kind = self._kinds.get((key, lengths))
         if kind is None:
             self._check_widths(pool, key)
-            kind = self._kinds[key, lengths] = _Kind(Layout.of(pool, key, *lengths))
+            kind = self._kinds[key, lengths] = _PageKind(PageLayout.of(pool, key, *lengths))
         own = kind.of_graphs if in_capture else kind.of_eager
         free = own or (kind.of_eager if in_capture else own)
         table, emptied = free.pop() if free else (kind.layout.table(), None)
@@ -263,7 +263,7 @@ class PageStore:
                 "that are made for the first layer's: raise it"
             )
 
-    def _make_pool(self, copies: Sequence[Copy], *, in_capture: bool) -> PagePool:
+    def _make_pool(self, copies: Sequence[HostCopy], *, in_capture: bool) -> PagePool:
         """Make the pool, of the first layer's rows."""
         if in_capture:
             raise RuntimeError(
@@ -288,15 +288,15 @@ class PageStore:
         return self.pool
 
 
-def _row(copy: Copy) -> tuple[int, bool]:
+def _row(copy: HostCopy) -> tuple[int, bool]:
     """Return the bytes of a row, and whether a list has the rows in use."""
     assert copy.used is not None
     return copy.size // copy.used.length, copy.used.slots is not None
 
 
-def _by_dispatch(copies: Sequence[Copy]) -> list[list[Copy]]:
+def _by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
     """Return copies in groups with one list of rows in use at most, and one number of them."""
-    found: list[list[Copy]] = []
+    found: list[list[HostCopy]] = []
     rows: dict[bool, UsedRows] = {}
     for copy in copies:
         used = copy.used
@@ -309,7 +309,7 @@ def _by_dispatch(copies: Sequence[Copy]) -> list[list[Copy]]:
     return found
 
 
-def _over(pieces: Sequence[Place]) -> list[Dispatched]:
+def _over(pieces: Sequence[PagePlace]) -> list[Dispatched]:
     """Take places back; return the dispatches of which they were the last."""
     found = []
     for of, _ in pieces:

@@ -25,7 +25,7 @@ UP = {"q_b_proj", "kv_b_proj", "wq_b", "wkv_b"}
 QKV = {"q_proj", "k_proj", "v_proj", "qkv_proj", "wq", "wk", "wv"}
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """A module of a block, and what it is there."""
 
     name: str
@@ -33,37 +33,37 @@ class Part(NamedTuple):
     module: nn.Module
 
 
-class Use(NamedTuple):
+class PartUse(NamedTuple):
     """What of a part is computed again."""
 
     parts: Set[Recomputed]  # of `MemoryOptions.recompute` that ask for it; none = nothing is
     products: tuple[str, ...] = ()  # modules inside whose products are, too; "" = the part itself
 
 
-def find_parts(block: nn.Module) -> Iterator[Part]:
+def find_parts(block: nn.Module) -> Iterator[BlockPart]:
     """Yield the parts of a block, outer ones first; experts that are a layer are experts."""
     for path, module in block.named_modules():
         name = clean_name(path)
         kind = _kind_of(name, module)
         if kind is not None:
-            yield Part(name, kind, module)
+            yield BlockPart(name, kind, module)
 
 
-def use_of(part: Part, wanted: Set[Recomputed]) -> Use:
+def use_of(part: BlockPart, wanted: Set[Recomputed]) -> PartUse:
     """Return what of a part is computed again, of the parts of `MemoryOptions.recompute`."""
     _, kind, module = part
     if kind in ("norm", "moe"):
-        return Use(wanted & {kind})
+        return PartUse(wanted & {kind})
     if kind in ("mlp", "shared_experts"):
-        return Use(wanted & {kind, "activation"}, ("",) if kind in wanted else ())
+        return PartUse(wanted & {kind, "activation"}, ("",) if kind in wanted else ())
     if kind != "attention":
-        return Use(set())
+        return PartUse(set())
     children = {name for name, _ in module.named_children()}
     up, qkv = UP & children, QKV & children
     found: dict[Recomputed, set[str]] = {"mla_up_proj": up | qkv} if up else {"qkv_proj": qkv}
     names = {name for option in wanted & set(found) for name in found[option]}
     has = {option for option in found if found[option]}
-    return Use(wanted & {"rope", "attention_scores", *has}, tuple(sorted(names)))
+    return PartUse(wanted & {"rope", "attention_scores", *has}, tuple(sorted(names)))
 
 
 def _kind_of(name: str, module: nn.Module) -> Kind | None:

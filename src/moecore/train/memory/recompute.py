@@ -69,7 +69,7 @@ class _View(NamedTuple):
         return base.as_strided(self.shape, self.stride, self.offset)
 
 
-class _Place(NamedTuple):
+class _ValuePlace(NamedTuple):
     """Names a value of a region: "saved" and its number, "input" of a product, or "output"."""
 
     kind: str
@@ -78,7 +78,7 @@ class _Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Product:
+class _RegionProduct:
     """A call that is not run again."""
 
     inputs: list[Any]  # until the call ends
@@ -93,7 +93,9 @@ class _Dropped:
 
     __slots__ = ("_base", "_place", "_region", "_view")
 
-    def __init__(self, region: _Region, place: _Place, base: _View, view: _View) -> None:
+    def __init__(
+        self, region: _RunningRegion, place: _ValuePlace, base: _View, view: _View
+    ) -> None:
         self._region, self._place, self._base, self._view = region, place, base, view
         region.expect(place)
 
@@ -110,7 +112,7 @@ class _Dropped:
 
 
 @dataclass(eq=False)
-class _Region:
+class _RunningRegion:
     """One run of a function, and its second run.
 
     Attributes:
@@ -124,7 +126,7 @@ class _Region:
     function: Callable[..., Any]
     has_products: bool
     repeats_scores: bool
-    products: list[_Product] = field(default_factory=list)
+    products: list[_RegionProduct] = field(default_factory=list)
     _inputs: list[Any] = field(default_factory=list)  # handles of tensors, and other leaves
     _spec: Any = None
     _versions: tuple[int, ...] = ()  # of the inputs
@@ -132,11 +134,11 @@ class _Region:
     _largest: int = 0
     _num_saved: int = 0
     _num_products: int = 0
-    _open: _Product | None = None
+    _open: _RegionProduct | None = None
     _last: int = 0  # products before the last value that is dropped
-    _expected: Counter[_Place] = field(default_factory=Counter)
-    _left: Counter[_Place] = field(default_factory=Counter)
-    _values: dict[_Place, Tensor] = field(default_factory=dict)
+    _expected: Counter[_ValuePlace] = field(default_factory=Counter)
+    _left: Counter[_ValuePlace] = field(default_factory=Counter)
+    _values: dict[_ValuePlace, Tensor] = field(default_factory=dict)
     _context: Any = None  # autocast of the first run
     _numbers: Sequence[Tensor] = ()  # states of torch's generators before the first run
     _own_numbers: dict[torch.Generator, Tensor] = field(default_factory=dict)  # of a model's own
@@ -189,14 +191,14 @@ class _Region:
         if self._is_kept(tensor):
             return None
         if self._open is None:
-            place = _Place("saved", self._num_saved)
+            place = _ValuePlace("saved", self._num_saved)
             self._num_saved += 1
             return self._drop(place, tensor, tensor)
         for position, given in enumerate(self._open.inputs):
             if not isinstance(given, Tensor) or given.is_leaf:
                 continue
             if storage_key(given) == storage_key(tensor) and given.dtype == tensor.dtype:
-                place = _Place("input", self._num_products, position)
+                place = _ValuePlace("input", self._num_products, position)
                 return self._drop(place, given, tensor)
         return None  # of the product's own, such as attention's log-sum-exp
 
@@ -205,7 +207,7 @@ class _Region:
             return True
         return storage_key(tensor) in self._known
 
-    def _drop(self, place: _Place, base: Tensor, tensor: Tensor) -> _Dropped:
+    def _drop(self, place: _ValuePlace, base: Tensor, tensor: Tensor) -> _Dropped:
         self._last = self._num_products
         return _Dropped(self, place, _View.of(base), _View.of(tensor))
 
@@ -214,7 +216,7 @@ class _Region:
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_kept(leaf):
                 self._last = len(self.products)
-                _here.outputs[storage_key(leaf)] = _Output(self, number, leaf, version(leaf))
+                _here.outputs[storage_key(leaf)] = _RegionOutput(self, number, leaf, version(leaf))
 
     @property
     def is_multiplying(self) -> bool:
@@ -227,7 +229,7 @@ class _Region:
         inputs = tree_flatten((args, kwargs))[0]
         if self._is_again:
             return self._multiplied(number, inputs)
-        product = _Product(inputs)
+        product = _RegionProduct(inputs)
         self.products.append(product)
         self._open = product
         try:
@@ -248,11 +250,11 @@ class _Region:
 
     # The second run.
 
-    def expect(self, place: _Place) -> None:
+    def expect(self, place: _ValuePlace) -> None:
         """Count a handle of a value."""
         self._expected[place] += 1
 
-    def value(self, place: _Place) -> Tensor:
+    def value(self, place: _ValuePlace) -> Tensor:
         """Return a value, and free it where no other handle waits for it."""
         if place not in self._values:
             self._run_again()
@@ -326,7 +328,7 @@ class _Region:
 
     def _find_saved(self, tensor: Tensor) -> None:
         if not self._is_kept(tensor):
-            place = _Place("saved", self._num_saved)
+            place = _ValuePlace("saved", self._num_saved)
             self._num_saved += 1
             self._find(place, tensor)
 
@@ -334,7 +336,7 @@ class _Region:
         self._num_products += 1
         for position, given in enumerate(inputs):
             if isinstance(given, Tensor):
-                self._find(_Place("input", number, position), given)
+                self._find(_ValuePlace("input", number, position), given)
         product = self.products[number]
         if not product.is_needed:
             raise _Stop
@@ -347,33 +349,33 @@ class _Region:
     def _find_outputs(self, output: Any) -> None:
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor):
-                self._find(_Place("output", number), leaf)
+                self._find(_ValuePlace("output", number), leaf)
 
-    def _find(self, place: _Place, tensor: Tensor) -> None:
+    def _find(self, place: _ValuePlace, tensor: Tensor) -> None:
         if place in self._expected:
             self._values[place] = tensor.detach()
             if len(self._values) == len(self._expected):
                 raise _Stop
 
 
-class _Output(NamedTuple):
+class _RegionOutput(NamedTuple):
     """An output of a region, held so that its storage stays its own."""
 
-    region: _Region
+    region: _RunningRegion
     number: int
     tensor: Tensor
     version: int
 
 
-class _Here(threading.local):
+class _RegionsHere(threading.local):
     """What runs in this thread."""
 
     def __init__(self) -> None:
-        self.outputs: dict[int, _Output] = {}
+        self.outputs: dict[int, _RegionOutput] = {}
         self.is_sharing = False
 
 
-_here = _Here()
+_here = _RegionsHere()
 
 
 def recompute(
@@ -401,7 +403,7 @@ def recompute(
         return function(*args, **kwargs)
     if not torch.is_grad_enabled() or not all(map(_is_plain, _tensors((args, kwargs)))):
         return function(*args, **kwargs)
-    return _Region(name, function, has_products, repeats_scores).run(args, kwargs)
+    return _RunningRegion(name, function, has_products, repeats_scores).run(args, kwargs)
 
 
 @contextmanager
@@ -427,7 +429,7 @@ def _pack_output(tensor: Tensor) -> Handle | None:
     found = _here.outputs.get(storage_key(tensor)) if _is_plain(tensor) else None
     if found is None or found.version != version(tensor) or found.tensor.dtype != tensor.dtype:
         return None
-    place = _Place("output", found.number)
+    place = _ValuePlace("output", found.number)
     return _Dropped(found.region, place, _View.of(found.tensor), _View.of(tensor))
 
 

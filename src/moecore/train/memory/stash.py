@@ -28,7 +28,7 @@ from torch import nn
 from moecore.base.options.memory import StashOptions
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.shortage import Holder, Shortage, this_rank
-from moecore.train.memory.groups import Group
+from moecore.train.memory.groups import StorageGroup
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.page_store import PageStore
 
@@ -53,7 +53,7 @@ class Stash(Offload, Holder):
         self._options, self._num_layers = options, num_layers
         self._store = self.pages = PageStore(self._streams, options, num_layers)
         # Of last layers, and whether a CUDA graph that was captured holds them.
-        self._resting: list[tuple[Group, bool]] = []
+        self._resting: list[tuple[StorageGroup, bool]] = []
 
     def __reduce__(self) -> Any:
         return partial(Stash, self._streams.device, self._options, self._num_layers), ()
@@ -62,7 +62,7 @@ class Stash(Offload, Holder):
         """Return none: no weight has rows that the device counts."""
         return frozenset()
 
-    def _send(self, group: Group) -> None:
+    def _send(self, group: StorageGroup) -> None:
         if group.layer.is_last:
             self._resting.append((group, self._streams.is_capturing()))
         super()._send(group)

@@ -37,10 +37,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.saved import Handle, Kept, UsedRows, changed_in_place, used_rows
 from moecore.base.torch_names import storage_key, version
-from moecore.train.memory.groups import Copy, Group, Use, bytes_of
+from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse, bytes_of
 from moecore.train.memory.host import HostPool
 from moecore.train.memory.store import HostStore, Store
-from moecore.train.memory.streams import Streams
+from moecore.train.memory.streams import CopyStreams
 
 
 class _Offloaded:
@@ -48,7 +48,7 @@ class _Offloaded:
 
     __slots__ = ("_dtype", "_offset", "_shape", "_storages", "_stride", "_use")
 
-    def __init__(self, storages: SavedStorages, use: Use, tensor: Tensor) -> None:
+    def __init__(self, storages: SavedStorages, use: StorageUse, tensor: Tensor) -> None:
         self._storages, self._use = storages, use
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset()
@@ -90,7 +90,7 @@ class SavedStorages:
         self.fraction, self.min_bytes = fraction, min_bytes
         self.kept_bytes = self.out_bytes = self.back_bytes = self.late_bytes = 0
         self.observe: Callable[[Tensor], None] | None = None
-        self._streams = Streams(device)
+        self._streams = CopyStreams(device)
         self._pool = HostPool(
             pinned=device.type == "cuda",
             max_bytes=max_host_bytes,
@@ -99,14 +99,14 @@ class SavedStorages:
         self._store: Store = HostStore(self._streams, self._pool)
         self._nothing = torch.empty(0, device=device)
         self._share = fraction  # of this forward
-        self._leaving: list[Group] = []  # groups whose device memory is not freed yet
+        self._leaving: list[StorageGroup] = []  # groups whose device memory is not freed yet
         # Storage -> the last copy of it. Its address would not do: a unit may free and allocate the
         # memory of a storage that stays.
-        self._copies: dict[int, Copy] = {}
+        self._copies: dict[int, HostCopy] = {}
         self._staying: dict[int, StorageWeakRef] = {}  # beyond the fraction, or held
-        self._done: list[Group] = []  # groups that have run backward just now
+        self._done: list[StorageGroup] = []  # groups that have run backward just now
         self._offered = self._taken = 0  # bytes of this forward
-        self._dead: deque[Use] = deque()
+        self._dead: deque[StorageUse] = deque()
         self._lock = threading.Lock()  # forward, autograd's thread, and whoever frees a graph
 
     @property
@@ -134,7 +134,7 @@ class SavedStorages:
             self._copies = {a: c for a, c in known if c.readers.alive or not c.ref.expired()}
             self._staying = {a: ref for a, ref in self._staying.items() if not ref.expired()}
 
-    def _pack(self, group: Group, tensor: Tensor) -> Handle | None:
+    def _pack(self, group: StorageGroup, tensor: Tensor) -> Handle | None:
         """Return the handle of a tensor; None leaves it to the other packers."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
@@ -156,7 +156,7 @@ class SavedStorages:
                 if outlives or not (group.layer.is_last or self._goes(ref, storage.nbytes())):
                     return None
                 copy = self._new(tensor, ref, group, used)
-            use = Use(copy, group, copy.readers.join(), group.readers.join())
+            use = StorageUse(copy, group, copy.readers.join(), group.readers.join())
         if self.observe is not None:
             self.observe(tensor)
         return _Offloaded(self, use, tensor)
@@ -175,13 +175,13 @@ class SavedStorages:
         return False
 
     def _new(
-        self, tensor: Tensor, ref: StorageWeakRef, group: Group, used: UsedRows | None
-    ) -> Copy:
+        self, tensor: Tensor, ref: StorageWeakRef, group: StorageGroup, used: UsedRows | None
+    ) -> HostCopy:
         storage = tensor.untyped_storage()
         counter = tensor.detach()
         if not tensor.is_inference():
             counter.data = self._nothing
-        copy = Copy(
+        copy = HostCopy(
             size=storage.nbytes(),
             ref=ref,
             counter=counter,
@@ -194,7 +194,7 @@ class SavedStorages:
         group.fresh.append(copy)
         return copy
 
-    def _put(self, group: Group) -> None:
+    def _put(self, group: StorageGroup) -> None:
         ready = [copy for copy in group.fresh if copy.readers.alive and copy.is_as_saved()]
         going = self._store.put(ready)
         self._taken -= sum(copy.size for copy in group.fresh if copy.piece is None)
@@ -202,7 +202,7 @@ class SavedStorages:
             self.out_bytes += sum(copy.size for copy in going)
             self._leaving.append(group)
 
-    def _retire(self, is_due: Callable[[Group], bool]) -> None:
+    def _retire(self, is_due: Callable[[StorageGroup], bool]) -> None:
         """Free the device memory of groups that were copied out."""
         for group in self._leaving:
             if is_due(group):
@@ -211,7 +211,7 @@ class SavedStorages:
 
     # Backward.
 
-    def _fetch(self, use: Use, shape: torch.Size) -> Tensor:
+    def _fetch(self, use: StorageUse, shape: torch.Size) -> Tensor:
         """Return a storage on the device, which the current stream may read from here on."""
         copy, group = use.copy, use.group
         with self._locked():
@@ -237,7 +237,7 @@ class SavedStorages:
                 self._done.append(group)
         return data
 
-    def _bring_all(self, groups: Iterable[Group], gone: Sequence[Any] = ()) -> None:
+    def _bring_all(self, groups: Iterable[StorageGroup], gone: Sequence[Any] = ()) -> None:
         """Start to copy back what is away of groups, in the order of backward.
 
         Args:
@@ -252,7 +252,7 @@ class SavedStorages:
         if gone:
             self._store.give(gone)
 
-    def _bring(self, copies: Sequence[Copy], gone: Sequence[Any] = ()) -> None:
+    def _bring(self, copies: Sequence[HostCopy], gone: Sequence[Any] = ()) -> None:
         """Start to copy storages back."""
         home = self._streams.current()
         for copy in copies:
@@ -269,7 +269,7 @@ class SavedStorages:
             yield
         self._tend_if_free()
 
-    def _leave(self, use: Use) -> None:
+    def _leave(self, use: StorageUse) -> None:
         """Count the death of a handle, which may come at any time, within the lock too."""
         self._dead.append(use)
         self._tend_if_free()

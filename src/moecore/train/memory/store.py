@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moecore.base.saved import UsedRows
-from moecore.train.memory.groups import Copy
-from moecore.train.memory.host import HostPool, Piece
-from moecore.train.memory.streams import Streams, Transfer
+from moecore.train.memory.groups import HostCopy
+from moecore.train.memory.host import HostPiece, HostPool
+from moecore.train.memory.streams import CopyStreams, Transfer
 
 logger = logging.getLogger("moecore.train.memory")
 
@@ -27,11 +27,11 @@ class Store(Protocol):
         """Whether a storage that is being saved may go there, by its rows in use; None = all."""
         ...
 
-    def put(self, copies: Sequence[Copy]) -> list[Copy]:
+    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
         """Start to copy out what finds room; return those, with `piece`, `out` and `busy` set."""
         ...
 
-    def bring(self, copies: Sequence[Copy], gone: Sequence[Any] = ()) -> None:
+    def bring(self, copies: Sequence[HostCopy], gone: Sequence[Any] = ()) -> None:
         """Start to fill the `data` of copies, which is as large as the storage was; sets `busy`.
 
         Args:
@@ -57,7 +57,7 @@ class HostStore:
         pool: of host memory.
     """
 
-    def __init__(self, streams: Streams, pool: HostPool) -> None:
+    def __init__(self, streams: CopyStreams, pool: HostPool) -> None:
         self._streams, self._pool = streams, pool
         self._is_full = False  # which is logged once
 
@@ -65,7 +65,7 @@ class HostStore:
         """Whatever it is."""
         return True
 
-    def put(self, copies: Sequence[Copy]) -> list[Copy]:
+    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
         """Start to copy out what finds room."""
         for copy in copies:
             copy.piece = self._piece(copy.size)
@@ -80,7 +80,7 @@ class HostStore:
                 copy.out = copy.busy = mark
         return going
 
-    def bring(self, copies: Sequence[Copy], gone: Sequence[Piece] = ()) -> None:
+    def bring(self, copies: Sequence[HostCopy], gone: Sequence[HostPiece] = ()) -> None:
         """Start to copy storages back; each is waited for alone, since the host's link is slow."""
         self.give(gone)
         for copy in copies:
@@ -88,7 +88,7 @@ class HostStore:
             transfer = Transfer(copy.data, _host_memory(copy), _counted(copy))
             copy.busy = self._streams.copy_back([transfer], copy.out)
 
-    def give(self, pieces: Sequence[Piece]) -> None:
+    def give(self, pieces: Sequence[HostPiece]) -> None:
         """Take host memory back. Whoever gets it next copies after its last reader."""
         for piece in pieces:
             self._pool.give(piece)
@@ -97,7 +97,7 @@ class HostStore:
         """Free host memory."""
         self._pool.clear()
 
-    def _piece(self, size: int) -> Piece | None:
+    def _piece(self, size: int) -> HostPiece | None:
         piece = self._pool.take(size, in_capture=self._streams.is_capturing())
         if piece is None and not self._is_full:
             self._is_full = True
@@ -108,7 +108,7 @@ class HostStore:
         return piece
 
 
-def _counted(copy: Copy) -> tuple[Tensor, int] | None:
+def _counted(copy: HostCopy) -> tuple[Tensor, int] | None:
     """Return how many first rows of how many bytes travel; None = all bytes do."""
     used = copy.used
     if used is None or used.num_rows is None:
@@ -116,7 +116,7 @@ def _counted(copy: Copy) -> tuple[Tensor, int] | None:
     return used.num_rows, copy.size // used.length
 
 
-def _host_memory(copy: Copy) -> Tensor:
+def _host_memory(copy: HostCopy) -> Tensor:
     """Return the host memory of a copy, without what the size class adds."""
     memory: Tensor = copy.piece.memory
     return memory[: copy.size]

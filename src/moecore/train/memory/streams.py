@@ -59,7 +59,7 @@ class Transfer(NamedTuple):
             copy_used(self.target.view(-1, row_bytes), self.source.view(-1, row_bytes), num_rows)
 
 
-class Mark:
+class CopyMark:
     """A point in a stream's work.
 
     Args:
@@ -82,9 +82,9 @@ class Mark:
             stream.wait_event(self._event)
             self._passed = stream
 
-    def later(self, stream: Stream | None) -> Mark:
+    def later(self, stream: Stream | None) -> CopyMark:
         """Return where a stream that waits for this point is now."""
-        return Mark(stream, self._in_capture)
+        return CopyMark(stream, self._in_capture)
 
 
 class CopyStream:
@@ -160,7 +160,7 @@ class CopyStream:
             stream.synchronize()
 
 
-class Streams:
+class CopyStreams:
     """The copies of activations of one device: out of it beside those into it.
 
     Args:
@@ -180,7 +180,7 @@ class Streams:
         """Whether the current stream's work goes into a CUDA graph."""
         return self._out.is_capturing()
 
-    def copy_out(self, jobs: Iterable[Job], *after: Mark) -> Mark:
+    def copy_out(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
         """Copy away what the current stream has made so far; return when it is there.
 
         Args:
@@ -189,7 +189,7 @@ class Streams:
         """
         return self._copy(self._out, jobs, after)
 
-    def copy_back(self, jobs: Iterable[Job], *after: Mark) -> Mark:
+    def copy_back(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
         """Copy back into what the current stream has allocated; return when.
 
         Args:
@@ -198,12 +198,14 @@ class Streams:
         """
         return self._copy(self._back, jobs, after)
 
-    def _copy(self, stream: CopyStream, jobs: Iterable[Job], after: tuple[Mark, ...]) -> Mark:
+    def _copy(
+        self, stream: CopyStream, jobs: Iterable[Job], after: tuple[CopyMark, ...]
+    ) -> CopyMark:
         """Copy behind the current stream, which has waited for most of `after` anyway."""
         current = self.current()
         for mark in after:
             mark.hold(current)
-        here = Mark(current)
+        here = CopyMark(current)
         here.hold(stream.next)
         for job in jobs:
             job.start(stream)

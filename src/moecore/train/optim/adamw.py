@@ -27,7 +27,7 @@ from torch.optim.optimizer import ParamsT
 
 from moecore.base.fields import OneOf, check_value
 from moecore.base.torch_names import foreach_add_
-from moecore.kernels.adamw import AdamWOptions, AdamWTensors, Row, adamw_
+from moecore.kernels.adamw import AdamWOptions, AdamWTensors, ParamRow, adamw_
 from moecore.kernels.adamw_formats import (
     MOMENT_BLOCK,
     decode_moments_ref,
@@ -262,7 +262,7 @@ class AdamW(torch.optim.AdamW):
                 grad = grad.redistribute(placements=param.placements)  # may be partial sums
             optional = (state.get(name) for name in ("exponents", "remainder"))
             parts = (param, grad, *(state[name] for name in MOMENTS), state["step"], *optional)
-            row = Row(*map(_local, parts))
+            row = ParamRow(*map(_local, parts))
             # Others of one kind must not lose their launch to one that no kernel can update.
             kind = (
                 param.device,

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.train.optim.matrices import MatrixLayout, Part
+from moecore.train.optim.matrices import MatrixLayout, MatrixPart
 
 ROUND_NUMEL = 1 << 28  # elements of a rank's share of one exchange
 Index = slice | Tensor
 
 
-class Block(NamedTuple):
+class MatrixBlock(NamedTuple):
     """Where matrices of one shape lie in a [batch, rows, columns] tensor.
 
     Attributes:
@@ -86,15 +86,15 @@ class Round:
 
     params: list[int]
     owned: list[tuple[int, int, int]]
-    sends: list[list[Block]]
-    receives: list[list[Block]]
-    returns: list[list[Block]]
-    results: list[list[Block]]
+    sends: list[list[MatrixBlock]]
+    receives: list[list[MatrixBlock]]
+    returns: list[list[MatrixBlock]]
+    results: list[list[MatrixBlock]]
 
     @classmethod
     def empty(cls, num_ranks: int) -> Round:
         """Return a round without parameters."""
-        lists: list[list[list[Block]]] = [[[] for _ in range(num_ranks)] for _ in range(4)]
+        lists: list[list[list[MatrixBlock]]] = [[[] for _ in range(num_ranks)] for _ in range(4)]
         sends, receives, returns, results = lists
         return cls(
             params=[], owned=[], sends=sends, receives=receives, returns=returns, results=results
@@ -119,7 +119,7 @@ class Round:
         dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=group)
         return received
 
-    def unpack(self, received: Tensor, *, back: bool) -> Iterator[tuple[Block, Tensor]]:
+    def unpack(self, received: Tensor, *, back: bool) -> Iterator[tuple[MatrixBlock, Tensor]]:
         """Yield the blocks of what came, and their values."""
         blocks = [b for one in (self.results if back else self.receives) for b in one]
         sizes = [_numel(block) for block in blocks]
@@ -128,7 +128,7 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class MatrixPlan:
     """How one rank takes part in a step of some parameters.
 
     Attributes:
@@ -137,7 +137,7 @@ class Plan:
         rounds: exchanges of the others, with the group of each.
     """
 
-    alone: dict[int, list[Block]]
+    alone: dict[int, list[MatrixBlock]]
     rounds: list[tuple[dist.ProcessGroup, Round]]
 
 
@@ -145,7 +145,7 @@ def make_plan(
     params: Sequence[Tensor],
     layouts: Sequence[MatrixLayout],
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
-) -> Plan:
+) -> MatrixPlan:
     """Return the plan of a step. No communication, but for what `group_of` does.
 
     Args:
@@ -154,7 +154,7 @@ def make_plan(
         group_of: the process group of some ranks, in their order.
     """
     holdings: dict[object, _Holding] = {}  # parameters of one layout share theirs
-    alone: dict[int, list[Block]] = {}
+    alone: dict[int, list[MatrixBlock]] = {}
     shared: dict[tuple[int, ...], list[_Member]] = {}
     for place, (param, layout) in enumerate(zip(params, layouts, strict=True)):
         key: object = (param.shape, layout)
@@ -174,7 +174,7 @@ def make_plan(
         owners = _assign(members, len(ranks))
         for some in _rounds(members, len(ranks)):
             rounds.append((group, _round(some, owners, ranks.index(dist.get_rank()))))
-    return Plan(alone=alone, rounds=rounds)
+    return MatrixPlan(alone=alone, rounds=rounds)
 
 
 class _Holding:
@@ -235,7 +235,7 @@ class _Member(NamedTuple):
     holding: _Holding
     device: torch.device
 
-    def block(self, part: Part, number: int, chosen: Tensor) -> Block | None:
+    def block(self, part: MatrixPart, number: int, chosen: Tensor) -> MatrixBlock | None:
         """Return the block of some matrices of a part in a rank's own tensor; None = nothing.
 
         Args:
@@ -246,7 +246,7 @@ class _Member(NamedTuple):
         (batch,) = chosen.nonzero(as_tuple=True)
         return _block(self.place, batch, part.rows, part.columns, number, self.device)
 
-    def blocks_alone(self) -> list[Block]:
+    def blocks_alone(self) -> list[MatrixBlock]:
         """Return the blocks of all that this rank holds."""
         ranks, held = self.holding.ranks, self.holding.held
         mine = held[ranks.index(dist.get_rank())] if len(ranks) > 1 else held[0]
@@ -256,12 +256,12 @@ class _Member(NamedTuple):
 
 def _block(
     place: int, batch: Tensor, rows: Tensor, columns: Tensor, part: int, device: torch.device
-) -> Block | None:
+) -> MatrixBlock | None:
     shape = (batch.numel(), rows.numel(), columns.numel())
     if 0 in shape:
         return None
     at = [_index(index, device) for index in (batch, rows, columns)]
-    return Block(place, at[0], at[1], at[2], shape, part)
+    return MatrixBlock(place, at[0], at[1], at[2], shape, part)
 
 
 def _rounds(members: list[_Member], num_ranks: int) -> Iterator[list[_Member]]:
@@ -356,10 +356,10 @@ def _as_tensor(index: Index, size: int, like: Tensor) -> Tensor:
     return torch.arange(*index.indices(size), device=like.device)
 
 
-def _numel(block: Block) -> int:
+def _numel(block: MatrixBlock) -> int:
     n, rows, columns = block.shape
     return n * rows * columns
 
 
-def _sizes(of_ranks: list[list[Block]]) -> list[int]:
+def _sizes(of_ranks: list[list[MatrixBlock]]) -> list[int]:
     return [sum(map(_numel, blocks)) for blocks in of_ranks]

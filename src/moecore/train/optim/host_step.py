@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _MomentPiece:
     """Some elements of one parameter, this rank's part; flat.
 
     Attributes:
@@ -63,16 +63,16 @@ class _Piece:
     exp_avg_sq: Tensor
     step: Tensor
 
-    def part(self, start: int, stop: int) -> _Piece:
+    def part(self, start: int, stop: int) -> _MomentPiece:
         """Return some of its elements."""
         cut = slice(start, stop)
-        return _Piece(
+        return _MomentPiece(
             self.weight[cut], self.grad[cut], self.exp_avg[cut], self.exp_avg_sq[cut], self.step
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _HostChunk:
     """Pieces of one group, of one dtype of weights and one of gradients: `CHUNK` elements at most.
 
     Attributes:
@@ -80,7 +80,7 @@ class _Chunk:
         group: its hyperparameters.
     """
 
-    pieces: list[_Piece]
+    pieces: list[_MomentPiece]
     number: int
     group: dict[str, Any]
 
@@ -91,7 +91,7 @@ class _Chunk:
         return size * sum(piece.weight.numel() for piece in self.pieces)
 
 
-class _Slot:
+class _HostSlot:
     """Pinned memory that a chunk travels through.
 
     Args:
@@ -106,7 +106,7 @@ class _Slot:
         )
         self.copied: torch.cuda.Event | None = None  # after the copies to it
 
-    def views(self, chunk: _Chunk) -> tuple[list[Tensor], list[Tensor]]:
+    def views(self, chunk: _HostChunk) -> tuple[list[Tensor], list[Tensor]]:
         """Return memory for the weights and for the gradients of the pieces."""
         return (
             _cut(self._weights, [piece.weight for piece in chunk.pieces]),
@@ -152,7 +152,7 @@ class HostAdamW(AdamW):
     ) -> None:
         check_value("host_fraction", host_fraction, Fraction)
         self.host_fraction = host_fraction
-        self._slots: list[_Slot] = []
+        self._slots: list[_HostSlot] = []
         self._stream: CopyStream | None = None
         super().__init__(params, lr, betas, eps, weight_decay, moment_dtype=moment_dtype)
 
@@ -255,7 +255,9 @@ class HostAdamW(AdamW):
             for param, grad in grads.items():
                 param.grad = grad
 
-    def _step_on_host(self, chunks: list[_Chunk], signals: _Signals, stream: CopyStream) -> None:
+    def _step_on_host(
+        self, chunks: list[_HostChunk], signals: _Signals, stream: CopyStream
+    ) -> None:
         for number, chunk in enumerate(chunks):
             slot = self._slots[number % NUM_SLOTS]
             if slot.copied is not None:
@@ -267,7 +269,7 @@ class HostAdamW(AdamW):
             if number + NUM_SLOTS < len(chunks):
                 _bring(stream, chunks[number + NUM_SLOTS], slot)
 
-    def _chunks(self) -> list[_Chunk]:
+    def _chunks(self) -> list[_HostChunk]:
         """Return what the host steps, with state and slots for it, made where they lack."""
         chunks = [
             chunk
@@ -280,15 +282,15 @@ class HostAdamW(AdamW):
             pinned = bool(chunks) and chunks[0].pieces[0].weight.is_cuda
             self._slots = []
             with self._of_host_memory():
-                self._slots = [_Slot(num_bytes, pinned=pinned) for _ in range(NUM_SLOTS)]
+                self._slots = [_HostSlot(num_bytes, pinned=pinned) for _ in range(NUM_SLOTS)]
         return chunks
 
     def _of_host_memory(self) -> AbstractContextManager[None]:
         return of_host_memory(f"host_fraction ({self.host_fraction}) of the optimizer's state")
 
-    def _pieces(self, group: dict[str, Any]) -> list[list[_Piece]]:
+    def _pieces(self, group: dict[str, Any]) -> list[list[_MomentPiece]]:
         """Return this rank's parts of what a group steps on the host, by dtypes."""
-        found: dict[Any, list[_Piece]] = {}
+        found: dict[Any, list[_MomentPiece]] = {}
         for param in group["params"]:
             grad = param.grad
             if param not in self.host_params or grad is None:
@@ -304,7 +306,7 @@ class HostAdamW(AdamW):
             changed = (_local(x).view(-1) for x in (param, *(state[m] for m in MOMENTS)))
             weight, exp_avg, exp_avg_sq = changed
             flat_grad = _local(grad).contiguous().view(-1)
-            piece = _Piece(weight, flat_grad, exp_avg, exp_avg_sq, state["step"])
+            piece = _MomentPiece(weight, flat_grad, exp_avg, exp_avg_sq, state["step"])
             found.setdefault((param.dtype, grad.dtype), []).append(piece)
         return list(found.values())
 
@@ -365,9 +367,9 @@ class _Signals:
         return float(self._values[group])
 
 
-def _packed(pieces: list[_Piece], number: int, group: dict[str, Any]) -> Iterator[_Chunk]:
+def _packed(pieces: list[_MomentPiece], number: int, group: dict[str, Any]) -> Iterator[_HostChunk]:
     """Cut pieces at multiples of `VECTOR` and put them together in chunks."""
-    found: list[_Piece] = []
+    found: list[_MomentPiece] = []
     room = CHUNK
     for piece in pieces:
         start, end = 0, piece.weight.numel()
@@ -377,13 +379,13 @@ def _packed(pieces: list[_Piece], number: int, group: dict[str, Any]) -> Iterato
                 found.append(piece.part(start, stop))
             room, start = room - (stop - start), stop
             if start < end:
-                yield _Chunk(found, number, group)
+                yield _HostChunk(found, number, group)
                 found, room = [], CHUNK
     if found:
-        yield _Chunk(found, number, group)
+        yield _HostChunk(found, number, group)
 
 
-def _bring(stream: CopyStream, chunk: _Chunk, slot: _Slot) -> None:
+def _bring(stream: CopyStream, chunk: _HostChunk, slot: _HostSlot) -> None:
     """Start to copy a chunk to the host."""
     weights, grads = slot.views(chunk)
     for piece, weight, grad in zip(chunk.pieces, weights, grads, strict=True):
@@ -392,7 +394,9 @@ def _bring(stream: CopyStream, chunk: _Chunk, slot: _Slot) -> None:
     slot.copied = stream.mark()
 
 
-def _update(chunk: _Chunk, weights: list[Tensor], grads: list[Tensor], signals: _Signals) -> None:
+def _update(
+    chunk: _HostChunk, weights: list[Tensor], grads: list[Tensor], signals: _Signals
+) -> None:
     """Step a chunk by torch's fused AdamW; weights and moments change in place."""
     wide = torch.promote_types(weights[0].dtype, torch.float32)
     widened = [weight.to(wide) for weight in weights]

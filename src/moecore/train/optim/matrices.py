@@ -103,7 +103,7 @@ class MatrixLayout:
             return local[None]
         return local.view(first, math.prod(middle), last)
 
-    def parts(self, param: Tensor, coordinate: Sequence[int] | None = None) -> list[Part]:
+    def parts(self, param: Tensor, coordinate: Sequence[int] | None = None) -> list[MatrixPart]:
         """Return what a rank holds of each part.
 
         Args:
@@ -120,12 +120,12 @@ class MatrixLayout:
         if self.cut is not None:
             axes[self.cut.dim] = list(_pieces(self.cut, dims[self.cut.dim]))
         return [
-            Part(batch, rows[0], rows[1], columns[0], columns[1])
+            MatrixPart(batch, rows[0], rows[1], columns[0], columns[1])
             for rows, columns in zip(*axes, strict=True)
         ]
 
 
-class Part(NamedTuple):
+class MatrixPart(NamedTuple):
     """What a rank holds of the matrices of one part: places of its rows here and in the matrix.
 
     Attributes:

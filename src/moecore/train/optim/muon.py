@@ -30,7 +30,7 @@ from moecore.base.fields import (
     check_arguments,
 )
 from moecore.kernels.momentum import momentum_
-from moecore.train.optim.exchange import Block, Plan, Round, make_plan
+from moecore.train.optim.exchange import MatrixBlock, MatrixPlan, Round, make_plan
 from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, scale_of
 
 Momentum = Annotated[float, Bound(">=", 0), Bound("<", 1)]
@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drop what is made of layouts and groups of processes, and made again when needed."""
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._plans: dict[tuple[int, ...], MatrixPlan] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Muon(torch.optim.Optimizer):
                 _Step(self, group, params).run(self._plan(params))
         return loss
 
-    def _plan(self, params: list[nn.Parameter]) -> Plan:
+    def _plan(self, params: list[nn.Parameter]) -> MatrixPlan:
         """Return who does what; a new one where other parameters have gradients."""
         key = tuple(map(id, params))
         if key not in self._plans:
@@ -186,7 +186,7 @@ class Muon(torch.optim.Optimizer):
         return self._groups[ranks]
 
 
-class _Views(NamedTuple):
+class _MatrixViews(NamedTuple):
     """This rank's part of a parameter as [b, R, C]."""
 
     weight: Tensor
@@ -222,16 +222,16 @@ class _Step:
         self.options = {"steps": group["ns_steps"], "coefficients": group["ns_coefficients"]}
         self.options["eps"] = group["eps"]
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: MatrixPlan) -> None:
         """Step all parameters of the plan."""
         for chunk in self._chunks(plan):
             self._step_alone(chunk)
         for process_group, one in plan.rounds:
             self._step_together(one, process_group)
 
-    def _chunks(self, plan: Plan) -> Iterator[list[tuple[int, slice, list[Block]]]]:
+    def _chunks(self, plan: MatrixPlan) -> Iterator[list[tuple[int, slice, list[MatrixBlock]]]]:
         """Yield parameters, or some matrices of one, that are stepped at once."""
-        chunk: list[tuple[int, slice, list[Block]]] = []
+        chunk: list[tuple[int, slice, list[MatrixBlock]]] = []
         numel = 0
         for place, blocks in plan.alone.items():
             batch, *matrix = self.views[place].weight.shape
@@ -246,7 +246,7 @@ class _Step:
         if chunk:
             yield chunk
 
-    def _step_alone(self, chunk: list[tuple[int, slice, list[Block]]]) -> None:
+    def _step_alone(self, chunk: list[tuple[int, slice, list[MatrixBlock]]]) -> None:
         targets, matrices = [], []
         for place, batch, blocks in chunk:
             weight, grad, momentum = (t[batch] for t in self.views[place])
@@ -287,7 +287,9 @@ class _Step:
             found_inf=self.found_inf,
         )
 
-    def _apply(self, weight: Tensor, block: Block, values: Tensor, layout: MatrixLayout) -> None:
+    def _apply(
+        self, weight: Tensor, block: MatrixBlock, values: Tensor, layout: MatrixLayout
+    ) -> None:
         """Take decay and update off the weights of a block, computed in at least fp32."""
         factor = scale_of(layout, layout.shapes[block.part], self.group["adjust_lr_fn"])
         here = block._replace(place=0)
@@ -301,13 +303,13 @@ class _Step:
             here.write([weight], new)
 
 
-def _views(param: nn.Parameter, layout: MatrixLayout, momentum: Tensor) -> _Views:
+def _views(param: nn.Parameter, layout: MatrixLayout, momentum: Tensor) -> _MatrixViews:
     grad = param.grad
     assert grad is not None
     if isinstance(param, DTensor) and grad.placements != param.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
     found = (_local(param.detach()), _local(grad).contiguous(), _local(momentum))
-    return _Views(*map(layout.view, found))
+    return _MatrixViews(*map(layout.view, found))
 
 
 def _momentum(optimizer: Muon, param: nn.Parameter) -> Tensor:

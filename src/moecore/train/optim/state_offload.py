@@ -74,7 +74,7 @@ class _Moved:
 
 
 @dataclass(slots=True)
-class _Part:
+class _StatePart:
     """What leaves and comes back together.
 
     Attributes:
@@ -121,7 +121,7 @@ class StateOffload:
         self._optimizer, self._fraction = optimizer, fraction
         self._device = _local(optimizer.param_groups[0]["params"][0]).device
         self._copies, self._stream = HostCopies(), CopyStream(self._device)
-        self._parts: list[_Part] = []  # none while all state is on the device
+        self._parts: list[_StatePart] = []  # none while all state is on the device
         self._blocks = find_blocks(model) or [model]
         self._enginess = engines_of(model)
         self._hooks: list[Any] = [
@@ -231,9 +231,9 @@ class StateOffload:
                 tensor = tensors[name]
                 part.append(_Moved(tensor, tensor.shape, tensor.stride(), hosts[name]))
                 self._stream.copy(hosts[name], flat[name])
-            self._parts.append(_Part(part, "leaving", self._stream.mark()))
+            self._parts.append(_StatePart(part, "leaving", self._stream.mark()))
 
-    def _free(self, part: _Part) -> None:
+    def _free(self, part: _StatePart) -> None:
         """Free a part's memory on the device, if it is copied or will be: see the note "order"."""
         if part.place == "leaving":
             self._stream.hold(part.copied)
@@ -241,7 +241,7 @@ class StateOffload:
                 moved.become(moved.host)
             part.place = "away"
 
-    def _fetch(self, part: _Part) -> None:
+    def _fetch(self, part: _StatePart) -> None:
         """Start to copy a part to the device."""
         if part.place != "away":
             return

@@ -50,10 +50,10 @@ from moecore.integrations.torchtitan.step import finish_before_step
 from moecore.integrations.torchtitan.v03.decoder import TitanDecoder
 from moecore.integrations.torchtitan.v03.hf import TitanHF, parallelize_hf
 from moecore.integrations.torchtitan.v03.parts import (
-    MoEMetrics,
     MoETrainer,
     OwnLossTrainer,
     SumLoss,
+    TitanMetrics,
     parallelize_own_loss,
     parallelize_titan,
 )
@@ -115,7 +115,7 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
         job,
         MoETrainer.Config,
         model_spec=spec,
-        metrics=derive(job.metrics, MoEMetrics.Config),
+        metrics=derive(job.metrics, TitanMetrics.Config),
         training=replace(job.training, disable_cuda_graphs=True),
     )
 
@@ -167,7 +167,7 @@ def _own_loss_job(
     return OwnLossTrainer.Config(
         model_spec=spec,
         loss=SumLoss.Config(),
-        metrics=MoEMetrics.Config(),
+        metrics=TitanMetrics.Config(),
         dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
         optimizer=default_adamw(lr=3e-4),
         training=TrainingConfig(

@@ -97,7 +97,7 @@ def _first(loss: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
-class MoEMetrics(MoEMetricsProcessor):
+class TitanMetrics(MoEMetricsProcessor):
     """`MoEMetricsProcessor` as a part of 0.3's job."""
 
     @dataclass(kw_only=True, slots=True)
