@@ -41,7 +41,6 @@ def attend(
     Args:
         q_BTHd: any float dtype.
         k_BThd: likewise; H must be a multiple of h.
-        v_BThv: likewise.
         sequence: which document each token belongs to, and which of them this rank holds.
         scale: factor on q . k.
         window: each token sees so many at most, itself included; None = all.

@@ -26,7 +26,6 @@ class RotaryTable:
 
     Attributes:
         cos_Td: fp32 [T, d / 2]; [B * T, d / 2] for [B, T] positions.
-        sin_Td: likewise.
 
     Source: RoFormer (arXiv:2104.09864).
     """

@@ -77,8 +77,6 @@ class Sequence:
         Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
 
         Args:
-            x_BT: of the whole rows.
-            steps: how many.
             fill: for the last tokens of each document.
         """
         if self.positions_BT is None:
@@ -108,7 +106,6 @@ def packed_sequence(
         max_seqlen: tokens of the longest document, or more; None = those of the longest where
             `cu_seqlens` lies on the CPU, else B * T.
         shape: B and T.
-        device: of the tokens.
 
     Raises:
         ValueError: when the documents are not those of B * T tokens.

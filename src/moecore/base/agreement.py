@@ -29,7 +29,6 @@ def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = N
         entries: name -> value, equal where its `repr` is; every rank must bring the same names in
             the same order. A mapping among the values is opened to name what in it differs: an
             entry before it must have compared its keys.
-        device_type: of the group's collectives.
         group: the ranks that share the entries; every rank calls it with its own group.
 
     Raises:
@@ -101,7 +100,6 @@ def check_equal_weights(
 
     Args:
         tensors: parameters and buffers, with the same names and shapes on every rank.
-        device_type: of the group's collectives.
         group: the ranks that share them; every rank calls it with its own group.
 
     Raises:
@@ -127,8 +125,6 @@ def differing_tensors(
     Args:
         tensors: plain, with the same names, shapes and dtypes on every rank of the group; those on
             meta are left out.
-        device_type: of the group's collectives.
-        group: the ranks.
     """
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
     if not real or not _has_others(group):

@@ -90,7 +90,6 @@ def check_fields(record: Any, rules: Callable[[], Rules] | None = None) -> None:
     Under torch.compile nothing is checked: what a compiled region builds, a checked record gave.
 
     Args:
-        record: a dataclass.
         rules: yields a field, dotted for one of a record inside, and the relation that it breaks.
 
     Raises:
@@ -113,7 +112,6 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     Under torch.compile nothing is checked.
 
     Args:
-        function: the caller.
         arguments: its `locals()`.
 
     Raises:

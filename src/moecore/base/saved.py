@@ -73,7 +73,6 @@ class UsedRows:
     What lies in the others means nothing, and need not come back.
 
     Attributes:
-        length: of the matrix.
         num_rows: 0-dim int32 on the device: the first so many; None = those that have a slot.
         slots: int32 [length, K] on the device: a row all of whose slots are negative has none.
         balanced: how many rows that are with even loads; None = nobody has planned for them.

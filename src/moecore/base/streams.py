@@ -92,7 +92,6 @@ class Queues:
         current: the stream that gets what is queued.
         host_behind: what the host has waited for since it queued something.
         length: how much has been queued.
-        num_streams: that there are.
     """
 
     def __init__(self) -> None:

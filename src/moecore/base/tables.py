@@ -20,9 +20,6 @@ class TableRow:
         kind: attention, router, experts and so on.
         shapes: global, and of this rank's part.
         placement: which mesh dims cut which dims.
-        names: without their layers.
-        number: of parameters.
-        num_bytes: of this rank's parts.
     """
 
     kind: str

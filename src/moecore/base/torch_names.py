@@ -237,7 +237,6 @@ def run_backward(outputs: Sequence[Any], grads: Sequence[Tensor]) -> None:
 
     Args:
         outputs: tensors, or edges of the graph.
-        grads: of each.
     """
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(tuple(outputs), tuple(grads), False, False, (), True, accumulate_grad=True)

@@ -38,7 +38,6 @@ def replace_blocks(
     """Replace every known MoE block in place and return all MoE layers by qualified name.
 
     Args:
-        model: any module.
         adapters: block class -> adapter.
         adapter_of: the adapter of another block, or None.
         why_refused: why a block without adapter cannot be taken; None = it is no MoE block.

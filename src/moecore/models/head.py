@@ -19,10 +19,6 @@ from moecore.moe.params import local_param
 class Head(nn.Module):
     """The output matrix, and the loss on top of it. Without a weight of its own when tied.
 
-    Args:
-        config: the decoder.
-        dtype: dtype of the weight.
-
     Attributes:
         is_fsdp_head: nothing but its own forward reads its weight: note "head" of `find_units`.
     """
@@ -52,10 +48,8 @@ class Head(nn.Module):
 
         Args:
             x_BTD: normed hidden states; under cp and tp this rank's tokens.
-            labels_BT: of the whole rows.
             num_tokens: what the summed loss is divided by.
             tied_weight: the embedding table, when tied.
-            sequence: where the tokens stand.
         """
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"

@@ -36,7 +36,6 @@ class LatentAttention(nn.Module):
 
     Args:
         config: the decoder, with `mla`.
-        dtype: dtype of the parameters.
 
     Attributes:
         observe_scores: as of `Attention`.

@@ -45,7 +45,6 @@ class TensorParallel:
     Every method is a collective unless its docstring excludes it.
 
     Attributes:
-        group: the tp ranks.
         rank: this rank's index in the group.
         size: G.
     """
@@ -110,8 +109,6 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
 
     Args:
         model: on meta, or with the same values on every rank.
-        config: of the model.
-        tp_mesh: one dim.
 
     Raises:
         ValueError: when heads or hidden dims do not divide, or the model is already sharded.
@@ -142,7 +139,6 @@ def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
     """Raise ValueError when a decoder cannot be cut over this many tp ranks.
 
     Args:
-        config: the decoder.
         tp: G.
 
     Raises:

@@ -43,7 +43,6 @@ def expert_choice_ids(
     """Return int64 [N, E]: column e holds e where expert e takes the token, else -1.
 
     Args:
-        scores_NE: what experts compare.
         capacity: tokens that each expert takes; fewer where there are no more.
         padding_mask_N: bool, True = never taken; None = no padding.
 
@@ -78,7 +77,6 @@ def within_capacity(
         ids_NK: expert ids; -1 = no choice, which never stays.
         weights_NK: routing weights, read by "probability".
         num_experts: E.
-        capacity: of one expert.
         drop: "probability" keeps the highest weights, "position" the first tokens.
         tokens_N: int64, the tokens from the first to the last, which decides among equals, too.
 

@@ -132,9 +132,6 @@ class LoadTracker:
     - Add `num_captured` to `num_micro_batches` at every replay, or nothing checks their number.
     - `set_num_micro_batches` must come before capture, which keeps its factor on the gradient. The
       loss scale is a tensor, which replays read.
-
-    Args:
-        config: the layer.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -180,9 +177,6 @@ class LoadTracker:
         is launched here, and two kernels in backward. No host sync.
 
         Args:
-            y: the layer's output.
-            routing: of its tokens.
-            micro_batch: where they stand.
             bias_E: the bias with which they chose; None = none.
 
         Raises:
@@ -411,11 +405,8 @@ def balance_losses(
     loss. Coefficients are applied. One small all-reduce per scope that needs one; no host sync.
 
     Args:
-        routing: of this rank's tokens.
         ids_TK: int32, what is counted: their choices or best scores; -1 is not.
         num_sequences: the tokens are of this many sequences.
-        config: the layer.
-        groups: who counts together.
         prior_counts_E: this rank's counts of the like in earlier micro-batches of the step.
         sequences_T: int64, the sequence of each token; None = they are of equal length, one after
             the other.

@@ -34,7 +34,6 @@ def with_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[Ex
     """Give the weights of e + n experts; within, what is saved of them is joined again.
 
     Args:
-        weights: of this rank's experts.
         clones: of the forward; None = there are none, and the weights stay as they are.
     """
     if clones is None:

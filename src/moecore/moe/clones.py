@@ -100,10 +100,6 @@ class Cloner:
 
         On meta nobody has clones.
 
-        Args:
-            routing: of this rank's tokens.
-            lanes: of the dispatcher.
-
         Returns:
             None where no rank has a clone.
         """
@@ -180,7 +176,6 @@ class Clones:
     """The clones of one forward of a layer, as one rank sees them.
 
     Attributes:
-        group: ranks by expert block.
         lanes: that take turns while weights travel.
         sent: this rank's experts that are cloned, by destination and then by place, repeated.
         send_splits: how many of them go to each rank.
@@ -207,9 +202,6 @@ class Clones:
 
         Args:
             experts: the expert in each place for a clone, rank by rank; -1 = empty.
-            placement: of the layer's experts.
-            group: ranks by expert block.
-            lanes: as of the record.
 
         Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2, so its
@@ -298,7 +290,6 @@ class PeerClones:
     """The clones of one forward of a layer over peers' memory. No host sync.
 
     Attributes:
-        exchange: of the dispatch group.
         places: the plan, on the device.
     """
 

@@ -137,7 +137,6 @@ class Experts(nn.Module):
 
         Args:
             name: of the matrix, w1 or w2 of the layout.
-            update: its parameters are whole.
 
         Raises:
             ValueError: for a name that is no matrix which can be updated, and with FC1 in two
@@ -237,9 +236,6 @@ class Experts(nn.Module):
 
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
         """Return y_SD, the weighted sum over the local experts of each source row.
-
-        Args:
-            inp: what a dispatcher gives.
 
         Returns:
             dtype of `inp.rows`; added in fp32, rounded once. Under etp and ep a partial sum.

@@ -130,7 +130,6 @@ class _Side:
     """The forward or the backward.
 
     Attributes:
-        is_backward: which one.
         is_early: whether it wants the baton before the other one starts an exchange.
         is_running: whether it has not ended.
         turn: is free when its turn comes.
@@ -257,7 +256,6 @@ def numbers_of(start: Callable[..., Any], numbers: Tensor, lanes: Lanes | None =
 
     Args:
         start: as of `exchange`.
-        numbers: of the device.
         lanes: who runs until the host has them; None = nobody.
     """
     if lanes is None or not lanes.are_open:

@@ -59,7 +59,6 @@ class RoutedLayer(nn.Module):
     """What a layer does once experts and weights are chosen: dispatch, experts, combine, counts.
 
     Attributes:
-        config: the layer.
         dispatcher: how tokens travel; `parallelize_moe` sets another.
         cloner: clones hot experts on other ranks; None = nobody does.
         tracker: counts loads, and has the auxiliary losses.
@@ -113,7 +112,6 @@ class RoutedLayer(nn.Module):
 
         Args:
             rows_TL: in the dtype in which they travel.
-            routing: of these tokens.
             is_kept: whether backward keeps `rows_TL` anyway.
         """
         with mark("moecore::dispatch"):

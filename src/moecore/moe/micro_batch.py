@@ -127,7 +127,6 @@ def position_order(
         num_tokens: N.
         num_sequences: B; sequences are consecutive tokens of equal number.
         padding_mask_N: bool, True = padding; None = none.
-        device: of the result.
         cu_seqlens: int32 [n + 1], where sequences start, in place of `num_sequences`.
     """
     if cu_seqlens is not None:

@@ -42,7 +42,6 @@ def local_param(param: Tensor, *, reads: bool = True) -> Tensor:
     sequence parallelism), so its gradient is a partial sum, and is marked as one.
 
     Args:
-        param: plain, or a DTensor.
         reads: its values; False for what reads `gathered_blocks`, and gives it a gradient.
 
     Raises:
@@ -127,9 +126,7 @@ class StepCopies:
         """Return a copy, made anew unless micro-batches share it.
 
         Args:
-            key: of the copy.
             params: which it is made of. What torch counts as a change of them ends a copy.
-            make: makes it.
         """
         found = self._found.pop(key, None)
         made_of = tuple(number for param in params for number in _made_of(param))
@@ -184,7 +181,6 @@ class ParamReader:
         """Return the part as a plain tensor, differentiably.
 
         Args:
-            param: of the module.
             cast: to the dtype of the products, if the reader has one; else it may be one that was
                 gathered in FP8, and has no values.
         """
@@ -208,7 +204,6 @@ class ParamReader:
         Args:
             key: of these weights and their recipe.
             params: which they are made of.
-            make: makes them.
         """
         if not self.keep:
             return None
@@ -251,7 +246,6 @@ def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
 
     Args:
         param: a tensor or DTensor on its final device, any dtype.
-        std: standard deviation.
         key: name of the parameter; different keys give independent values.
         seed: seed of the whole model.
 
@@ -303,7 +297,6 @@ def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> li
     """Return, per dim, which global indices a rank's local shard holds, in local order.
 
     Args:
-        param: whole, or a DTensor.
         coordinate: of the rank in the DTensor's mesh; None = this rank.
 
     Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
@@ -363,10 +356,7 @@ def shard_parameter(
     dim (gate and up of one expert) and keeps one piece of each.
 
     Args:
-        module: owner of the parameter.
         name: its name in the module.
-        mesh: one or two dims.
-        placements: one per mesh dim.
     """
     param = getattr(module, name)
     coordinate = mesh.get_coordinate()

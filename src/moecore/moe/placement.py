@@ -36,9 +36,7 @@ class ExpertPlacement:
     Attributes:
         group: the ep x etp ranks.
         num_experts: E of the whole layer.
-        ep: number of expert blocks.
         etp: number of ranks that share a block.
-        num_clones: c.
     """
 
     group: dist.ProcessGroup

@@ -51,9 +51,7 @@ def bias_of_micro_batch(
     No host sync.
 
     Args:
-        logits_TE: this rank's tokens.
         bias_E: the layer's own bias, from which the margins are counted.
-        config: the layer.
         micro_batch: where the tokens stand; its padding is not counted.
     """
     histogram_EX = new_histogram(config.num_experts, logits_TE.device)

@@ -92,7 +92,6 @@ class BalancedRows(NamedTuple):
     """Rows in use with even loads, where only the device knows which of S and R are.
 
     Attributes:
-        source: of the source rows.
         expert: of the expert rows; None where R is exact.
     """
 

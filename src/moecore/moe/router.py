@@ -39,10 +39,7 @@ class Router(nn.Module):
     `expert_bias` [E] fp32 when `config.expert_bias` (under the name `expert_bias_name`).
 
     Args:
-        config: the layer.
         expert_bias_name: name of the selection bias buffer, for models that have their own.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -228,8 +225,6 @@ def best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None
     One kernel, and one more with padding, whose ids are -1. No gradient.
 
     Args:
-        logits_TE: of the router.
-        config: the layer.
         padding_mask_T: bool, True = padding; None = none.
     """
     options = replace(_options(config), num_groups=1, top_groups=1)

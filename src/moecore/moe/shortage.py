@@ -38,7 +38,6 @@ class Shortage:
         words: int32 on the device: first the most that was wanted, last what is not 0 once
             something found no place.
         report: the same in memory that the host sees, written once something found no place.
-        even: what even loads need.
     """
 
     words: Tensor
@@ -71,7 +70,6 @@ class Holder(ABC):
     """Buffers of rows whose capacity is an option times even loads.
 
     Attributes:
-        option: its name.
         is_watched: whether forwards are those of a step whose end looks at shortages.
     """
 
@@ -158,7 +156,6 @@ class Capacity:
 
     Args:
         holders: of expert rows, and of pages; None = the model has none.
-        device: of the model.
 
     Attributes:
         skips: whether steps with a shortage are skipped, as the last one would have been; else a

@@ -31,7 +31,6 @@ class MoEState:
     Args:
         layers: name -> layer, every RoutedLayer of the model; names of activation checkpointing's
             wrappers are taken out.
-        groups: who counts together.
         loss: "mean" or "sum", the loss convention of `parallelize_moe`.
         check_parameters: raises when the model's gradients were not those of all ranks.
     """

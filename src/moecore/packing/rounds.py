@@ -37,10 +37,7 @@ class RankBlock:
     """Documents that the same ranks share in a round.
 
     Attributes:
-        cp: ranks.
         documents: their numbers, longest first of all.
-        load: cost on each rank.
-        tokens: on each rank.
     """
 
     cp: int

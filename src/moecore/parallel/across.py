@@ -32,8 +32,6 @@ class AllStages:
     """Which parameters the stages of a model have.
 
     Attributes:
-        pp: number of stages.
-        pp_rank: index of this rank's.
         num_holders: name of each parameter of the whole model -> how many stages hold it. The order
             is the same on every rank: by stage, then that of the stage's model.
         holders: name of each parameter that this rank and other stages hold -> those ranks of them

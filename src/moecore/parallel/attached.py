@@ -31,12 +31,9 @@ class Attached:
     """What is known of a parallelized model; each phase of `parallelize_moe` adds to it.
 
     Attributes:
-        request: the call.
-        plan: of this rank's stages.
         layers: their MoE layers by name.
         dtype: of the model's first parameter, before it was sharded.
         layout: its pipeline stages; None = it is whole.
-        stages: those of this rank.
         exchanges: of dispatcher "nvlink"; None with any other.
         shared_by: who shares a micro-batch, for each cp of dynamic ones.
         engine: when units are gathered and reduced; None = something else shards.

@@ -61,8 +61,6 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
 
     Args:
         model: its MoE blocks are MoELayers.
-        layers: those, by name.
-        request: the call.
 
     Raises:
         ValueError, NotImplementedError: as `parallelize_moe` documents.

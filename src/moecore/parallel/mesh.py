@@ -249,7 +249,6 @@ def split_context(
     Collective: every rank calls it.
 
     Args:
-        meshes: of the ranks.
         cp: at least 2.
         inner: how many neighbours, a divisor of cp.
     """

@@ -34,11 +34,7 @@ LossConvention = Literal["mean", "sum"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The arguments of `parallelize_moe`, which documents them; `fsdp` is never None.
-
-    Attributes:
-        family: of the model.
-    """
+    """The arguments of `parallelize_moe`, which documents them; `fsdp` is never None."""
 
     family: Family
     meshes: Meshes
@@ -121,7 +117,6 @@ def model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[s
     """Return what else must be the same on every rank: tensors and MoE layers.
 
     Args:
-        model: not yet sharded.
         layers: its MoE layers by name.
     """
     params = dict(model.named_parameters())

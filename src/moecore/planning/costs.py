@@ -54,13 +54,7 @@ ALL_TO_ALL = re.compile("all.?to.?all|spread|reduce_kernel|dispatch|combine")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """An operation that was measured.
-
-    Attributes:
-        work: what ran.
-        seconds: that it took.
-        commit, date: of the record.
-    """
+    """An operation that was measured."""
 
     work: Work
     seconds: Positive

@@ -117,7 +117,6 @@ class Refusal(NamedTuple):
 
     Attributes:
         rule: in few words, for counts.
-        reason: in one line.
     """
 
     rule: str

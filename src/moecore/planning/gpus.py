@@ -18,7 +18,6 @@ class Gpu:
     Attributes:
         memory: bytes that a process can allocate.
         bf16_flops, fp8_flops, fp32_flops: per second; fp8_flops is None where there is no FP8.
-        memory_bandwidth: bytes per second.
         nvlink: bytes per second, both directions together.
         pcie: bytes per second in one direction, to and from the host.
         network: bytes per second, both directions together, of a GPU's share of the network cards.

@@ -117,8 +117,6 @@ class Pieces:
     """A step that was cut.
 
     Attributes:
-        queued: what its host queues.
-        held: bytes between steps.
         like: of each pass, the layer that each layer of the whole model is like.
         found: (micro-batch, pass, part) -> pieces in order.
         end: what follows all gradients: clipping and the optimizer.
@@ -154,8 +152,6 @@ class Pieces:
         """Return the pieces of a stage's pass, in order.
 
         Args:
-            stage: of the whole model.
-            of: which pass.
             micro_batch: of the step that was cut.
         """
         parts = self.parts(stage, of)
@@ -193,7 +189,6 @@ class Pieces:
         """Return a piece behind others, made once.
 
         Args:
-            place: of the piece.
             lengths: of the two pieces that it is behind, the newest first; () = it is the first.
         """
         if (place, lengths) not in self._copies:

@@ -40,7 +40,6 @@ class _Held(NamedTuple):
     """Parameters that a rank computes with.
 
     Attributes:
-        size: how many.
         ranks: among which they are cut between steps.
         node_ranks: of these, in one node.
     """
@@ -62,7 +61,6 @@ class Promise:
 
     Args:
         request: what is to be trained.
-        table: what operations take.
     """
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
@@ -101,7 +99,6 @@ class Promise:
         micro-batch, cut by tp and cp, as often as the first rank of a pipeline has it.
 
         Args:
-            folding: degrees.
             rung: its levers; None = all.
         """
         rung, chunks = rung or self._last, folding.chunks
@@ -122,7 +119,6 @@ class Promise:
         network carries tokens and weights in turn.
 
         Args:
-            folding: degrees.
             rung: its levers, of `rung`.
         """
         run = run_of(self._request, folding, rung)

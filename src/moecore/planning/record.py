@@ -141,9 +141,6 @@ def work_of_operation(
 
     Args:
         name: without its namespace, leading underscores and overload.
-        args: as it is called.
-        kwargs: likewise.
-        out: what it returns.
         changes: whether it writes memory, new or given.
     """
     if not changes or name in WITHOUT_WORK or not (tensors := tensors_of(args, kwargs, out)):
@@ -182,11 +179,6 @@ def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
     """Return what a collective moves: this rank's part of what it sends and receives.
 
     An all-reduce sends and receives the one tensor that it is given.
-
-    Args:
-        name: without its namespace.
-        args: as it is called.
-        num_ranks: of its group.
     """
     tensors = tensors_of(args)
     dtype = _dtype(tensors[0]) if tensors else "uint8"
@@ -302,10 +294,8 @@ class Start(NamedTuple):
     """Where the host begins a module's pass.
 
     Attributes:
-        of: forward or backward.
         part: "embedding", "layer 3", "predictions" (all modules of them), "head"; END behind all.
         first: how much it has queued.
-        level: bytes that are allocated.
         top: most bytes until the next one.
         kinds: `level` by kind.
         most: `top` by kind.
@@ -324,10 +314,8 @@ class WorkRecorder(DispatchMode):
     """The mode; within `launches_on_meta`, with `launched` for it.
 
     Attributes:
-        level: bytes that are allocated.
         kinds: these by kind: `HELD` since `mark`, else by pass and part of the model.
         peak: most of them since `mark`.
-        queues: the streams.
         queued: what ran since `mark`, in the order in which the host queued it.
         starts: where parts of the model have begun since then.
         params: whose gradients are a kind of their own from the next start on.

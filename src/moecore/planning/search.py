@@ -279,8 +279,6 @@ def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -
     guess the next rungs are tried, else halves of them.
 
     Args:
-        request: what is trained.
-        folding: degrees.
         guess: a rung that may be the one.
     """
     rungs, found = rungs_of(request), dict[int, Candidate]()

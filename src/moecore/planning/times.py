@@ -107,8 +107,6 @@ def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Span
 
     Args:
         queue: what the host queues in a step, in order.
-        table: what that takes.
-        steps: how many.
     """
     costs = _costs(queue, table)
     starts, ends = list[float](), list[float]()
@@ -135,9 +133,7 @@ def carried(spans: Spans, first: int, last: int) -> float:
     """Return the seconds in which the network carries some of a queue, if it carries no other.
 
     Args:
-        spans: of the queue.
         first: where some of it begins.
-        last: where it ends.
     """
     found = zip(
         spans.starts[first:last], spans.ends[first:last], spans.parts[first:last], strict=True
@@ -258,7 +254,6 @@ def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
 
     Args:
         runs: that differ by the order of their stages, or where the optimizer's state is.
-        table: what operations take.
     """
     known: Known = {}
     found = []

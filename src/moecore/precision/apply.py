@@ -75,7 +75,6 @@ def apply_precision(
     same input quantise it once.
 
     Args:
-        model: any module.
         precision: roles, recipes and overrides; names are those without wrappers' prefixes.
         roles_of: the role of a linear; None = none.
 

@@ -29,9 +29,6 @@ OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 class AmaxHistory:
     """The history of the three operands of one weight's products; it is in no state dict.
 
-    Args:
-        num_steps: that are kept.
-
     Attributes:
         seen: fp32 [1] by operand: the largest magnitude of this step so far.
         steps: fp32 [num_steps] by operand, the newest step first; 0 where there was none.

@@ -151,8 +151,6 @@ class InputCast:
 
         Args:
             x: [..., K].
-            user: who asks.
-            recipe: of all users.
             columns: whether backward will read the operand that is summed over tokens.
         """
         both = self._both
@@ -189,7 +187,6 @@ class Fp8Products(LinearProducts):
     Differentiable once in all three. No host sync. The dtype is that of x, or autocast's.
 
     Args:
-        recipe: how they are quantised.
         inputs: shared with other weights that multiply the same input; None = with none.
 
     Attributes:

@@ -17,11 +17,8 @@ class Linear(nn.Linear):
     """x @ weight^T without bias, whatever the layout of the weight.
 
     Args:
-        in_dim: columns of the weight.
-        out_dim: rows of the weight.
         tp_shard_dim: dim of the weight that tensor parallelism cuts; None = none.
         residual: the output is added to the residual stream (smaller initial values).
-        dtype: dtype of the weight.
     """
 
     def __init__(

@@ -178,7 +178,6 @@ def engine_indices(
     """Return int32 [B, S, L, K] per forward; collective over tp.
 
     Args:
-        choices: of these layers.
         layers: layer name -> layer.
         batch_size: B.
 

@@ -76,7 +76,6 @@ class TapeReplay:
     """What one `with replay.replay(...)` knows; it lives on in the hooks of its forwards.
 
     Args:
-        model: whose forwards are counted.
         routers: layer name -> router.
         records: layer name -> checked int32 [T, K], one per forward.
         fill: routers choose for rows of -1.
@@ -138,9 +137,6 @@ class TapeReplay:
 
     def index(self, name: str) -> int | None:
         """Return which entry this call of a layer uses; None = it is not replayed.
-
-        Args:
-            name: of the layer.
 
         Raises:
             NotImplementedError: when autograd cannot identify the forward and nothing is selected.

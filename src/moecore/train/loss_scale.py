@@ -61,7 +61,6 @@ class LossScale:
 
     Args:
         options: how it starts and grows.
-        device: of the model.
 
     Attributes:
         value: fp32 scalar, changed in place.
@@ -93,9 +92,6 @@ class LossScale:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` gave, in place.
-
-        Args:
-            state: it may hold more.
 
         Raises:
             ValueError: when it lacks either, or the scale is none.

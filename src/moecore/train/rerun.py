@@ -33,10 +33,6 @@ class Reruns:
     """The holders of a step's models: runs steps until their rows fit.
 
     Made on every rank: one all-reduce tells whether any rank has a limited capacity.
-
-    Args:
-        capacities: of the models.
-        device: of the models.
     """
 
     def __init__(self, capacities: Sequence[Capacity], device: torch.device) -> None:
@@ -56,7 +52,6 @@ class Reruns:
 
         Args:
             run: all forwards and backwards of a step.
-            drop: undoes a run.
             tapes: what runs record or replay.
         """
         if not self._asks or any(capacity.is_graphed for capacity in self._capacities):

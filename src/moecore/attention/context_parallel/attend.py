@@ -37,12 +37,9 @@ def attend_over_ranks(
 
     Args:
         q_BtHd: this rank's tokens, like k and v. With "allgather" these may be of whole rows.
-        k_Bthd: keys.
-        v_Bthv: values.
         sequence: with `held`.
         scale: factor on q . k.
         window: as of `attend`.
-        sinks_H: likewise.
         alone: `attend`, for a rank with whole rows.
 
     Raises:

@@ -20,7 +20,6 @@ class ContextParallel:
     """This rank's place among the cp ranks, and who communicates with whom.
 
     Attributes:
-        group: the cp ranks.
         a2a: those that exchange heads for tokens, consecutive ranks of the group; None = none.
         ring: those that keys and values go round, every len(a2a)-th rank of the group; None = none.
             Without both keys and values are gathered.

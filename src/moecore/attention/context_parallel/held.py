@@ -21,13 +21,11 @@ class HeldTokens:
     """Who holds what, made once per forward; a plain class, as `RotaryTable` is.
 
     Args:
-        cp: the ranks.
         shape: B and T.
         cu_seqlens: documents over all rows, on the device of the tokens; None = rows.
         max_seqlen: tokens of the longest document, or more.
 
     Attributes:
-        cp: the ranks.
         layout: of the tokens on all of them.
         a2a_layout: of the tokens of an all-to-all's ranks on these.
 
@@ -106,7 +104,6 @@ def check_documents(cu_seqlens: Tensor, cp: int) -> None:
 
     Args:
         cu_seqlens: whole numbers [n + 1].
-        cp: context parallel ranks.
 
     Raises:
         ValueError: for a document that is no multiple of 2 * cp.

@@ -109,10 +109,7 @@ class ChunkLayout:
         """Return the mask between so many chunks of every document.
 
         Args:
-            queries: chunks of queries.
-            keys: chunks of keys.
             causal: as of `AttentionMask`.
-            window: likewise.
         """
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)

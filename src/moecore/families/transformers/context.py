@@ -25,11 +25,7 @@ KEYS_TRAVEL = ("p2p", "a2a+p2p")  # ways without windows
 
 
 class CausalContext:
-    """What `ContextParallelModel` asks of a model, for one of transformers.
-
-    Args:
-        model: a causal language model.
-    """
+    """What `ContextParallelModel` asks of a model, for one of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model

@@ -59,7 +59,6 @@ def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
     """Return moecore's routed experts with the parameters of a transformers experts module.
 
     Args:
-        experts: on the common interface.
         model: not used; part of an adapter's signature.
 
     Raises:
@@ -88,7 +87,6 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
     """Return sizes, activation and biases of an experts module.
 
     Args:
-        experts: of transformers.
         layout: names and order of its matrices.
 
     Raises:

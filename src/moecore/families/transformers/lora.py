@@ -54,9 +54,7 @@ class _Wrapped:
     Attributes:
         block: name of the MoE block.
         child: name of the experts in it.
-        parent: the block.
         wrappers: of peft, from the outermost; each is for one matrix.
-        experts: what they wrap.
     """
 
     block: str
@@ -187,7 +185,6 @@ def without_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[st
     """Return the tensors of the model that peft has adapted, under the names they had in it.
 
     Args:
-        model: any.
         tensors: by name in `model`.
     """
     holders, homes = _peft_paths(model)
@@ -199,7 +196,6 @@ def trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     """Return what `modules_to_save` trains, under the names of the originals.
 
     Args:
-        model: any.
         tensors: by name in `model`.
     """
     _, homes = _peft_paths(model)

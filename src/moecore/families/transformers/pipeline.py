@@ -90,8 +90,6 @@ class StagedCausal:
         """Run one stage; see `moecore.parallel.pipeline.stages.run_stage`.
 
         Args:
-            hidden: of the stage before.
-            stage: that runs.
             inputs: of the model's forward; `input_ids` in every stage.
 
         Raises:
@@ -161,11 +159,7 @@ class StagedCausal:
 
 
 class _ResidualStream:
-    """Follows the hidden states of one forward: a part must get what the part before returned.
-
-    Args:
-        model: that runs.
-    """
+    """Follows the hidden states of one forward: a part must get what the part before returned."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -40,9 +40,6 @@ Kwargs = dict[str, Any]
 class RowReader:
     """What a model's forwards are told about their rows; a plain class with hooks.
 
-    Args:
-        model: of transformers.
-
     Attributes:
         cp: ranks that hold parts of the rows; None = this one has all.
     """
@@ -70,7 +67,6 @@ class RowReader:
 
         Args:
             tokens: ids [B, T], or embeddings of them.
-            given: arguments of the forward.
 
         Raises:
             ValueError: for documents that are not those of the tokens or cannot be cut over cp,
@@ -147,9 +143,6 @@ def why_whole(model: nn.Module) -> str | None:
 
     Such are state space and linear attention layers, convolutions, towers, indexed and compressed
     attention, encoders, and options that `attend` does not compute.
-
-    Args:
-        model: of transformers.
     """
     config: Any = model.config
     text = config.get_text_config()

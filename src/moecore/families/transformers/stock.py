@@ -89,8 +89,6 @@ def _check(
     """Check one part of a block.
 
     Args:
-        part: a module.
-        name: of it, for errors.
         homes: modules of which the part's class must be.
         children: names of submodules that are known.
     """

@@ -91,9 +91,6 @@ class HFNames(StateDictAdapter):
 
     `from_pretrained` reads such files; the published ones, with one matrix per expert, are loaded
     by `moecore.hf_weights`.
-
-    Args:
-        args: as torchtitan's StateDictAdapter.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +111,6 @@ def swap_hf(model: nn.Module, job: Any, balance: BalanceConfig | None) -> None:
     """Swap the MoE blocks of an HFModel. In place.
 
     Args:
-        model: on meta.
         job: its `debug.moe_force_load_balance` deals the experts out in turn.
         balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
 
@@ -160,7 +156,6 @@ def check_config(config: Any, seq_len: int) -> None:
 
     Args:
         config: from `read_config`.
-        seq_len: the job's.
 
     Raises:
         ValueError: for sequences that are too long.
@@ -203,11 +198,6 @@ def model_size(config: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
     """Return the number of parameters and the FLOPs per token of forward and backward.
 
     The formula is that of `moecore.models.flops_per_token`.
-
-    Args:
-        config: of transformers.
-        model: an HFModel.
-        seq_len: tokens per sequence.
     """
     total, idle = 0, 0.0
     for name, param in model.named_parameters():

@@ -34,10 +34,8 @@ class TitanLayer(MoELayer):
     """A MoELayer under torchtitan's names; a version's subclass has them, and fills it.
 
     Args:
-        config: the layer.
         layout: `names`.
         device: "meta", because `adopt` fills it.
-        dtype: dtype of the parameters.
 
     Attributes:
         names: the layout, with the innermost name of each part.
@@ -95,7 +93,6 @@ class TitanLayer(MoELayer):
         Args:
             x: [B, t, D]; under tp a DTensor cut along the sequence.
             padding_mask: not used by torchtitan, like the next one; see `MoELayer.forward`.
-            cu_seqlens: likewise.
 
         Returns:
             [B, t, D], a plain tensor.
@@ -109,7 +106,6 @@ def cut_dense_parts(layer: RoutedLayer, tp_mesh: DeviceMesh) -> None:
 
     Args:
         layer: on meta; its routed experts are left alone.
-        tp_mesh: one dim.
     """
     router = layer.part("router")
     for name in dict(router.named_parameters(recurse=False)):

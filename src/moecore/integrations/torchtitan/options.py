@@ -46,11 +46,7 @@ class MoECore:
 
 @dataclass
 class JobConfig:
-    """What torchtitan adds to its own JobConfig.
-
-    Attributes:
-        moecore: choices for moecore's layers.
-    """
+    """What torchtitan adds to its own JobConfig."""
 
     moecore: MoECore = field(default_factory=MoECore)
 

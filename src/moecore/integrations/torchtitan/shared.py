@@ -39,7 +39,6 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     Args:
         model: `get_submodule("layers")` gives its blocks, in their checkpoint wrappers if any.
         meshes: from `titan_meshes`.
-        job: the job.
 
     Raises:
         ValueError, NotImplementedError: see `nvlink_options` and `parallelize_moe`.
@@ -87,9 +86,6 @@ def without_router(names: list[str]) -> list[str]:
     """Return the modules whose product selective checkpointing makes again, without the router.
 
     It is among torchtitan's, but moecore's router is no nn.Linear, which they must be.
-
-    Args:
-        names: of the job.
     """
     return [name for name in names if name != "moe.router.gate"]
 

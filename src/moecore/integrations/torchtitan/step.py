@@ -17,12 +17,7 @@ METRICS = "moe_metrics"  # where a step's metrics wait on the optimizers for the
 
 
 def finish_before_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
-    """Make torchtitan's optimizers call `finish_step` of every model part before each step.
-
-    Args:
-        optimizers: an OptimizersContainer.
-        model_parts: parallelized models.
-    """
+    """Make torchtitan's optimizers call `finish_step` of every model part before each step."""
 
     def before_step(*_: Any) -> None:
         setattr(optimizers, METRICS, [finish_step(part) for part in model_parts])

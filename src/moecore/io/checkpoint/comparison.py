@@ -75,8 +75,6 @@ def compare(
     """Return how a checkpoint fits.
 
     Args:
-        manifest: of the checkpoint.
-        view: of the model.
         whole: what all pipeline stages have together, this rank's among them.
         optimizer: one or several; None = their state is not asked for.
         scheduler: one or several; None = their state is not asked for.

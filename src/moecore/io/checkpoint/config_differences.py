@@ -59,7 +59,6 @@ class Difference:
     Attributes:
         name: its path, such as moe.top_k.
         ours: how the first config has it; of a record only whether it is given.
-        theirs: likewise, of the second.
     """
 
     name: str
@@ -76,7 +75,6 @@ def differences(
     """Return the fields that differ; none where `theirs` describes no native decoder.
 
     Args:
-        ours: of a decoder.
         theirs: likewise, or what JSON made of one. A field that it lacks has its default: it was
             written before the field was there.
         skipped: paths of fields that may differ.
@@ -104,7 +102,6 @@ def hf_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[D
 
     Args:
         ours: what `to_dict` gives, or a config.json holds.
-        theirs: likewise.
     """
     kinds = [values.get("model_type") for values in (ours, theirs)]
     if kinds[0] != kinds[1]:  # then other fields mean other things

@@ -192,7 +192,6 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
 
     Args:
         draft: from `new_draft`; the shard files are on disk.
-        manifest: of it.
         keep: how many of the newest checkpoints stay; 0 = all.
 
     Raises:

@@ -18,7 +18,6 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
     """Return a descriptor to read a regular file.
 
     Args:
-        path: the file.
         follow: whether the name may be a symlink, as in caches of Hugging Face files.
 
     Raises:

@@ -70,7 +70,6 @@ def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) 
 
     Args:
         present: groups of the optimizers, with names for their parameters.
-        groups: from the manifest.
     """
     # State goes by name, so the order within a group decides about nothing.
     if [sorted(group["params"]) for group in present] != [sorted(g["params"]) for g in groups]:
@@ -91,10 +90,6 @@ def option_problems(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[
 
     Names of options must agree, and whether each is on: amsgrad or a momentum bring state that an
     optimizer without them lacks. Its amount may differ.
-
-    Args:
-        group: of the optimizer.
-        saved: from the manifest.
     """
     ignored = OF_SCHEDULERS | OF_THE_RUN | {"params"}
     odd = sorted((group.keys() - ignored) ^ (saved.keys() - OF_SCHEDULERS - {"params"}))

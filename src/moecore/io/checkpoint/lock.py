@@ -43,11 +43,7 @@ _OWNER_BYTES = 4096
 
 
 class RunLock:
-    """The right to write to a run. It ends with `release`, with the object, or with the process.
-
-    Args:
-        root: directory of the run.
-    """
+    """The right to write to a run. It ends with `release`, with the object, or with the process."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

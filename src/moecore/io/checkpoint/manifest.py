@@ -102,7 +102,6 @@ class ManifestFacts:
 
     Attributes:
         step: of the run, >= 0.
-        world_size: ranks that saved.
         meshes: the meshes of the model's DTensors, mesh dim -> size.
         versions: of moecore, torch and python.
         config: the caller's description of the model; None = none given.

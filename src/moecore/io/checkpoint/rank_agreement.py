@@ -47,7 +47,6 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
     Hashes of values, not the values, travel. One host sync per device for those of small tensors.
 
     Args:
-        snapshot: of this rank.
         group: all ranks; None = the default group.
 
     Raises:

@@ -80,10 +80,7 @@ class ShardWriter:
     and takes what lies on a device or is not contiguous piece by piece.
 
     Args:
-        path: must not exist.
-        header: the first bytes.
         pinned: whether tensors come from a CUDA device.
-        meter: counts each write.
     """
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
@@ -170,10 +167,7 @@ class ShardReader:
     Plain reads, no memory map: a failing disk is then an OSError and not the end of the process.
 
     Args:
-        path: the file.
-        layout: what is in it.
         buffer: uint8 host memory, for slices that are not contiguous.
-        meter: counts each read.
     """
 
     def __init__(self, path: Path, layout: FileLayout, buffer: Tensor, meter: Meter) -> None:
@@ -197,9 +191,6 @@ class ShardReader:
         """Fill `out` with a slice.
 
         Args:
-            key: names the tensor.
-            dtype: of the tensor.
-            sizes: of the tensor.
             offsets: where the slice begins in it; `out` has its sizes.
             out: any device, layout and dtype.
         """
@@ -258,11 +249,9 @@ def check_file(
     """Return in words what is wrong with a file, or None.
 
     Args:
-        path: the file.
         layout: its content by the manifest.
         stored: size and digest by the manifest.
         full: hash all of it; else only its size and header are looked at.
-        meter: counts what was hashed.
 
     Raises:
         OSError: when it cannot be read.

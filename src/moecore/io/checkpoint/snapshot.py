@@ -48,11 +48,7 @@ Schedulers = Scheduler | Sequence[Scheduler]
 
 
 class _Several:
-    """Several schedulers as one: its state has "0.last_epoch" for last_epoch of the first.
-
-    Args:
-        parts: at least two.
-    """
+    """Several schedulers as one: its state has "0.last_epoch" for last_epoch of the first."""
 
     def __init__(self, parts: Sequence[Scheduler]) -> None:
         self._parts = parts
@@ -107,7 +103,6 @@ class Snapshot:
 
     Attributes:
         tensors: name -> plain tensor or DTensor.
-        facts: everything else, copied.
         stages: of the model; None = this rank has all of it.
     """
 

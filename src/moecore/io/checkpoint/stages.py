@@ -25,7 +25,6 @@ class StagePart:
     """What a stage has, or all of them together.
 
     Attributes:
-        names: of tensors.
         groups: names of the parameters of each group of the optimizers.
         meshes: as in `ManifestFacts`.
     """

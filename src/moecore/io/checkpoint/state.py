@@ -164,7 +164,6 @@ def optimizer_state_to_fill(
     Args:
         optimizer: whose parameters it is for.
         matrices: "<slot>.<fqn>" -> dtype of state laid out like its parameter.
-        scalars: likewise, of scalar state.
     """
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
@@ -307,7 +306,6 @@ def split_halves(tensor: Tensor, dim: int) -> Tensor:
 
     Args:
         tensor: whole, or a DTensor that has each rank's part of `dim` cut from both halves.
-        dim: an even dim.
     """
     if not isinstance(tensor, DTensor):
         return tensor.unflatten(dim, (2, tensor.shape[dim] // 2))

@@ -68,7 +68,6 @@ class Writer(StorageWriter):
     Args:
         draft: from `new_draft`.
         rank: this process; names its file.
-        facts: of the manifest.
         keep: how many of the newest checkpoints stay; 0 = all.
         meter: counts what this rank writes.
     """
@@ -191,8 +190,6 @@ class Reader(StorageReader):
     """Reads slices of a checkpoint whose files have been verified.
 
     Args:
-        path: the checkpoint.
-        manifest: of it.
         meter: counts what this rank reads.
     """
 

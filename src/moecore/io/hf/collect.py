@@ -34,10 +34,7 @@ class Item:
     """One tensor of the directory: a piece of a tensor of the model, or of a copy of it.
 
     Attributes:
-        name: in the directory.
         source: name of the model's tensor.
-        piece: which part of that.
-        dtype: as written.
     """
 
     name: str
@@ -91,7 +88,6 @@ class RankCollector:
 
     Args:
         tensors: of the model, by name.
-        recipes: of each tensor.
         items: all that will be collected.
     """
 
@@ -224,9 +220,7 @@ def _num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> i
     """Return how many elements of a piece a shard holds; without tensors, so that it cannot fail.
 
     Args:
-        holding: of the shard.
         piece: a region of the whole tensor.
-        shape: of the whole tensor.
     """
     region = (*piece.region, *(slice(0, n) for n in shape[len(piece.region) :]))
     numel = 1

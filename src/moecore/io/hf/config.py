@@ -124,11 +124,7 @@ def read_config(config: HFConfig) -> dict[str, Any]:
 
 
 class Fields:
-    """A config.json, and the errors that reading it may give.
-
-    Args:
-        values: what it holds.
-    """
+    """A config.json, and the errors that reading it may give."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = dict(values)

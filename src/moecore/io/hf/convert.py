@@ -98,9 +98,6 @@ class StoredModel:
     """The model of a native checkpoint, by its Hugging Face names.
 
     Attributes:
-        values: of config.json.
-        items: its Hugging Face tensors.
-        collector: reads them.
         tensors: as stored, by their own names.
         is_decoder: whether these are the native decoder's.
     """
@@ -123,8 +120,6 @@ def open_native(
     """Return the model of a native checkpoint, verified and compared with a config.json.
 
     Args:
-        path: a step's directory.
-        stack: closes its files.
         config: the config.json of the model.
         dtype: of all float tensors but the router's selection bias; None keeps each one's.
         layout: of the Hugging Face names.
@@ -205,10 +200,7 @@ class _StoredCollector:
     """Reads a Hugging Face tensor out of a native checkpoint's chunks.
 
     Args:
-        path: the checkpoint.
-        manifest: of it.
         prefix: of the model's tensors in it.
-        stack: closes the files.
     """
 
     def __init__(self, path: Path, manifest: Manifest, prefix: str, stack: ExitStack) -> None:

@@ -52,12 +52,8 @@ class ExportReport:
     """What `export_hf` did.
 
     Attributes:
-        tensors: in all shards.
-        shards: files.
-        bytes_stored: of all tensors.
         bytes_written: by this rank, headers included.
         peak_bytes: held at once by this rank beside the model: tensors put together or on the way.
-        seconds: from call to return.
     """
 
     tensors: int
@@ -167,10 +163,8 @@ def write_directory(
     """Write shards, index and config into a draft and make it `path`. Collective.
 
     Args:
-        path: must not exist.
         shards: from `fill_shards`.
         config: of config.json; its dtype is set.
-        collector: gives the tensors.
         meter: counts what this rank writes.
 
     Raises:
@@ -214,8 +208,6 @@ def make_items(
     """Yield what to write, in model order; DeepSeek-V3's copies last, a tied head not at all.
 
     Args:
-        dtypes: of the model's tensors.
-        recipes: of the model's tensors.
         copies: name in the directory -> the name of the same numbers.
         dtype: as of `export_hf`.
     """
@@ -277,9 +269,6 @@ class _ExportOutput:
     """This rank's shard, if it has one; after an error it takes tensors and drops them.
 
     A context manager, which ends the file; it keeps errors of that too, for `check`.
-
-    Args:
-        meter: counts what is written.
     """
 
     def __init__(self, meter: Meter) -> None:

@@ -37,9 +37,7 @@ def check_readable(
 
     Args:
         model: any; a native decoder passes, because its config is compared field by field.
-        values: of config.json.
         fused: what the files would hold with layout "fused": the names that transformers has.
-        written: what they will hold.
 
     Raises:
         ValueError: naming a tensor that is missing, that nothing reads, or of another shape.
@@ -70,7 +68,6 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
     """Raise for a head that the config ties to the embedding, but that has numbers of its own.
 
     Args:
-        tensors: of the model.
         copies: as of `model_copies`: files hold the embedding alone.
     """
     if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():

@@ -88,9 +88,7 @@ def finish_config(
     """Return a copy without quantisation, with the modules that are there and a class to load it.
 
     Args:
-        values: of a config.json.
         num_mtp: multi-token prediction modules in the files.
-        model_class: of a transformers model.
 
     Raises:
         ValueError: when it is not JSON-able.

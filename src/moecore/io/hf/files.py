@@ -39,8 +39,6 @@ class FileTensor:
 
     Attributes:
         file: name of the shard in the directory.
-        dtype: as stored.
-        shape: as stored.
     """
 
     file: str
@@ -65,7 +63,6 @@ class HFFiles:
     """A reader of one directory that counts the bytes of tensor data it reads. A context manager.
 
     Args:
-        path: the directory.
         tensors: what `read_headers` found; None reads the headers.
 
     Attributes:
@@ -88,7 +85,6 @@ class HFFiles:
         """Return a new CPU tensor, the box of a stored tensor. Only its bytes are read.
 
         Args:
-            name: of the tensor.
             box: one slice with start and stop per dim.
 
         Raises:

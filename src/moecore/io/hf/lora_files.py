@@ -33,13 +33,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """A tensor of an adapter, and how a file holds it.
-
-    Attributes:
-        tensor: of the model.
-        shape: in the file.
-        to_file, from_file: of the whole tensor.
-    """
+    """A tensor of an adapter, and how a file holds it."""
 
     tensor: Tensor
     shape: tuple[int, ...]

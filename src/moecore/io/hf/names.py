@@ -42,7 +42,6 @@ class TensorPiece:
     """One Hugging Face tensor and the part of a native tensor that it is.
 
     Attributes:
-        name: Hugging Face name.
         region: index into the native tensor; () = all of it.
         shape: of the Hugging Face tensor, with the elements of the region in the same order.
     """
@@ -57,7 +56,6 @@ class FileRecipe:
     """How one native tensor is made.
 
     Attributes:
-        shape: of the native tensor.
         pieces: what it is made of; their regions do not overlap and cover it.
     """
 
@@ -69,7 +67,6 @@ def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, FileRecipe]:
     """Return native name -> how it is made of Hugging Face tensors, in model order.
 
     Args:
-        config: the decoder.
         layout: names and shapes on the Hugging Face side.
 
     Returns:
@@ -139,7 +136,6 @@ def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[
 
     Args:
         name: such as model.layers.3.mlp.experts.w1.
-        shape: of the tensor.
         layout: of the Hugging Face names.
     """
     prefix, _, part = name.rpartition(".mlp.")

@@ -51,10 +51,8 @@ class Origin:
 
     Attributes:
         path: of the files, for errors.
-        files: reads them.
         sources: what they hold, by the names of the plan's pieces.
         plan: native name -> the pieces that it is made of.
-        config: of the decoder.
         problems: what is known to be wrong.
     """
 
@@ -94,10 +92,8 @@ def write_native(
     Args:
         root: directory of a new run, without checkpoints or drafts.
         origin: where the tensors come from.
-        step: of the checkpoint.
         dtype: of all float tensors but the router's selection bias; None keeps each one's.
         max_file_bytes: of tensors in one file.
-        meter: counts bytes.
 
     Raises:
         ValueError: when files and config differ, or the run has begun.

@@ -154,7 +154,6 @@ def dequantize_fp8(
         scales: of the blocks that the part touches.
         block: rows and columns of a block.
         first_row: of the part in its matrix.
-        first_col: likewise.
     """
     rows = torch.arange(first_row, first_row + values_rc.shape[0]) // block[0]
     cols = torch.arange(first_col, first_col + values_rc.shape[1]) // block[1]
@@ -185,7 +184,6 @@ def find_sources(
     """Return logical name -> source, and what is wrong with the files.
 
     Args:
-        files: the directory.
         quantization: `quantization_config` of config.json, or None.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Legend: E experts, D model dim, F hidden dim of an expert.
 
-A model's tensor is made of pieces (`names.TensorPiece`). For the native decoder `hf_plan` names them;
+A tensor of a model is made of pieces (`TensorPiece`). For the native decoder `hf_plan` names them;
 transformers' own modules already have the names, but for experts that files hold one by one, and
 for Mixtral's block:
 
@@ -93,7 +93,6 @@ def model_plan(
     Args:
         model: a native decoder or a transformers model.
         shapes: global shapes by name, as of `model_tensors`.
-        layout: of the files.
 
     Raises:
         NotImplementedError: when the layout has no name for a tensor.
@@ -109,7 +108,6 @@ def stored_plan(shapes: Mapping[str, tuple[int, ...]], layout: HFLayout) -> dict
     There gate_up_proj [E, 2F, D] is stored as [E, 2, F, D]; see the note in `state.py`.
 
     Args:
-        shapes: as stored, by name.
         layout: of the Hugging Face files.
 
     Raises:
@@ -172,7 +170,6 @@ def overlaps(
     Args:
         indices: per dim of the tensor, which global indices the shard holds (`global_indices`).
         piece: a Hugging Face tensor and the region of the tensor that it is.
-        shape: of the whole tensor.
         max_numel: elements of a box at most, where its first dim allows it.
     """
     region = (*piece.region, *(slice(0, n) for n in shape[len(piece.region) :]))

@@ -91,7 +91,6 @@ def shared_of_no_size(
 
     Args:
         model: upcycled, or any other, for which there are none.
-        values: of config.json.
         like: the model's tensors, by name.
     """
     if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":

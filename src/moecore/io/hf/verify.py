@@ -45,9 +45,6 @@ class Shaped(Protocol):
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
     """Return what is wrong with a directory, one line each; nothing for a whole one.
 
-    Args:
-        path: the directory.
-
     Raises:
         OSError: when it cannot be read.
     """
@@ -69,7 +66,6 @@ def content_problems(
 
     Args:
         sources: what files hold, or will hold.
-        config: the content of config.json.
         described: the same, or the directory, where the files count multi-token prediction.
     """
     try:
@@ -89,8 +85,6 @@ def plan_problems(
     """Return how files differ from what a decoder is made of: names and shapes.
 
     Args:
-        sources: what the files hold.
-        plan: of the decoder.
         copies: names that may be there besides.
     """
     wanted = {p.name: p.shape for recipe in plan.values() for p in recipe.pieces}
@@ -114,8 +108,6 @@ def copy_problems(
     """Return which copies differ from their originals; each rank reads a share of the rows.
 
     Args:
-        files: the directory.
-        sources: what it holds.
         copies: name -> the name of the same numbers, where both are there.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

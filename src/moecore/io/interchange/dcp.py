@@ -42,9 +42,6 @@ from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 class DCPFiles:
     """A reader of one directory. A context manager; the last chunk that was read stays in memory.
 
-    Args:
-        path: the directory.
-
     Attributes:
         tensors: name -> what it is and where.
 
@@ -61,7 +58,6 @@ class DCPFiles:
         """Return a new CPU tensor, the box of a stored tensor.
 
         Args:
-            name: of the tensor.
             box: one slice with start and stop per dim.
 
         Raises:
@@ -161,8 +157,6 @@ def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> Non
     """Write a DCP directory, one chunk at a time.
 
     Args:
-        path: the directory, empty.
-        tensors: by name.
         meter: counts bytes of tensor data.
 
     Raises:

@@ -42,11 +42,8 @@ class DCPChunk:
     """A block of a tensor and where its bytes are.
 
     Attributes:
-        offsets: in the tensor.
         sizes: of the block; none is 0.
-        file: name in the directory.
         start: of the bytes in the file; they are what `torch.save` writes for the block.
-        length: of the bytes.
     """
 
     offsets: tuple[int, ...]
@@ -172,7 +169,6 @@ def _tiles(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> boo
 
     Args:
         blocks: offsets and sizes, within the box and none empty.
-        shape: of the box.
         dim: outer ones are a slab, which every block spans.
     """
     if dim == len(shape):

@@ -43,13 +43,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Rows of a Hugging Face tensor.
-
-    Attributes:
-        name: of the tensor.
-        start: first row.
-        stop: row behind the last.
-    """
+    """Rows of a Hugging Face tensor."""
 
     name: str
     start: int
@@ -62,10 +56,7 @@ class MegatronBlock:
 
     Attributes:
         names: in its layer; the first is written, all are read.
-        parts: its rows, in order.
-        shape: of it.
         layers: where its layer lies, LAYERS or MTP; "" outside of layers.
-        layer: its number there.
         expert: whose it is, or None.
     """
 
@@ -82,9 +73,7 @@ class LayerPlace:
     """Where rows of a block are.
 
     Attributes:
-        key: the stored tensor.
         index: into its first dims, which are layers, experts, both or none.
-        dims: sizes of these dims.
         rows: of the dim behind them.
     """
 
@@ -96,9 +85,6 @@ class LayerPlace:
 
 def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     """Return the blocks of a decoder, in model order.
-
-    Args:
-        config: of the decoder.
 
     Raises:
         NotImplementedError: for a tensor that Megatron-Core has no name for.
@@ -141,9 +127,7 @@ def find_places(
     """Return where a block is stored, its rows in order, and what is wrong with that.
 
     Args:
-        block: of the decoder.
         stored: shapes by name, without what is put before every name.
-        config: of the decoder.
     """
     for stacked in (True, False):
         for places in _candidates(block, config, stacked=stacked):

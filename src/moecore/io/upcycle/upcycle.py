@@ -156,10 +156,6 @@ class UpcycleOptions:
 def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
     """Raise when a layer of this config can not give the dense output at step 0.
 
-    Args:
-        config: the layer.
-        options: how it is made.
-
     Raises:
         ValueError: with the field, and what to use instead.
     """

@@ -181,7 +181,6 @@ def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, 
 
     Args:
         needs_GT: bool, whether rank g needs token t; at most `num_sent` tokens for each.
-        num_sent: rows to each rank.
 
     Returns:
         token_ids_M int32 (0 where unused), slots_TG int32, used_M bool; M = G * num_sent.

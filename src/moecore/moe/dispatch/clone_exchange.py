@@ -24,10 +24,6 @@ class CloneExchange:
 
     All ranks of the group run the same operations in the same order; on one rank they are ordered
     by their streams. No operation syncs.
-
-    Args:
-        buffer: memory and sizes.
-        group: the ranks.
     """
 
     def __init__(self, buffer: CloneBuffer, group: dist.ProcessGroup) -> None:

@@ -20,11 +20,7 @@ from moecore.moe.lanes import Lanes, exchange
 
 
 class EqualSizes:
-    """Refuses static shapes for ranks that bring different numbers of tokens.
-
-    Args:
-        group: the ranks.
-    """
+    """Refuses static shapes for ranks that bring different numbers of tokens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -67,9 +67,6 @@ class Exchange:
     by their streams (one stream, or streams that wait for each other). No operation syncs.
 
     Args:
-        buffer: memory and sizes.
-        group: the ranks.
-        options: of the dispatcher.
         balanced_rows: expert rows of a rank with balanced routing and C tokens on every rank.
     """
 

@@ -41,7 +41,6 @@ class ExchangePool(Holder):
     Args:
         group: the ranks among which tokens travel.
         ep: number of expert blocks of the group.
-        options: sizes and times.
         programs: of one operation, of which half push and half receive; None = one per
             multiprocessor.
     """
@@ -95,7 +94,6 @@ class ExchangePool(Holder):
         """Return the exchange for these tokens; made, by all ranks together, at first use.
 
         Args:
-            x_TD: the tokens.
             top_k: K.
             lane: whose buffers; micro-batches that run at the same time need one each.
 

@@ -149,7 +149,6 @@ class NVLinkDispatcher:
 
         Args:
             y: sums of the source rows [S, D], or expert rows, which are added as they are sent.
-            plan: of the dispatch.
 
         Raises:
             ValueError: when y has another dtype than the tokens had.
@@ -270,7 +269,6 @@ class _Sender:
 
         Args:
             came: gradients of the expert rows and of their weights, which must be those of `start`.
-            where: peers_T, places_S and slots_SK.
 
         Raises:
             RuntimeError: when they are others, or have changed.

@@ -87,10 +87,6 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return why tokens of this group can not travel by stores into peers' memory; None = they can.
 
     "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
-
-    Args:
-        group: the ranks.
-        device_type: of the model.
     """
     known = find_known_problem(group.size(), device_type)
     if known is not None or meta_is_gpu():

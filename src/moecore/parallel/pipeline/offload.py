@@ -120,7 +120,6 @@ def _raise(fractions: list[float], stages: Sequence[int], fits: Callable[[], boo
 
     Args:
         fractions: of all stages; those of now fit.
-        stages: whose.
         fits: whether `fractions` do.
     """
 
@@ -142,8 +141,6 @@ def _fits(spans: Sequence[Span], fractions: Sequence[float], seconds: Sequence[f
     """Whether no item of a rank waits for copies.
 
     Args:
-        spans: of the rank.
-        fractions: of each stage.
         seconds: that all of what a micro-batch leaves on each stage takes one way.
     """
     out = back = 0.0  # when each engine is free

@@ -67,8 +67,6 @@ class Turns(NamedTuple):
     """What one rank runs.
 
     Attributes:
-        forwards: in order.
-        backwards: in order.
         warm_up: how many of the forwards come before the first turn.
         lag: how many weight gradients may wait while forwards run: with one more the oldest runs.
             None = no backward is split.

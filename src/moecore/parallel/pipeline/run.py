@@ -65,12 +65,8 @@ class Pipeline:
 
     Attributes:
         model: what runs this part's stages.
-        config: as given.
-        layout: of the whole model.
         rank: of this part of it, among the pipeline ranks.
         groups: see `StageTransport`.
-        dtype: of hidden states.
-        device: likewise.
         offload: of this part's activations; None = they stay.
     """
 
@@ -113,8 +109,6 @@ def run_pipeline(
     """Run forward and backward of all micro-batches; return their losses, fp32 [n], on every rank.
 
     Args:
-        model: this rank's stages.
-        pipeline: its place.
         micro_batches: arguments of the whole model's forward, the same on all pipeline ranks.
         scale: of a loss, before its backward.
         side_by_side: as of `TrainStep`.
@@ -143,7 +137,6 @@ class _StageForward:
     """What waits for its backward.
 
     Attributes:
-        hidden: the stage's input.
         edge: where its output comes from.
         chunk: of `StageOffload`; None without.
     """

@@ -114,8 +114,6 @@ def spans_of(
     """Return when each rank runs what.
 
     Args:
-        schedule: of all ranks.
-        duration: of an item.
         transfer: time of a message from one rank to another.
     """
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]

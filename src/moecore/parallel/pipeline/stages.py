@@ -54,10 +54,7 @@ class StageParts:
     """What of a model stages are made of, by name of module.
 
     Attributes:
-        embedding: the table of tokens.
         layers: the ModuleList of transformer layers.
-        norm: behind the last layer.
-        head: the output matrix.
         mtp: the ModuleList of multi-token prediction modules; None = the model has none.
         tied: whether the head reads the embedding table.
     """
@@ -102,7 +99,6 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
 
     Args:
         model: of `Family.staged`, on any device.
-        stages: of this rank.
 
     Raises:
         ValueError: for layers or modules that the model lacks, or that were taken before.
@@ -135,7 +131,6 @@ def run_stage(
 
     Args:
         model: of `take_stages`, or whole.
-        stage: one of the model's.
         hidden: what the stage before has returned: this rank's tokens; None where the stage has the
             embedding.
         inputs: arguments of the model's forward by name, the same in every stage. Their labels are
@@ -185,9 +180,7 @@ def blocks_of(
     """Return the blocks of each stage, by its index.
 
     Args:
-        model: that has them.
         blocks: layers and multi-token prediction modules, or what lies in these, in order.
-        stages: of the model.
     """
     parts = model.stage_parts()
     found = {}
@@ -215,8 +208,6 @@ def check_held(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 
     Args:
         model: that is to run the stage.
-        parts: of the model.
-        stage: to run.
         num_mtp: MTP modules of the model.
     """
     if torch.compiler.is_compiling():
@@ -233,9 +224,7 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
     """Raise ValueError for hidden states that are not those that enter a stage.
 
     Args:
-        hidden: given to the stage.
         stage: to run; into an empty one may come a stack too.
-        shape: of what enters it.
     """
     if (hidden is None) != stage.embedding:
         shown = None if hidden is None else tuple(hidden.shape)

@@ -84,12 +84,10 @@ class StageTransport:
     """The messages of one run of a schedule, on one rank.
 
     Args:
-        schedule: of all ranks.
         rank: this one among the pipeline ranks.
         groups: for messages up in rank, and for those down.
         shape_of: shape of the hidden states that enter a stage.
         dtype: of hidden states and their gradients.
-        device: of both.
     """
 
     def __init__(
@@ -199,8 +197,6 @@ def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.dev
     Args:
         groups: as of `StageTransport`.
         rank_of: the rank of each stage.
-        rank: this one.
-        device: of messages.
     """
     neighbours = {pair for pair in pairwise(rank_of) if pair[0] != pair[1]}
     number = torch.zeros(1, device=device)

@@ -128,8 +128,6 @@ def unscale_and_clip_(
     """Do what `clip_grad_norm_` does, with gradients that are first divided by the loss scale.
 
     Args:
-        model: as there.
-        max_norm: as there.
         loss_scale: fp32 scalar on the device; None = 1. With one an overflow is part of training,
             so no warning names the parameters: `GradientNorm.non_finite` does.
         is_wrong: bool on the device: whether this rank's gradients are none; None = they are right.
@@ -162,9 +160,7 @@ def step_clipped(
     Args:
         model: parallelized; the same on every rank.
         max_norm: > 0; `math.inf` only measures.
-        optimizers: of the model.
         loss_scale: as in `unscale_and_clip_`.
-        is_wrong: likewise.
 
     Returns:
         The norm before clipping, without the loss scale, the same on every rank.

@@ -68,10 +68,8 @@ class Engine:
     Args:
         root: the model, one of the modules of its last unit.
         units: all units in the order of forward, the root's last.
-        streams: of the units.
 
     Attributes:
-        units: all of them.
         progress: of the step that owns the model.
     """
 
@@ -392,10 +390,7 @@ class _ForwardRun:
     """One forward of a module with gradients.
 
     Attributes:
-        unit: of the module.
-        module: that ran.
         step: of the engine, in which it ran.
-        inputs: that need a gradient.
         is_active: whether its backward has begun and not ended.
         pending: inputs whose gradient has not come in it.
     """
@@ -423,10 +418,7 @@ class _Border:
     """A value between modules. Its gradient ends the backward of what read it, and begins others.
 
     Attributes:
-        engine: of the modules.
         version: of the value, which a change in place would make another one.
-        ends: forwards that read it.
-        begins: forwards that returned it.
         is_leaf: whether forwards may share it: then each backward drops what waits for none.
     """
 

@@ -128,8 +128,6 @@ class _BlockScales:
     Attributes:
         places: of this rank's shard in each parameter.
         flat_amax: fp32, of all parameters.
-        amaxes: of each parameter, views.
-        scales: likewise.
     """
 
     places: list[PartOfMatrix]

@@ -35,7 +35,6 @@ def gathered_recipes(
         model: cut over tp, ep and etp.
         layers: its MoE layers, by name.
         linears: recipes of its linears in FP8, by name without what wrappers add.
-        request: the call.
 
     Raises:
         ValueError: when there are none, or what else reads or keeps one of them cannot.

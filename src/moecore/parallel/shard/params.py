@@ -46,7 +46,6 @@ class UnitParam:
         shard: this rank's part of it.
         whole: see above; None before the first gather.
         shape: of the whole on this rank, which tensor and expert parallelism have cut already.
-        shard_shape: of the largest shard.
     """
 
     def __init__(
@@ -227,7 +226,6 @@ class UnitViews:
     Attributes:
         regions: the shards of all ranks.
         padded: this rank's part of each.
-        own: that without padding.
         parameters: the whole parameters; where dim 0 is cut, the regions without padding.
     """
 

@@ -11,7 +11,6 @@ class Progress:
 
     Attributes:
         done: micro-batches whose forward and backward have run.
-        is_open: one runs.
         is_several: all of the step do, in any order.
         is_last: it is the last of its step.
         has_failed: one, or the end of the step, has raised.

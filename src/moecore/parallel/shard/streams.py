@@ -13,11 +13,7 @@ from moecore.base.torch_names import tree_leaves, tree_map_only
 
 
 class StreamMark:
-    """A place behind what a stream has queued, for which others wait; on a CPU nothing is queued.
-
-    Args:
-        device_type: of the streams.
-    """
+    """A place behind what a stream has queued, for which others wait; on a CPU nothing is queued."""
 
     __slots__ = ("_event", "_is_set")
 
@@ -42,11 +38,7 @@ class StreamMark:
 
 
 class UnitStreams:
-    """The streams of a model's units.
-
-    Args:
-        device_type: of the model.
-    """
+    """The streams of a model's units."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type

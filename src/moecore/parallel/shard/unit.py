@@ -47,7 +47,6 @@ class UnitOptions:
     """How a unit computes and communicates.
 
     Attributes:
-        name: of messages.
         reduce_dtype: in which gradients are summed.
         cast_inputs: to which floating inputs of its modules are cast; None = as they are.
         stays: whether it stays whole from forward to backward.

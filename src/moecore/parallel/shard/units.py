@@ -49,8 +49,6 @@ class Units:
         groups: blocks that are one unit; [model] is the root.
         routers: those that are one unit, apart from their blocks' units: all of a list of blocks
             that have one dtype.
-        experts: a unit each.
-        heads: a unit each.
         first_use: all units but the root, groups of them that are gathered together: a group of
             blocks, or a head, and what of it begins there. In the order of forward.
     """

@@ -36,10 +36,6 @@ class GraphFacts:
     def check(self, model: nn.Module, state: MoEState) -> None:
         """Raise when something is no longer what it was; 3 ms of a host for 531 parameters.
 
-        Args:
-            model: nothing of it gathered.
-            state: of the model.
-
         Raises:
             ValueError: names what has changed.
         """
@@ -62,12 +58,7 @@ class GraphFacts:
 
 @torch.no_grad()
 def facts_of(model: nn.Module, state: MoEState) -> GraphFacts:
-    """Return the facts of the moment.
-
-    Args:
-        model: nothing of it gathered.
-        state: of the model.
-    """
+    """Return the facts of the moment."""
     values: list[Any] = [state.num_micro_batches]
     held: list[Any] = []
     for module in model.modules():

@@ -168,7 +168,6 @@ class _Captured:
 
     Attributes:
         inputs: copied in before a replay.
-        outputs: copied out after it.
         grads: parameter, the gradient that the graph writes.
         num_micro_batches: of each layer, by name.
         num_in_step: micro-batches of a `TrainStep` that the call has run.

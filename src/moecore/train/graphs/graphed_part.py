@@ -140,7 +140,6 @@ class _Call(NamedTuple):
     Attributes:
         form: of the arguments, without tensors (`train/graphs/forms.py`).
         tensors: shape, dtype, and whether it needs a gradient, of each.
-        autocast: its dtype.
         facts: of the modules: mode, config, and where tensors lie.
     """
 
@@ -154,10 +153,7 @@ class GraphedPart:
     """Stands in the place of a method.
 
     Args:
-        name: of errors.
-        function: the method.
         modules: whose parameters and buffers it reads; hooks of the first are around it.
-        memory: of its graphs.
         may_run: whether it does what the host knows beforehand.
     """
 
@@ -257,11 +253,7 @@ class _GraphPair:
     """The graphs of a part, and the tensors that they read and write.
 
     Attributes:
-        slot: of its memory.
-        forward: replays it.
-        inputs: copied in.
         form, outputs: what the part returns, and its tensors.
-        held: what backward reads.
         backward: replays it; None where nothing needs a gradient.
         output_grads: of the outputs that need them, copied in.
         grads: of inputs and parameters that need them, copied out; None = it has none.

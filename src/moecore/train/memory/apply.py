@@ -78,7 +78,6 @@ def apply_stash(
 
     Args:
         blocks: as in `apply_memory`, with the dispatchers that they will have.
-        options: sizes.
         device: of the model when it runs.
         compiled: modules inside of what is compiled, which keep what their compiler decides.
 

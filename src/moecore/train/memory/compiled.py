@@ -99,7 +99,6 @@ def inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dic
 
     Args:
         blocks: of a model, before they are compiled.
-        options: which parts.
     """
     marks = Marks.of(blocks, options)
     return {"joint_custom_pre_pass": marks} if marks.parts else {}

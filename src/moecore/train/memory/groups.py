@@ -68,15 +68,12 @@ class HostCopy:
     """One saved storage: on the device, in a store, or both.
 
     Attributes:
-        size: bytes.
         ref: of the storage that was saved.
         counter: shares the version of the saved tensors, without their memory.
-        version: which it was.
         data: the storage on the device, uint8; None while it lies in the store alone.
         home: stream that waits before `data` is freed.
         used: rows that are in use; None = all.
         piece: where it lies in its store; None where it stays.
-        out: when that was written.
         busy: when a copy that runs has read or written `data`.
         is_back: whether `data` was brought back.
     """
@@ -119,8 +116,6 @@ class StorageGroup:
     """What one part of a layer saves in one forward.
 
     Attributes:
-        layer: of the part.
-        weights: storages of its module.
         fresh: storages that it was the first to save, in order.
         before: groups that are brought back once this one has run backward.
         is_asked: whether backward has asked for one of its handles.
@@ -146,7 +141,6 @@ class Layer:
     """One forward of a block.
 
     Attributes:
-        stream: on which it runs.
         groups: by key, in the order in which parts began; of the last one that had some.
     """
 
@@ -175,7 +169,6 @@ class OffloadChunk:
 
     Attributes:
         leaves_whole: whether what its last block keeps leaves the device, too.
-        layers: in order.
         leaving: groups whose device memory is not freed yet.
     """
 

@@ -43,7 +43,6 @@ class Slabs:
 
     Args:
         pinned: whether a GPU copies to and from them.
-        device: "cpu"; "meta" only counts.
     """
 
     def __init__(self, *, pinned: bool, device: str = "cpu") -> None:
@@ -96,7 +95,6 @@ class HostPool:
     Args:
         pinned: whether a GPU copies to and from them.
         max_bytes: of all slabs; None = as much as the host has.
-        device: "cpu"; "meta" only counts.
 
     Attributes:
         used_bytes: of pieces that were taken and not given back.
@@ -117,7 +115,6 @@ class HostPool:
         """Return a piece; None where it would take more than `max_bytes`.
 
         Args:
-            num_bytes: at least so many.
             in_capture: for a CUDA graph that is being captured, which keeps it for its replays. No
                 memory is pinned then, so None also where no free piece fits.
 

@@ -48,10 +48,6 @@ class KeptBytes:
 
     Parts are those of `MemoryOptions.offload`, and "routing": router, dispatch, combine, balance.
     What two parts keep counts in the first.
-
-    Attributes:
-        device: in the device's memory.
-        host: in host memory.
     """
 
     device: Parts
@@ -68,7 +64,6 @@ class ModelKept:
     """What a model's forward leaves for its backward.
 
     Attributes:
-        blocks: in the order given.
         outside: what no block or several keep: embedding, head, tables of positions.
     """
 
@@ -190,12 +185,7 @@ class _Count:
             self._place = before
 
     def result(self, num_blocks: int, away: Set[int]) -> ModelKept:
-        """Return the sums.
-
-        Args:
-            num_blocks: how many there are.
-            away: storages in host memory.
-        """
+        """Return the sums."""
         sums: list[tuple[Counter[str], Counter[str]]]
         sums = [(Counter(), Counter()) for _ in range(num_blocks + 1)]
         for storage in self.found.values():

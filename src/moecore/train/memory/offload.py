@@ -64,7 +64,6 @@ class Offload(SavedStorages):
         device: of the model; tensors elsewhere are kept. On meta it counts alone.
         fraction: how much of the bytes of all layers but the last is offloaded at most, in the
             order in which parts end: what cannot hide behind compute makes steps slower.
-        min_bytes: smaller storages are kept.
         max_host_bytes: pinned memory, in all; beyond it tensors are kept. None = no limit.
     """
 

@@ -40,8 +40,6 @@ class Dispatched:
     """The matrices of one dispatch that are copied together, and their table.
 
     Attributes:
-        table: of pages.
-        layout: of the matrices.
         free: where the table goes when it is empty.
         of_graph: a CUDA graph fills the table in every replay.
         slots, num_rows: which rows are in use.
@@ -119,8 +117,6 @@ class PageStore:
     """Copies in pages: a `Store` of matrices whose used rows are counted on the device.
 
     Args:
-        streams: of the device.
-        options: sizes.
         num_layers: MoE layers of a forward.
 
     Attributes:

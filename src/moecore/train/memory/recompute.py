@@ -116,8 +116,6 @@ class _RunningRegion:
     """One run of a function, and its second run.
 
     Attributes:
-        name: for errors.
-        function: as it is called.
         has_products: whether products are looked for; their search costs host time.
         repeats_scores: whether attention is run again.
     """
@@ -392,11 +390,8 @@ def recompute(
     Args:
         name: of what runs, for errors.
         function: of tensors and others, in any nesting; random numbers are torch's.
-        args: of the function.
-        kwargs: of the function.
         has_products: False where the function has none, and draws from no generator of its own;
             this saves host time.
-        repeats_scores: run attention again, too.
     """
     kwargs = dict(kwargs or {})
     if is_in_region() or not _here.is_sharing or not is_packing():

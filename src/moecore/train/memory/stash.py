@@ -37,12 +37,7 @@ class Stash(Offload, Holder):
     """Keeps used rows of a model's experts in pages.
 
     Args:
-        device: of the model.
-        options: sizes.
         num_layers: MoE layers of a forward.
-
-    Attributes:
-        pages: where the rows are.
     """
 
     option = "StashOptions.factor"

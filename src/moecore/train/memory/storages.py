@@ -77,7 +77,6 @@ class SavedStorages:
         kept_bytes: what forwards have saved so far in parts of layers but the last, from
             `min_bytes` up.
         out_bytes: how much of it was copied out; rows that are not in use count.
-        back_bytes: and back.
         late_bytes: how much of that only when backward asked for it.
         observe: gets each tensor that is taken; None = nobody does.
     """
@@ -241,7 +240,6 @@ class SavedStorages:
         """Start to copy back what is away of groups, in the order of backward.
 
         Args:
-            groups: in that order.
             gone: pieces that nobody asks for any more.
         """
         for group in groups:

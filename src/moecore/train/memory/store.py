@@ -50,12 +50,7 @@ class Store(Protocol):
 
 
 class HostStore:
-    """Copies in pinned host memory.
-
-    Args:
-        streams: of the device.
-        pool: of host memory.
-    """
+    """Copies in pinned host memory."""
 
     def __init__(self, streams: CopyStreams, pool: HostPool) -> None:
         self._streams, self._pool = streams, pool

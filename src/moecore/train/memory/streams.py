@@ -116,7 +116,6 @@ class CopyStream:
         """Copy, without a wait where the host's side is pinned; on meta it is written down.
 
         Args:
-            target: contiguous.
             source: likewise, of the same shape and dtype.
         """
         if target.is_meta:
@@ -184,7 +183,6 @@ class CopyStreams:
         """Copy away what the current stream has made so far; return when it is there.
 
         Args:
-            jobs: in order.
             after: what the copies come after, besides.
         """
         return self._copy(self._out, jobs, after)
@@ -194,7 +192,6 @@ class CopyStreams:
 
         Args:
             jobs: of what was copied away.
-            after: when that was there.
         """
         return self._copy(self._back, jobs, after)
 

@@ -32,8 +32,6 @@ class MatrixBlock(NamedTuple):
 
     Attributes:
         place: of that tensor, in a list of such.
-        batch, rows, columns: where in it.
-        shape: of what is there.
         part: number of the part, which decides about the learning rate.
     """
 
@@ -109,7 +107,6 @@ class Round:
             like: of the dtype and device of what travels; a rank may own nothing.
             sources: tensors of all parameters, or, on the way back, the matrices of `owned`.
             back: the way of the results.
-            group: of the ranks.
         """
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
@@ -149,8 +146,6 @@ def make_plan(
     """Return the plan of a step. No communication, but for what `group_of` does.
 
     Args:
-        params: whole, or DTensors.
-        layouts: of each.
         group_of: the process group of some ranks, in their order.
     """
     holdings: dict[object, _Holding] = {}  # parameters of one layout share theirs
@@ -179,10 +174,6 @@ def make_plan(
 
 class _Holding:
     """What each rank of a mesh holds of a parameter's matrices.
-
-    Args:
-        param: whole, or a DTensor.
-        layout: its matrices.
 
     Attributes:
         ranks: of the mesh, ascending; lists and tensors below go by them.
@@ -239,8 +230,6 @@ class _Member(NamedTuple):
         """Return the block of some matrices of a part in a rank's own tensor; None = nothing.
 
         Args:
-            part: what the rank holds.
-            number: of the part.
             chosen: bool, of `part.batch`.
         """
         (batch,) = chosen.nonzero(as_tuple=True)

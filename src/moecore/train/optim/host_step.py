@@ -52,7 +52,6 @@ class _MomentPiece:
     """Some elements of one parameter, this rank's part; flat.
 
     Attributes:
-        weight, grad: on the device.
         exp_avg, exp_avg_sq: fp32 (fp64) on the host.
         step: how many updates there have been before this one.
     """
@@ -73,12 +72,7 @@ class _MomentPiece:
 
 @dataclass(frozen=True, slots=True)
 class _HostChunk:
-    """Pieces of one group, of one dtype of weights and one of gradients: `CHUNK` elements at most.
-
-    Attributes:
-        number: of the group.
-        group: its hyperparameters.
-    """
+    """Pieces of one group, of one dtype of weights and one of gradients: `CHUNK` elements at most."""
 
     pieces: list[_MomentPiece]
     number: int
@@ -96,7 +90,6 @@ class _HostSlot:
 
     Args:
         num_bytes: of each of weights and gradients.
-        pinned: for a GPU.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
@@ -328,7 +321,6 @@ class _Signals:
     """What the host must know of the device for a step: whether to skip it, scale, learning rates.
 
     Args:
-        optimizer: has them.
         stream: brings them; it follows what computes them.
     """
 

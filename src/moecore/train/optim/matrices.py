@@ -66,7 +66,6 @@ class MatrixLayout:
     """A parameter as [batch, rows, columns], and what is cut there.
 
     Attributes:
-        batch: number of stacked matrices.
         rows, columns: of each, before the cut.
         cut: None = it is one matrix.
         transposed: columns are outputs, and rows inputs.
@@ -107,7 +106,6 @@ class MatrixLayout:
         """Return what a rank holds of each part.
 
         Args:
-            param: whole, or a DTensor.
             coordinate: of the rank in its mesh; None = this rank.
         """
         found = global_indices(param, coordinate)
@@ -162,9 +160,7 @@ class Decision(NamedTuple):
     """What `assign_matrices` decided about one parameter.
 
     Attributes:
-        param: it.
         layout: its matrices; None = AdamW steps it.
-        reason: why.
     """
 
     param: nn.Parameter
@@ -366,13 +362,7 @@ def _fused_cut(parent: Any, last: str, rows: int) -> Cut | None:
 
 
 def scale_of(layout: MatrixLayout, shape: tuple[int, int], adjust: str) -> float:
-    """Return the factor on the learning rate of one part; see `Muon`.
-
-    Args:
-        layout: of the parameter.
-        shape: of the part.
-        adjust: "match_rms_adamw" or "original".
-    """
+    """Return the factor on the learning rate of one part; see `Muon`."""
     if adjust == "match_rms_adamw":
         return float(0.2 * max(shape) ** 0.5)
     outputs, inputs = reversed(shape) if layout.transposed else shape

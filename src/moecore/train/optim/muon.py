@@ -195,11 +195,7 @@ class _MatrixViews(NamedTuple):
 
 
 class _Step:
-    """One step of some parameters with one set of options.
-
-    Args:
-        params: all have a gradient.
-    """
+    """One step of some parameters with one set of options."""
 
     def __init__(self, optimizer: Muon, group: dict[str, Any], params: list[nn.Parameter]) -> None:
         self.group, self.dtype = group, optimizer.ns_dtype
@@ -344,7 +340,6 @@ def orthogonalize(
 
     Args:
         x_nRC: n finite matrices, any strides.
-        coefficients: a, b and c.
         eps: least norm by which a matrix is divided.
     """
     a, b, c = coefficients

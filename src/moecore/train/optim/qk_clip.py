@@ -188,11 +188,7 @@ class _Watched:
     """One attention module: the running maximum of this rank's heads, and what its clip scales.
 
     Args:
-        name: of the module.
-        module: it.
         num_heads: H over all tp ranks.
-        queries: name of their projection.
-        keys: likewise.
     """
 
     def __init__(self, name: str, module: Any, num_heads: int, queries: str, keys: str) -> None:

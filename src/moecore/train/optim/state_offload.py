@@ -57,7 +57,6 @@ class _Moved:
 
     Attributes:
         tensor: this rank's part; its `.data` is what the optimizer sees.
-        shape, stride: of it.
         host: flat memory for its copy.
         device: flat memory that the copy comes back to; None = not yet.
     """

@@ -39,7 +39,6 @@ class TitanDecoderArgs(BaseModelArgs):
     """What torchtitan knows of a decoder.
 
     Attributes:
-        config: the decoder.
         hf_weights: the job's `moecore.hf_weights`.
         even_load: the job's `debug.moe_force_load_balance`.
     """
@@ -66,11 +65,7 @@ class TitanDecoderArgs(BaseModelArgs):
 
 
 class TitanDecoder(Decoder):
-    """A Decoder that torchtitan builds (on meta), fills and calls.
-
-    Args:
-        model_args: the config.
-    """
+    """A Decoder that torchtitan builds (on meta), fills and calls."""
 
     def __init__(self, model_args: TitanDecoderArgs) -> None:
         super().__init__(model_args.config, device="meta")
@@ -124,11 +119,7 @@ def _sum_loss(loss: Tensor, labels: Tensor) -> Tensor:
 
 
 def with_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
-    """Return a build_dataloader_fn whose batches carry their labels to the model too.
-
-    Args:
-        build: torchtitan's, or any other.
-    """
+    """Return a build_dataloader_fn whose batches carry their labels to the model too."""
 
     def build_labelled(**kwargs: Any) -> BaseDataLoader:
         return LabelledDataLoader(build(**kwargs))
@@ -137,11 +128,7 @@ def with_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataL
 
 
 class LabelledDataLoader(BaseDataLoader):
-    """Another data loader's batches with the labels among the model's inputs, and its state.
-
-    Args:
-        loader: yields ({"input": tokens_BT}, labels_BT).
-    """
+    """Another data loader's batches with the labels among the model's inputs, and its state."""
 
     def __init__(self, loader: BaseDataLoader) -> None:
         self.loader = loader

@@ -63,10 +63,6 @@ class TitanHFArgs(BaseModelArgs):
         """Return the number of parameters and the FLOPs per token of forward and backward.
 
         The formula is that of `moecore.models.flops_per_token`.
-
-        Args:
-            model: a TitanHF.
-            seq_len: tokens per sequence.
         """
         return model_size(self.config, model, seq_len)
 
@@ -95,9 +91,6 @@ def parallelize_hf(
     `debug.moe_force_load_balance` deals the experts out in turn.
 
     Args:
-        model: on meta.
-        parallel_dims: the degrees.
-        job_config: the job.
         balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
 
     Raises:

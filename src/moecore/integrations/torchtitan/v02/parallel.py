@@ -65,8 +65,6 @@ def parallelize_titan(
 
     Args:
         model: on meta, with `layers` of blocks whose `moe` is torchtitan's `MoE`.
-        parallel_dims: the degrees.
-        job_config: the job.
         dense_tp: cuts everything but the MoE blocks over tp.
         update_bias: see `titan_moe`.
 
@@ -101,7 +99,6 @@ def finish(model: nn.Module, meshes: Meshes, job_config: JobConfig) -> nn.Module
     Args:
         model: `get_submodule("layers")` gives its blocks.
         meshes: from `titan_meshes`.
-        job_config: the job.
     """
     checkpointing = job_config.activation_checkpoint
     if checkpointing.mode != "none":

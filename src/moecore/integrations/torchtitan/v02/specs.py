@@ -147,9 +147,7 @@ def build_optimizers(
     A fused AdamW is moecore's: the same steps and state, in less time.
 
     Args:
-        model_parts: parallelized models.
         optimizer_config: torchtitan's `job_config.optimizer`.
-        parallel_dims: torchtitan's degrees.
         ft_manager: torchtitan's fault tolerance, or None.
     """
     c = optimizer_config

@@ -34,7 +34,6 @@ class TitanDecoder(Decoder, BaseModel):
         """What torchtitan knows of a decoder.
 
         Attributes:
-            decoder: the decoder.
             hf_weights: the job's `moecore.hf_weights`.
             even_load: the job's `debug.moe_force_load_balance`.
         """

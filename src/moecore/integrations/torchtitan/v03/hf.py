@@ -76,8 +76,6 @@ def parallelize_hf(
     """Swap the MoE blocks of a TitanHF and shard it by the job's config; a parallelize_fn.
 
     Args:
-        model: on meta.
-        parallel_dims: the degrees.
         job: bound by `MoETrainer`.
         balance: see `swap_hf`.
 

@@ -124,10 +124,6 @@ def decoder_job(decoder: DecoderConfig, name: str = "decoder") -> OwnLossTrainer
     """Return a job that trains moecore's own decoder on text.
 
     The decoder makes its loss itself, in chunks, so logits of all tokens never exist.
-
-    Args:
-        decoder: the model.
-        name: shown in the log.
     """
     model = TitanDecoder.Config(decoder=decoder)
     return _own_loss_job(name, model, parallelize_own_loss, seq_len=decoder.max_seq_len)

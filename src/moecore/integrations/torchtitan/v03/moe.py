@@ -73,7 +73,6 @@ class TitanMoE(TitanLayer, Module):
         Args:
             x: [B, t, D]; under tp a DTensor cut along the sequence.
             padding_mask: not used by torchtitan, like the next one; see `MoELayer.forward`.
-            cu_seqlens: likewise.
         """
         y_BtD = super().forward(x, padding_mask, cu_seqlens)
         if not isinstance(x, DTensor):

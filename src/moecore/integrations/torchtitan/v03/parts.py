@@ -78,12 +78,7 @@ class OwnLossTrainer(MoETrainer):
 
 
 class SumLoss(BaseLoss):
-    """The loss function of a model that returned its summed loss; torchtitan divides it by tokens.
-
-    Args:
-        config: has no fields.
-        compile_config: not used.
-    """
+    """The loss function of a model that returned its summed loss; torchtitan divides it by tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
@@ -129,7 +124,6 @@ def parallelize_titan(
 
     Args:
         model: on meta, with `layers` of blocks whose `moe` is torchtitan's `MoE`.
-        parallel_dims: the degrees.
         job: bound by `MoETrainer`.
         update_bias: see `titan_moe`.
 
@@ -173,7 +167,6 @@ def finish(model: nn.Module, meshes: Meshes, job: MoETrainer.Config) -> nn.Modul
     Args:
         model: `get_submodule("layers")` gives its blocks.
         meshes: from `titan_meshes`.
-        job: the job.
     """
     checkpointing = job.activation_checkpoint
     if type(checkpointing) is SelectiveAC.Config:
