@@ -49,11 +49,11 @@ golden: $(READY)  ## remake this platform's golden records (ARGS="paths"; see CO
 	$(ONE_THREAD) $(PY) -m tests.golden.make $(ARGS)
 
 # What most changes break: records, the layer, the experts' operation, units of FSDP.
-QUICK := tests/test_fields.py tests/test_api.py tests/test_torch_names.py \
-	tests/test_pages.py tests/shard/test_unit.py tests/kernels/experts \
+QUICK := tests/base/test_fields.py tests/test_api.py tests/base/test_torch_names.py \
+	tests/test_pages.py tests/parallel/shard/test_unit.py tests/kernels/experts \
 	tests/moe/test_layer.py tests/moe/test_router.py tests/moe/test_experts.py
 # The same on ranks: a step, two golden paths.
-QUICK_RANKS := tests/test_step.py tests/golden
+QUICK_RANKS := tests/train/test_step.py tests/golden
 
 quick: $(READY)  ## run the tests without ranks that most changes break, in a minute
 	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $(QUICK) $(ARGS)

@@ -35,9 +35,9 @@ from benchmarks.records import Environment
 from moecore.io import Saver, load, save
 
 pytestmark = pytest.mark.proven_by(
-    "tests/checkpoint/test_store.py",
-    "tests/checkpoint/test_shard_file.py",
-    "tests/memory/test_host_copies.py",
+    "tests/io/checkpoint/test_store.py",
+    "tests/io/checkpoint/test_shard_file.py",
+    "tests/train/memory/test_host_copies.py",
 )
 Model = tuple[nn.Module, torch.optim.Optimizer]
 VARIANTS = ("dcp save", "save", "background save blocks", "dcp load", "load full", "load sizes")

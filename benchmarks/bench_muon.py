@@ -88,7 +88,7 @@ def newton_schulz_flops(assignment: MatrixAssignment) -> int:
     return total
 
 
-@pytest.mark.proven_by("tests/optim/test_muon.py")
+@pytest.mark.proven_by("tests/train/optim/test_muon.py")
 def test_muon_step(session: Session, ceilings: Ceilings) -> None:
     name, model = make_model(session)
     assignment = assign_matrices(model)

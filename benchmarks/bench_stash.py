@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.memory.towers import RoomyDispatcher, part_of
+from tests.train.memory.towers import RoomyDispatcher, part_of
 from torch import Tensor
 
 from benchmarks.harness import FULL, SMOKE, time_variants

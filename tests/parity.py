@@ -56,8 +56,8 @@ from moecore.moe.placement import ExpertPlacement
 from moecore.precision.apply import apply_precision
 from moecore.train import AdamW
 from tests.moe.reference import ReferenceOutput, moe_reference
+from tests.parallel.shard.units import unit_of
 from tests.parts import on_parts
-from tests.shard.units import unit_of
 from tests.whole import Held, gather_whole
 
 OPTIMIZERS = ("sgd", "adamw")  # one per step

@@ -42,8 +42,8 @@ from moecore.planning import (
 )
 from moecore.rl import RouterReplay
 from moecore.train import assign_matrices
+from tests.base.test_fields import RECORDS
 from tests.test_api import SECTIONS
-from tests.test_fields import RECORDS
 
 TINY = preset("tiny")
 LAYER = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)

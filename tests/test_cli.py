@@ -17,8 +17,8 @@ from moecore.cli import main
 from moecore.io import latest, load, save
 from moecore.io.hf.export import export_hf
 from moecore.models import Decoder, preset
-from tests.hf.dirs import write_directory
-from tests.hf.test_config import TINY_JSON
+from tests.io.hf.dirs import write_directory
+from tests.io.hf.test_config import TINY_JSON
 
 CONFIG = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=2048)
 

@@ -34,7 +34,7 @@ from moecore.models import Decoder, num_params, preset
 from moecore.moe.experts import Experts
 from moecore.parallel.attached import attached, moe_state
 from moecore.parallel.shard.units import find_blocks
-from tests.shard.units import is_unit
+from tests.parallel.shard.units import is_unit
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 CONFIG = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)

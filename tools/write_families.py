@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python -m tools.write_families
 
-It runs what tests/hf/test_families.py runs.
+It runs what tests/families/transformers/test_families.py runs.
 """
 
-from tests.hf.test_families import BEGIN, END, ROOT, run, table
+from tests.families.transformers.test_families import BEGIN, END, ROOT, run, table
 
 if __name__ == "__main__":
     page = ROOT / "docs" / "huggingface.md"

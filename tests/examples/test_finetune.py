@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.packing import PackedBatchSampler
 from tests.examples.test_train import metrics, tensors
-from tests.hf.family_models import tiny_model
+from tests.families.transformers.family_models import tiny_model
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", minversion="5")

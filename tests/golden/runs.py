@@ -39,7 +39,7 @@ def run_path(path: Path) -> Result:
         return _run_torchtitan(path)
     meshes = build_meshes(path.parallel, "cpu")
     if path.kind == "transformers":
-        from tests.hf.hf_models import random_model
+        from tests.families.transformers.hf_models import random_model
 
         model, forward = random_model("qwen3-moe"), _transformers_loss
     else:

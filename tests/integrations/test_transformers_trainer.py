@@ -36,7 +36,7 @@ from moecore.integrations.transformers.run_state import (
     set_host_generators,
 )
 from moecore.io import save
-from tests.hf.hf_models import random_model
+from tests.families.transformers.hf_models import random_model
 from tests.integrations.trainer_runs import padded, rows
 
 # Names of transformers without a public one beside them: parameters that moecore gives or takes.
@@ -197,7 +197,7 @@ def test_checkpoints_to_resume_from(one_process: None, tmp_path: Path) -> None:
 
 def test_adapters_are_saved_as_peft_reads_them(one_process: None, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", minversion="0.21")
-    from tests.hf.lora_cases import adapted_model
+    from tests.families.transformers.lora_cases import adapted_model
 
     model = parallelize_moe(adapted_model("qwen3-moe", {}), build_meshes(ParallelConfig(), "cpu"))
     trainer = MoETrainer(model, arguments(tmp_path, learning_rate=0.1), padded, rows(2))

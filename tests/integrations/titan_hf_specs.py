@@ -14,7 +14,7 @@ from moecore import BalanceConfig
 from moecore.integrations.torchtitan.v02.decoder import with_labels
 from moecore.integrations.torchtitan.v02.specs import decoder_spec, hf_spec
 from moecore.models import DecoderConfig
-from tests.hf.hf_models import ARCHITECTURES, MODELS
+from tests.families.transformers.hf_models import ARCHITECTURES, MODELS
 from tests.integrations.titan_specs import VOCAB, build_random_tokens
 
 BALANCE = BalanceConfig(micro_batch_coef=0.01, bias_update_rate=0.01)

@@ -10,7 +10,7 @@ from typing import Any
 
 from moecore import BalanceConfig
 from moecore.integrations.torchtitan.v03.jobs import hf_job
-from tests.hf.hf_models import ARCHITECTURES, MODELS
+from tests.families.transformers.hf_models import ARCHITECTURES, MODELS
 from tests.integrations.titan_v03_specs import VOCAB, tiny
 
 BALANCE = BalanceConfig(micro_batch_coef=0.01, bias_update_rate=0.01)

@@ -27,7 +27,7 @@ from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
 from moecore.integrations.transformers import MoETrainer
 from moecore.packing import PackedCollator
-from tests.hf.hf_models import random_model
+from tests.families.transformers.hf_models import random_model
 
 COMMON: dict[str, Any] = dict(
     use_cpu=True,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from moecore.models import PRESETS, Decoder, preset
 from moecore.moe.layer import MoELayer
-from tests.hf.states import native_state
+from tests.io.hf.states import native_state
 from tests.models.hf_pairs import PAIRS, gradients, make_pair
 
 TINY = ("tiny", "tiny-qwen3", "tiny-shared", "tiny-deepseek-v3")

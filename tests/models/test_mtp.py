@@ -13,7 +13,7 @@ from moecore import BalanceConfig, MoEConfig
 from moecore.attention.sequence import shift_left
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.moe.layer import MoELayer
-from tests.hf.states import hf_state
+from tests.io.hf.states import hf_state
 from tests.models.hf_pairs import YARN, deepseek, randomize
 from tests.models.plain_decoder import PlainLosses, plain_losses
 

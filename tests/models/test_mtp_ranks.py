@@ -22,9 +22,9 @@ from moecore.models.block import Block
 from moecore.parallel.attached import moe_state
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
+from tests.parallel.shard.units import is_unit
 from tests.parts import on_parts
 from tests.ranks import run_ranks
-from tests.shard.units import is_unit
 
 pytestmark = pytest.mark.slow
 

@@ -107,7 +107,7 @@ def make(
 def make_family(
     family: str, device: torch.device, *, checkpoint: bool, **options: Any
 ) -> tuple[Any, TrainStep]:
-    from tests.hf.hf_models import enable_checkpointing, random_model
+    from tests.families.transformers.hf_models import enable_checkpointing, random_model
 
     model = random_model(family).to(device)
     parallelize_moe(model, **options)

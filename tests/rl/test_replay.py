@@ -12,7 +12,7 @@ from moecore import BalanceConfig, MoEConfig
 from moecore.base.options.layer import CapacityConfig
 from moecore.families.family import swap_blocks
 from moecore.rl import RouterReplay
-from tests.hf.hf_models import MODELS as HF_MODELS
+from tests.families.transformers.hf_models import MODELS as HF_MODELS
 from tests.moe.moe_cases import ALL_LOSSES, leaves, make_layer
 from tests.moe.reference import moe_reference
 from tests.rl.replay_cases import (

@@ -13,7 +13,7 @@ from moecore.base.torch_names import tree_leaves, tree_map_only
 
 
 class StreamMark:
-    """A place behind what a stream has queued, for which others wait; on a CPU nothing is queued."""
+    """A place behind what a stream has queued, for which others wait; on a CPU, nothing."""
 
     __slots__ = ("_event", "_is_set")
 

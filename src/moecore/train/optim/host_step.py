@@ -72,7 +72,7 @@ class _MomentPiece:
 
 @dataclass(frozen=True, slots=True)
 class _HostChunk:
-    """Pieces of one group, of one dtype of weights and one of gradients: `CHUNK` elements at most."""
+    """Pieces of one group, one dtype of weights and one of gradients: `CHUNK` elements at most."""
 
     pieces: list[_MomentPiece]
     number: int

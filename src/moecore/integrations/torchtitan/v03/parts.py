@@ -78,7 +78,7 @@ class OwnLossTrainer(MoETrainer):
 
 
 class SumLoss(BaseLoss):
-    """The loss function of a model that returned its summed loss; torchtitan divides it by tokens."""
+    """The loss of a model that returned its summed loss; torchtitan divides it by tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):

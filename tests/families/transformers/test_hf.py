@@ -1,0 +1,378 @@
+"""Tiny random transformers models: the same numbers and names before and after parallelize_moe."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from moecore import (
+    BalanceConfig,
+    Meshes,
+    MoELayer,
+    ParallelConfig,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.parallel.attached import moe_state
+from tests.families.transformers.hf_models import (
+    ARCHITECTURES,
+    MODELS,
+    assert_equal_numbers,
+    batch,
+    mixtral,
+    padding_mask,
+    qwen3_moe,
+    random_model,
+    run,
+    transformers,
+)
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Meshes:
+    """One process: build_meshes starts the group by itself."""
+    return build_meshes(ParallelConfig(), "cpu")
+
+
+def shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
+@pytest.mark.parametrize("experts", ["torch", "sequential"])
+@pytest.mark.parametrize("name", MODELS)
+def test_same_numbers_and_names(name: str, experts: Any, meshes: Meshes) -> None:
+    model = random_model(name)
+    plain = copy.deepcopy(model)
+    returned = parallelize_moe(model, meshes, expert_backend=experts)
+    assert returned is model and model.training
+    assert sum(isinstance(m, MoELayer) for m in model.modules()) >= 2
+    assert shapes(model.named_parameters()) == shapes(plain.named_parameters())
+    assert shapes(model.state_dict().items()) == shapes(plain.state_dict().items())
+    assert shapes(model.named_buffers()) == shapes(plain.named_buffers())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    for key, tensor in plain.state_dict().items():
+        mine = model.state_dict()[key]
+        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        assert torch.equal(mine, tensor), key
+    assert_equal_numbers(run(model), run(plain))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_padded_batch(name: str, meshes: Meshes) -> None:
+    model = random_model(name)
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    assert_equal_numbers(run(model, padding_mask()), run(plain, padding_mask()))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_parameters_keep_their_order(name: str, meshes: Meshes) -> None:
+    """torch.optim state dicts are positional: in another order, states change places."""
+    model = random_model(name)
+    before = [n for n, _ in model.named_parameters()]
+    parallelize_moe(model, meshes)
+    assert [n for n, _ in model.named_parameters()] == before
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_eval_and_counts(name: str, meshes: Meshes) -> None:
+    model = random_model(name)
+    plain = copy.deepcopy(model).eval()
+    parallelize_moe(model, meshes)
+    model.eval()
+    ids, _ = batch()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not any(n.any() for n in moe_state(model).finish_step().tokens_per_expert.values())
+    model.train()
+    run(model)
+    metrics = moe_state(model).finish_step()
+    layers = [n for n, m in model.named_modules() if isinstance(m, MoELayer)]
+    assert list(metrics.tokens_per_expert) == layers
+    top_k = model.config.num_experts_per_tok
+    assert all(int(c.sum()) == 22 * top_k for c in metrics.tokens_per_expert.values())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_one_expert_per_token_has_the_weight_of_the_model(name: str, meshes: Meshes) -> None:
+    """1 where the model divides the weight by itself, whatever moecore's default is."""
+    model = random_model(name, num_experts_per_tok=1).eval()
+    plain, (ids, _) = copy.deepcopy(model), batch()
+    parallelize_moe(model, meshes)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_two_optimizer_steps(name: str, meshes: Meshes) -> None:
+    model = random_model(name)
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    for m in (model, plain):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9)
+        for _ in range(2):
+            run(m)
+            optimizer.step()
+            optimizer.zero_grad()
+    for key, tensor in plain.state_dict().items():
+        mine = model.state_dict()[key]
+        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(mine, tensor, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_balance_loss_reaches_a_transformers_model(meshes: Meshes) -> None:
+    model = random_model("qwen3-moe")
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes, balance=BalanceConfig(micro_batch_coef=0.5))
+    found, expected = run(model), run(plain)
+    assert torch.allclose(found["loss"], expected["loss"]), "the loss value does not change"
+    name = "grad/model.layers.1.mlp.gate.weight"
+    assert not torch.allclose(found[name], expected[name])
+    aux = moe_state(model).finish_step().aux_losses["model.layers.0.mlp"]
+    assert float(aux[0]) >= 0.5 * 0.9
+
+
+def test_deepseek_bias_follows_the_load(meshes: Meshes) -> None:
+    model = random_model("deepseek-v3")
+    before = {n: b.clone() for n, b in model.named_buffers() if "correction" in n}
+    parallelize_moe(model, meshes, balance=BalanceConfig(bias_update_rate=0.125))
+    run(model)
+    counts = moe_state(model).finish_step().tokens_per_expert
+    for name, bias in before.items():
+        load = counts[name.removesuffix(".gate.e_score_correction_bias")].float()
+        step = model.get_buffer(name) - bias
+        torch.testing.assert_close(step, 0.125 * torch.sign(load.mean() - load))
+
+
+# --------------------------------------------------------------------------- real sizes on meta
+
+
+def real_qwen1_5_moe_a2_7b() -> nn.Module:
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_experts=60,
+        num_experts_per_tok=4,
+        norm_topk_prob=False,
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+def real_qwen3_30b() -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def real_mixtral_8x7b() -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def real_olmoe_1b_7b() -> nn.Module:
+    config = transformers.OlmoeConfig(
+        vocab_size=50304,
+        hidden_size=2048,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=False,
+    )
+    return transformers.OlmoeForCausalLM(config)
+
+
+def real_deepseek_v3() -> nn.Module:
+    # The defaults of DeepseekV3Config are those of DeepSeek-V3; 2 of its 61 layers are MoE here.
+    config = transformers.DeepseekV3Config(num_hidden_layers=5)
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def real_gpt_oss_120b() -> nn.Module:
+    # The defaults of GptOssConfig are those of gpt-oss-120b.
+    config = transformers.GptOssConfig(num_hidden_layers=2)
+    return transformers.GptOssForCausalLM(config)
+
+
+REAL = {
+    real_qwen1_5_moe_a2_7b: (2048, 1408, 60, 4),
+    real_qwen3_30b: (2048, 768, 128, 8),
+    real_mixtral_8x7b: (4096, 14336, 8, 2),
+    real_olmoe_1b_7b: (2048, 1024, 64, 8),
+    real_deepseek_v3: (7168, 2048, 256, 8),
+    real_gpt_oss_120b: (2880, 2880, 128, 4),
+}
+
+
+@pytest.mark.parametrize("build", REAL, ids=lambda f: f.__name__)
+def test_real_models_parallelize_on_meta(build: Callable[[], nn.Module], meshes: Meshes) -> None:
+    with torch.device("meta"):
+        model = build()
+    before = shapes(model.state_dict().items())
+    parallelize_moe(model, meshes)
+    assert shapes(model.state_dict().items()) == before
+    assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
+    layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+    assert len(layers) == 2
+    for layer in layers:
+        c = layer.config
+        assert (c.dim, c.hidden_dim, c.num_experts, c.top_k) == REAL[build]
+
+
+def test_deepseek_v3_config_is_read_whole(meshes: Meshes) -> None:
+    with torch.device("meta"):
+        model = real_deepseek_v3()
+    parallelize_moe(model, meshes)
+    config = next(m for m in model.modules() if isinstance(m, MoELayer)).config
+    assert (config.score_function, config.num_groups, config.top_groups) == ("sigmoid", 8, 4)
+    assert config.routed_scaling_factor == 2.5 and config.normalize_weights and config.expert_bias
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("top_k", 2),
+        ("norm_topk_prob", False),
+        ("routed_scaling_factor", 7.0),
+        ("num_group", 2),
+        ("topk_group", 3),
+    ],
+)
+def test_deepseek_v3_options_are_those_of_the_router(
+    option: str, value: Any, meshes: Meshes
+) -> None:
+    """Forward reads the router's copies: a config that is changed later changes nothing."""
+    model = random_model("deepseek-v3")
+    model.config.num_experts_per_tok, model.config.n_group = 1, 1
+    for layer in model.model.layers[1:]:
+        assert hasattr(layer.mlp.gate, option)
+        setattr(layer.mlp.gate, option, value)
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    assert_equal_numbers(run(model), run(plain))
+
+
+# --------------------------------------------------------------------------- errors
+
+
+def test_unknown_architecture_is_named_with_its_class(meshes: Meshes) -> None:
+    model = mixtral()
+    model.model.layers[1].mlp.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+    model.model.layers[1].mlp.__class__ = type("NewMoE", (nn.Module,), {})
+    with pytest.raises(ValueError) as caught:
+        parallelize_moe(model, meshes)
+    message = str(caught.value)
+    for piece in ("model.layers.1.mlp", "NewMoE", "adapters={", "adapters.md"):
+        assert piece in message
+    assert not any(isinstance(m, MoELayer) for m in model.modules())
+
+
+def test_mixtral_jitter(meshes: Meshes) -> None:
+    """The block keeps its router, and with it the noise on the input of router and experts."""
+    model = random_model("mixtral", router_jitter_noise=0.1)
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    found = []
+    for one in (model, plain):
+        torch.manual_seed(3)
+        found.append(run(one))
+    assert_equal_numbers(*found)
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu", "quick_gelu"])
+def test_other_activations(meshes: Meshes, act: str) -> None:
+    model = random_model("qwen3-moe", hidden_act=act)
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    assert_equal_numbers(run(model), run(plain))
+
+
+def test_empty_shared_experts_are_refused_or_left_out(meshes: Meshes) -> None:
+    model = random_model("deepseek-v3", n_shared_experts=0)
+    with pytest.raises(ValueError, match=r"shared_experts.gate_proj.weight \(0, 32\) must hold"):
+        parallelize_moe(copy.deepcopy(model), meshes)
+    for layer in model.model.layers[1:]:
+        layer.mlp.shared_experts = None
+    run(parallelize_moe(model, meshes))
+
+
+def test_save_pretrained_of_a_parallelized_model(meshes: Meshes, tmp_path: Path) -> None:
+    """Of shards it is refused, on every rank; whole tensors that the user gathered it writes."""
+    model: Any = parallelize_moe(random_model("qwen3-moe"), meshes)
+    for tensors in ({}, {"state_dict": model.state_dict()}):
+        with pytest.raises(NotImplementedError, match=r"use moecore.io.export_hf\("):
+            model.save_pretrained(tmp_path / "refused", **tensors)
+    assert not (tmp_path / "refused").exists()
+    whole = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    model.save_pretrained(tmp_path / "whole", state_dict=whole)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert all(torch.equal(again.state_dict()[name], whole[name]) for name in whole)
+
+
+def test_twice(meshes: Meshes) -> None:
+    model = parallelize_moe(qwen3_moe(), meshes)
+    with pytest.raises(ValueError, match="must not be parallelized already"):
+        parallelize_moe(model, meshes)
+
+
+@pytest.mark.slow
+def test_compiled_layers_share_their_code_unless_there_is_a_cache(meshes: Meshes) -> None:
+    torch._dynamo.reset()
+    model = MODELS["qwen3-moe"](num_hidden_layers=3, attn_implementation="sdpa").train()
+    ids = torch.randint(0, 61, (2, 5))
+    want = model(input_ids=ids).logits
+    parallelize_moe(model, meshes, compile_dense=True)
+    torch._dynamo.utils.counters.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="use_cache")
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, want)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with torch.no_grad():
+            model.eval()(input_ids=ids)  # generation may have one
+    assert graphs == 2, "up to the MoE layer, and from there on"
+    with pytest.warns(UserWarning, match=r"use_cache \(True\) of Qwen3MoeModel must be False"):
+        model.train()(input_ids=ids)
+
+
+def test_moe_state_of_a_plain_model() -> None:
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM.*call parallelize_moe"):
+        moe_state(qwen3_moe())

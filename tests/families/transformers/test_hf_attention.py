@@ -1,0 +1,208 @@
+"""Attention without masks computes what transformers' does, without the host, or is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moecore import BalanceConfig, CapacityConfig
+from moecore.families import use_causal_attention
+from moecore.families.family import swap_blocks
+from moecore.families.transformers.attention import _causal_attention
+from moecore.packing import PackedCollator
+from tests.families.transformers.family_models import tiny_model
+from tests.families.transformers.hf_models import (
+    assert_equal_numbers,
+    enable_checkpointing,
+    random_model,
+    whole_gradients,
+    worst,
+)
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+SIZES = dict(hidden_size=32, num_hidden_layers=2, vocab_size=99, num_experts_per_tok=2)
+HEADS = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+TOKENS = torch.randint(0, 99, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+class HostReads(TorchDispatchMode):
+    """Counts values that the host reads from tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def make(*, causal: bool, **options: Any) -> nn.Module:
+    experts = dict(num_experts=4, moe_intermediate_size=16)
+    config = transformers.Qwen3MoeConfig(**SIZES, **HEADS, **experts, **options)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if causal:
+        use_causal_attention(model)
+    return model
+
+
+def loss_of(model: nn.Module, **inputs: Any) -> Tensor:
+    return model(input_ids=TOKENS, labels=TOKENS, use_cache=False, **inputs).loss
+
+
+def test_loss_and_gradients_are_those_of_transformers_and_nothing_is_read() -> None:
+    found, reads = [], []
+    for causal in (False, True):
+        model = make(causal=causal)
+        with HostReads() as host:
+            loss = loss_of(model)
+        reads.append(host.count)
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters())])
+    assert reads[0] > 0 == reads[1]
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(want, got)
+
+
+def test_masks_and_positions_are_refused() -> None:
+    model = make(causal=True)
+    for name in ("attention_mask", "position_ids"):
+        with pytest.raises(ValueError, match=f"{name} must be None after use_causal_attention"):
+            loss_of(model, **{name: torch.ones_like(TOKENS)})
+    with pytest.raises(ValueError, match="must be given by name"):
+        model.base_model(TOKENS, torch.ones_like(TOKENS))
+
+
+def test_keys_of_an_earlier_forward_are_refused() -> None:
+    model = make(causal=True)
+    cache = model(input_ids=TOKENS[:, :8], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"tokens \(8\) must be as many as their keys \(16\) for"):
+        model(input_ids=TOKENS[:, 8:], past_key_values=cache)
+
+
+def test_what_it_does_not_compute_is_refused() -> None:
+    model = make(causal=True, sliding_window=8, use_sliding_window=True, attention_dropout=0.1)
+    with pytest.raises(ValueError, match=r"dropout \(0.1\) must be None for use_causal_attention"):
+        loss_of(model.train())
+    query = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=r"softcap \(30.0\) must be None"):
+        _causal_attention(model, query, query, query, None, softcap=30.0)
+    with pytest.raises(ValueError, match="position_bias"):
+        _causal_attention(model, query, query, query, None, sliding_window=2, position_bias=1.0)
+    model.config.layer_types = ["chunked_attention"]
+    with pytest.raises(ValueError, match=r"layer_types \('chunked_attention'\) must not be"):
+        use_causal_attention(model)
+    with pytest.raises(ValueError, match=r"cu_seqlens \(first and last \(0, 31\)\) must rise"):
+        loss_of(make(causal=True), cu_seq_lens_q=torch.tensor([0, 31]))
+
+
+EXPERTS = dict(num_local_experts=4, intermediate_size=16)
+LATENT = dict(
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=4,
+    n_routed_experts=4,
+    moe_intermediate_size=16,
+    intermediate_size=16,
+    n_group=1,
+    topk_group=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": ("Qwen3MoeConfig", HEADS | dict(num_experts=4, moe_intermediate_size=16)),
+    "mixtral, window": ("MixtralConfig", HEADS | EXPERTS | dict(sliding_window=4)),
+    "gpt-oss, window and sinks": ("GptOssConfig", HEADS | EXPERTS | dict(sliding_window=4)),
+    "deepseek-v3": ("DeepseekV3Config", LATENT),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> None:
+    """Against the model's own attention with masks, each document in a row of its own."""
+    config_class, options = OTHERS[name]
+    found: list[list[Tensor]] = []
+    cuts = [0, 5, 16, 17, 32]  # across the rows
+    for kind in ("one by one", "packed", "rows", "rows, own"):
+        config = getattr(transformers, config_class)(**SIZES, **options)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for param in model.parameters():
+            torch.nn.init.normal_(param, std=0.3)
+        if kind in ("packed", "rows"):
+            use_causal_attention(model)
+        if kind == "one by one":
+            flat = TOKENS.flatten()[None]
+            logits = [model(input_ids=flat[:, a:b]).logits for a, b in pairwise(cuts)]
+            result = torch.cat(logits, 1).view(2, 16, -1)
+        elif kind == "packed":
+            given: dict[str, Any] = dict(cu_seq_lens_q=torch.tensor(cuts, dtype=torch.int32))
+            result = model(input_ids=TOKENS, use_cache=False, **given).logits
+            places = torch.cat([torch.arange(b - a) for a, b in pairwise(cuts)]).view(2, 16)
+            given |= dict(cu_seq_lens_k=given["cu_seq_lens_q"], max_length_q=15, max_length_k=15)
+            again = model(input_ids=TOKENS, position_ids=places, use_cache=False, **given).logits
+            assert torch.equal(result, again)
+        else:
+            result = model(input_ids=TOKENS, use_cache=False).logits
+        weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
+        (result * weights).sum().backward()
+        found.append([result, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for want, got in ((found[0], found[1]), (found[3], found[2])):
+        for w, g in zip(want, got, strict=True):
+            assert (w - g).abs().max() <= 1e-5 * w.abs().max()
+    assert (found[0][0] - found[3][0]).abs().max() > 0.1
+
+
+def found_in(name: str, batches: list[dict[str, Any]], *, checkpointing: bool) -> dict[str, Tensor]:
+    """Return losses and gradients of micro-batches whose backwards come after all forwards."""
+    model, capacity = random_model(name), CapacityConfig(factor=1.1, drop="position")
+    for layer in swap_blocks(model, {}).values():
+        balance = BalanceConfig(sequence_coef=0.5)
+        layer.set_config(replace(layer.config, capacity=capacity, balance=balance))
+    use_causal_attention(model)
+    if checkpointing:
+        enable_checkpointing(model)
+    losses = [model(**batch, use_cache=False).loss for batch in batches]
+    torch.stack(losses).sum().backward()
+    return {"losses": torch.stack(losses).detach()} | whole_gradients(model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_moe_layers_balance_and_drop_by_document(name: str, checkpointing: bool) -> None:
+    """Packed rows against one document a row, of which padding is not routed."""
+    g = torch.Generator().manual_seed(0)
+    groups = [[torch.randint(0, 61, (n,), generator=g) for n in ns] for ns in ((9, 5, 12), (7, 16))]
+    packed = [PackedCollator(row_tokens=16, rows=2, shift_labels=False)(one) for one in groups]
+    rows = []
+    for documents in groups:
+        whole = [torch.cat([ids, ids.new_full((16 - len(ids),), -100)]) for ids in documents]
+        labels = torch.stack(whole)
+        ids = labels.clamp(min=0)
+        rows.append({"input_ids": ids, "labels": labels, "padding_mask": labels < 0})
+    how = dict(checkpointing=checkpointing)
+    want = found_in(name, rows, **how)
+    assert_equal_numbers(found_in(name, [dict(one) for one in packed], **how), want)
+    unaware = [{n: x for n, x in one.items() if n != "padding_mask"} for one in packed]
+    assert worst(found_in(name, unaware, **how), want)[0] > 1e-3
+
+
+def test_documents_of_a_model_that_mixes_otherwise_are_refused() -> None:
+    model = tiny_model("jamba")
+    use_causal_attention(model)
+    ids = TOKENS % 61
+    model(input_ids=ids)
+    with pytest.raises(ValueError, match=r"cu_seqlens must be None for a model with layer_types"):
+        model(input_ids=ids, cu_seqlens=torch.tensor([0, 16, 32]))

@@ -1,0 +1,259 @@
+"""transformers models over context parallel ranks, against one process of the stock model.
+
+Four gloo ranks are spawned once. Every case compares losses, all gradients and the parameters of
+two steps; packed documents are compared with documents one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore import (
+    BalanceConfig,
+    ContextOptions,
+    Meshes,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.families import use_causal_attention
+from moecore.families.family import swap_blocks
+from tests.families.transformers.family_models import tiny_model
+from tests.families.transformers.hf_models import (
+    enable_checkpointing,
+    random_model,
+    whole_gradients,
+    worst,
+)
+from tests.parts import on_parts
+from tests.ranks import run_ranks
+
+STEPS, ROWS, TOKENS = 2, 2, 32
+CUTS = [0, 8, 32, 48, 64]
+BALANCED = BalanceConfig(sequence_coef=0.3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Degrees of four ranks, a family, and how attention communicates."""
+
+    family: str
+    parallel: dict[str, int]
+    way: str = "auto"
+    packed: bool = False
+    loss: str = "mean"
+    balance: BalanceConfig | None = None
+    checkpointing: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    tamper: str = ""
+
+
+CASES = {
+    "qwen3, ring, packed": Case(
+        family="qwen3-moe", parallel=dict(cp=2, ep=4), way="p2p", packed=True, loss="sum"
+    ),
+    "qwen3, gathered, rows": Case(
+        family="qwen3-moe", parallel=dict(cp=4, ep=2, etp=2), way="allgather"
+    ),
+    "qwen3, documents balanced": Case(
+        family="qwen3-moe",
+        parallel=dict(cp=2, ep=2),
+        packed=True,
+        balance=BALANCED,
+        checkpointing=True,
+    ),
+    "mixtral, both, packed": Case(
+        family="mixtral", parallel=dict(cp=4, ep=4), way="a2a+p2p", packed=True
+    ),
+    "mixtral, window, rows": Case(
+        family="mixtral", parallel=dict(cp=2, ep=4), options=dict(sliding_window=6)
+    ),
+    "deepseek, heads, rows": Case(family="deepseek-v3", parallel=dict(cp=4, ep=2)),
+    "deepseek, ring, packed": Case(
+        family="deepseek-v3", parallel=dict(cp=2, ep=4), way="p2p", packed=True
+    ),
+    "gpt-oss, heads, packed": Case(family="gpt-oss", parallel=dict(cp=2, ep=4), packed=True),
+    "gpt-oss, gathered, rows": Case(family="gpt-oss", parallel=dict(cp=4, ep=4)),
+}
+TAMPERED = {
+    name: Case(family="qwen3-moe", parallel=dict(cp=2, ep=4), packed=True, tamper=name)
+    for name in ("positions", "labels", "documents")
+}
+
+
+def batch_of(case: Case, data_rank: int, step: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(10 * step + data_rank)
+    ids = torch.randint(0, 61, (ROWS, TOKENS), generator=g)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.2, -100)
+    if not case.packed:
+        return dict(input_ids=ids, labels=labels)
+    labels.view(-1)[CUTS[:-1]] = -100
+    return dict(input_ids=ids, labels=labels, cu_seqlens=torch.tensor(CUTS), max_seqlen=24)
+
+
+def count(batches: list[dict[str, Any]]) -> int:
+    return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+
+
+def make(case: Case) -> nn.Module:
+    model = random_model(case.family, **case.options)
+    if case.checkpointing:
+        enable_checkpointing(model)
+    return model
+
+
+def loss_of_documents(model: nn.Module, batch: dict[str, Any], num_items: int | None) -> Tensor:
+    """Return the loss of the stock model, each document in a row of its own."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    if "cu_seqlens" not in batch:
+        given: dict[str, Any] = {} if num_items is None else {"num_items_in_batch": num_items}
+        return model(input_ids=ids, labels=labels, use_cache=False, **given).loss
+    num_items = count([batch]) if num_items is None else num_items
+    rows = [
+        (ids.view(-1)[None, a:b], labels.view(-1)[None, a:b])
+        for a, b in pairwise(batch["cu_seqlens"].tolist())
+    ]
+    losses = [
+        model(input_ids=i, labels=x, use_cache=False, num_items_in_batch=num_items).loss
+        for i, x in rows
+    ]
+    return torch.stack(losses).sum()
+
+
+def expected(case: Case, data_ranks: int) -> dict[str, Tensor]:
+    """Return what one process gives: of stock models, or with moecore's layers to be balanced."""
+    model, found = make(case), {}
+    layers = swap_blocks(model, {}) if case.balance else {}
+    if case.balance:
+        use_causal_attention(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        batches = [batch_of(case, rank, step) for rank in range(data_ranks)]
+        num_items = count(batches) if case.loss == "sum" else None
+        for rank, batch in enumerate(batches):
+            for layer in layers.values():
+                layer.set_balance(case.balance)
+                layer.tracker.gradient_scale = 1 / data_ranks
+            if case.balance:
+                loss = model(**batch, use_cache=False).loss
+            else:
+                loss = loss_of_documents(model, batch, num_items)
+            (loss / (data_ranks if case.loss == "mean" else 1)).backward()
+            found[f"{step}: loss of {rank}"] = loss.detach()
+        found |= {f"{step}: {n}": g.clone() for n, g in whole_gradients(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def found_on(case: Case, meshes: Meshes) -> dict[str, Tensor]:
+    model = make(case)
+    parallelize_moe(
+        model,
+        meshes,
+        context=ContextOptions(way=case.way),  # type: ignore[arg-type]
+        loss=case.loss,  # type: ignore[arg-type]
+        balance=case.balance,
+    )
+    optimizer, found = on_parts(torch.optim.SGD)(model.parameters(), lr=0.05), {}
+    owner = TrainStep(model, optimizer, max_norm=math.inf)
+    for step in range(STEPS):
+        batches = [batch_of(case, rank, step) for rank in range(meshes.data_ranks)]
+        batch = tampered(case, batches[meshes.data_rank])
+        if case.loss == "sum":
+            batch["num_items_in_batch"] = count(batches)
+        with owner.micro_batch(), TAMPERS.get(case.tamper, nullcontext)():
+            loss = model(**batch, use_cache=False).loss
+            loss.backward()
+        found[f"{step}: loss of {meshes.data_rank}"] = loss.detach()
+        found |= {f"{step}: {n}": g.clone() for n, g in whole_gradients(model).items()}
+        owner.finish()
+    return found
+
+
+def tampered(case: Case, batch: dict[str, Any]) -> dict[str, Any]:
+    if case.tamper == "positions":
+        batch["position_ids"] = torch.arange(TOKENS).flip(0).expand(ROWS, -1)
+    if case.tamper == "documents":
+        batch["cu_seqlens"] = torch.tensor([0, 32, 64])
+        batch["max_seqlen"] = 32
+    return batch
+
+
+def far_shift() -> Any:
+    """Labels are those of the token after the next."""
+
+    def shifted(x_BT: Tensor, steps: int, fill: int) -> Tensor:
+        return x_BT.roll(-2, 1)
+
+    return patch("moecore.families.transformers.context.shift_left", shifted)
+
+
+TAMPERS: dict[str, Callable[[], Any]] = {"labels": far_shift}
+
+
+def refused(family: str, kind: type[Exception], message: str, **given: Any) -> None:
+    options = given.pop("options", {})
+    meshes = build_meshes(ParallelConfig(cp=4, ep=4), "cpu")
+    model = tiny_model(family) if family == "qwen3_next" else make(Case(family=family, parallel={}))
+    with pytest.raises(kind, match=message):
+        parallelize_moe(model, meshes, **options)
+        model(**batch_of(Case(family=family, parallel={}), 0, 0), **given)
+
+
+def refuse() -> None:
+    """Raise unless what cp ranks cannot compute is refused, in words."""
+    mixes = r"because layer_types\[0\] \('linear_attention'\) needs whole rows on a rank"
+    refused("qwen3_next", NotImplementedError, mixes)
+    ring = {"context": ContextOptions(way="p2p")}
+    refused("gpt-oss", ValueError, r"way \('p2p'\) must be 'a2a' or 'allgather'", options=ring)
+    heads = {"context": ContextOptions(way="a2a")}
+    refused("qwen3-moe", ValueError, r"key/value heads .* divide by cp \(4\)", options=heads)
+    refused("qwen3-moe", ValueError, "output_router_logits", output_router_logits=True)
+    refused("qwen3-moe", ValueError, "logits_to_keep must be left out", logits_to_keep=1)
+    refused(
+        "qwen3-moe", ValueError, "attention_mask must be None", attention_mask=torch.ones(2, 32)
+    )
+
+
+def worker(rank: int, device: torch.device) -> dict[str, float]:
+    refuse()
+    errors = {}
+    for name, case in (CASES | {f"tampered {n}": c for n, c in TAMPERED.items()}).items():
+        meshes = build_meshes(ParallelConfig(**case.parallel), "cpu")
+        got = found_on(case, meshes)
+        want = expected(case, meshes.data_ranks)
+        kept = {n: want[n] for n in got}
+        error = torch.tensor(worst(got, kept)[0])
+        torch.distributed.all_reduce(error, op=torch.distributed.ReduceOp.MAX)
+        errors[name] = float(error)
+    return errors
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, float]:
+    found: dict[str, float] = run_ranks(4, worker)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_gradients_and_steps_are_those_of_one_process(
+    name: str, errors: dict[str, float]
+) -> None:
+    assert errors[name] <= 1e-5
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_what_is_wrong_shows(name: str, errors: dict[str, float]) -> None:
+    assert errors[f"tampered {name}"] > 1e-3

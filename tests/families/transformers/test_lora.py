@@ -1,0 +1,296 @@
+"""Adapters of peft in one process: what is refused, in one line, and several adapters at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore import (
+    Meshes,
+    MoEConfig,
+    ParallelConfig,
+    build_meshes,
+    clip_grad_norm_,
+    parallelize_moe,
+)
+from moecore.base.options.memory import MemoryOptions
+from moecore.io import export_hf, init_adapters, load_adapters, merge_adapters, save_adapters
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.experts import Experts
+from moecore.moe.low_rank import LowRank
+from tests.families.transformers.hf_models import enable_checkpointing, random_model, worst
+from tests.families.transformers.lora_cases import (
+    EXPERTS,
+    adapted_model,
+    batches,
+    in_peft_form,
+    logits,
+    lora_config,
+    peft,
+    train,
+)
+
+PAGE = Path(__file__).parents[3] / "docs" / "lora.md"
+
+
+@pytest.fixture
+def meshes(no_group_left: None) -> Meshes:
+    """One process: build_meshes starts the group by itself."""
+    return build_meshes(ParallelConfig(), "cpu")
+
+
+def one_layer(name: str = "qwen3-moe") -> nn.Module:
+    return random_model(name, num_hidden_layers=1)
+
+
+def assert_one_line(error: pytest.ExceptionInfo[Exception]) -> None:
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(target_parameters=["mlp.gate.weight"]),
+            r"LoRA on \S+mlp.gate.weight \(8, 32\) must be on stacked matrices of experts: adapt",
+        ),
+        (dict(modules_to_save=["gate"]), r"mlp.gate \(ModulesToSaveWrapper\) must not be of a MoE"),
+        (dict(modules_to_save=["experts"], target_parameters=[]), r"mlp.experts \(ModulesToSaveW"),
+        (dict(modules_to_save=["mlp"], target_parameters=[]), r"0.mlp \(ModulesToSaveWrapper\)"),
+        (
+            dict(trainable_token_indices=[3]),
+            r"embed_tokens \(TrainableTokensWrapper\) must not be .* single tokens",
+        ),
+    ],
+)
+def test_adapters_that_have_no_place(meshes: Meshes, options: dict[str, Any], message: str) -> None:
+    model = peft.get_peft_model(one_layer(), lora_config(**options))
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(NotImplementedError, match=message) as error:
+        parallelize_moe(model, meshes)
+    assert_one_line(error)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_a_refused_model_has_its_wrappers_back(meshes: Meshes) -> None:
+    model = adapted_model("qwen3-moe", dict(num_hidden_layers=1))
+    before, expected = str(model), logits(model)
+    block = model.get_base_model().model.layers[0].mlp
+    block.gate.register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match="must have no hooks"):
+        parallelize_moe(model, meshes)
+    assert str(model) == before and torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(expert_backend="triton"),
+            r"LoRA on experts \(True\) must be False for expert_backend \('triton'\): use",
+        ),
+        (
+            dict(memory=MemoryOptions(recompute=("expert_fc1",))),
+            r"recompute \('expert_fc1'\) must go with .* LoRA on experts \(True\) or an",
+        ),
+        (
+            dict(precision="blockwise"),
+            r"LoRA on experts \(True\) must be False for experts in FP8: leave them out",
+        ),
+    ],
+)
+def test_options_that_do_not_go_with_adapted_experts(
+    meshes: Meshes, options: dict[str, Any], message: str
+) -> None:
+    model = peft.get_peft_model(one_layer(), lora_config())
+    with pytest.raises(ValueError, match=message) as error:
+        parallelize_moe(model, meshes, **options)
+    assert_one_line(error)
+
+
+def test_adapters_that_come_too_late(meshes: Meshes) -> None:
+    model = one_layer()
+    parallelize_moe(model, meshes)
+    late = peft.get_peft_model(model, lora_config())
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM must be attached before para") as e:
+        late(**batches(0)[0])
+    assert_one_line(e)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_matrix_that_cannot_be_updated(transposed: bool) -> None:
+    config = MoEConfig(dim=8, hidden_dim=8, num_experts=2, top_k=1)
+    update = LowRank({}, {})
+    separate = Experts(config, layout=ExpertLayout(w1="g", w3="u", gate_up="separate"))
+    with pytest.raises(ValueError, match=r"LoRA of experts \(g\) must be on g or w2, and FC1"):
+        separate.adapt("g", update)
+    layout = ExpertLayout(gate_up="concatenated", transposed=transposed)
+    with pytest.raises(ValueError, match=r"LoRA of experts \(b1\) must be on w1 or w2"):
+        Experts(config, layout=layout).adapt("b1", update)
+
+
+def two_adapters() -> nn.Module:
+    model = adapted_model("mixtral", dict(num_hidden_layers=1))
+    model.add_adapter("second", lora_config(r=2, lora_alpha=5))
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if ".second." in name:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.2)
+    return model
+
+
+def test_several_adapters(meshes: Meshes, tmp_path: Path) -> None:
+    model = two_adapters()
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    seen: list[Tensor] = []
+    for active in ("default", "second", ["default", "second"]):
+        for each in (model, plain):
+            each.base_model.set_adapter(active)
+        expected = logits(plain)
+        assert worst({"": logits(model)}, {"": expected})[0] < 1e-5
+        seen.append(expected)
+    assert min((a - b).abs().max() for a, b in pairwise(seen)) > 0.01
+    stock = peft.get_peft_model_state_dict(plain, adapter_name="default")
+    assert worst(in_peft_form(model), stock)[0] == 0
+    save_adapters(model, tmp_path / "second", adapter="second")
+    init_adapters(model)
+    load_adapters(model, tmp_path / "second", adapter="second")
+    model.base_model.set_adapter("second")
+    assert worst({"": logits(model)}, {"": seen[1]})[0] < 1e-5
+    with pytest.raises(ValueError, match=r"must fit adapter \('default'\): r \(2\) must be 4") as e:
+        load_adapters(model, tmp_path / "second")
+    assert_one_line(e)
+    merge_adapters(model)  # only what is active
+    assert worst({"": logits(model)}, {"": seen[1]})[0] < 1e-5
+    export_hf(model, tmp_path / "merged")
+
+
+def test_checkpointing_runs_experts_again(meshes: Meshes) -> None:
+    model = adapted_model("qwen3-moe", dict(num_hidden_layers=1), target_parameters=EXPERTS[:1])
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    enable_checkpointing(model)
+    model.enable_input_require_grads()
+    error, where = worst(train(model, None), train(plain, None))
+    assert error < 1e-5, where
+
+
+def test_adapters_have_gradients_and_a_router_on_demand(meshes: Meshes) -> None:
+    model = adapted_model("qwen3-moe", dict(num_hidden_layers=1))
+    model.get_base_model().model.layers[0].mlp.gate.weight.requires_grad_(True)
+    parallelize_moe(model, meshes)
+    model(**batches(0)[0]).loss.backward()
+    with_grad = {name for name, p in model.named_parameters() if p.grad is not None}
+    names = [name for name, _ in model.named_parameters()]
+    assert with_grad == {n for n in names if ".lora_" in n or n.endswith("mlp.gate.weight")}
+    assert clip_grad_norm_(model, 1.0).finite
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda path: init_adapters(one_layer()),
+            ValueError,
+            r"\(Qwen3MoeForCausalLM\) must be a PeftModel with LoRA: call peft.get_peft_model",
+        ),
+        (
+            lambda path: save_adapters(with_transformers_own_adapter(), path / "a"),
+            ValueError,
+            r"\(Qwen3MoeForCausalLM\) must be a PeftModel with LoRA",
+        ),
+        (
+            lambda path: merge_adapters(one_layer()),
+            ValueError,
+            r"\(Qwen3MoeForCausalLM\) must have active adapters that are not merged",
+        ),
+        (
+            lambda path: merge_adapters(dora()),
+            NotImplementedError,
+            r"Linear with LoraConfig.use_dora, .* must not be merged here: save_adapters, and",
+        ),
+        (
+            lambda path: init_adapters(dora()),
+            ValueError,
+            r"lora_magnitude_vector.default.\w+ must be A or B of LoRA to be filled from a seed",
+        ),
+        (
+            lambda path: init_adapters(
+                peft.get_peft_model(one_layer(), dense_config(init_lora_weights="pissa"))
+            ),
+            ValueError,
+            r"LoraConfig.init_lora_weights \('pissa'\) must be True or 'gaussian' to fill",
+        ),
+        (
+            lambda path: export_hf(peft.get_peft_model(one_layer(), lora_config()), path / "x"),
+            ValueError,
+            r"adapters of \S+q_proj must be merged into the weights, .* moecore.io.merge_adapters",
+        ),
+    ],
+)
+def test_one_line_errors(
+    call: Callable[[Path], Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message) as found:
+        call(tmp_path)
+    assert_one_line(found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def with_transformers_own_adapter() -> nn.Module:
+    model = one_layer()
+    model.add_adapter(lora_config())
+    return model
+
+
+def dense_config(**kwargs: Any) -> Any:
+    return lora_config(target_parameters=[], **kwargs)
+
+
+def dora() -> nn.Module:
+    return peft.get_peft_model(one_layer(), dense_config(use_dora=True))
+
+
+def test_an_embedding_and_a_normal_start(meshes: Meshes, tmp_path: Path) -> None:
+    config = lora_config(target_modules=["embed_tokens", "q_proj"], init_lora_weights="gaussian")
+    model = parallelize_moe(peft.get_peft_model(one_layer(), config), meshes)
+    before = logits(model)
+    init_adapters(model, seed=1)
+    assert torch.equal(logits(model), before)
+    for name, tensor in in_peft_form(model).items():
+        std = {"lora_A": 1 / 4, "embedding_B": 1.0}
+        wanted = next((s for kind, s in std.items() if kind in name), 0.0)
+        assert abs(float(tensor.std()) - wanted) <= 0.15 * wanted, name
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.fill_(0.1)
+    after = logits(model)
+    assert (after - before).abs().max() > 0.05
+    merge_adapters(model)
+    assert worst({"": logits(model)}, {"": after})[0] < 1e-5
+
+
+def test_the_page(no_group_left: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32: merging rounds bf16 weights by as much as three small steps move them."""
+    monkeypatch.chdir(tmp_path)
+    random_model("qwen3-moe").save_pretrained("hf/Qwen3-30B-A3B")
+    blocks = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+    names: dict[str, Any] = {}
+    for block in blocks:
+        block = block.replace('"cuda"', '"cpu"').replace("bfloat16", "float32")
+        exec(block.replace("ep=8", "ep=1"), names)
+    assert len(blocks) == 2 and names["done"].norm.finite
+    trained = peft.PeftModel.from_pretrained(random_model("qwen3-moe"), "runs/adapters")
+    expected, base = logits(trained.eval()), logits(trained.unload().eval())
+    error = (logits(names["stock"]) - expected).abs().max()
+    assert (expected - base).abs().max() > 100 * error

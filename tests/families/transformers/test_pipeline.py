@@ -1,0 +1,210 @@
+"""Stages of transformers models against the whole model: losses and gradients to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moecore.families import use_causal_attention
+from moecore.families.family import swap_blocks
+from moecore.io import init_hf
+from moecore.parallel.pipeline.stages import run_stage, take_stages
+from tests.families.transformers.family_models import tiny_model
+from tests.families.transformers.hf_models import batch, padding_mask, random_model
+from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
+
+TABLE = "model.embed_tokens.weight"
+LAYOUTS = [("EttL", 1), ("Et|tL", 1), ("Et|tL", 2), ("E||tt|L", 2), ("E|t|t|L", 3)]
+
+
+def llama(**kwargs: Any) -> nn.Module:
+    """A dense model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **kwargs))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "norm" not in name:
+                param.normal_(0, 0.3)
+    return model.train()
+
+
+def with_layers(name: str) -> nn.Module:
+    """A model whose MoE blocks are moecore's."""
+    model = random_model(name, num_hidden_layers=2)
+    assert swap_blocks(model, {})
+    return model
+
+
+FAMILIES = {
+    "qwen3-moe": lambda: random_model("qwen3-moe", num_hidden_layers=2),
+    "mixtral": lambda: random_model("mixtral", num_hidden_layers=2),
+    "deepseek-v3": lambda: random_model("deepseek-v3", num_hidden_layers=2),
+    "deepseek-v3, MoELayers": lambda: with_layers("deepseek-v3"),
+    "gpt-oss": lambda: random_model("gpt-oss", num_hidden_layers=2, sliding_window=4),
+    "llama": llama,
+    "llama, tied": lambda: llama(tie_word_embeddings=True),
+    "nemotron, kinds of layers": lambda: tiny_model("nemotron_h"),
+}
+
+
+def inputs_of(kind: str = "rows") -> dict[str, Any]:
+    ids, labels = batch()
+    inputs = {"input_ids": ids, "labels": labels}
+    if kind == "mask":
+        inputs["attention_mask"] = padding_mask()
+        inputs["labels"] = labels.masked_fill(padding_mask() == 0, -100)
+    if kind == "positions":
+        starts = torch.tensor([[0] * 4 + [4] * 7, [0] * 9 + [9] * 2])
+        inputs["position_ids"] = torch.arange(11) - starts
+    if kind == "documents":
+        inputs["cu_seqlens"] = torch.tensor([0, 4, 11, 20, 22], dtype=torch.int32)
+        inputs["max_seqlen"] = 9
+    return inputs
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_equal_the_whole_model(family, layout, num_ranks):
+    model = FAMILIES[family]()
+    extra = "t" * (model.config.num_hidden_layers - 2)
+    layout = layout.replace("t", f"t{extra}", 1)
+    check(model, layout, num_ranks, inputs_of())
+
+
+@pytest.mark.parametrize("kind", ["mask", "positions", "documents"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "llama"])
+def test_masks_and_documents_reach_every_stage(family, kind):
+    model = FAMILIES[family]()
+    if kind == "documents":
+        use_causal_attention(model)
+    plain, inputs = copy.deepcopy(model), inputs_of(kind)
+    check(model, "Et|t|L", 3, inputs)
+    with torch.no_grad():
+        others = {name: inputs[name] for name in ("input_ids", "labels")}
+        assert not torch.equal(plain(**inputs).loss, plain(**others).loss)
+
+
+def check(model: nn.Module, layout: str, num_ranks: int, inputs: dict[str, Any]) -> None:
+    """Compare a loss, gradients and logits with those of the whole."""
+    result = run_stages(model, layout, num_ranks, inputs, backward=True)
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    names = [name for name, param in model.named_parameters() if param.ndim == 2]
+    assert_same(model, loss, result, table=next(n for n in names if "embed" in n))
+    without = {name: value for name, value in inputs.items() if name != "labels"}
+    with torch.no_grad():
+        logits = run_stages(model, layout, num_ranks, without, backward=False).output
+        assert torch.equal(logits, model(**without, use_cache=False).logits)
+
+
+def test_the_layers_of_other_stages_do_not_run():
+    model, calls = FAMILIES["qwen3-moe"](), Counter[str]()
+    parts = ["", "model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+    for name in parts:
+        module = model.get_submodule(name)
+        module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    modules, hidden = list(model.modules()), None
+    for stage in stages_of("E|t|t|L") * 2:
+        calls.clear()
+        hidden = run_stage(staged(model), stage, None if stage.embedding else hidden, inputs_of())
+        expected = {1: "model.layers.0", 2: "model.layers.1"}
+        assert calls["model.layers.0"] + calls["model.layers.1"] == (stage.index in expected)
+        assert stage.index not in expected or calls[expected[stage.index]] == 1
+        assert calls["model.embed_tokens"] == stage.embedding
+        assert calls["model.norm"] == calls["lm_head"] == stage.loss
+        assert calls[""] == 1 and list(model.modules()) == modules
+
+
+def test_a_rank_keeps_what_its_stages_need():
+    stages = stages_of("Et|t|L")
+    kept = []
+    for family in ("llama", "llama, tied"):
+        for stage in stages:
+            model = FAMILIES[family]()
+            take_stages(staged(model), [stage])
+            names = {name.split(".")[1] for name, _ in model.named_parameters()}
+            kept.append(names | {n for n in model.state_dict() if n == "lm_head.weight"})
+    middle = {"layers"}
+    assert kept[:3] == [{"embed_tokens", "layers"}, middle, {"norm", "weight", "lm_head.weight"}]
+    assert kept[3:] == [
+        {"embed_tokens", "layers"},
+        middle,
+        {"embed_tokens", "norm", "lm_head.weight"},
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "llama, tied"])
+def test_values_are_those_of_the_whole_model(family):
+    whole, held = FAMILIES[family](), set[str]()
+    init_hf(whole, seed=3)
+    expected = whole.state_dict()
+    for stage in stages_of("Et|t|L"):
+        model = FAMILIES[family]()
+        take_stages(staged(model), [stage])
+        init_hf(model, seed=3)
+        state = model.state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in state.items())
+        held |= state.keys()
+    assert held == expected.keys()
+
+
+REFUSED = {
+    "switch_transformers": "has an encoder",
+    "qwen3_vl_moe": "has its layers in",
+    "gemma4": "has 4 modules behind its layers",
+    "zaya": "has model.input_hidden_states_scale beside its layers",
+    "openai_privacy_filter": "has no embedding, or no head",
+}
+REFUSED_LATER = {
+    "granitemoe": "changes hidden states next to its head",  # a factor of logits
+    "inkling": "changes hidden states next to a layer or its norm",
+    "glm_moe_dsa": "GlmMoeDsaDecoderLayer returns more than hidden states",
+    "qwen4_exp": "has hidden states (2, 9, 128) and not (2, 9, 32)",
+}
+
+
+@pytest.mark.parametrize("family", [*REFUSED, *REFUSED_LATER])
+def test_models_that_are_more_than_their_parts_are_refused(family):
+    model = tiny_model(family)
+    g = torch.Generator().manual_seed(3)
+    inputs = {"input_ids": torch.randint(52, 61, (2, 9), generator=g)}
+    stage = stages_of("Et|tL")[0]
+    with pytest.raises(NotImplementedError) as error:
+        take_stages(staged(model), [stage])
+        assert family in REFUSED_LATER
+        run_stage(staged(model), stage, None, inputs)
+    message = str(error.value)
+    assert message.startswith(f"model ({type(model).__name__}) must be embedding, layers, norm and")
+    assert {**REFUSED, **REFUSED_LATER}[family] in message and "\n" not in message
+
+
+WRONG = [
+    (1, None, {}, "hidden (None) must be None in the stage with the embedding and given in every"),
+    (0, (2, 11, 32), {}, "hidden ((2, 11, 32)) must be None in the stage with the embedding and"),
+    (1, (2, 10, 32), {}, "hidden (2, 10, 32) (torch.float32) must be floating with the shape (2,"),
+    (0, None, {"input_ids": None}, "input_ids (None) must be given to every pipeline stage"),
+    (0, None, {"output_router_logits": True}, "output_router_logits must be left out of a pipe"),
+    (0, None, {"use_cache": True}, "use_cache must be left out of a pipeline stage"),
+    (0, None, {"inputs_embeds": torch.ones(2)}, "inputs_embeds must be left out of a pipeline"),
+    (0, None, {"past_key_values": object()}, "past_key_values must be left out of a pipeline"),
+    (2, (2, 11, 32), {}, "stage (2) must be one that this rank has, but model.norm is elsewhere"),
+]
+
+
+@pytest.mark.parametrize(("index", "shape", "changed", "message"), WRONG)
+def test_what_is_no_stage_of_a_rank_is_refused(index, shape, changed, message):
+    model, stages = FAMILIES["qwen3-moe"](), stages_of("Et|t|L")
+    take_stages(staged(model), stages[:2])
+    hidden = None if shape is None else torch.zeros(shape)
+    with pytest.raises(ValueError) as error:
+        run_stage(staged(model), stages[index], hidden, inputs_of() | changed)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)

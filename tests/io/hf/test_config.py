@@ -1,0 +1,321 @@
+"""config.json -> DecoderConfig: published files give the presets, transformers' give the pairs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moecore import BalanceConfig
+from moecore.io.hf.config import decoder_config_from_hf
+from moecore.models import preset
+from tests.io.checkpoint.fuzz import VALUES
+from tests.models.hf_pairs import PAIRS
+
+# The fields of the published files that say what the model computes.
+QWEN3_30B: dict[str, Any] = dict(
+    model_type="qwen3_moe",
+    architectures=["Qwen3MoeForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    decoder_sparse_step=1,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=2048,
+    intermediate_size=6144,
+    max_position_embeddings=40960,
+    max_window_layers=48,
+    mlp_only_layers=[],
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+    num_attention_heads=32,
+    num_experts=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=48,
+    num_key_value_heads=4,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=1000000.0,
+    router_aux_loss_coef=0.001,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+MIXTRAL_8X7B: dict[str, Any] = dict(
+    model_type="mixtral",
+    attention_dropout=0.0,
+    hidden_act="silu",
+    hidden_size=4096,
+    intermediate_size=14336,
+    max_position_embeddings=32768,
+    num_attention_heads=32,
+    num_experts_per_tok=2,
+    num_hidden_layers=32,
+    num_key_value_heads=8,
+    num_local_experts=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1000000.0,
+    router_aux_loss_coef=0.02,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    vocab_size=32000,
+)
+OLMOE_1B_7B: dict[str, Any] = dict(
+    model_type="olmoe",
+    attention_bias=False,
+    attention_dropout=0.0,
+    clip_qkv=None,
+    hidden_act="silu",
+    hidden_size=2048,
+    intermediate_size=1024,
+    max_position_embeddings=4096,
+    norm_topk_prob=False,
+    num_attention_heads=16,
+    num_experts=64,
+    num_experts_per_tok=8,
+    num_hidden_layers=16,
+    num_key_value_heads=16,
+    rms_norm_eps=1e-5,
+    rope_scaling=None,
+    rope_theta=10000.0,
+    router_aux_loss_coef=0.01,
+    tie_word_embeddings=False,
+    vocab_size=50304,
+)
+DEEPSEEK_V3: dict[str, Any] = dict(
+    model_type="deepseek_v3",
+    attention_bias=False,
+    attention_dropout=0.0,
+    ep_size=1,
+    first_k_dense_replace=3,
+    hidden_act="silu",
+    hidden_size=7168,
+    intermediate_size=18432,
+    kv_lora_rank=512,
+    max_position_embeddings=163840,
+    moe_intermediate_size=2048,
+    moe_layer_freq=1,
+    n_group=8,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=61,
+    num_key_value_heads=128,
+    num_nextn_predict_layers=1,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    rms_norm_eps=1e-6,
+    rope_scaling={
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    rope_theta=10000,
+    routed_scaling_factor=2.5,
+    scoring_func="sigmoid",
+    tie_word_embeddings=False,
+    topk_group=4,
+    topk_method="noaux_tc",
+    v_head_dim=128,
+    vocab_size=129280,
+)
+# The config.json of the preset "tiny-deepseek-v3".
+TINY_JSON: dict[str, Any] = DEEPSEEK_V3 | dict(
+    vocab_size=128,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=32,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    rope_scaling=DEEPSEEK_V3["rope_scaling"]
+    | dict(factor=4.0, original_max_position_embeddings=32),
+    max_position_embeddings=128,
+    first_k_dense_replace=1,
+    intermediate_size=128,
+    moe_intermediate_size=32,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_group=4,
+    topk_group=2,
+)
+PUBLISHED = {
+    "qwen3-30b-a3b": QWEN3_30B,
+    "mixtral-8x7b": MIXTRAL_8X7B,
+    "olmoe-1b-7b": OLMOE_1B_7B,
+    "deepseek-v3": DEEPSEEK_V3,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_give_the_preset(name, tmp_path):
+    assert decoder_config_from_hf(PUBLISHED[name]) == preset(name)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    assert decoder_config_from_hf(tmp_path) == preset(name)
+    assert decoder_config_from_hf(tmp_path / "config.json") == preset(name)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_transformers_writes_gives_the_native_config(name):
+    """The pairs' logits and gradients equal the decoder's in tests/models."""
+    pytest.importorskip("transformers")
+    hf, want = PAIRS[name]()
+    found = decoder_config_from_hf(hf.config.to_dict())
+    balance = BalanceConfig()
+    assert found.moe.balance != balance
+    assert replace(found, moe=replace(found.moe, balance=balance)) == want
+
+
+def test_balance_coefficient_is_kept():
+    found = decoder_config_from_hf(QWEN3_30B | dict(router_aux_loss_coef=0.25))
+    assert found.moe.balance == BalanceConfig(micro_batch_coef=0.25)
+
+
+QWEN2 = {k: v for k, v in QWEN3_30B.items() if k != "head_dim"} | dict(
+    model_type="qwen2_moe", qkv_bias=False, shared_expert_intermediate_size=5632
+)
+
+
+def test_qwen2_without_biases_has_a_gated_shared_expert():
+    found = decoder_config_from_hf(QWEN2)
+    assert (found.moe.shared_hidden_dim, found.moe.shared_gate) == (5632, True)
+    assert found.qk_norm is None and found.head_dim == 64
+
+
+def test_sparse_steps_and_dense_layers():
+    found = decoder_config_from_hf(
+        QWEN3_30B | dict(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    )
+    assert found.dense_layers == (0, 2, 3, 4) and found.mlp_hidden_dim == 6144
+    for dense in (dict(num_experts=0), dict(mlp_only_layers=list(range(48)))):
+        found = decoder_config_from_hf(QWEN3_30B | dense)
+        assert found.moe is None and found.mlp_hidden_dim == 6144
+    found = decoder_config_from_hf(
+        DEEPSEEK_V3 | dict(first_k_dense_replace=61, num_nextn_predict_layers=0)
+    )
+    assert found.moe is None and found.num_mtp_layers == 0
+
+
+ROPE = DEEPSEEK_V3["rope_scaling"]
+
+
+def test_yarn_defaults_are_those_of_transformers():
+    short = {"type": "yarn", "factor": None, "original_max_position_embeddings": 4096}
+    yarn = decoder_config_from_hf(DEEPSEEK_V3 | dict(rope_scaling=short)).mla.yarn
+    assert (yarn.factor, yarn.beta_fast, yarn.beta_slow) == (40.0, 32.0, 1.0)
+    assert (yarn.mscale, yarn.mscale_all_dim) == (1.0, 0.0)
+    alone = decoder_config_from_hf(DEEPSEEK_V3 | dict(rope_scaling=short | dict(mscale=0.7)))
+    assert alone.mla.yarn == yarn  # one scale alone does not count
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        (QWEN3_30B, dict(attention_bias=True), r"attention_bias \(True\) of model_type \('qwen3_m"),
+        (QWEN3_30B, dict(attention_dropout=0.1), r"attention_dropout \(0.1\)"),
+        (QWEN3_30B, dict(hidden_act="gelu"), r"hidden_act \('gelu'\)"),
+        (QWEN3_30B, dict(use_sliding_window=True), r"use_sliding_window \(True\)"),
+        (
+            QWEN3_30B,
+            dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+            r"rope_type \('yarn'\)",
+        ),
+        (QWEN3_30B, dict(partial_rotary_factor=0.5), r"partial_rotary_factor \(0.5\)"),
+        (QWEN2, dict(qkv_bias=None), r"qkv_bias \(True\)"),  # the default
+        (QWEN2, dict(layer_types=["sliding_attention"]), r"layer_types \(\['sliding_attention"),
+        (MIXTRAL_8X7B, dict(sliding_window=4096), r"sliding_window \(4096\)"),
+        (MIXTRAL_8X7B, dict(router_jitter_noise=0.1), r"router_jitter_noise \(0.1\)"),
+        (OLMOE_1B_7B, dict(clip_qkv=8.0), r"clip_qkv \(8.0\)"),
+        (OLMOE_1B_7B, dict(rope_parameters={"rope_type": "llama3"}), r"rope_type \('llama3'\)"),
+        (DEEPSEEK_V3, dict(moe_layer_freq=2), r"moe_layer_freq \(2\)"),
+        (DEEPSEEK_V3, dict(scoring_func="softmax"), r"scoring_func \('softmax'\)"),
+        (DEEPSEEK_V3, dict(rope_interleave=False), r"rope_interleave \(False\)"),
+        (
+            DEEPSEEK_V3,
+            dict(rope_scaling=ROPE | {"attention_factor": 1.5}),
+            r"attention_factor \(1.5\)",
+        ),
+        (DEEPSEEK_V3, dict(rope_scaling=ROPE | {"truncate": False}), r"truncate \(False\)"),
+        (DEEPSEEK_V3, dict(rope_scaling=ROPE | {"mscale": 0}), r"mscale_all_dim \(1.0\)"),
+        (QWEN3_30B, dict(model_type="gpt_oss"), r"model_type \('gpt_oss'\) must be one of qwen3_"),
+        (QWEN3_30B, dict(model_type=None), r"model_type \('None'\) must be one of"),
+    ],
+)
+def test_what_the_decoder_lacks_is_refused(base, change, message):
+    with pytest.raises(NotImplementedError, match=message) as info:
+        decoder_config_from_hf(base | change)
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        (QWEN3_30B, "hidden_size"),
+        (QWEN3_30B, "num_experts"),
+        (QWEN3_30B, "rope_theta"),
+        (DEEPSEEK_V3, "kv_lora_rank"),
+    ],
+)
+def test_missing_fields_are_named(base, name):
+    with pytest.raises(ValueError, match=rf"config.json {name} \(None\) must be given for model_"):
+        decoder_config_from_hf(base | {name: None})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_attention_heads=0), r"num_attention_heads \(0\) must be a whole number >= 1"),
+        (dict(num_attention_heads="x"), r"num_attention_heads \('x'\) must be a whole number"),
+        (dict(num_hidden_layers=True), r"num_hidden_layers \(True\) must be a whole number from 1"),
+        (dict(decoder_sparse_step=0), r"decoder_sparse_step \(0\) must be a whole number from 1"),
+        (dict(rope_scaling=[1]), r"rope_scaling \(\[1\]\) must be an object"),
+        (dict(mlp_only_layers=3), r"mlp_only_layers \(3\) must be a list of whole numbers"),
+        (dict(rms_norm_eps="1e-6"), r"rms_norm_eps \('1e-6'\) must be a number"),
+        (dict(tie_word_embeddings="yes"), r"tie_word_embeddings \('yes'\) must be true or false"),
+    ],
+)
+def test_values_of_another_kind_are_named(change, message):
+    with pytest.raises(ValueError, match=f"config.json {message}.*: correct it"):
+        decoder_config_from_hf(QWEN3_30B | change)
+
+
+@pytest.mark.parametrize("base", [QWEN3_30B, QWEN2, MIXTRAL_8X7B, OLMOE_1B_7B, DEEPSEEK_V3])
+def test_fuzzed_values_are_errors_or_read(base):
+    """Every field, and every one below rope_scaling, with every odd value."""
+    outcomes = Counter()
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4} | (
+        base.get("rope_scaling") or {}
+    )
+    cases = [{name: value} for name in {**base, "rope_parameters": 0} for value in VALUES]
+    cases += [{"rope_scaling": rope | {name: value}} for name in rope for value in VALUES]
+    for case in cases:
+        try:
+            decoder_config_from_hf(base | case)
+            outcomes["read"] += 1
+        except (ValueError, NotImplementedError) as error:
+            assert "\n" not in str(error)
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > outcomes["read"] > 0
+
+
+def test_broken_files_are_errors(tmp_path):
+    with pytest.raises(ValueError, match=r"config.json\) must exist"):
+        decoder_config_from_hf(tmp_path)
+    for text, message in (("{", "must be JSON"), ("[1]", "must be a JSON object, not a list")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            decoder_config_from_hf(tmp_path)

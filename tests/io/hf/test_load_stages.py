@@ -1,0 +1,107 @@
+"""load_hf into the stages of a pipeline: each takes its own tensors, and all of them everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moecore import ParallelConfig, PipelineConfig, build_meshes, parallelize_moe
+from moecore.io.hf.config import decoder_config_from_hf
+from moecore.io.hf.export import export_hf
+from moecore.io.hf.load import load_hf
+from moecore.models import Decoder
+from moecore.parallel.across import make_all_stages
+from moecore.parallel.attached import ATTACHED
+from tests.families.transformers.hf_models import transformers
+from tests.models.hf_pairs import make_pair
+from tests.parallel.pipeline.stages import local
+from tests.ranks import run_ranks
+
+KINDS = ("native", "transformers")
+
+
+def make(kind: str, path: Path, device: str) -> Any:
+    if kind == "native":
+        return Decoder(decoder_config_from_hf(path), device=device)
+    with torch.device(device):
+        config = transformers.AutoConfig.from_pretrained(path)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def stage_of(kind: str, path: Path, rank: int, *, lost: int | None = None) -> nn.Module:
+    """Return the first layer and the embedding, or the rest; `lost` is a layer of neither."""
+    model = make(kind, path, "meta")
+    layout = f"Et|{'t' * (len(model.model.layers) - 1)}L"
+    meshes = build_meshes(ParallelConfig(pp=2), "cpu")
+    parallelize_moe(model, meshes, pipeline=PipelineConfig(layout=layout))
+    if lost is not None:
+        model.model.layers[lost] = nn.Identity()
+        setattr(model, ATTACHED, SimpleNamespace(all_stages=make_all_stages(model, meshes)))
+    return model.to_empty(device="cpu")
+
+
+def error_of(action: Any) -> str:
+    try:
+        action()
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return "no error"
+
+
+def worker(rank: int, device: torch.device, folder: str) -> list[Any]:
+    path, found = Path(folder), {}
+    for kind in KINDS:
+        whole = make(kind, path, "cpu")
+        load_hf(path, whole)
+        wanted = whole.state_dict()
+        model = stage_of(kind, path, rank)
+        report = load_hf(path, model)
+        state = model.state_dict()
+        lost = stage_of(kind, path, rank, lost=1)
+        found[kind] = {
+            "wrong": [name for name, t in state.items() if not torch.equal(local(t), wanted[name])],
+            "names": sorted(state),
+            "whole": sorted(wanted),
+            "left over": report.left_over + report.missing,
+            "lost": error_of(lambda lost=lost: load_hf(path, lost)),
+            "export": error_of(lambda model=model: export_hf(model, path / "new")),
+        }
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    return of_ranks
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    path = tmp_path_factory.mktemp("hf")
+    make_pair("qwen3")[0].save_pretrained(path)
+    found: list[Any] = run_ranks(2, worker, str(path))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_stage_takes_its_own(results: list[Any], kind: str) -> None:
+    first, second = (of_rank[kind] for of_rank in results)
+    for result in (first, second):
+        assert result["wrong"] == [] and result["left over"] == ()
+    assert sorted(first["names"] + second["names"]) == first["whole"]
+    assert first["names"] and second["names"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_no_stage_has_is_refused(results: list[Any], kind: str) -> None:
+    for of_rank in results:
+        assert "model.layers.1." in of_rank[kind]["lost"]
+        assert "is no tensor of the model" in of_rank[kind]["lost"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_export_of_stages_is_refused(results: list[Any], kind: str) -> None:
+    for of_rank in results:
+        assert of_rank[kind]["export"].startswith("ParallelConfig.pp (2) must be 1 to export")

@@ -1,0 +1,170 @@
+"""Names of Hugging Face checkpoints: bit-exact both ways, against what transformers writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.io.hf.names import find_layout, hf_copies, hf_plan
+from moecore.models import Decoder, preset
+from tests.io.hf.states import hf_state, native_state
+from tests.models.hf_pairs import PAIRS, make_pair
+
+CASES = [(name, layout) for name in PAIRS for layout in ("fused", "per_expert", "mixtral")]
+CASES = [c for c in CASES if c[1] != "mixtral" or not c[0].startswith("deepseek")]
+
+
+def tiny(**changes) -> tuple[dict[str, Tensor], object]:
+    """A native state dict of tiny-deepseek-v3, every value its own, and the config."""
+    config = replace(preset("tiny-deepseek-v3"), **changes)
+    state = Decoder(config).state_dict()
+    g = torch.Generator().manual_seed(1)
+    for name, value in state.items():
+        state[name] = torch.randn(value.shape, generator=g)
+        if "expert_bias" not in name:  # kept in fp32
+            state[name] = state[name].bfloat16()
+    return state, config
+
+
+def assert_equal(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
+    assert found.keys() == want.keys()
+    for name, value in want.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_there_and_back_is_bit_exact(name, layout):
+    pytest.importorskip("transformers")
+    hf, config = make_pair(name)
+    state = hf.state_dict()
+    native = native_state(state, config)
+    assert native.keys() == Decoder(config, device="meta").state_dict().keys()
+    theirs = hf_state(native, config, layout=layout)
+    assert find_layout(theirs.keys()) == layout
+    assert_equal(native_state(theirs, config), native)
+    if layout == "fused":
+        tied = {"lm_head.weight"} if config.tie_embeddings else set()
+        assert_equal(theirs, {n: t for n, t in state.items() if n not in tied})
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe", "deepseek"])
+def test_files_of_transformers_are_read_and_written(name, tmp_path):
+    """save_pretrained and from_pretrained translate the published names on their own."""
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+
+    hf, config = make_pair(name)
+    hf.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    layout = "mixtral" if name == "mixtral" else "per_expert"
+    assert find_layout(files.keys()) == layout
+    native = native_state(hf.state_dict(), config)
+    assert_equal(native_state(files, config), native)
+    written = hf_state(native, config, layout=layout)
+    assert_equal(written, files)
+
+    state = {n: torch.randn_like(t) for n, t in native.items()}
+    save_file(
+        {n: t.contiguous() for n, t in hf_state(state, config, layout=layout).items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    again = type(hf).from_pretrained(tmp_path)
+    assert_equal(native_state(again.state_dict(), config), state)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("layout", ["fused", "per_expert"])
+def test_multi_token_prediction_comes_after_the_last_layer(layout, depth):
+    state, config = tiny(num_mtp_layers=depth)
+    theirs = hf_state(state, config, layout=layout)
+    last = f"model.layers.{2 + depth}."
+    assert torch.equal(
+        theirs[f"{last}shared_head.norm.weight"], state[f"mtp.{depth - 1}.norm.weight"]
+    )
+    assert torch.equal(
+        theirs[f"{last}input_layernorm.weight"],
+        state[f"mtp.{depth - 1}.block.input_layernorm.weight"],
+    )
+    assert {n.removeprefix(last) for n in theirs if n.startswith(last)} > {
+        "enorm.weight",
+        "hnorm.weight",
+        "eh_proj.weight",
+        "embed_tokens.weight",
+        "shared_head.head.weight",
+        "mlp.gate.e_score_correction_bias",
+        "mlp.shared_experts.down_proj.weight",
+        "self_attn.kv_a_proj_with_mqa.weight",
+    }
+    assert not any(n.startswith("mtp.") for n in theirs)
+    assert_equal(native_state(theirs, config), state)
+
+
+def test_names_and_shapes_of_published_deepseek_v3():
+    plan = hf_plan(preset("deepseek-v3"), "per_expert")
+    shapes = {p.name: p.shape for recipe in plan.values() for p in recipe.pieces}
+    want = {
+        "model.embed_tokens.weight": (129280, 7168),
+        "model.layers.0.mlp.down_proj.weight": (7168, 18432),
+        "model.layers.0.self_attn.q_a_proj.weight": (1536, 7168),
+        "model.layers.0.self_attn.q_a_layernorm.weight": (1536,),
+        "model.layers.0.self_attn.q_b_proj.weight": (24576, 1536),
+        "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+        "model.layers.0.self_attn.kv_a_layernorm.weight": (512,),
+        "model.layers.0.self_attn.kv_b_proj.weight": (32768, 512),
+        "model.layers.0.self_attn.o_proj.weight": (7168, 16384),
+        "model.layers.3.mlp.gate.weight": (256, 7168),
+        "model.layers.3.mlp.gate.e_score_correction_bias": (256,),
+        "model.layers.60.mlp.experts.255.gate_proj.weight": (2048, 7168),
+        "model.layers.60.mlp.experts.0.down_proj.weight": (7168, 2048),
+        "model.layers.60.mlp.shared_experts.up_proj.weight": (2048, 7168),
+        "model.layers.61.enorm.weight": (7168,),
+        "model.layers.61.hnorm.weight": (7168,),
+        "model.layers.61.eh_proj.weight": (7168, 14336),
+        "model.layers.61.shared_head.norm.weight": (7168,),
+        "model.layers.61.mlp.experts.255.up_proj.weight": (2048, 7168),
+        "lm_head.weight": (129280, 7168),
+    }
+    assert want.items() <= shapes.items()
+    # 58 MoE layers and the module: 3 per expert, 5 more; 10 per attention and its norms; 3 dense
+    # MLPs; eh_proj and three norms; embedding, last norm and head.
+    assert len(shapes) == 59 * (3 * 256 + 5) + 62 * 9 + 3 * 3 + 4 + 3
+    assert hf_copies(preset("deepseek-v3")) == {
+        "model.layers.61.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.61.shared_head.head.weight": "lm_head.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "layout", "name"),
+    [
+        (dict(shared_gate=True), "mixtral", "mlp.router.expert_bias"),
+        (dict(shared_gate=True, num_shared_experts=2), "fused", "mlp.shared.w1"),
+        (dict(router_bias=True), "fused", "mlp.router.bias"),
+        (dict(fc1_bias=True), "per_expert", "mlp.experts.b1"),
+        (dict(fc2_bias=True), "per_expert", "mlp.experts.b2"),
+        (dict(activation="relu2"), "fused", "mlp.experts.w1"),
+        (dict(), "mixtral", "mlp.router.expert_bias"),
+        (dict(expert_bias=False), "mixtral", "mlp.shared.w1"),
+    ],
+)
+def test_tensors_without_a_name_are_refused(change, layout, name):
+    config = preset("tiny-deepseek-v3")
+    balance = replace(config.moe.balance, bias_update_rate=0.0)
+    config = replace(config, moe=replace(config.moe, balance=balance, **change))
+    with pytest.raises(
+        NotImplementedError, match=rf"layers.1.{name} .* must have a Hugging Face n"
+    ):
+        hf_plan(config, layout)
+
+
+def test_unknown_layout_lists_the_choices():
+    with pytest.raises(
+        ValueError, match=r"layout \('hf'\) must be one of 'fused', 'per_expert', 'm"
+    ):
+        hf_plan(preset("tiny"), "hf")

@@ -1,0 +1,307 @@
+"""CUDA graphs of forward and backward without a GPU: the order of calls, and what is refused.
+
+A fake graph runs the captured function again. That real replays train as eager steps do is proved
+on GPUs, in test_forward_backward_gpu.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore import (
+    BalanceConfig,
+    CapacityConfig,
+    CloneOptions,
+    ExchangeError,
+    FSDPOptions,
+    MoEConfig,
+    NVLinkOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.parallel.attached import attached, capacity_of, moe_state
+from moecore.train import GraphedForwardBackward
+from moecore.train.graphs import forward_backward as module
+from moecore.train.graphs.facts import facts_of
+from tests.moe.emulated_exchange import emulated
+from tests.moe.moe_cases import make_layer
+from tests.ranks import run_ranks
+from tests.train.graphs.graph_fakes import fake_steps
+
+CLONES = CloneOptions()
+CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
+PADDED = replace(
+    CONFIG,
+    capacity=CapacityConfig(factor=1.0, pad=True),
+    balance=BalanceConfig(z_loss_coef=0.01),
+)
+
+
+def make(config: MoEConfig = CONFIG, *, ep: int = 2, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), make_layer(config))
+    model.register_buffer("scale", torch.ones(1))
+    meshes = build_meshes(ParallelConfig(ep=ep, edp_shard=2 // ep), "cpu")
+    return parallelize_moe(model, meshes, **options)
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "none"
+
+
+def moved(model: nn.Module) -> None:
+    moved = {"0.weight": model.state_dict()["0.weight"].clone()}
+    model.load_state_dict(moved, assign=True, strict=False)
+
+
+def moved_buffer(model: nn.Module) -> None:
+    model.scale = model.scale.clone()
+
+
+def hooked(model: nn.Module) -> None:
+    model[0].weight.register_post_accumulate_grad_hook(print)
+
+
+SCALE = torch.ones(())  # a model holds it weakly
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "the memory of 0.weight": moved,
+    "the memory of scale": moved_buffer,
+    "requires_grad of 0.weight": lambda model: model[0].weight.requires_grad_(False),
+    "train or eval mode of the model": nn.Module.eval,
+    "train or eval mode of 1": lambda model: model[1].eval(),
+    "the number of micro-batches of a step": lambda m: moe_state(m).set_num_micro_batches(2),
+    "the loss scale": lambda model: moe_state(model).set_loss_scale(SCALE),
+    "the config of 1": lambda m: m[1].set_balance(BalanceConfig(micro_batch_coef=0.1)),
+    "the number of hooks of 0.weight": hooked,
+    "the number of hooks of 1": lambda model: model[1].register_forward_hook(print),
+}
+
+
+def error_after(change: str, x: Tensor) -> str:
+    """What the facts of a model say after some change, or after a step and an evaluation."""
+    model = make()
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+        moe_state(model).finish_step()
+        with torch.no_grad():
+            model.eval()(x)
+        model.train()
+
+    step()
+    facts = facts_of(model, moe_state(model))
+    step()
+    model.load_state_dict(model.state_dict())
+    CHANGES.get(change, nn.Module.train)(model)
+    return error_of(lambda: facts.check(model, moe_state(model)))
+
+
+def make_forward_backward(fails: str = "") -> Any:
+    """Return a function with its `model`, the `owner` of its steps and how often it ran."""
+    model = make(PADDED, fsdp=FSDPOptions(dense_strategy="optim"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    owner = TrainStep(model, optimizer)
+
+    def forward_backward(x: Tensor) -> Tensor:
+        forward_backward.calls += 1
+        with owner.micro_batch():
+            loss = model(x).square().mean()
+            loss.backward()
+        if fails == f"rank {dist.get_rank()}, call {forward_backward.calls}":
+            raise FloatingPointError("broken")
+        return loss.detach()
+
+    forward_backward.model, forward_backward.owner, forward_backward.calls = model, owner, 0
+    return forward_backward
+
+
+def train(
+    owner: TrainStep, run: Callable[[Tensor], Tensor], x: Tensor, steps: range
+) -> list[float]:
+    """Return the losses of some steps."""
+    losses = []
+    for n in steps:
+        losses.append(run(x + n))
+        owner.finish()
+    return [loss.item() for loss in losses]
+
+
+def train_graphed(x: Tensor) -> dict[str, Any]:
+    """Losses, how often Python ran, and what was refused on the way."""
+    function, found = make_forward_backward(), {}
+    model, owner = function.model, function.owner
+    buffers, record = object(), attached(model)
+    record.exchanges = exchanges = SimpleNamespace(held=(buffers,))
+    run = GraphedForwardBackward(function, model)
+
+    losses = train(owner, run, x, range(2))
+    found["another shape at capture"] = error_of(lambda: run(x[:2]))
+    found["losses"] = losses + train(owner, run, x, range(2, 6))
+    found["calls"] = function.calls
+
+    run(x)
+    found["gradients"] = error_of(lambda: run(x))
+    model.zero_grad()
+    found["another shape"] = error_of(lambda: run(x[:2]))
+    run(x)
+    found["two in a step"] = error_of(owner.finish)
+    owner.drop()
+
+    model[1].part("router").tape = object()
+    with pytest.raises(NotImplementedError, match="must not be recorded or replayed in a CUDA"):
+        run(x)
+    model[1].part("router").tape = None
+
+    exchanges.held = (buffers, object())  # one of an evaluation
+    run(x)
+    owner.drop()
+    exchanges.held = (object(),)
+    found["buffers"] = error_of(lambda: run(x))
+    exchanges.held = (buffers,)
+
+    def overflow() -> None:
+        raise ExchangeError("too many rows")
+
+    with patch.object(capacity_of(model), "poll", overflow), pytest.raises(ExchangeError):
+        run(x)
+    model(x)  # leaves units gathered
+    found["after a forward"] = error_of(lambda: run(x))
+    owner.drop()
+    run.close()
+    function.calls = 0
+    train(owner, run, x, range(4))
+    found["calls after close"] = function.calls
+    return found
+
+
+def error_of_a_capture(x: Tensor) -> str:
+    """What all ranks say when one can not capture."""
+    function = make_forward_backward(fails="rank 1, call 3")
+    run = GraphedForwardBackward(function, function.model)
+    for _ in range(2):
+        run(x)
+        function.owner.drop()
+    return error_of(lambda: run(x))
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(rank))
+    found = {
+        "alltoall": error_of(lambda: GraphedForwardBackward(print, make())),
+        "allgather": error_of(lambda: GraphedForwardBackward(print, make(dispatcher="allgather"))),
+        "clones": error_of(lambda: GraphedForwardBackward(print, make(PADDED, clones=CLONES))),
+        "padded": error_of(lambda: GraphedForwardBackward(print, make(PADDED))),
+        "local": error_of(lambda: GraphedForwardBackward(print, make(ep=1))),
+        "changes": {change: error_after(change, x) for change in ("", *CHANGES)},
+        "said": module._first_of_all("broken" if rank == 1 else ""),
+    }
+    with emulated():
+        over_peers = dict(dispatcher="nvlink", nvlink=NVLinkOptions(max_tokens=6), clones=CLONES)
+        model = make(**over_peers)
+    found["clones over peers"] = error_of(lambda: GraphedForwardBackward(print, model))
+    eager = make_forward_backward()
+    found["eager"] = train(eager.owner, eager, x, range(6))
+    with fake_steps():
+        found["graphed"] = train_graphed(x)
+        found["capture"] = error_of_a_capture(x)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_ranks(2, worker)
+
+
+def test_dispatchers_that_wait_for_sizes_are_refused_and_so_is_a_cpu(found: dict[str, Any]) -> None:
+    for name in ("alltoall", "allgather"):
+        assert "must be 'nvlink' or pad to a capacity" in found[name]
+    assert "must go with dispatcher 'nvlink' for a CUDA graph" in found["clones"]
+    for name in ("padded", "local", "clones over peers"):
+        assert found[name].startswith("device of the model (cpu) must be a GPU")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_graph_takes_for_granted_must_not_change(change: str, found: dict[str, Any]) -> None:
+    said = found["changes"]
+    assert said[""] == "none", "a step, an evaluation and a loaded state change nothing"
+    assert said[change].startswith(f"{change} must be what it was when the graph was captured")
+
+
+def test_calls_are_warm_ups_then_a_capture_then_replays(found: dict[str, Any]) -> None:
+    graphed = found["graphed"]
+    assert len(set(found["eager"])) == 6
+    assert graphed["losses"] == found["eager"], "each of its own inputs and weights"
+    assert graphed["calls"] == 2 + 1 + 4, "two warm-ups, the capture, four replays"
+    assert graphed["calls after close"] == 2 + 1 + 2
+
+
+def test_what_can_not_be_replayed_is_refused(found: dict[str, Any]) -> None:
+    graphed = found["graphed"]
+    for name in ("another shape at capture", "another shape"):
+        assert graphed[name].startswith("inputs ([((2, 16), torch.float32)]) must be as in")
+    assert graphed["gradients"].startswith("gradient of 0.weight must be None")
+    assert "(1) micro-batches, but 2 are done" in graphed["two in a step"], "replays are counted"
+    assert graphed["buffers"].startswith("the buffers of dispatcher ('nvlink') must be those of")
+    assert graphed["after a forward"] == "none", "what it has left unsharded is freed"
+
+
+def test_all_ranks_raise_when_one_gives_up(found: dict[str, Any]) -> None:
+    assert found["said"] == "rank 1: broken"
+    reason = "rank 1: FloatingPointError: broken"
+    assert found["capture"].startswith(f"forward_backward could not be captured ({reason})")
+
+
+def test_a_model_must_be_parallelized_and_a_warm_up_be_there() -> None:
+    with pytest.raises(ValueError, match="must be parallelized"):
+        GraphedForwardBackward(print, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"warm_up \(1\) must be a whole number >= 2"):
+        GraphedForwardBackward(print, nn.Linear(2, 2), warm_up=1)
+
+
+def test_lines_that_wait_for_the_gpu_are_named(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waits(x: Tensor) -> Tensor:
+        warnings.warn("deprecated", stacklevel=1)
+        warnings.warn(module.SYNC_WARNING, stacklevel=1)
+        return x
+
+    with pytest.raises(ValueError, match=rf"in 1 places, first at {__file__}:\d+: change"):
+        module._watched(waits, (torch.ones(1),))
+    assert modes == ["warn", 0]
+    assert [str(w.message) for w in recwarn] == ["deprecated"], "others are passed on"
+
+
+def test_outputs_are_copied_and_other_types_are_refused() -> None:
+    x = torch.ones(2)
+    copied = module._map_tensors(torch.clone, {"a": [x, None], "b": (x,)})
+    assert isinstance(copied["a"], list) and copied["a"][1] is None
+    assert isinstance(copied["b"], tuple)
+    x.zero_()
+    assert copied["a"][0].tolist() == copied["b"][0].tolist() == [1.0, 1.0]
+    named = torch.ones(2, 2).max(0)  # a named tuple
+    for other in (1.0, named):
+        said = module._problem([], (x, other))
+        assert said.startswith(f"outputs of forward_backward ({type(other).__name__}) must be")
+    assert "detach" in module._problem([], torch.ones(2, requires_grad=True) * 2)

@@ -1,0 +1,204 @@
+"""Blocks whose parts are graphs train as eager ones do, on two ranks that exchange tokens.
+
+Fakes replay here; test_graphed_blocks_gpu.py does the same with real graphs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from moecore import (
+    CapacityConfig,
+    ContextOptions,
+    FSDPOptions,
+    MemoryOptions,
+    ParallelConfig,
+    PipelineConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.base.options.precision import Recipe
+from moecore.models import Decoder, preset
+from moecore.parallel.attached import moe_state
+from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart
+from tests.ranks import run_ranks
+from tests.train.graphs.graph_fakes import fake_graphs
+
+WORLD, STEPS, MICRO_BATCHES, LAYERS = 2, 3, 2, 3
+TINY = preset("tiny")
+PARTS = LAYERS + 2 * (LAYERS - 1)  # attention or a dense block, routers, what is sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        parts: that are graphs.
+        pairs: of each of them.
+    """
+
+    parts: int = PARTS
+    pairs: int = 1
+    preset: str = "tiny"
+    dim: int = 64
+    moe: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    in_flight: bool = False
+    pp: int = 1
+    schedule: PipelineConfig | None = None  # "overlapped" pairs have no stages
+
+
+SHARED = dict(preset="tiny-deepseek-v3", parts=PARTS + LAYERS - 1 + 4)  # one more block
+CASES = {
+    "plain": Case(),
+    "shared experts, latent attention, a token ahead": Case(**SHARED),
+    "computed again": Case(
+        **SHARED, options=dict(memory=MemoryOptions(recompute=("norm", "rope", "activation")))
+    ),
+    "MoE layers computed again": Case(
+        parts=LAYERS, options=dict(memory=MemoryOptions(recompute=("moe",)))
+    ),
+    "experts offloaded": Case(options=dict(memory=MemoryOptions(offload=("experts",)))),
+    "FP8": Case(**SHARED, dim=128, options=dict(precision="blockwise")),
+    "gathered for each pass": Case(
+        options=dict(fsdp=FSDPOptions(dense_strategy="optim_grads_params"))
+    ),
+    "micro-batches in flight": Case(in_flight=True, pairs=MICRO_BATCHES),
+    "stages": Case(parts=3, pp=2, schedule=PipelineConfig(schedule="1f1b"), pairs=2),
+    "pairs": Case(schedule=PipelineConfig(schedule="overlapped"), pairs=2),
+    "rules that compare tokens": Case(
+        parts=LAYERS, moe=dict(capacity=CapacityConfig(factor=1.0, pad=True))
+    ),
+}
+
+
+def train(
+    case: Case,
+    device: torch.device,
+    *,
+    graphed: bool,
+    between: Callable[[], None] = lambda: None,
+) -> tuple[list[Any], Decoder]:
+    """Return losses and norms of each step, then parameters; and the model."""
+    config = replace(preset(case.preset), num_layers=LAYERS)
+    moe = replace(config.moe, dim=case.dim, hidden_dim=case.dim, **case.moe)
+    config = replace(config, dim=case.dim, moe=moe)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = Decoder(config, device="meta", dtype=dtype)
+    parallel = ParallelConfig(pp=case.pp, ep=dist.get_world_size() // case.pp)
+    meshes = build_meshes(parallel, device.type)
+    how: dict[str, Any] = dict(graph_dense=graphed, pipeline=case.schedule) | case.options
+    if parallel.ep > 1:
+        how["dispatcher"] = "alltoall"
+    parallelize_moe(model, meshes, **how)
+    model.to_empty(device=device)
+    model.init_weights(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, num_micro_batches=MICRO_BATCHES, max_norm=1.0)
+    g = torch.Generator().manual_seed(dist.get_rank())
+    found: list[Any] = []
+    for _ in range(STEPS):
+        tokens = torch.randint(0, config.vocab_size, (MICRO_BATCHES, 2, 16), generator=g)
+        tokens = tokens.to(device)
+        if case.in_flight:
+            with step.micro_batches():
+                losses = [model(x, x.roll(-1, 1)) for x in tokens]
+                for loss in losses:
+                    loss.backward()
+        elif case.schedule is not None:
+            batches = [dict(tokens_BT=x, labels_BT=x.roll(-1, 1)) for x in tokens]
+            losses = list(step.forward_backward(batches))
+        else:
+            losses = []
+            for x in tokens:
+                with step.micro_batch():
+                    losses.append(model(x, x.roll(-1, 1)))
+                    losses[-1].backward()
+        found += [loss.item() for loss in losses]
+        found.append(step.finish().to_dict()["grad_norm"])
+        between()
+    found += [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return found, model
+
+
+def parts_of(model: Decoder) -> list[GraphedPart]:
+    """Return the parts of a model that have captured graphs."""
+    owners = [*model.modules(), *(layer.dispatcher for layer in moe_state(model).layers.values())]
+    found = [part for m in owners for part in vars(m).values() if isinstance(part, GraphedPart)]
+    return [part for part in found if part._pairs]
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    results = {}
+    for name, case in CASES.items():
+        eager, _ = train(case, device, graphed=False)
+        with fake_graphs() as fake:
+            graphed, model = train(case, device, graphed=True)
+        parts = parts_of(model)
+        same = all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+            for a, b in zip(eager, graphed, strict=True)
+        )
+        results[name] = same, len(parts), {len(part._pairs) for part in parts}, fake.replays
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_ranks(WORLD, worker)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_train_as_eager_calls_do(name: str, results: dict[str, Any]) -> None:
+    case, (same, parts, pairs, replays) = CASES[name], results[name]
+    assert same, "losses, norms and weights have equal bits"
+    assert parts == case.parts
+    assert max(pairs) == case.pairs
+    assert replays >= parts * (STEPS * MICRO_BATCHES - WARM_UP)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tp": (dict(tp=2), r"ParallelConfig.tp \(2\) = 1"),
+    "cp": (dict(cp=2), r"ParallelConfig.cp \(2\) = 1"),
+    "offload": (
+        dict(memory=MemoryOptions(offload=("experts", "attention"))),
+        r"MemoryOptions.offload \('attention'\)",
+    ),
+    "history": (
+        dict(precision=Recipe(scaling="tensorwise", amax_history=4)),
+        "Recipe.amax_history 0",
+    ),
+    "dynamic cp": (dict(context=ContextOptions(dynamic=True)), r"dynamic \(True\) = False"),
+    "zero bubbles": (dict(pp=2, pipeline=PipelineConfig(schedule="zbv")), "graph_dense"),
+}
+
+
+def refusals(rank: int, device: torch.device) -> dict[str, str]:
+    said = {}
+    for name, (options, _) in REFUSED.items():
+        degrees = {k: options[k] for k in ("tp", "cp", "pp") if k in options}
+        more = {k: v for k, v in options.items() if k not in degrees}
+        meshes = build_meshes(ParallelConfig(**degrees), "cpu")
+        try:
+            parallelize_moe(
+                Decoder(preset("tiny"), device="meta"), meshes, graph_dense=True, **more
+            )
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_what_graphs_can_not_hold_is_refused() -> None:
+    said = run_ranks(WORLD, refusals)
+    for name, (_, pattern) in REFUSED.items():
+        assert re.search(pattern, said[name]), said[name]

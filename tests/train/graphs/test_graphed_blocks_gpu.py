@@ -1,0 +1,68 @@
+"""Blocks whose parts are graphs train as eager ones do, on GPUs.
+
+    MOECORE_RANKS_PER_GPU=2 python -m pytest -m gpu tests/train/graphs/test_graphed_blocks_gpu.py
+
+No graph holds a collective, so ranks may share a GPU; stages need one each, since what ranks that
+share one have for messages (gloo) sends no GPU memory. Eager training is run twice: replays may
+differ from it as much as two eager runs do. Between steps memory that was freed is written over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moecore import MemoryOptions
+from tests.ranks import num_gpu_ranks, run_ranks
+from tests.train.graphs.test_forward_backward_gpu import scribble
+from tests.train.graphs.test_graphed_blocks import CASES, SHARED, Case, parts_of, train
+
+WORLD = min(2, num_gpu_ranks())
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WORLD == 0, reason="needs a GPU")]
+
+CASES = CASES | {
+    "compiled": Case(options=dict(compile_dense=True)),
+    "compiled, computed again": Case(
+        **SHARED,
+        options=dict(compile_dense=True, memory=MemoryOptions(recompute="gemm_last")),
+    ),
+    "shared experts on a stream of their own": Case(**SHARED, options=dict(overlap_shared=True)),
+}
+if torch.cuda.device_count() < WORLD:
+    CASES = {name: case for name, case in CASES.items() if case.pp == 1}
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        runs = [
+            train(case, device, graphed=graphed, between=scribble)
+            for graphed in (False, False, True)
+        ]
+        numbers = [
+            torch.stack([torch.as_tensor(x).double().cpu().norm() for x in run]) for run, _ in runs
+        ]
+        parts = parts_of(runs[-1][1])
+        found[name] = *numbers, len(parts), max(len(part._pairs) for part in parts)
+        del runs
+        torch.cuda.empty_cache()
+        dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_ranks(WORLD, worker, device_type="cuda")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_train_as_eager_calls_do(name: str, found: dict[str, Any]) -> None:
+    case, (eager, again, graphed, parts, pairs) = CASES[name], found[name]
+    noise = (eager - again).abs().cummax(0).values
+    assert ((eager - graphed).abs() <= 2 * noise).all()
+    assert pairs == case.pairs
+    if WORLD > 1:
+        assert parts == case.parts

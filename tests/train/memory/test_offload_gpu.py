@@ -1,0 +1,219 @@
+"""Copies beside compute on a GPU: late ones change nothing, and memory is freed as on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore.train.memory.streams import CopyMark, CopyStream, CopyStreams
+from tests.train.memory.blocks import Plain, in_chunks, offloaded, part_of, part_or_block
+
+pytestmark = pytest.mark.gpu
+
+TOKENS, DIM = 8192, 512  # 16 MiB for a norm's input in fp32: 0.3 ms of PCIe
+PAUSE = 20_000_000  # cycles: 10 ms, longer than all copies of a layer
+
+
+def make(num_layers: int) -> Plain:
+    with torch.device("cuda"):
+        model = Plain(num_layers, dim=DIM, width=2)
+    model.embedding.requires_grad_(False)  # whose gradient is not reproducible
+    return model
+
+
+def tokens(seed: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    found = torch.randint(0, 64, (1, TOKENS), generator=g, device="cuda")
+    return found, found.roll(-1, 1)
+
+
+def gradients(model: Plain, seeds: Iterable[int] = (0,)) -> dict[str, Tensor]:
+    model.zero_grad()
+    losses = [model(*tokens(seed)) for seed in seeds]
+    for loss in losses:
+        loss.backward()
+    return grads_of(model)
+
+
+def grads_of(model: Plain) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.layers.named_parameters()}
+
+
+def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    for name, grad in want.items():
+        assert torch.equal(found[name], grad), name
+
+
+@contextmanager
+def late(which: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, copies out, copies back, or the compute before each of them start late."""
+    copy = CopyStreams._copy
+
+    def copy_late(self: CopyStreams, stream: CopyStream, *args: Any) -> CopyMark:
+        if which == ("out" if stream is self._out else "back"):
+            with torch.cuda.stream(stream.next):
+                torch.cuda._sleep(PAUSE)
+        return copy(self, stream, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyStreams, "_copy", copy_late)
+        yield
+
+
+@pytest.mark.parametrize("which", ["none", "out", "back", "compute"])
+@pytest.mark.parametrize("parts", [part_of, part_or_block])
+def test_late_copies_and_late_compute_give_equal_gradients(
+    parts: Callable[[nn.Module], str | None], which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(4)
+    seeds = (0, 1)
+    want = gradients(model, seeds)
+    offload = offloaded(model, parts)
+    if which == "compute":
+        for layer in model.layers:
+            layer.mlps[0].register_forward_pre_hook(lambda *_: torch.cuda._sleep(PAUSE))
+            layer.norms[1].register_full_backward_hook(lambda *_: torch.cuda._sleep(PAUSE))
+    with late(which, monkeypatch):
+        for _ in range(3):
+            assert_equal(gradients(model, seeds), want)
+    assert offload.out_bytes > 0 and offload.used_host_bytes == 0
+
+
+class Beside(nn.Module):
+    """A block whose MLP runs on a stream of its own, as shared experts do."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(DIM)])
+        self.mlps = nn.ModuleList([nn.Sequential(nn.Linear(DIM, DIM), nn.GELU())])
+        self.stream = stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](x)
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            y = self.mlps[0](x)
+        x.record_stream(self.stream)
+        x = x.sin() * x
+        current.wait_stream(self.stream)
+        y.record_stream(current)
+        return x + y
+
+
+@pytest.mark.parametrize("which", ["none", "out", "back"])
+def test_a_part_on_a_stream_of_its_own(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = torch.cuda.Stream()
+    model = make(1)
+    model.layers = nn.ModuleList(Beside(stream) for _ in range(5)).cuda()
+    want = gradients(model)
+    offloaded(model)
+    with late(which, monkeypatch):
+        for _ in range(3):
+            assert_equal(gradients(model), want)
+
+
+@pytest.mark.parametrize("which", ["none", "out", "back"])
+def test_chunks_in_flight_are_away(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their last layers, too; copies of one run beside the next one, and the host never waits."""
+    model, seeds = make(2), range(5)
+    want, batches = gradients(model, seeds), [tokens(seed) for seed in seeds]
+    offload = offloaded(model)
+    for _ in range(2):
+        model.zero_grad()
+        with late(which, monkeypatch):
+            in_chunks(model, offload, batches)
+        assert_equal(grads_of(model), want)
+    assert offload.late_bytes == offload.used_host_bytes == 0
+    assert offload.kept_bytes == offload.out_bytes == offload.back_bytes > 0
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        in_chunks(model, offload, batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def peak(model: Plain) -> int:
+    for _ in range(2):
+        model(*tokens(0)).backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model(*tokens(0)).backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_the_peak_is_one_layer_whatever_the_number_of_layers() -> None:
+    one, two = peak(make(1)), peak(make(2))
+    for num_layers in (4, 8, 16):
+        model = make(num_layers)
+        offload = offloaded(model)
+        assert peak(model) <= one + 0.02 * (two - one), num_layers
+        offload.close()
+
+
+def test_the_host_never_waits() -> None:
+    model = make(3)
+    offloaded(model)
+    gradients(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def capture(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            model.zero_grad()
+            model(*inputs).backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        model(*inputs).backward()
+    return graph
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_replays_of_a_graph_compute_what_eager_code_does(fraction: float) -> None:
+    """Also while eager forwards, replays and eager backwards alternate."""
+    plain, model = make(4), make(4)
+    want = {seed: gradients(plain, [seed]) for seed in (0, 1, 2)}
+    offload = offloaded(model, fraction=fraction)
+    inputs = tuple(t.clone() for t in tokens(0))
+    graph = capture(model, inputs)
+    written = {n: p.grad for n, p in model.layers.named_parameters()}
+    assert offload.out_bytes > 0
+    for seed in (1, 2, 0):
+        for mine, given in zip(inputs, tokens(seed), strict=True):
+            mine.copy_(given)
+        graph.replay()
+        assert_equal({n: g.clone() for n, g in written.items()}, want[seed])
+
+    model.zero_grad()
+    loss = model(*tokens(1))
+    graph.replay()  # of seed 0, into memory of its own
+    loss.backward()
+    assert_equal(grads_of(model), want[1])
+    assert_equal({n: g.clone() for n, g in written.items()}, want[0])
+
+
+def test_later_steps_need_no_more_memory() -> None:
+    model = make(6)
+    offload = offloaded(model)
+    gradients(model)
+    reserved, host = torch.cuda.memory_reserved(), offload.host_bytes
+    for _ in range(5):
+        gradients(model)
+    assert offload.host_bytes == host
+    assert torch.cuda.memory_reserved() <= reserved * 1.05

@@ -1,0 +1,192 @@
+"""Rows in pages of a GPU: bits, peak memory, graphs, and copies that come late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.rows.free_list import FREE_WORD, MISSED_WORD, WANTED_WORD
+from moecore.train.memory.page_store import Dispatched
+from moecore.train.memory.stash import Stash
+from tests.train.memory.test_offload_gpu import assert_equal, capture, grads_of
+from tests.train.memory.towers import RoomyDispatcher, Tower, make_tower, stashed
+
+pytestmark = pytest.mark.gpu
+
+TOKENS, DIM, HIDDEN, TOP_K = 4096, 512, 1024, 2
+PAUSE = 20_000_000  # cycles: 10 ms, longer than all copies of a layer
+X_BYTES = RoomyDispatcher.room * TOKENS * DIM * 2
+H_BYTES = RoomyDispatcher.room * TOKENS * TOP_K * 2 * HIDDEN * 2
+
+
+def make(num_layers: int) -> Tower:
+    model = make_tower(num_layers, "roomy", sizes=dict(dim=DIM, hidden_dim=HIDDEN))
+    model.embedding.requires_grad_(False)  # whose gradient is not reproducible
+    return model.to("cuda", torch.bfloat16)
+
+
+def stash_of(model: Tower) -> Stash:
+    return stashed(model, page_rows=64, factor=2.0)
+
+
+def tokens(seed: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    found = torch.randint(0, 64, (1, TOKENS), generator=g, device="cuda")
+    return found, found.roll(-1, 1)
+
+
+def gradients(model: Tower, seeds: Iterable[int] = (0,)) -> dict[str, Tensor]:
+    model.zero_grad()
+    losses = [model(*tokens(seed)) for seed in seeds]
+    for loss in losses:
+        loss.backward()
+    return grads_of(model)
+
+
+def check_all_free(stash: Stash) -> None:
+    stash.check()
+    pool = stash.pages.pool
+    assert pool is not None
+    words = pool.state.tolist()
+    assert (words[FREE_WORD], words[WANTED_WORD]) == (pool.pages.shape[0], 0)
+    assert words[MISSED_WORD] == 0
+    assert pool.free_ids.sort().values.tolist() == list(range(pool.pages.shape[0]))
+
+
+@pytest.mark.parametrize("which", ["none", "fill", "read", "compute"])
+def test_late_copies_and_late_compute_give_equal_gradients(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(4)
+    want = gradients(model, (0, 1))
+    stash = stash_of(model)
+
+    def late(method: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            torch.cuda._sleep(PAUSE)
+            method(*args)
+
+        return call
+
+    if which in ("fill", "read"):
+        monkeypatch.setattr(Dispatched, which, late(getattr(Dispatched, which)))
+    if which == "compute":
+        for layer in model.layers:
+            layer.norm.register_forward_pre_hook(lambda *_: torch.cuda._sleep(PAUSE))
+            layer.norm.register_full_backward_hook(lambda *_: torch.cuda._sleep(PAUSE))
+    for _ in range(3):
+        assert_equal(gradients(model, (0, 1)), want)
+    check_all_free(stash)
+
+
+def held(model: Tower) -> int:
+    """Return the bytes that lie between forward and backward."""
+    gradients(model)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loss = model(*tokens(0))
+    after = torch.cuda.memory_allocated()
+    loss.backward()
+    return after - before
+
+
+def test_one_layer_has_memory_of_the_worst_case() -> None:
+    """The others' rows are in pages, which are there before and after."""
+    model = make(6)
+    without = held(model)
+    stash = stash_of(model)
+    with_pages = held(model)
+    saved = 5 * (X_BYTES + H_BYTES)
+    assert without - with_pages >= 0.97 * saved
+    actual = 6 * (X_BYTES + H_BYTES) / RoomyDispatcher.room
+    assert stash.pages.pool is not None
+    assert stash.pages.pool.pages.nbytes <= 2.01 * actual, "the factor"
+
+
+def peak(model: Tower) -> int:
+    gradients(model)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model(*tokens(0)).backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_the_peak_grows_by_less_than_the_worst_case() -> None:
+    """By what else a layer keeps: the router's, and the block's norm."""
+    peaks = {}
+    for num_layers in (2, 6):
+        model = make(num_layers)
+        without = peak(model)
+        stash_of(model)
+        peaks[num_layers] = without, peak(model)
+    (small, _), (large, _) = peaks[2], peaks[6]
+    _, few = peaks[2]
+    _, many = peaks[6]
+    assert large - small >= 4 * (X_BYTES + H_BYTES)
+    assert many - few <= large - small - 0.97 * 4 * (X_BYTES + H_BYTES)
+
+
+def test_the_host_never_waits() -> None:
+    model = make(3)
+    stash_of(model)
+    gradients(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_replays_of_a_graph_compute_what_eager_code_does() -> None:
+    """Also after an eager forward without backward, and while one's rows are in pages.
+
+    None that is alive may meet a capture: torch adds up its gradients on another stream.
+    """
+    plain, model = make(4), make(4)
+    want = {seed: gradients(plain, [seed]) for seed in (0, 1, 2)}
+    stash = stash_of(model)
+    inputs = tuple(t.clone() for t in tokens(0))
+    model(*tokens(2))
+    graph = capture(model, inputs)
+    written = {n: p.grad for n, p in model.layers.named_parameters()}
+    for seed in (1, 2, 0):
+        for mine, given in zip(inputs, tokens(seed), strict=True):
+            mine.copy_(given)
+        graph.replay()
+        assert_equal({n: g.clone() for n, g in written.items()}, want[seed])
+    check_all_free(stash)
+
+    model.zero_grad()
+    loss = model(*tokens(1))
+    graph.replay()  # of seed 0, into memory of its own
+    loss.backward()
+    assert_equal(grads_of(model), want[1])
+    assert_equal({n: g.clone() for n, g in written.items()}, want[0])
+    check_all_free(stash)
+
+
+def test_a_graph_shares_the_memory_of_the_worst_case() -> None:
+    """Its pool grows by less per layer with pages than by the rows of a layer."""
+    sizes = {}
+    for how in ("plain", "pages"):
+        for num_layers in (2, 6):
+            model = make(num_layers)
+            if how == "pages":
+                stash_of(model)
+            inputs = tuple(t.clone() for t in tokens(0))
+            gradients(model)
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            graph = capture(model, inputs)
+            torch.cuda.empty_cache()
+            sizes[how, num_layers] = torch.cuda.memory_reserved() - before
+            graph.reset()
+            del graph, model
+    grown = {how: sizes[how, 6] - sizes[how, 2] for how in ("plain", "pages")}
+    assert grown["plain"] - grown["pages"] >= 0.9 * 4 * (X_BYTES + H_BYTES)

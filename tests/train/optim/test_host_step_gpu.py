@@ -1,0 +1,147 @@
+"""HostAdamW of parameters on a GPU: the CPU's bits, and no moments on the GPU.
+
+python -m pytest -m gpu tests/train/optim
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.io import load, save
+from moecore.models import Decoder, preset
+from moecore.train import AdamW, HostAdamW
+from moecore.train.optim import host_step
+from tests.ranks import run_ranks
+from tests.train.optim.test_host_step import local, make_params, train
+
+pytestmark = pytest.mark.gpu
+SIZES = [(1000, 700), (7,), (5, 333, 41), (), (0, 4), (640,)]
+SLEEP = 40_000_000  # cycles, about 20 ms
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_step, "CHUNK", 10_000)
+
+
+@pytest.mark.parametrize("signals", [{}, {"grad_scale": 1.7, "found_inf": 1}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("late", [None, "copies", "model"])
+def test_bits_of_the_cpu_and_of_the_gpu(
+    late: str | None,
+    dtype: torch.dtype,
+    signals: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the host steps equals HostAdamW of CPU tensors; all others AdamW of the GPU."""
+    params, on_cpu, on_gpu = (
+        make_params(dtype, device, SIZES) for device in ("cuda", "cpu", "cuda")
+    )
+    ours = HostAdamW(params, lr=1e-2, host_fraction=0.5)
+    train(on_cpu, HostAdamW(on_cpu, lr=1e-2, host_fraction=0.5), **signals)
+    train(on_gpu, AdamW(on_gpu, lr=1e-2), **signals)
+    copy = host_step.CopyStream.copy
+
+    def late_copy(stream: Any, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(stream.next):
+            torch.cuda._sleep(SLEEP // 10)
+        copy(stream, target, source)
+
+    def late_work(*_: Any) -> None:
+        torch.cuda._sleep(SLEEP)
+
+    if late == "copies":
+        monkeypatch.setattr(host_step.CopyStream, "copy", late_copy)
+    elif late == "model":
+        ours.register_step_pre_hook(late_work)
+    train(params, ours, **signals)
+    assert 0 < len(ours.host_params) < len(params)
+    for param, cpu, gpu in zip(params, on_cpu, on_gpu, strict=True):
+        want = cpu.cuda() if param in ours.host_params else gpu
+        assert torch.equal(param, want)
+        tolerance = 2.0**-7 if dtype == torch.bfloat16 else 2e-6
+        torch.testing.assert_close(param, gpu, rtol=tolerance, atol=tolerance / 10)
+    for param in ours.host_params:
+        assert {value.device.type for value in ours.state[param].values()} == {"cpu"}
+
+
+def test_one_step_errs_no_more_than_torch_on_the_gpu() -> None:
+    """Both beside fp64: sums and roots round differently, none of them more than another."""
+    size = [(1000, 1000)]
+    ours, theirs, exact = (make_params(torch.float32, "cuda", size) for _ in range(3))
+    exact = [nn.Parameter(param.detach().double()) for param in exact]
+    train(ours, HostAdamW(ours, lr=1e-2, host_fraction=1), range(1))
+    train(theirs, torch.optim.AdamW(theirs, lr=1e-2, fused=True), range(1))
+    train(exact, torch.optim.AdamW(exact, lr=1e-2), range(1))
+    errors = [(params[0].double() - exact[0]).abs().max() for params in (ours, theirs)]
+    assert 0 < errors[0] <= 2 * errors[1]
+
+
+def held_after_steps(host_fraction: float) -> float:
+    """Return the bytes that an optimizer holds on the GPU over those of its fp32 parameters."""
+    params = [nn.Parameter(torch.ones(1 << 20, device="cuda")) for _ in range(10)]
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    optimizer = HostAdamW(params, host_fraction=host_fraction)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return (torch.cuda.memory_allocated() - before) / sum(param.nbytes for param in params)
+
+
+@pytest.mark.parametrize(("host_fraction", "held"), [(0.0, 2.0), (0.6, 0.8), (1.0, 0.0)])
+def test_moments_take_no_memory_of_the_gpu(host_fraction: float, held: float) -> None:
+    assert held_after_steps(host_fraction) == pytest.approx(held, abs=0.1)
+
+
+def sharded_run(kind: str, folder: str) -> dict[str, Any]:
+    """Train a decoder, clipped; go on from a checkpoint."""
+    model = Decoder(preset("tiny"), device="meta")
+    parallelize_moe(
+        model,
+        build_meshes(ParallelConfig(), "cuda"),
+        dispatcher="local",
+        fsdp=FSDPOptions(param_dtype=torch.bfloat16),
+    )
+    model.to_empty(device="cuda")
+    model.init_weights(0)
+    make = {"plain": AdamW, "host": HostAdamW}[kind]
+    optimizer = make(model.parameters(), lr=1e-3)
+    owner, losses = TrainStep(model, optimizer, max_norm=0.1), []
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 256, (2, 129), generator=generator).cuda()
+        with owner.micro_batch():
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+        if step == 1:
+            local(model.get_parameter("model.norm.weight").grad)[:] = float("nan")
+        assert bool(owner.finish().skipped) == (step == 1)
+        losses.append(loss.item())
+        if step == 3:
+            path = save(f"{folder}/{kind}", step, model, optimizer)
+            optimizer = make(model.parameters(), lr=1e-3)
+            load(path, model, optimizer)
+            owner = TrainStep(model, optimizer, max_norm=0.1)
+    on_host = [local(state["exp_avg"]).device.type == "cpu" for state in optimizer.state.values()]
+    return {"losses": losses, "on_host": sum(on_host)}
+
+
+def all_runs(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    return {kind: sharded_run(kind, folder) for kind in ("plain", "host")}
+
+
+def test_shards_clipping_and_checkpoints(tmp_path: Path) -> None:
+    found = run_ranks(1, all_runs, str(tmp_path), device_type="cuda")
+    assert found["host"]["losses"] == pytest.approx(found["plain"]["losses"], abs=1e-2)
+    assert found["host"]["on_host"] > 0 == found["plain"]["on_host"]

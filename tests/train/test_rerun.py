@@ -1,0 +1,315 @@
+"""A step whose expert rows did not fit runs again: the bits of a step that had room.
+
+Four ranks are spawned once, with an exchange that is emulated on CPUs. Routers draw random numbers,
+balance counts over micro-batches and biases move, so whatever a second run does not restore shows.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moecore import (
+    BalanceConfig,
+    MemoryOptions,
+    MoEConfig,
+    NVLinkOptions,
+    ParallelConfig,
+    StashOptions,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.models import Decoder, DecoderConfig
+from moecore.parallel.attached import capacity_of
+from moecore.rl import RouterReplay
+from moecore.train import AdamW, GraphedForwardBackward
+from tests.moe.emulated_exchange import emulated
+from tests.ranks import run_ranks
+from tests.train.graphs.graph_fakes import fake_steps
+
+WORLD, TOKENS = 4, 12
+PAGES = MemoryOptions(stash=StashOptions(page_rows=2, factor=0.25))
+TIGHT: dict[str, dict[str, Any]] = {
+    "expert rows": dict(row_factor=0.5),
+    "pages": dict(memory=PAGES),
+    "both": dict(row_factor=0.5, memory=PAGES),
+}
+PAGES_2 = MemoryOptions(stash=StashOptions(page_rows=2, factor=2.0))
+OUTGROWN = (3, 4)  # steps of a graph whose routing is skewed and that have had no room yet
+TIGHTNESS = {"expert rows": (0.5,), "pages": (0.25,), "both": (0.5, 0.25)}
+BALANCE = BalanceConfig(
+    global_batch_coef=0.05, bias_update_rate=0.5, bias_update="quantile", z_loss_coef=0.01
+)
+CONFIG = DecoderConfig(
+    vocab_size=31,
+    dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_seq_len=32,
+    moe=MoEConfig(
+        dim=32,
+        hidden_dim=32,
+        num_experts=8,
+        top_k=2,
+        score_function="sigmoid",
+        expert_bias=True,
+        router_jitter=0.1,
+        balance=BALANCE,
+    ),
+)
+
+
+def build(*, memory: MemoryOptions | None = None, **options: Any) -> tuple[Any, TrainStep]:
+    torch.manual_seed(0)
+    model = Decoder(CONFIG)
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.mlp.router.expert_bias[:2] = 0.3  # of one rank
+    how = NVLinkOptions(**dict(max_tokens=TOKENS, row_factor=None) | options)
+    meshes = build_meshes(ParallelConfig(ep=WORLD), "cpu")
+    with emulated():
+        parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=how, memory=memory)
+    step = TrainStep(model, AdamW(model.parameters()), max_norm=1.0, num_micro_batches=2)
+    return model, step
+
+
+def tokens_of_batches() -> Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randint(0, 31, (2, 1, TOKENS + 1), generator=generator)
+
+
+def batches() -> list[dict[str, Tensor]]:
+    return [{"tokens_BT": one[:, :-1], "labels_BT": one[:, 1:]} for one in tokens_of_batches()]
+
+
+def trained(**options: Any) -> dict[str, Any]:
+    """Return what two steps are and leave."""
+    model, step = build(**options)
+    torch.manual_seed(7 + dist.get_rank())
+    found: dict[str, Any] = {}
+    for i in range(2):
+        found[f"losses/{i}"] = step.forward_backward(batches())
+        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        found |= {f"grad/{i}/{n}": grad.clone() for n, grad in grads.items()}
+        done = step.finish()
+        found |= {f"loads/{i}/{n}": t for n, t in done.metrics.tokens_per_expert.items()}
+        found |= {f"aux/{i}/{n}": t for n, t in done.metrics.aux_losses.items()}
+    found |= {f"after/{n}": t.clone() for n, t in model.state_dict().items()}
+    holders = capacity_of(model).holders
+    factors = [None if holder is None else holder.factor for holder in holders]
+    return {"values": found, "factors": factors}
+
+
+def compared() -> dict[str, Any]:
+    """Return case -> each rank's values that differ from those with room, and its factors."""
+    room, found = trained(), {}
+    names = list(room["values"])
+    for case, options in TIGHT.items():
+        tight = trained(**options)
+        assert names == list(tight["values"])
+        others = [n for n in names if not torch.equal(_local(room, n), _local(tight, n))]
+        found[case] = [None] * WORLD
+        dist.all_gather_object(found[case], (others, *tight["factors"]))
+    return found | {"number": len(names)}
+
+
+def _local(found: dict[str, Any], name: str) -> Tensor:
+    return _part(found["values"][name])
+
+
+def looped(**options: Any) -> dict[str, Any]:
+    """Return what steps of a loop of `micro_batch()` are, of the same batches and numbers."""
+    model, step = build(**options)
+    states, skipped = [{n: t.clone() for n, t in model.state_dict().items()}], []
+    for _ in range(4):
+        torch.manual_seed(7 + dist.get_rank())
+        for batch in batches():
+            with step.micro_batch():
+                (model(**batch) / 2).backward()
+        skipped.append(bool(step.finish().skipped))
+        states.append({n: t.clone() for n, t in model.state_dict().items()})
+        if not skipped[-1]:
+            break
+    same = [
+        all(torch.equal(_part(before[n]), _part(after[n])) for n in before)
+        for before, after in pairwise(states)
+    ]
+    return {"skipped": skipped, "same": same, "last": states[-1]}
+
+
+def _part(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def loops() -> dict[str, Any]:
+    """Return case -> each rank's skipped steps, those without effect, and if the last is right."""
+    want, found = looped(), {}
+    for case, options in TIGHT.items():
+        got = looped(**options)
+        is_right = all(
+            torch.equal(_part(got["last"][n]), _part(t)) for n, t in want["last"].items()
+        )
+        found[case] = [None] * WORLD
+        dist.all_gather_object(found[case], (got["skipped"], got["same"], is_right))
+    return found
+
+
+def replayed(*, tight: bool) -> Any:
+    """Return what two steps record and lose, whose second one replays and records at once."""
+    model, step = build(**(TIGHT["both"] if tight else {}))
+    torch.manual_seed(7 + dist.get_rank())
+    replay, found = RouterReplay(model), []
+    with replay.record():
+        found.append(step.forward_backward(batches()))
+    step.finish()
+    if tight:  # the first step has enlarged them
+        for holder in capacity_of(model).holders:
+            holder.resize(0.25)
+    with replay.replay(replay.choices()):
+        found.append(step.forward_backward(batches()))
+    step.finish()
+    assert all(holder.factor > 0.25 for holder in capacity_of(model).holders if tight)
+    return found + [ids for records in replay.choices().values() for ids in records]
+
+
+def graphed(*, room: bool) -> dict[str, Any]:
+    """Return what steps of a graph are whose rows stop to fit, and the model behind them.
+
+    With room, those steps that are skipped without are left out.
+    """
+    model, step = build() if room else build(row_factor=2.0, memory=PAGES_2)
+    biases = [block.mlp.router.selection_bias for block in model.model.layers]
+
+    def forward_backward(*tokens: Tensor) -> Tensor:
+        losses = []
+        for one in tokens:
+            with step.micro_batch():
+                loss = model(one[:, :-1], one[:, 1:])
+                (loss / 2).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    forward_backward.model = model  # type: ignore[attr-defined]
+    skipped, same, captures = [], [], []
+    with fake_steps():
+        run = GraphedForwardBackward(forward_backward, model)
+        for i in range(9):
+            if room and i in OUTGROWN:
+                continue
+            for bias_E in biases:
+                bias_E.copy_(torch.arange(8) % 4 * 0.01 + (i >= 3) * 5.0 * (torch.arange(8) < 2))
+            torch.manual_seed(7 + dist.get_rank())
+            before = [p.detach().clone() for p in model.parameters()]
+            run(*tokens_of_batches())
+            skipped.append(bool(step.finish().skipped))
+            same.append(all(map(torch.equal, before, model.parameters())))
+            captures.append(run._captured is not None)
+        step.check()
+        run.close()
+    last = {n: t.clone() for n, t in model.state_dict().items() if "bias" not in n}
+    return {"skipped": skipped, "same": same, "captured": captures, "last": last}
+
+
+def graphs() -> list[Any]:
+    """Return each rank's steps of a graph, and whether what they leave is that of one with room."""
+    want, got = graphed(room=True), graphed(room=False)
+    is_right = all(torch.equal(_part(got["last"][n]), _part(t)) for n, t in want["last"].items())
+    found: list[Any] = [None] * WORLD
+    dist.all_gather_object(found, (got["skipped"], got["same"], got["captured"], is_right))
+    return found
+
+
+def evaluated(**options: Any) -> tuple[list[Tensor], Any, TrainStep]:
+    """Return losses outside of a step, without gradients and with them; and who ends steps."""
+    model, step = build(**options)
+    model.eval()
+    found = [step.losses(batches())]
+    with torch.no_grad():
+        found += [model(**batch) for batch in batches()]
+    longer = torch.cat([tokens_of_batches()[0], tokens_of_batches()[1]])  # than any step's
+    found.append(step.losses([{"tokens_BT": longer[:, :-1], "labels_BT": longer[:, 1:]}]))
+    found += [model(**batch).detach() for batch in batches()]
+    return found, model.train(), step
+
+
+def evaluations() -> list[Any]:
+    """Return what each rank's evaluations with too little capacity are, and what they leave."""
+    want, *_ = evaluated(max_tokens=2 * TOKENS)
+    got, model, step = evaluated(row_factor=0.5)
+    holder, _ = capacity_of(model).holders
+    left = (float(holder.needed()), holder.factor)
+    step.check()
+    found: list[Any] = [None] * WORLD
+    dist.all_gather_object(found, (list(map(torch.equal, want, got)), left))
+    return found
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = compared()
+    everyone: list[Any] = [None] * WORLD
+    pairs = zip(replayed(tight=False), replayed(tight=True), strict=True)
+    dist.all_gather_object(everyone, all(torch.equal(a, b) for a, b in pairs))
+    return (
+        found
+        | {"replayed": everyone, "loops": loops(), "graphs": graphs()}
+        | {"evaluations": evaluations()}
+    )
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_ranks(WORLD, worker)
+
+
+@pytest.mark.parametrize("case", TIGHT)
+def test_a_step_that_runs_again_has_the_bits_of_one_with_room(
+    case: str, results: dict[str, Any]
+) -> None:
+    assert results["number"] > 40
+    others, *factors = zip(*results[case], strict=True)
+    assert list(others) == [[]] * WORLD
+    for was, found in zip((0.5, 0.25), factors, strict=True):
+        (factor,) = set(found)
+        assert (factor is None) == (was not in TIGHTNESS[case]) and (factor is None or factor > was)
+
+
+@pytest.mark.parametrize("case", TIGHT)
+def test_a_loop_skips_what_did_not_fit_on_every_rank_and_goes_on(
+    case: str, results: dict[str, Any]
+) -> None:
+    found = results["loops"][case]
+    (skipped,) = {tuple(skipped) for skipped, _, _ in found}
+    assert skipped[0] and not skipped[-1]
+    assert all(tuple(same) == skipped and is_right for _, same, is_right in found)
+
+
+def test_routes_are_recorded_and_replayed_as_if_a_step_had_run_once(
+    results: dict[str, Any],
+) -> None:
+    assert results["replayed"] == [True] * WORLD
+
+
+def test_steps_of_a_graph_that_rows_outgrow_are_skipped_until_it_is_captured_with_room(
+    results: dict[str, Any],
+) -> None:
+    """The host sees a skipped step while the next one runs."""
+    for skipped, same, captured, is_right in results["graphs"]:
+        assert skipped == same == [i in OUTGROWN for i in range(9)]
+        assert captured == [False, False, True, True, True, False, False, True, True]
+        assert is_right
+
+
+def test_rows_outside_of_a_step_all_fit(results: dict[str, Any]) -> None:
+    """Without gradients or with them, and of more tokens than a step's: nothing is short."""
+    for is_equal, left in results["evaluations"]:
+        assert is_equal == [True] * 6
+        assert left == (0.0, 0.5)
