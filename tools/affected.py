@@ -7,7 +7,7 @@ A file needs what it imports, read from its source; of a package's `__init__`, t
 Scripts run as processes of their own, so what benchmarks and examples need is a table.
 
 The changes are those since the landing's parent: the commit in MOECORE_BASE, else where this branch
-left main, else the first parent of a merge. Where none of them is known, nothing is left out.
+left main. Where neither is known, nothing is left out.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _base() -> str | None:
         shared = _git("merge-base", "HEAD", main)
         if shared and shared != head:
             return shared[0]
-    return _commit("HEAD^1") if _commit("HEAD^2") else None
+    return None
 
 
 def _commit(name: str) -> str | None:
