@@ -69,7 +69,7 @@ def test_changes_are_those_since_the_parent_of_the_landing(
     (tmp_path / "fifth").unlink()
     git("checkout", "-q", "main")
     git("merge", "-q", "--no-ff", "-m", "landing", "branch")
-    assert sorted(affected.changes() or []) == ["fourth", "third"]
+    assert affected.changes() is None, "a merge may be one of several since the landing before"
     monkeypatch.setenv("MOECORE_BASE", "HEAD~1")
     assert sorted(affected.changes() or []) == ["fourth", "third"]
     monkeypatch.setenv("MOECORE_BASE", "0123456789")
