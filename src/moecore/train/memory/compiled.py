@@ -86,7 +86,7 @@ class Marks(CustomGraphPass):
             return False
         library, name, _ = str(node.target).split(".")
         if SCORES.search(name):
-            return bool(modules & self.scores)
+            return bool(modules & self.scores) and not _drops_scores(node)
         if torch.Tag.nondeterministic_seeded in node.target.tags or _is_small(node):
             return False
         if library in ("aten", "prims") and not PRODUCT.search(name):
@@ -107,6 +107,11 @@ def inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dic
 def _last(path: str) -> str:
     """Return the last name of a module's path, "self_attn" of "L['self'].self_attn"."""
     return re.findall(r"\w+", path)[-1]
+
+
+def _drops_scores(node: Node) -> bool:
+    """Whether attention draws a dropout: marked, it would draw others than without the mark."""
+    return any(isinstance(value, float) and value > 0 for value in node.args)  # scale has a name
 
 
 def _is_small(node: Node) -> bool:
