@@ -1,4 +1,4 @@
-"""A class name has one meaning in all of src."""
+"""A class name has one meaning in all of src, and a file at most 500 lines."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def test_a_class_name_has_one_meaning() -> None:
         if isinstance(node, ast.ClassDef)
     ]
     assert {name for name, n in Counter(names).items() if n > 1} <= OF_TORCHTITAN
+
+
+def test_a_file_is_read_in_one_sitting() -> None:
+    lengths = {file: len(file.read_text().splitlines()) for file in SRC.rglob("*.py")}
+    assert [str(file.relative_to(SRC)) for file, n in lengths.items() if n > 500] == []

@@ -27,7 +27,8 @@ from moecore.parallel.shard.plan import ShardPlan
 from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.planning.explain import explain
 from moecore.train.loss_scale import DynamicLossScale
-from moecore.train.step import StepResult, TrainStep
+from moecore.train.step import TrainStep
+from moecore.train.step_result import StepResult
 
 __all__ = [
     "BalanceConfig",

@@ -18,12 +18,15 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.base.streams import wait_on_host
 from moecore.moe.lanes import generators, set_generators
+from moecore.moe.layer import RoutedLayer
 from moecore.moe.records import ChoiceTape
 from moecore.moe.shortage import Capacity, Holder, larger, this_rank
+from moecore.parallel.attached import engines_of
+from moecore.precision.apply import drop_amax
 
 logger = logging.getLogger("moecore.train.rerun")
 T = TypeVar("T")
@@ -132,3 +135,19 @@ def _enlarge(holder: Holder, factor: float) -> None:
             "%s (%s) was too small: the step runs again with %s", holder.option, holder.factor, now
         )
     holder.resize(now)
+
+
+def drop_step(model: nn.Module) -> None:
+    """Drop the micro-batches since the last optimizer step: see `TrainStep.drop`.
+
+    Args:
+        model: of `parallelize_moe`, or one that holds it; a plain one has less to drop.
+    """
+    for engine in engines_of(model):
+        engine.drop_step()
+    drop_amax(model)
+    for module in model.modules():
+        if isinstance(module, RoutedLayer):
+            module.drop_step()
+    for param in model.parameters():
+        param.grad = None

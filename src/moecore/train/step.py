@@ -16,7 +16,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,67 +23,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.base.agreement import check_same, trained_entries
 from moecore.base.fields import Count, MaxNorm, check_arguments
-from moecore.base.torch_names import is_inside, mark
+from moecore.base.torch_names import mark
 from moecore.moe.lanes import Lanes
-from moecore.moe.layer import RoutedLayer
-from moecore.moe.metrics import MoEMetrics
 from moecore.moe.state import NumMicroBatches
 from moecore.parallel.across import sum_copies
-from moecore.parallel.attached import attached_in, capacity_of, engines_of, moe_state
+from moecore.parallel.attached import attached_in, capacity_of, moe_state
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import loss_of
-from moecore.parallel.request import Request
 from moecore.parallel.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.parallel.shard.late_parameters import refuse_earlier
 from moecore.parallel.shard.progress import Progress
-from moecore.precision.apply import advance_amax, drop_amax, has_history
+from moecore.precision.apply import advance_amax, has_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale, check_loss_scale
-from moecore.train.rerun import Reruns
+from moecore.train.rerun import Reruns, drop_step
+from moecore.train.step_checks import agree, check_real, listed
+from moecore.train.step_result import StepResult, joined
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """What a finished step was. Tensors stay on the device until read.
-
-    Attributes:
-        norm: the gradient before clipping, without the loss scale; None for a step without an
-            optimizer and `clip()`.
-        skipped: whether the gradient was not finite, or rows had no room, so that nothing has
-            changed.
-        metrics: what the MoE layers routed.
-        lr: with which the first group of the first optimizer stepped; None without one.
-        loss_scale: of this step; None without one.
-    """
-
-    norm: GradientNorm | None
-    skipped: bool | Tensor
-    metrics: MoEMetrics
-    lr: float | Tensor | None = None
-    loss_scale: Tensor | None = None
-
-    def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
-        """Return name -> number, for any logger: those of MoE and the fields of this record.
-
-        These are "grad_norm", "skipped", "lr" and "loss_scale", where they are not None.
-
-        One host sync; the copies after the first one wait for nothing.
-
-        Args:
-            per_expert: as in `MoEMetrics.to_dict`, whose names these are.
-        """
-        numbers = self.metrics.to_dict(per_expert=per_expert)
-        if self.norm is not None:
-            numbers |= {
-                "grad_norm": self.norm.total,
-                "skipped": float(not math.isfinite(self.norm.total)),
-            }
-        scalars = {"lr": self.lr, "loss_scale": self.loss_scale}
-        return numbers | {name: float(x) for name, x in scalars.items() if x is not None}
 
 
 class TrainStep:
@@ -136,12 +93,12 @@ class TrainStep:
         records = [record for one in models for record in attached_in(one)]
         self._pipeline = records[0].pipeline if len(models) == 1 else None
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self._optimizers = _listed(optimizer)
-        _check_real(self._model, self._optimizers, loss_scale)
+        self._optimizers = listed(optimizer)
+        check_real(self._model, self._optimizers, loss_scale)
         for one in models:
             check_loss_scale(one, loss_scale)
         refuse_earlier(self._model, self._optimizers)
-        _agree(
+        agree(
             self._model,
             records[0].request,
             max_norm,
@@ -356,9 +313,8 @@ class TrainStep:
             As `forward_backward`.
         """
         self._progress.check_closed("losses()")
-        pipeline = self._pipeline
-        if pipeline is not None:
-            return forward_pipeline(self._model, pipeline, micro_batches)
+        if self._pipeline is not None:
+            return forward_pipeline(self._model, self._pipeline, micro_batches)
         return torch.stack([loss_of(self._model(**inputs)).float() for inputs in micro_batches])
 
     def _run_in_pairs(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
@@ -495,7 +451,7 @@ class TrainStep:
         if isinstance(lr, Tensor):  # which a scheduler changes in place
             lr = lr.clone()
         return StepResult(
-            norm=norm, skipped=skipped, metrics=_joined(metrics), lr=lr, loss_scale=loss_scale
+            norm=norm, skipped=skipped, metrics=joined(metrics), lr=lr, loss_scale=loss_scale
         )
 
     def drop(self) -> None:
@@ -542,76 +498,3 @@ class TrainStep:
                 f"but {self._progress.done} are done: run forward and backward of each in "
                 "`with step.micro_batch():`, set num_micro_batches before the step, or drop()"
             )
-
-
-def drop_step(model: nn.Module) -> None:
-    """Drop the micro-batches since the last optimizer step: see `TrainStep.drop`.
-
-    Args:
-        model: of `parallelize_moe`, or one that holds it; a plain one has less to drop.
-    """
-    for engine in engines_of(model):
-        engine.drop_step()
-    drop_amax(model)
-    for module in model.modules():
-        if isinstance(module, RoutedLayer):
-            module.drop_step()
-    for param in model.parameters():
-        param.grad = None
-
-
-def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    if not found:
-        raise ValueError("optimizer ([]) must be one, several or None: leave it out to step alone")
-    return found
-
-
-def _check_real(
-    model: nn.Module, optimizers: Sequence[Optimizer], loss_scale: DynamicLossScale | None
-) -> None:
-    """Raise for an optimizer of parameters that `to_empty` will replace."""
-    on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
-    if (optimizers or loss_scale is not None) and on_meta is not None and not is_inside():
-        what = "optimizer" if optimizers else "loss scale"
-        raise ValueError(
-            f"{on_meta} (on meta) must have storage before the {what} is made: call "
-            "model.to_empty(device=...) and fill it (init_weights, load_hf, load)"
-        )
-
-
-def _agree(
-    model: nn.Module,
-    request: Request,
-    max_norm: float,
-    num_micro_batches: int,
-    loss_scale: DynamicLossScale | None,
-    optimizers: Sequence[Optimizer],
-) -> None:
-    """Raise on every rank when ranks differ: they would scale, clip, step or wait otherwise."""
-    device_type, group = request.meshes.device_type, request.meshes.stage_group
-    entries = {
-        "TrainStep.max_norm": float(max_norm),
-        "TrainStep.num_micro_batches": num_micro_batches,
-        "TrainStep.loss_scale": loss_scale,
-        "TrainStep.optimizer is None": not optimizers,
-    }
-    check_same(entries, device_type)
-    check_same(trained_entries(model, optimizers), device_type, group=group)
-
-
-def _joined(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
-    """Return the metrics of several models as one; names begin with the model's number."""
-    if len(metrics) == 1:
-        return metrics[0]
-    of_fields = {
-        f.name: {
-            f"{i}.{name}": tensor
-            for i, one in enumerate(metrics)
-            for name, tensor in getattr(one, f.name).items()
-        }
-        for f in fields(MoEMetrics)
-    }
-    return MoEMetrics(**of_fields)

@@ -24,7 +24,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.parallel import rank_bytes
 from moecore.parallel.attached import attached, moe_state
 from moecore.parallel.shard.clip import clip_grad_norm_
-from moecore.train.step import drop_step
+from moecore.train.rerun import drop_step
 from tests.parallel.shard.units import recorded, units
 from tests.parts import on_parts
 from tests.ranks import run_ranks

@@ -21,7 +21,7 @@ from moecore import (
     clip_grad_norm_,
     parallelize_moe,
 )
-from moecore.train.step import drop_step
+from moecore.train.rerun import drop_step
 from tests.moe.moe_cases import make_layer
 from tests.parts import on_parts
 from tests.ranks import run_ranks

@@ -28,7 +28,7 @@ from moecore.parallel.shard import unit as unit_module
 from moecore.parallel.shard.buffers import Buffer
 from moecore.parallel.shard.streams import StreamMark
 from moecore.parallel.shard.unit import State, Unit
-from moecore.train.step import drop_step
+from moecore.train.rerun import drop_step
 from tests.parallel.shard.units import unit_of, units
 from tests.parts import on_parts
 

@@ -63,7 +63,7 @@ from moecore.io.checkpoint.state import (
 from moecore.io.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.across import find_stages
-from moecore.train.step import drop_step
+from moecore.train.rerun import drop_step
 
 Verify = Literal["full", "sizes"]
 _THREADS = 4

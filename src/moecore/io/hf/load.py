@@ -49,7 +49,7 @@ from moecore.io.hf.verify import copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name, global_indices, init_normal_
 from moecore.parallel.across import find_stages
-from moecore.train.step import drop_step
+from moecore.train.rerun import drop_step
 
 CHUNK_BYTES = 64 << 20
 

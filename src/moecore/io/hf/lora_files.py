@@ -26,7 +26,7 @@ from moecore.io.checkpoint.ranks import on_every_rank, on_first_rank
 from moecore.io.hf.target import local_part
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import clean_name, global_indices, init_normal_, init_uniform_
-from moecore.train.step import drop_step
+from moecore.train.rerun import drop_step
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

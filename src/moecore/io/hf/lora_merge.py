@@ -20,7 +20,7 @@ from moecore.io.hf.target import local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import clean_name, global_indices
-from moecore.train.step import drop_step
+from moecore.train.rerun import drop_step
 
 
 @torch.no_grad()
