@@ -27,9 +27,9 @@ def kernel_tests(names: dict[str, str]) -> list[str]:
 # What proves the layer; on a GPU that includes every kernel that it launches.
 KERNELS = {
     "experts": "expert_mlp",
-    "grouped": "cooperative grouped_gemm grouped_wgrad pingpong row_tiles",
+    "grouped": "cooperative grouped_gemm grouped_wgrad pingpong",
     "routing": "balance_kernels counts route router_logits",
-    "rows": "activation index rows",
+    "rows": "activation index row_tiles rows",
 }
 GPU_TESTS = [*kernel_tests(KERNELS), "tests/moe/test_layer_gpu.py"]
 CPU_TESTS = ["tests/moe/test_layer.py", "tests/moe/test_experts.py"]

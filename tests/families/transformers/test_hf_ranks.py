@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import capacity_of
 from tests.families.transformers.hf_models import (
     ARCHITECTURES,
     WITH_BALANCE_LOSS,
@@ -104,7 +104,7 @@ def run_sharded(
         enable_checkpointing(model)
     loss, values = forward(model, batches(device)[meshes.data_rank], variant)
     loss.backward()
-    moe_state(model).check()
+    capacity_of(model).check()
     every: list[Any] = [None] * 4
     dist.all_gather_object(every, [value.cpu() for value in values])
     return on_host(named(every) | whole_gradients(model))

@@ -59,7 +59,11 @@ def test_layout() -> None:
     assert layout.num_bytes == 2 * (1 << 12) + 2 * 3 * 2 * 4
     assert layout.slot_bytes(3) == 1280 and layout.slot_bytes(3) % ALIGNMENT == 0
     rows = torch.empty(2, 700)
-    assert list(clones.pieces(layout, rows, 3)) == [(0, 320), (320, 320), (640, 60)]
+    assert list(clones.pieces(layout, rows, 3)) == [
+        (700, 0, 320),
+        (700, 320, 320),
+        (700, 640, 60),
+    ]
     assert list(clones.pieces(layout, rows[:, :0], 3)) == []
 
 

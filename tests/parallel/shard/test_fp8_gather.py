@@ -205,11 +205,11 @@ def losses(
 @contextmanager
 def recomputing() -> Iterator[None]:
     """Blocks are recomputed by torch's checkpoints."""
-    from moecore.models import decoder
+    from moecore.models.block import Block
 
-    call = decoder.Block.__call__
+    call = Block.__call__
     with patch.object(
-        decoder.Block,
+        Block,
         "__call__",
         lambda block, *args, **kwargs: checkpoint(
             partial(call, block), *args, use_reentrant=False, **kwargs
