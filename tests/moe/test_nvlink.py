@@ -27,7 +27,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.base.options.memory import StashOptions
+from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.free_list import MOST_WORD, WANTED_WORD
@@ -122,20 +122,22 @@ def test_auto_says_what_it_chose_and_why(
 
 
 @pytest.mark.parametrize(
-    ("asked", "schedule", "max_tokens", "chosen"),
+    ("asked", "schedule", "given", "chosen"),
     [
-        ("auto", None, 4096, "nvlink"),
-        ("auto", None, None, "alltoall"),
-        ("auto", "1f1b", 4096, "nvlink"),
-        ("auto", "overlapped", 4096, "alltoall"),
-        ("auto", "dualpipe-v", 4096, "alltoall"),
-        ("nvlink", "overlapped", None, "nvlink"),
+        ("auto", None, {"nvlink": NVLinkOptions()}, "nvlink"),
+        ("auto", None, {"nvlink": NVLinkOptions(row_factor=1.5)}, "nvlink"),
+        ("auto", None, {"stash": StashOptions()}, "nvlink"),
+        ("auto", None, {}, "alltoall"),
+        ("auto", "1f1b", {"nvlink": NVLinkOptions()}, "nvlink"),
+        ("auto", "overlapped", {"nvlink": NVLinkOptions()}, "alltoall"),
+        ("auto", "dualpipe-v", {"nvlink": NVLinkOptions()}, "alltoall"),
+        ("nvlink", "overlapped", {}, "nvlink"),
     ],
 )
-def test_auto_takes_nvlink_for_a_known_length_unless_a_schedule_overlaps(
+def test_auto_takes_nvlink_where_its_options_are_given_unless_a_schedule_overlaps(
     asked: Any,
     schedule: str | None,
-    max_tokens: int | None,
+    given: dict[str, Any],
     chosen: str,
     no_group_left: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -152,7 +154,8 @@ def test_auto_takes_nvlink_for_a_known_length_unless_a_schedule_overlaps(
             meshes=meshes,
             dispatcher=asked,
             pipeline=pipeline,
-            nvlink=NVLinkOptions(max_tokens=max_tokens),
+            nvlink=given.get("nvlink"),
+            memory=MemoryOptions(stash=given.get("stash")),
         )
         name, reason = choose_dispatcher(request)
         nothing: Any = dict.fromkeys(("layers", "linears", "params", "units", "blocks"), ())
@@ -172,8 +175,8 @@ def test_auto_takes_nvlink_for_a_known_length_unless_a_schedule_overlaps(
         assert not lines
     elif chosen == "nvlink":
         assert lines == ["dispatcher 'auto' is 'nvlink': peer access among all GPUs of the group"]
-    elif max_tokens is None:
-        assert "'auto' is 'alltoall': 'nvlink' must have NVLinkOptions.max_tokens" in lines[0]
+    elif not given:
+        assert "'auto' is 'alltoall': 'nvlink' must have nvlink=NVLinkOptions(...)" in lines[0]
     else:
         assert "'auto' is 'alltoall': 'nvlink' must go without a schedule" in lines[0]
 

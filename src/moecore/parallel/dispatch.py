@@ -48,9 +48,10 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     pipeline = request.pipeline
     if pipeline is not None and pipeline.schedule in PAIRING:
         problem = f"must go without a schedule ({pipeline.schedule!r}) that overlaps: it would not"
-    # Buffers are as long as the first forward's tokens, and a later, longer one would end the run.
-    if problem is None and (request.nvlink is None or request.nvlink.max_tokens is None):
-        problem = "must have NVLinkOptions.max_tokens (None): set it to the most tokens of any rank"
+    # Without `max_tokens` buffers are as long as the first forward's tokens, and a longer one later
+    # would end the run: a call that asks for nothing must not meet that.
+    if problem is None and request.nvlink is None and request.memory.stash is None:
+        problem = "must have nvlink=NVLinkOptions(...): pass it, with max_tokens if lengths vary"
     if problem is not None:
         return "alltoall", f"'nvlink' {problem.partition(': ')[0]}"
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"

@@ -296,7 +296,7 @@ def run_of_options(args: Any) -> TrainingRun:
 def _nvlink(
     args: Any, parallel: ParallelConfig, pipeline: PipelineConfig | None
 ) -> NVLinkOptions | None:
-    """Return the capacity of nvlink where dispatcher "auto" takes it; None = all-to-all."""
+    """Return the capacity of nvlink, inside of a node; None = all-to-all."""
     if _has_room(args):
         return NVLinkOptions(row_factor=args.row_factor)
     degrees = parallel.resolve(args.gpus)
