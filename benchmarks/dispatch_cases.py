@@ -75,7 +75,7 @@ def nvlink_of(
     """Return a dispatcher with exchanges of its own."""
     options = options or NVLinkOptions(row_factor=None)
     exchanges = ExchangePool(place.group, ep=place.ep, options=options, programs=programs)
-    exchanges.is_watched = True  # by `check`
+    exchanges.watch = "skips"  # by `check`
     return NVLinkDispatcher(place, exchanges)
 
 

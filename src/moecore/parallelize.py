@@ -279,7 +279,8 @@ def _balance(model: nn.Module, found: Attached) -> None:
         loss=found.request.loss,
         check_parameters=partial(refuse_added, model),
     )
-    found.capacity = Capacity(found.exchanges, found.stash, device=meshes.device)
+    tokens = None if found.exchanges is None else found.exchanges.tokens
+    found.capacity = Capacity(found.exchanges, tokens, found.stash, device=meshes.device)
 
 
 PHASES: tuple[Callable[[nn.Module, Attached], None], ...] = (

@@ -22,7 +22,7 @@ from moecore.parallel.attached import capacity_of
 class Overflowing:
     """Stands for a model's exchanges; the second poll finds what it was given."""
 
-    factor, shortages, is_watched = None, (), False
+    factor, shortages, watch = None, (), None
 
     def __init__(self, error: Exception) -> None:
         self.error, self.polls = error, 0

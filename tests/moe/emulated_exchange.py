@@ -136,7 +136,7 @@ class EmulatedExchange(Exchange):
 
 @contextmanager
 def emulated() -> Iterator[None]:
-    """Within, `parallelize_moe` takes dispatcher "nvlink" on CPUs, with `max_tokens`."""
+    """Within, `parallelize_moe` takes dispatcher "nvlink" on CPUs."""
     with (
         patch("moecore.parallel.dispatch.ExchangePool", EmulatedExchangePool),
         patch("moecore.parallel.dispatch.find_problem", lambda group, device_type: None),
@@ -176,7 +176,7 @@ class EmulatedCloneExchange(CloneExchange):
 
 
 class EmulatedExchangePool(ExchangePool):
-    """Makes emulated exchanges with room for `options.max_tokens` tokens, on the CPU."""
+    """Makes emulated exchanges on the CPU."""
 
     def _make_clones(self, device: torch.device) -> CloneExchange:
         buffer = CloneBuffer(
@@ -190,8 +190,7 @@ class EmulatedExchangePool(ExchangePool):
         return EmulatedCloneExchange(buffer, self.group)
 
     def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
-        most = self.options.max_tokens
-        assert most is not None
+        most = self.options.max_tokens or self._agree(x_TD, top_k, 1)
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
             max_tokens=most,

@@ -114,7 +114,7 @@ class NotedExchange(Exchange):
 class NotedExchangePool(ExchangePool):
     def __init__(self, rank: int, device: Device, options: NVLinkOptions) -> None:
         super().__init__(None, ep=RANKS, options=options)  # type: ignore[arg-type]
-        self.rank, self.device, self.is_watched = rank, device, True
+        self.rank, self.device, self.watch = rank, device, "skips"
 
     def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
         sizes: dict[str, Any] = dict(num_ranks=RANKS, max_tokens=TOKENS, top_k=top_k)

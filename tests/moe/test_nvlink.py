@@ -127,14 +127,14 @@ def test_auto_says_what_it_chose_and_why(
         ("auto", None, {"nvlink": NVLinkOptions()}, "nvlink"),
         ("auto", None, {"nvlink": NVLinkOptions(row_factor=1.5)}, "nvlink"),
         ("auto", None, {"stash": StashOptions()}, "nvlink"),
-        ("auto", None, {}, "alltoall"),
+        ("auto", None, {}, "nvlink"),
         ("auto", "1f1b", {"nvlink": NVLinkOptions()}, "nvlink"),
         ("auto", "overlapped", {"nvlink": NVLinkOptions()}, "alltoall"),
         ("auto", "dualpipe-v", {"nvlink": NVLinkOptions()}, "alltoall"),
         ("nvlink", "overlapped", {}, "nvlink"),
     ],
 )
-def test_auto_takes_nvlink_where_its_options_are_given_unless_a_schedule_overlaps(
+def test_auto_takes_nvlink_unless_a_schedule_overlaps(
     asked: Any,
     schedule: str | None,
     given: dict[str, Any],
@@ -334,7 +334,7 @@ ROUTINGS = ranks.ROUTINGS | {
 def dispatcher_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
     options = NVLinkOptions(**dict(max_tokens=MAX_TOKENS, row_factor=None) | options)
     exchanges = EmulatedExchangePool(place.group, ep=place.ep, options=options)
-    exchanges.is_watched = True
+    exchanges.watch = "skips"
     return NVLinkDispatcher(place, exchanges)
 
 
@@ -726,3 +726,35 @@ def test_room_is_static_and_overflow_is_an_error(results: dict[str, Any]) -> Non
         f"row_factor (0.3) must be >= {factor:.4g} for the {used} expert rows of rank 0"
         in (found["message"])
     )
+
+
+@pytest.mark.parametrize(
+    ("rows_TD", "dtype", "problem"),
+    [
+        (torch.zeros(3, 30), torch.float32, r"rows \(30 x torch.float32\) must be"),
+        (torch.zeros(3, 32, dtype=torch.float64), torch.float32, r"rows \(32 x torch.float64\)"),
+        (torch.zeros(3, 32), torch.bfloat16, r"weights_TK \(torch.bfloat16\) must be"),
+    ],
+)
+def test_what_stores_can_not_carry_is_an_error_where_they_were_asked_for(
+    rows_TD: Tensor, dtype: torch.dtype, problem: str, group: dist.ProcessGroup
+) -> None:
+    """And goes by all-to-all where they were not, as do steps that do not run again."""
+    place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
+    exchanges = EmulatedExchangePool(group, ep=4, is_required=False)
+    dispatcher = NVLinkDispatcher(place, exchanges)
+    ids_TK = torch.zeros(3, 2, dtype=torch.int32)
+
+    def goes_elsewhere(rows_TD: Tensor, dtype: torch.dtype) -> bool:
+        weights_TK = torch.zeros(3, 2, dtype=dtype)
+        routing = Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK, chosen_ids_TK=ids_TK)
+        return dispatcher._goes_elsewhere(rows_TD, routing)
+
+    found = []
+    for exchanges.watch in ("reruns", "graph", "skips", None):
+        assert goes_elsewhere(rows_TD, dtype)
+        found.append(goes_elsewhere(torch.zeros(3, 32), torch.float32))
+    assert found == [False, False, True, True]
+    exchanges.is_required = True
+    with pytest.raises(ValueError, match=problem):
+        goes_elsewhere(rows_TD, dtype)

@@ -88,7 +88,7 @@ def place_of(ep: int, etp: int) -> ExpertPlacement:
 def nvlink_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
     options = dict(max_tokens=MOST_TOKENS, timeout_s=TIMEOUT_S, row_factor=None) | options
     exchanges = ExchangePool(place.group, ep=place.ep, options=NVLinkOptions(**options))
-    exchanges.is_watched = True  # by `check`
+    exchanges.watch = "skips"  # by `check`
     return NVLinkDispatcher(place, exchanges)
 
 

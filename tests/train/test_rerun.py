@@ -6,6 +6,7 @@ balance counts over micro-batches and biases move, so whatever a second run does
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -27,11 +28,12 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
-from moecore.parallel.attached import capacity_of
+from moecore.moe.shortage import Holder
+from moecore.parallel.attached import attached, capacity_of
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward
 from tests.moe.emulated_exchange import emulated
-from tests.ranks import run_ranks
+from tests.ranks import num_gpu_ranks, run_ranks
 from tests.train.graphs.graph_fakes import fake_steps
 
 WORLD, TOKENS = 4, 12
@@ -40,10 +42,25 @@ TIGHT: dict[str, dict[str, Any]] = {
     "expert rows": dict(row_factor=0.5),
     "pages": dict(memory=PAGES),
     "both": dict(row_factor=0.5, memory=PAGES),
+    "tokens": dict(row_factor=4.0, max_tokens=5),
+    "tokens and rows": dict(row_factor=0.5, max_tokens=5),
 }
+LOOPS = [case for case in TIGHT if "tokens" not in case]
 PAGES_2 = MemoryOptions(stash=StashOptions(page_rows=2, factor=2.0))
 OUTGROWN = (3, 4)  # steps of a graph whose routing is skewed and that have had no room yet
-TIGHTNESS = {"expert rows": (0.5,), "pages": (0.25,), "both": (0.5, 0.25)}
+ROWS, LENGTH, PAGE_ROWS = (
+    "NVLinkOptions.row_factor",
+    "NVLinkOptions.max_tokens",
+    "StashOptions.factor",
+)
+DEFAULTS = (True, 26, 0)  # buffers for 24 tokens, and 5%
+GROWN: dict[str, dict[str, float]] = {  # case -> options that are too small, and their values
+    "expert rows": {ROWS: 0.5},
+    "pages": {PAGE_ROWS: 0.25},
+    "both": {ROWS: 0.5, PAGE_ROWS: 0.25},
+    "tokens": {LENGTH: 5},
+    "tokens and rows": {ROWS: 0.5, LENGTH: 5},
+}
 BALANCE = BalanceConfig(
     global_batch_coef=0.05, bias_update_rate=0.5, bias_update="quantile", z_loss_coef=0.01
 )
@@ -68,23 +85,28 @@ CONFIG = DecoderConfig(
 )
 
 
-def build(*, memory: MemoryOptions | None = None, **options: Any) -> tuple[Any, TrainStep]:
+def build(
+    *, memory: MemoryOptions | None = None, is_default: bool = False, **options: Any
+) -> tuple[Any, TrainStep]:
     torch.manual_seed(0)
     model = Decoder(CONFIG)
     with torch.no_grad():
         for block in model.model.layers:
             block.mlp.router.expert_bias[:2] = 0.3  # of one rank
-    how = NVLinkOptions(**dict(max_tokens=TOKENS, row_factor=None) | options)
-    meshes = build_meshes(ParallelConfig(ep=WORLD), "cpu")
-    with emulated():
-        parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=how, memory=memory)
+    nvlink = NVLinkOptions(**dict(max_tokens=TOKENS, row_factor=None) | options)
+    how: Any = {} if is_default else dict(dispatcher="nvlink", nvlink=nvlink, memory=memory)
+    device = torch.get_default_device()
+    meshes = build_meshes(ParallelConfig(ep=WORLD), device.type)
+    with emulated() if device.type == "cpu" else nullcontext():
+        parallelize_moe(model, meshes, **how)
     step = TrainStep(model, AdamW(model.parameters()), max_norm=1.0, num_micro_batches=2)
     return model, step
 
 
 def tokens_of_batches() -> Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randint(0, 31, (2, 1, TOKENS + 1), generator=generator)
+    tokens = torch.randint(0, 31, (2, 1, TOKENS + 1), generator=generator, device="cpu")
+    return tokens.to(torch.get_default_device())
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -105,7 +127,7 @@ def trained(**options: Any) -> dict[str, Any]:
         found |= {f"aux/{i}/{n}": t for n, t in done.metrics.aux_losses.items()}
     found |= {f"after/{n}": t.clone() for n, t in model.state_dict().items()}
     holders = capacity_of(model).holders
-    factors = [None if holder is None else holder.factor for holder in holders]
+    factors = {holder.option: holder.factor for holder in holders if holder is not None}
     return {"values": found, "factors": factors}
 
 
@@ -118,7 +140,7 @@ def compared() -> dict[str, Any]:
         assert names == list(tight["values"])
         others = [n for n in names if not torch.equal(_local(room, n), _local(tight, n))]
         found[case] = [None] * WORLD
-        dist.all_gather_object(found[case], (others, *tight["factors"]))
+        dist.all_gather_object(found[case], (others, tight["factors"]))
     return found | {"number": len(names)}
 
 
@@ -153,8 +175,8 @@ def _part(value: Tensor) -> Tensor:
 def loops() -> dict[str, Any]:
     """Return case -> each rank's skipped steps, those without effect, and if the last is right."""
     want, found = looped(), {}
-    for case, options in TIGHT.items():
-        got = looped(**options)
+    for case in LOOPS:
+        got = looped(**TIGHT[case])
         is_right = all(
             torch.equal(_part(got["last"][n]), _part(t)) for n, t in want["last"].items()
         )
@@ -172,13 +194,52 @@ def replayed(*, tight: bool) -> Any:
         found.append(step.forward_backward(batches()))
     step.finish()
     if tight:  # the first step has enlarged them
-        for holder in capacity_of(model).holders:
+        for holder in limited(model):
             holder.resize(0.25)
     with replay.replay(replay.choices()):
         found.append(step.forward_backward(batches()))
     step.finish()
-    assert all(holder.factor > 0.25 for holder in capacity_of(model).holders if tight)
+    assert all(holder.factor > 0.25 for holder in limited(model) if tight)
     return found + [ids for records in replay.choices().values() for ids in records]
+
+
+def limited(model: Any) -> list[Holder]:
+    """Return the holders of rows."""
+    found = [holder for holder in capacity_of(model).holders if holder is not None]
+    return [holder for holder in found if holder.option != LENGTH]
+
+
+def defaults() -> list[Any]:
+    """Return what steps by default are in which one rank has a longer batch than ever before.
+
+    Whether losses, gradients and draws are those with room; most tokens; loops' exchanges.
+    """
+    short = batches()
+    tokens_BT = torch.cat([one["tokens_BT"] for one in short], dim=1)
+    labels_BT = torch.cat([one["labels_BT"] for one in short], dim=1)
+    long = [{"tokens_BT": tokens_BT, "labels_BT": labels_BT}, short[1]]
+    steps = [short, long if dist.get_rank() == 2 else short, short]
+    results = []
+    for how in (dict(max_tokens=2 * TOKENS), dict(is_default=True)):
+        model, step = build(**how)  # type: ignore[arg-type]
+        torch.manual_seed(7 + dist.get_rank())
+        found = []
+        for one in steps:
+            found.append(step.forward_backward(one))
+            found += [_part(p.grad).clone() for p in model.parameters() if p.grad is not None]
+            step.finish()
+        results.append([*found, torch.rand(1)])
+    (holder,) = (h for h in capacity_of(model).holders if h is not None and h.option == LENGTH)
+    looped, step = build(is_default=True)
+    for batch in batches():
+        with step.micro_batch():
+            (looped(**batch) / 2).backward()
+    step.finish()
+    pool = attached(looped).exchanges  # type: ignore[union-attr]
+    everyone: list[Any] = [None] * WORLD
+    is_right = len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
+    dist.all_gather_object(everyone, (is_right, holder.factor, len(pool.entries)))
+    return everyone
 
 
 def graphed(*, room: bool) -> dict[str, Any]:
@@ -245,7 +306,7 @@ def evaluations() -> list[Any]:
     """Return what each rank's evaluations with too little capacity are, and what they leave."""
     want, *_ = evaluated(max_tokens=2 * TOKENS)
     got, model, step = evaluated(row_factor=0.5)
-    holder, _ = capacity_of(model).holders
+    (holder,) = limited(model)
     left = (float(holder.needed()), holder.factor)
     step.check()
     found: list[Any] = [None] * WORLD
@@ -261,8 +322,13 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return (
         found
         | {"replayed": everyone, "loops": loops(), "graphs": graphs()}
-        | {"evaluations": evaluations()}
+        | {"evaluations": evaluations(), "defaults": defaults()}
     )
+
+
+def default_worker(rank: int, device: torch.device) -> list[Any]:
+    with device:
+        return defaults()
 
 
 @pytest.fixture(scope="module")
@@ -275,14 +341,27 @@ def test_a_step_that_runs_again_has_the_bits_of_one_with_room(
     case: str, results: dict[str, Any]
 ) -> None:
     assert results["number"] > 40
-    others, *factors = zip(*results[case], strict=True)
+    others, factors = zip(*results[case], strict=True)
     assert list(others) == [[]] * WORLD
-    for was, found in zip((0.5, 0.25), factors, strict=True):
-        (factor,) = set(found)
-        assert (factor is None) == (was not in TIGHTNESS[case]) and (factor is None or factor > was)
+    assert all(found == factors[0] for found in factors)
+    assert all(factors[0][option] > was for option, was in GROWN[case].items())
 
 
-@pytest.mark.parametrize("case", TIGHT)
+def test_a_longer_batch_of_one_rank_enlarges_the_buffers_that_nobody_asked_for(
+    results: dict[str, Any],
+) -> None:
+    """Without options steps that can run again send by stores, and loops by all-to-all."""
+    assert results["defaults"] == [DEFAULTS] * WORLD
+
+
+@pytest.mark.gpu
+def test_a_longer_batch_of_one_rank_enlarges_the_buffers_on_gpus() -> None:
+    if num_gpu_ranks() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs of one host, or MOECORE_RANKS_PER_GPU={WORLD}")
+    assert run_ranks(WORLD, default_worker, device_type="cuda") == [DEFAULTS] * WORLD
+
+
+@pytest.mark.parametrize("case", LOOPS)
 def test_a_loop_skips_what_did_not_fit_on_every_rank_and_goes_on(
     case: str, results: dict[str, Any]
 ) -> None:

@@ -7,7 +7,7 @@ host a step late:
     `TrainStep.finish` that clips   skips the step on the device; the host enlarges the buffers then
     a step that nobody clips        is an error where the host sees it
 
-A capacity holds within such a step alone (`Holder.is_watched`): elsewhere nobody would look, so
+A capacity holds within such a step alone (`Holder.watch`): elsewhere nobody would look, so
 elsewhere there is room for everything.
 """
 
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import Tensor
 
 logger = logging.getLogger("moecore.capacity")
 SLACK = 1.05  # of the next capacity over what was needed
+Watch = Literal["reruns", "skips", "graph"]  # what follows where rows find no place
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -67,14 +68,14 @@ class Shortage:
 
 
 class Holder(ABC):
-    """Buffers of rows whose capacity is an option times even loads.
+    """Buffers whose capacity is an option, in units of `Shortage.even`.
 
     Attributes:
-        is_watched: whether forwards are those of a step whose end looks at shortages.
+        watch: what the step of the present forwards does with a shortage; None = nobody looks.
     """
 
     option: str
-    is_watched = False
+    watch: Watch | None = None
 
     @property
     @abstractmethod
@@ -112,7 +113,7 @@ class Holder(ABC):
         self.poll(is_error=is_error)
 
     def needed(self) -> Tensor:
-        """Return the least factor that had held all rows; 0 = they fit. No host sync."""
+        """Return the least factor that had held everything; 0 = it fits. No host sync."""
         found = [shortage.needed() for shortage in self.shortages]
         return torch.stack(found).amax() if found else torch.zeros(())
 
@@ -155,7 +156,7 @@ class Capacity:
     """The holders of a model, and what their shortage is.
 
     Args:
-        holders: of expert rows, and of pages; None = the model has none.
+        holders: of expert rows, of tokens to send, and of pages; None = the model has none.
 
     Attributes:
         skips: whether steps with a shortage are skipped, as the last one would have been; else a
@@ -207,23 +208,23 @@ class Capacity:
                 holder.resize(now)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within, forwards are those of a step whose end looks at shortages."""
-        before = [holder.is_watched for holder in self._found]
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Within, forwards are those of a step that looks at shortages; the outermost counts."""
+        before = [holder.watch for holder in self._found]
         for holder in self._found:
-            holder.is_watched = True
+            holder.watch = holder.watch or watch
         try:
             yield
         finally:
             for holder, was in zip(self._found, before, strict=True):
-                holder.is_watched = was
+                holder.watch = was
 
     @contextmanager
     def graphed(self) -> Iterator[None]:
         """Within, steps are those of a CUDA graph."""
         self.is_graphed = True
         try:
-            with self.watched():
+            with self.watched("graph"):
                 yield
         finally:
             self.is_graphed = False

@@ -48,10 +48,6 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     pipeline = request.pipeline
     if pipeline is not None and pipeline.schedule in PAIRING:
         problem = f"must go without a schedule ({pipeline.schedule!r}) that overlaps: it would not"
-    # Without `max_tokens` buffers are as long as the first forward's tokens, and a longer one later
-    # would end the run: a call that asks for nothing must not meet that.
-    if problem is None and request.nvlink is None and request.memory.stash is None:
-        problem = "must have nvlink=NVLinkOptions(...): pass it, with max_tokens if lengths vary"
     if problem is not None:
         return "alltoall", f"'nvlink' {problem.partition(': ')[0]}"
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
@@ -86,8 +82,17 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
     """Give each MoE layer its configuration, products, dispatcher and clones. No communication."""
     request, meshes = found.request, found.request.meshes
     if found.plan.dispatcher == "nvlink" and meshes.dispatch_group is not None:
+        # A call that asks for nothing must not meet what only stores can not carry.
+        is_required = (
+            request.dispatcher == "nvlink"
+            or request.nvlink is not None
+            or request.memory.stash is not None
+        )
         found.exchanges = ExchangePool(
-            meshes.dispatch_group, ep=meshes.parallel.ep, options=request.nvlink
+            meshes.dispatch_group,
+            ep=meshes.parallel.ep,
+            options=request.nvlink,
+            is_required=is_required,
         )
     stream = torch.cuda.Stream() if request.overlap_shared else None
     for (name, layer), planned in zip(found.layers.items(), found.plan.layers, strict=True):

@@ -3,8 +3,8 @@
     run() -> needed by any rank -> nothing: done
                                 -> drop the step, restore random numbers, enlarge, run again
 
-The capacity is that of expert rows (`NVLinkOptions.row_factor`) and of pages
-(`StashOptions.factor`). What finds no place is cut off on the device, so the step goes on, on wrong
+The capacity is that of expert rows (`NVLinkOptions.row_factor`), of tokens to send (`max_tokens`)
+and of pages (`StashOptions.factor`). What finds no place is cut off, so the step goes on, on wrong
 values that nobody uses. Behind the first layer with a shortage choices may be others than those of
 the step run again, so that may need another run; capacities only grow.
 """
@@ -24,7 +24,7 @@ from moecore.base.streams import wait_on_host
 from moecore.moe.lanes import generators, set_generators
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.records import ChoiceTape
-from moecore.moe.shortage import Capacity, Holder, larger, this_rank
+from moecore.moe.shortage import Capacity, Holder, Watch, larger, this_rank
 from moecore.parallel.attached import engines_of
 from moecore.precision.apply import drop_amax
 
@@ -62,7 +62,8 @@ class Reruns:
         rewinders = [tape.rewinder() for tape in tapes]
         while True:
             before = generators()
-            found = run()
+            with self.watched("reruns"):
+                found = run()
             factors = self._needed()
             if not any(factors):
                 return found
@@ -84,11 +85,11 @@ class Reruns:
         return self._needed_here().amax() > 0
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, watch: Watch) -> Iterator[None]:
         """Within, forwards are those of a step: `Capacity.watched`."""
         with ExitStack() as stack:
             for capacity in self._capacities:
-                stack.enter_context(capacity.watched())
+                stack.enter_context(capacity.watched(watch))
             yield
 
     def poll(self, *, skips: bool) -> None:

@@ -245,7 +245,7 @@ class TrainStep:
         progress.is_open = progress.has_failed = True
         self._is_scaled = self._scale is None
         try:
-            with self._reruns.watched():
+            with self._reruns.watched("skips"):
                 yield
             self._check_scaled()
             progress.done += number

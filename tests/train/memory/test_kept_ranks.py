@@ -35,7 +35,7 @@ def nvlink(place: ExpertPlacement, **options: Any) -> Dispatcher:
         ep=place.ep,
         options=NVLinkOptions(**dict(max_tokens=T, row_factor=None) | options),
     )
-    pool.is_watched = True
+    pool.watch = "skips"
     return NVLinkDispatcher(place, pool)
 
 

@@ -85,7 +85,7 @@ def set_dispatchers(model: Tower, group: dist.ProcessGroup, how: str, **options:
     place = ExpertPlacement(group=group, num_experts=EXPERTS, ep=group.size(), etp=1)
     given = NVLinkOptions(**dict(max_tokens=MAX_TOKENS, row_factor=None) | options)
     exchanges = EmulatedExchangePool(group, ep=group.size(), options=given)
-    exchanges.is_watched = True
+    exchanges.watch = "skips"
     for layer in model.layers:
         is_padded = how == "padded"
         moe = layer.moe

@@ -17,6 +17,8 @@ class NVLinkOptions:
 
     Attributes:
         max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
+            More let `TrainStep.forward_backward` run again as with `row_factor`, and are an error
+            elsewhere.
         row_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
             rank would give. "exact": as many as come, at one host sync per dispatch; not in CUDA
             graphs. None: room for any routing. Where more come than a number allows,

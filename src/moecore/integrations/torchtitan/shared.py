@@ -73,7 +73,7 @@ def _watch(holders: Sequence[Holder | None], *_: Any) -> None:
     """Let a capacity hold in forwards of training alone."""
     for holder in holders:
         if holder is not None:
-            holder.is_watched = torch.is_grad_enabled()
+            holder.watch = "skips" if torch.is_grad_enabled() else None
 
 
 def _unwrapped(block: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ with `NVLinkOptions.overlap_weight_grads`. Clones have slots of their own, twice
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,11 @@ class ExchangePool(Holder):
         ep: number of expert blocks of the group.
         programs: of one operation, of which half push and half receive; None = one per
             multiprocessor.
+        is_required: whether tokens that stores can not carry are an error; else all-to-all carries
+            them, and all that is not part of a step which runs again or of a CUDA graph.
+
+    Attributes:
+        tokens: how many tokens of a rank the buffers hold.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -54,10 +60,13 @@ class ExchangePool(Holder):
         ep: int,
         options: NVLinkOptions | None = None,
         programs: int | None = None,
+        is_required: bool = True,
     ) -> None:
         self.group = group
         self.ep = ep
         self.options = options or NVLinkOptions()
+        self.is_required = is_required
+        self.tokens = TokenCapacity(self)
         self._programs = programs
         self._entries: dict[tuple[int, int, int], Exchange] = {}
         self._planned: dict[tuple[int, int, int], Exchange] = {}  # on meta
@@ -99,18 +108,15 @@ class ExchangePool(Holder):
 
         Raises:
             ValueError: for a dtype or a row size that can not travel, for ranks that disagree, and
-                for more tokens than there is room for, before anything is sent.
+                for more tokens than there is room for in a step that can not run again, before
+                anything is sent.
             RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
         """
+        problem = find_row_problem(x_TD)
+        if problem is not None:
+            raise ValueError(problem)
         T, D = x_TD.shape
-        row_bytes = D * x_TD.itemsize
-        if x_TD.dtype not in SUM_DTYPES or row_bytes % ROW_ALIGNMENT:
-            raise ValueError(
-                f"rows ({D} x {x_TD.dtype}) must be fp32, bf16 or fp16 and multiples of "
-                f"{ROW_ALIGNMENT} bytes for dispatcher ('nvlink'): pad the model dim or use "
-                "'alltoall'"
-            )
-        key = (row_bytes, top_k, lane)
+        key = (D * x_TD.itemsize, top_k, lane)
         if x_TD.is_meta:
             if key not in self._planned:
                 self._planned[key] = self._on_meta(x_TD, top_k)
@@ -120,7 +126,7 @@ class ExchangePool(Holder):
             exchange = self._entries[key] = self._make(x_TD, top_k)
         exchange.poll()
         max_tokens = exchange.layout.max_tokens
-        if max_tokens < T:
+        if max_tokens < T and not self.tokens.note(T):
             raise ValueError(
                 f"number of tokens ({T}) must be <= max_tokens of the exchange ({max_tokens}): set "
                 "NVLinkOptions.max_tokens to the most tokens of any rank"
@@ -178,10 +184,15 @@ class ExchangePool(Holder):
         try:
             self.check()
         finally:
-            if self.held:
-                dist.barrier(self.group)  # no rank frees what another one still writes or reads
-            self._entries.clear()
-            self._clones = None
+            self.free()
+
+    def free(self) -> None:
+        """Free all buffers; collective."""
+        if self.held:
+            self.wait()
+            dist.barrier(self.group)  # no rank frees what another one still writes or reads
+        self._entries.clear()
+        self._clones = None
 
     def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
         if not x_TD.is_cuda:
@@ -256,6 +267,73 @@ class ExchangePool(Holder):
                     "and options"
                 )
         return max(row[0] for row in rows)
+
+
+class TokenCapacity(Holder):
+    """The most tokens of one rank and forward, which the buffers of a pool are as long as.
+
+    A longer forward sends its first tokens alone, and then the step runs again with longer buffers:
+    `Reruns`. Where the host waits for no capacity (`NVLinkOptions.row_factor` is no number), or
+    outside of such a step, it is an error of `ExchangePool.get`.
+    """
+
+    option = "NVLinkOptions.max_tokens"
+
+    def __init__(self, pool: ExchangePool) -> None:
+        self._pool = pool
+        self._wanted: Shortage | None = None
+
+    @property
+    def factor(self) -> float | None:
+        """Tokens that fit, 1 before the first forward; None = more are an error."""
+        if self._pool.factor is None:
+            return None
+        held = (exchange.layout.max_tokens for exchange in self._pool.entries)
+        return max(held, default=self._pool.options.max_tokens or 1)
+
+    @property
+    def shortages(self) -> tuple[Shortage, ...]:
+        """One, once a forward was too long."""
+        return () if self._wanted is None else (self._wanted,)
+
+    def note(self, num_tokens: int) -> bool:
+        """Note that a forward is longer than the buffers; return whether the step runs again."""
+        if self.watch != "reruns":
+            return False
+        if self._wanted is None:
+            state = self._pool.entries[0].buffer.state
+            words, report = torch.zeros_like(state[:1]), torch.zeros(1, dtype=torch.int32)
+            self._wanted = Shortage(words, report, even=1.0)
+        most = max(num_tokens, self._wanted.num_seen)
+        self._wanted.words.fill_(most)
+        self._wanted.report.fill_(most)
+        return True
+
+    def resize(self, factor: float) -> None:
+        """Free the buffers, so that the next forwards make longer ones; collective."""
+        self._pool.options = replace(self._pool.options, max_tokens=math.ceil(factor))
+        self._pool.free()
+
+    def error(self, shortage: Shortage) -> ExchangeError:
+        """Return the error that names the option."""
+        return ExchangeError(
+            f"{self.option} ({self.factor}) must be >= {shortage.num_seen}, the tokens of rank "
+            f"{dist.get_rank()}: set it; results since then are not valid"
+        )
+
+    def wait(self) -> None:
+        """Return at once: the host knows."""
+
+
+def find_row_problem(x_TD: Tensor) -> str | None:
+    """Return why these rows can not travel by stores; None = they can. The same on all ranks."""
+    D = x_TD.shape[1]
+    if x_TD.dtype in SUM_DTYPES and D * x_TD.itemsize % ROW_ALIGNMENT == 0:
+        return None
+    return (
+        f"rows ({D} x {x_TD.dtype}) must be fp32, bf16 or fp16 and multiples of {ROW_ALIGNMENT} "
+        "bytes for dispatcher ('nvlink'): pad the model dim or use 'alltoall'"
+    )
 
 
 def _refuse_capture() -> None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moecore.base.torch_names import version
 from moecore.kernels.exchange.operations import SpreadChoices
@@ -37,7 +38,7 @@ from moecore.kernels.rows.packed import PACKED_COLUMNS, pack_rows
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher, AllToAllPlan
 from moecore.moe.dispatch.exchange import Exchange
-from moecore.moe.dispatch.exchange_pool import ExchangePool
+from moecore.moe.dispatch.exchange_pool import ExchangePool, find_row_problem
 from moecore.moe.lanes import Lanes
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, ExpertInput, Routing, UnsummedRows
@@ -50,6 +51,7 @@ class NVLinkPlan:
     Attributes:
         exchange: over which the tokens came.
         dtype: of the tokens, and so of all sums.
+        num_tokens: of combine's output, zeros where the buffers did not hold a token.
         peers_T: int32, bit g of each local token: rank g has it.
         places_S: int32, the row's own number, -1 = a hole.
         slots_SK: int32, expert rows of each source row, -1 = none.
@@ -57,6 +59,7 @@ class NVLinkPlan:
 
     exchange: Exchange
     dtype: torch.dtype
+    num_tokens: int
     peers_T: Tensor
     places_S: Tensor
     slots_SK: Tensor
@@ -96,8 +99,8 @@ class NVLinkDispatcher:
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks. No collective, and no host sync after the first.
 
-        But for one with a `NVLinkOptions.row_factor` "exact", and where that is a number outside of
-        a step whose end looks at shortages: then rows travel by all-to-all, however many come.
+        But for one with a `NVLinkOptions.row_factor` "exact", and where `_goes_elsewhere`: then
+        rows travel by all-to-all, however many come.
 
         Holes of the rows are uninitialised; no slot names them.
 
@@ -105,15 +108,10 @@ class NVLinkDispatcher:
             ValueError: for rows that can not travel, or more tokens than there is room for.
             RuntimeError: when an earlier operation went wrong (see `Exchange.poll`).
         """
-        if routing.weights_TK.dtype != torch.float32:
-            raise ValueError(
-                f"weights_TK ({routing.weights_TK.dtype}) must be torch.float32 for dispatcher "
-                "('nvlink'): use 'alltoall'"
-            )
-        is_limited = self.exchanges.is_watched or x_TD.is_meta  # plans are those of steps
-        is_captured = x_TD.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.exchanges.factor is not None and not is_limited and not is_captured:
+        if self._goes_elsewhere(x_TD, routing):
             return self._elsewhere.dispatch(x_TD, routing)
+        # A plan on meta is that of a step.
+        is_limited = self.exchanges.watch is not None or x_TD.is_meta
         exchange = self.exchanges.get(x_TD, routing.destinations_TK.shape[1])
         if exchange.options.fp8_dispatch and x_TD.shape[1] % PACKED_COLUMNS:
             raise ValueError(
@@ -121,13 +119,17 @@ class NVLinkDispatcher:
                 "NVLinkOptions.fp8_dispatch (True): pad it, or let rows travel as they are"
             )
         tokens = (x_TD, routing.weights_TK, routing.destinations_TK)
+        num_tokens, most = x_TD.shape[0], exchange.layout.max_tokens
+        if num_tokens > most:  # the step runs again: `TokenCapacity`
+            tokens = (tokens[0][:most], tokens[1][:most], tokens[2][:most])
         sender = _Sender(exchange) if exchange.layout.sums_slot else None
         came = _Outputs(*_Dispatch.apply(*tokens, exchange, self.placement, sender, is_limited))
-        plan = NVLinkPlan(exchange, x_TD.dtype, came.peers_T, came.places_S, came.slots_SK)
+        places = (came.peers_T, came.places_S, came.slots_SK)
+        plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places)
         refetch = None
         if not exchange.options.keep_rows:
             fetch = partial(_send_again, exchange)
-            refetch = Refetch(fetch, (x_TD.detach(), came.peers_T, came.places_S))
+            refetch = Refetch(fetch, (tokens[0].detach(), came.peers_T, came.places_S))
         unsummed = UnsummedInput(came.handle_RD, sender, refetch)
         return ExpertInput(
             _arrived(exchange, came.rows_SN, x_TD),
@@ -136,6 +138,29 @@ class NVLinkDispatcher:
             unsummed,
             self._balanced(exchange),
         )
+
+    def _goes_elsewhere(self, x_TD: Tensor, routing: Routing) -> bool:
+        """Whether all-to-all carries these tokens; the same on all ranks.
+
+        It does where nobody looks at shortages of a limited capacity. Without
+        `ExchangePool.is_required` also what stores can not carry, and steps that do not run again.
+
+        Raises:
+            ValueError: where stores are required and can not carry the tokens.
+        """
+        pool, problem = self.exchanges, find_row_problem(x_TD)
+        if routing.weights_TK.dtype != torch.float32:
+            problem = (
+                f"weights_TK ({routing.weights_TK.dtype}) must be torch.float32 for dispatcher "
+                "('nvlink'): use 'alltoall'"
+            )
+        if problem is not None and pool.is_required:
+            raise ValueError(problem)
+        is_captured = x_TD.is_cuda and torch.cuda.is_current_stream_capturing()
+        watch = "graph" if x_TD.is_meta or is_captured else pool.watch  # plans are those of steps
+        if not pool.is_required:
+            return problem is not None or watch not in ("reruns", "graph")
+        return pool.factor is not None and watch is None
 
     def _balanced(self, exchange: Exchange) -> BalancedRows:
         layout = exchange.layout
@@ -165,7 +190,9 @@ class NVLinkDispatcher:
                 f"dtype of the experts' output ({rows.dtype}) must be that of their input "
                 f"({plan.dtype}) for dispatcher ('nvlink'): use 'alltoall'"
             )
-        return _Combine.apply(rows, plan, slots_SN)
+        y_TD = _Combine.apply(rows, plan, slots_SN)
+        missing = plan.num_tokens - y_TD.shape[0]
+        return F.pad(y_TD, (0, 0, 0, missing)) if missing else y_TD
 
 
 def _index_of(
