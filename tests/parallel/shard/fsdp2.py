@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
 
 from moecore import parallelize
@@ -16,6 +17,11 @@ from moecore.base.torch_names import is_gloo
 from moecore.moe.params import ParamReader
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.shard.plan import ShardPlan, UnitPlan
+
+# From 2.15 on FSDP2 reduces a gradient that autograd has in fp32 as it is. Earlier ones, and units,
+# reduce it in the parameter's dtype.
+if hasattr(FSDPParam, "unsharded_grad_dtype"):
+    FSDPParam.unsharded_grad_dtype = property(lambda self: self.param_dtype or self.orig_dtype)
 
 INNER_FIRST = ("routers", "experts", "block", "head", "root")  # an outer unit takes what is left
 
