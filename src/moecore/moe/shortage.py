@@ -136,7 +136,7 @@ class SkippedSteps:
         """Note whether the step that ends is skipped, on every rank. No host sync."""
         arrived = None
         if isinstance(skipped, Tensor) and skipped.is_cuda:
-            on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            on_host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
             skipped = on_host.copy_(skipped, non_blocking=True)
             arrived = torch.cuda.current_stream().record_event()
         self._flags.append((skipped, arrived))

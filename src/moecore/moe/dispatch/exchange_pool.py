@@ -302,7 +302,8 @@ class TokenCapacity(Holder):
             return False
         if self._wanted is None:
             state = self._pool.entries[0].buffer.state
-            words, report = torch.zeros_like(state[:1]), torch.zeros(1, dtype=torch.int32)
+            words = torch.zeros_like(state[:1])
+            report = torch.zeros(1, dtype=torch.int32, device="cpu")
             self._wanted = Shortage(words, report, even=1.0)
         most = max(num_tokens, self._wanted.num_seen)
         self._wanted.words.fill_(most)

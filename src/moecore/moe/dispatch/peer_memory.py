@@ -59,7 +59,7 @@ def _connect(
         rank=dist.get_rank(group),
         bases=addresses.T.contiguous().to(device),
         state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
-        report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=True),
+        report=torch.zeros(NUM_WORDS, dtype=torch.int32, device="cpu", pin_memory=True),
         timeout_ns=round(timeout_s * 1e9),
         memory=(memory, handle),
     )
