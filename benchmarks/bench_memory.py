@@ -46,7 +46,7 @@ OPTIONS: dict[str, tuple[str, ...] | str] = {
     "up": ("mla_up_proj",),
     "gemm_last+fc1": ("norm", "activation", "rope", "expert_fc1"),
     "moe": ("norm", "rope", "moe"),
-    "all": ("norm", "rope", "qkv_proj", "mla_up_proj", "attention_scores", "mlp", "moe"),
+    "all but attention": ("norm", "rope", "qkv_proj", "mla_up_proj", "mlp", "moe"),
 }
 
 

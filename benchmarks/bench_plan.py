@@ -57,7 +57,7 @@ def _cases() -> Iterator[tuple[str, TrainingRun]]:
         "norms, activations and rope again": MemoryOptions(recompute="gemm_last"),
         "FC1 again": MemoryOptions(recompute=("expert_fc1",)),
         "MoE layers again": MemoryOptions(recompute=("moe",)),
-        "attention again": MemoryOptions(recompute=("qkv_proj", "rope", "attention_scores")),
+        "queries, keys and values again": MemoryOptions(recompute=("qkv_proj", "rope")),
         "experts offloaded": MemoryOptions(offload=("experts",)),
         "attention offloaded": MemoryOptions(offload=("attention", "norm")),
     }

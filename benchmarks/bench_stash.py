@@ -5,8 +5,10 @@ r"""Rows of experts in pages against room for a skewed load in every layer: byte
 One GPU runs a decoder whose layers have room for `--room` times the rows that come, as a rank has
 whose factor holds a load of that skew; all rows lie where their tokens are, so a rank's load is the
 mean. Variants take turns on one model: "room" keeps what there is room for, "pages" only the rows
-that came (`MemoryOptions.stash`), "exact" has no room beyond them, as a dispatcher that waits for
-counts. `kept` is what a forward and backward of it takes: memory between forward and backward,
+that came (`MemoryOptions.stash`), "factor" has room for `--row-factor` times these, as a rank whose
+steps are repeated when more come, "exact" has no room beyond them, as a dispatcher that waits for
+counts. No step is repeated here: one that is takes another step's time, and leaves a larger factor.
+`kept` is what a forward and backward of it takes: memory between forward and backward,
 pools of pages included, less what there was before; `peak` likewise, at most. `host ms` is how long
 the host takes to launch a forward and backward while the GPU has nothing else to do.
 """
@@ -36,7 +38,7 @@ from moecore.moe.layer import MoELayer
 from moecore.parallel.attached import moe_state
 from moecore.train.memory.stash import Stash
 
-VARIANTS = ("room", "pages", "exact")
+VARIANTS = ("room", "pages", "factor", "exact")
 
 
 class Bench:
@@ -71,8 +73,9 @@ class Bench:
     def prepare(self, variant: str) -> None:
         """Keep rows as a variant does."""
         self.stash.detach()
+        rooms = {"exact": 1, "factor": self.args.row_factor}
         for layer in self.layers:
-            layer.dispatcher.room = 1 if variant == "exact" else self.args.room
+            layer.dispatcher.room = rooms.get(variant, self.args.room)
         if variant == "pages":
             self.stash.attach(list(self.model.layers), part_of)
         self.step.drop()
@@ -145,7 +148,7 @@ def main() -> int:
     host_ms = {variant: bench.host_ms(variant) for variant in VARIANTS}
     bench.stash.check()
     common = {name: getattr(args, name) for name in ("preset", "layers", "experts", "tokens")}
-    common |= {"room": args.room, "factor": args.factor}
+    common |= {"room": args.room, "factor": args.factor, "row_factor": args.row_factor}
     rows = [
         common
         | {"variant": name, "ms": timings[name].ms, "p20": timings[name].p20}
@@ -170,6 +173,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--room", type=int, default=5, help="times the rows that come")
     parser.add_argument("--factor", type=float, default=1.1, help="of the pages")
+    parser.add_argument("--row-factor", type=float, default=1.5, help="times the rows that come")
     parser.add_argument("--results", type=Path, nargs="?", const=RESULTS / "skew")
     return parser.parse_args()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 import moecore.attention.function as function
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.base.regions import running_again
 from moecore.train.memory.recompute import recompute, sharing_outputs
 
 LENGTHS = [5, 1, 4, 0]
@@ -71,7 +72,7 @@ def test_plain_rows_are_torchs_own() -> None:
 
 
 def test_what_it_keeps_and_what_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention keeps its inputs, o and lse; a region runs it once, and twice if asked."""
+    """Attention keeps its inputs, o and lse; a region runs it once, and twice as a product."""
     q, k, v, sinks = heads()
     kept: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
@@ -86,10 +87,14 @@ def test_what_it_keeps_and_what_runs_again(monkeypatch: pytest.MonkeyPatch) -> N
         q, k, v = (x.sin().asin() for x in (q / 8, k / 8, v / 8))
         return attend(q * 8, k * 8, v * 8, PACKED, scale=SCALE, sinks_H=sinks)
 
-    for repeats, num in ((False, 1), (True, 2)):
+    def part_again(*heads: Tensor) -> Tensor:
+        with running_again():
+            return part(*heads)
+
+    for run, num in ((part, 1), (part_again, 2)):
         runs.clear()
         with sharing_outputs():
-            o = recompute("part", part, (q, k, v), repeats_scores=repeats) * 1.0
+            o = recompute("part", run, (q, k, v)) * 1.0
         torch.testing.assert_close(torch.autograd.grad(o.square().sum(), (q, k, v)), want)
         assert len(runs) == num
 

@@ -76,7 +76,7 @@ def dropping(config: DecoderConfig) -> DecoderConfig:
 
 PLAIN = replace(GROUPED, qk_norm=None)
 OFFLOADED = MemoryOptions(recompute="gemm_last", offload=("attention", "experts", "rest"))
-SCORES = MemoryOptions(recompute=("norm", "rope", "attention_scores"))
+QUERIES = MemoryOptions(recompute=("norm", "rope", "qkv_proj"))
 CASES = {
     "latents gathered": Case(
         parallel=dict(cp=4, ep=2),
@@ -99,7 +99,7 @@ CASES = {
         parallel=dict(cp=4, ep=4), config=GROUPED, way="a2a+p2p", packed=False, loss="sum"
     ),
     "grouped, ring": Case(
-        parallel=dict(cp=2, tp=2, ep=4), config=dropping(GROUPED), way="p2p", memory=SCORES
+        parallel=dict(cp=2, tp=2, ep=4), config=dropping(GROUPED), way="p2p", memory=QUERIES
     ),
     "grouped, ring, clipped": Case(
         parallel=dict(cp=2, tp=2, etp=2), config=PLAIN, way="p2p", tau=3.0, memory=OFFLOADED

@@ -76,7 +76,7 @@ CASES = {
         parallel=dict(tp=2, ep=8),
         config=dropping(EIGHT),
         way="p2p",
-        memory=MemoryOptions(recompute=("norm", "rope", "attention_scores")),
+        memory=MemoryOptions(recompute=("norm", "rope", "qkv_proj")),
     ),
     "global batch": Case(parallel=dict(dp_replicate=2, ep=4, etp=2), config=GLOBAL),
     "latent": Case(

@@ -21,7 +21,7 @@ from torch import Tensor
 from moecore.attention.context_parallel.attend import attend_over_ranks
 from moecore.attention.sequence import Sequence
 from moecore.attention.sinks import add_sinks, sinks_gradient
-from moecore.base.regions import as_scores
+from moecore.base.regions import as_product
 from moecore.kernels.attention import attention_backward, attention_forward
 from moecore.kernels.ops import Op
 
@@ -68,7 +68,7 @@ def attend(
         how: dict[str, Any] = dict(scale=scale, window=window, sinks_H=sinks_H)
         return attend_over_ranks(q_BTHd, k_BThd, v_BThv, sequence, **how, alone=attend)
     where = sequence.cu_seqlens, sequence.max_seqlen, window, scale
-    o_BTHv, _ = as_scores(_attention, q_BTHd, k_BThd, v_BThv, sinks_H, *where)
+    o_BTHv, _ = as_product(_attention, q_BTHd, k_BThd, v_BThv, sinks_H, *where)
     return o_BTHv  # type: ignore[no-any-return]
 
 

@@ -17,16 +17,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 # What a region does not run again.
-SCORES = frozenset((F.scaled_dot_product_attention,))
 OF_TORCH = (torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum)
 OF_TENSORS = (Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm)
-PRODUCTS = SCORES | frozenset((F.linear, *OF_TORCH, *OF_TENSORS))
+PRODUCTS = frozenset((F.linear, F.scaled_dot_product_attention, *OF_TORCH, *OF_TENSORS))
 
 
 class Region(Protocol):
     """What keeps the results of products."""
-
-    repeats_scores: bool
 
     @property
     def is_multiplying(self) -> bool:
@@ -67,7 +64,7 @@ def finding_products(region: Region, *, has_products: bool) -> Iterator[None]:
     """
     _here.region = region
     try:
-        with _FindProducts(region.repeats_scores) if has_products else nullcontext():
+        with _FindProducts() if has_products else nullcontext():
             yield
     finally:
         _here.region = None
@@ -76,32 +73,20 @@ def finding_products(region: Region, *, has_products: bool) -> Iterator[None]:
 class _FindProducts(TorchFunctionMode):
     """Takes a region's products to it."""
 
-    def __init__(self, repeats_scores: bool) -> None:
-        super().__init__()
-        self._repeats_scores = repeats_scores
-
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None and _here.region is not None:
             _here.region.draw(kwargs["generator"])
-        if func not in PRODUCTS or (func in SCORES and self._repeats_scores):
+        if func not in PRODUCTS:
             return func(*args, **kwargs)
         return as_product(func, *args, **kwargs)
 
 
 def as_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a product that the search does not know, such as a quantised one."""
+    """Call a product that the search does not know, such as a quantised one or attention."""
     return function(*args, **kwargs) if _here.runs_again else once(function, *args, **kwargs)
-
-
-def as_scores(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call attention that the search does not know; it runs again where attention is to."""
-    region = _here.region
-    if region is not None and region.repeats_scores:
-        return function(*args, **kwargs)
-    return as_product(function, *args, **kwargs)
 
 
 def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -185,6 +185,7 @@ def test_a_gpu_keeps_what_was_predicted() -> None:
     """
     rows = [json.loads(line) for line in RECORDS.read_text().splitlines()]
     rows = [row for row in rows if row.get("op") == "memory" and not row["compile"]]
+    rows = [row for row in rows if row["variant"] != "all"]  # of an option that is no more
     assert len({row["preset"] for row in rows}) == 2
     for row in rows:
         config = config_of(argparse.Namespace(**row))

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.memory import GEMM_LAST, OFFLOADED, RECOMPUTED, MemoryOptions
+from moecore.base.regions import running_again
 from moecore.base.saved import Handle, packing
 from moecore.models import Decoder, preset
 from moecore.train.memory.apply import apply_memory
@@ -29,7 +30,7 @@ PRODUCTS = (F.linear, F.scaled_dot_product_attention)
 # What a preset has: warnings of other parts are errors here.
 PARTS = {
     "tiny": ("norm", "rope", "qkv_proj", "expert_fc1"),
-    "tiny-qwen3": ("norm", "rope", "qkv_proj", "attention_scores", "moe"),
+    "tiny-qwen3": ("norm", "rope", "qkv_proj", "moe"),
     "tiny-shared": ("norm", "activation", "qkv_proj", "mlp", "shared_experts", "expert_fc1"),
     "tiny-deepseek-v3": ("norm", "activation", "rope", "mla_up_proj", "mlp", "shared_experts"),
 }
@@ -104,7 +105,7 @@ def test_bits_of_a_model_that_keeps_all(name: str) -> None:
     want, bytes_before = gradients(plain), kept_bytes(plain)
     for parts in (GEMM_LAST, PARTS[name]):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore" if "attention_scores" in parts else "error")
+            warnings.simplefilter("error")
             model = build(name, parts if parts == PARTS[name] else "gemm_last")
         loss = model(tokens(0), tokens(1))
         loss.backward()
@@ -234,21 +235,24 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     ("name", "has_products"),
     [(name, has) for name in DRAWS for has in (True, False) if has or "own" not in name],
 )
-@pytest.mark.parametrize("repeats_scores", [True, False])
+@pytest.mark.parametrize("repeats_products", [True, False])
 def test_random_numbers_are_those_of_forward(
-    name: str, repeats_scores: bool, has_products: bool
+    name: str, repeats_products: bool, has_products: bool
 ) -> None:
     torch.manual_seed(0)
     x, linear = torch.randn(8, 16, requires_grad=True), nn.Linear(16, 16)
 
     def part(x: Tensor) -> Tensor:  # what a second run leaves out stands between draws
         for _ in range(2):
-            x = linear(attended(DRAWS[name](F.silu(linear(x)))))
+            x = linear(mixed(DRAWS[name](F.silu(linear(x)))))
         return DRAWS[name](F.silu(x)).exp()
 
+    def mixed(x: Tensor) -> Tensor:
+        with running_again() if repeats_products else nullcontext():
+            return attended(x)
+
     def in_region(x: Tensor) -> Tensor:
-        how = {"has_products": has_products, "repeats_scores": repeats_scores}
-        return recompute("part", part, (x,), **how) * 1.0
+        return recompute("part", part, (x,), has_products=has_products) * 1.0
 
     found = []
     for function in (lambda x: part(x) * 1.0, in_region):
@@ -358,6 +362,4 @@ def test_options() -> None:
         MemoryOptions(offload=("experts", "experts"))
     with pytest.warns(UserWarning, match=r"'mla_up_proj'\) is not used: no block has it"):
         build("tiny", ("norm", "mla_up_proj"))
-    with pytest.warns(UserWarning, match="'attention_scores'"):
-        build("tiny", ("attention_scores",))
     assert set(GEMM_LAST) < set(RECOMPUTED)

@@ -25,7 +25,7 @@ pytestmark = [
 DEVICE = torch.device("cuda")
 LATENT: tuple[Recomputed, ...] = ("norm", "activation", "rope", "mla_up_proj", "shared_experts")
 PARTS: dict[str, tuple[Recomputed, ...]] = {
-    "tiny-qwen3": ("norm", "rope", "qkv_proj", "attention_scores", "moe"),
+    "tiny-qwen3": ("norm", "rope", "qkv_proj", "moe"),
     "tiny-deepseek-v3": LATENT,
 }
 
@@ -72,7 +72,7 @@ def noisy(parts: tuple[Recomputed, ...]) -> nn.Module:
 NOISY: tuple[tuple[Recomputed, ...], ...] = (
     ("norm", "rope"),
     ("qkv_proj",),
-    ("norm", "attention_scores"),
+    ("norm", "rope", "qkv_proj"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -59,15 +60,16 @@ class RoomyDispatcher:
 
     waits_on_host = False
     lanes = None
-    room = 3  # times the tokens
+    room: float = 3  # times the tokens, at least 1
     num_experts = EXPERTS
 
     def has_spare_rows(self, *, pads: bool) -> bool:
         return True
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        (T, D), K, S = x_TD.shape, routing.weights_TK.shape[1], self.room * x_TD.shape[0]
-        place_T = torch.arange(T, device=x_TD.device) * self.room + self.room // 2
+        (T, D), K = x_TD.shape, routing.weights_TK.shape[1]
+        S = math.ceil(self.room * T)
+        place_T = ((2 * torch.arange(T, device=x_TD.device) + 1) * self.room / 2).long()
         rows_SD = x_TD.new_full((S, D), torch.nan).index_copy(0, place_T, x_TD)
         ids_SK = routing.expert_ids_TK.new_full((S, K), -1)
         ids_SK = ids_SK.index_copy(0, place_T, routing.expert_ids_TK)

@@ -18,7 +18,7 @@ from moecore.attention.context_parallel.heads import gather_heads, scatter_heads
 from moecore.attention.context_parallel.held import HeldTokens
 from moecore.attention.context_parallel.ring import RingAttention
 from moecore.attention.sequence import Sequence
-from moecore.base.regions import as_scores
+from moecore.base.regions import as_product
 
 
 @torch.compiler.disable  # what is before and behind is compiled
@@ -56,9 +56,9 @@ def attend_over_ranks(
             sinks_H = sinks_H.chunk(cp.a2a.size())[cp.a2a.rank()]
     ring = held.over_ring
     if cp.gathers or (cp.ring is not None and window is not None):  # note "windows in a ring"
-        o: Tensor = as_scores(GatherAttention.apply, q, k, v, sinks_H, ring, window, scale)
+        o: Tensor = as_product(GatherAttention.apply, q, k, v, sinks_H, ring, window, scale)
     elif cp.ring is not None:
-        o = as_scores(RingAttention.apply, q, k, v, sinks_H, ring.layout, cp.ring, scale)
+        o = as_product(RingAttention.apply, q, k, v, sinks_H, ring.layout, cp.ring, scale)
     else:
         whole = replace(sequence, held=None)
         o = alone(q, k, v, whole, scale=scale, window=window, sinks_H=sinks_H)

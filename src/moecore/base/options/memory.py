@@ -13,7 +13,6 @@ Recomputed = Literal[
     "rope",
     "qkv_proj",
     "mla_up_proj",
-    "attention_scores",
     "mlp",
     "shared_experts",
     "expert_fc1",
@@ -70,8 +69,6 @@ class MemoryOptions:
             "qkv_proj": queries, keys and values, by their projections again.
             "mla_up_proj": queries, keys and values of latent attention, by the products that make
             them from the latents.
-            "attention_scores": the output of attention, by attention again, the dearest part of a
-            long sequence.
             "mlp": a dense MLP's hidden activations, by its first product again.
             "shared_experts": likewise.
             "expert_fc1": H of the routed experts, by FC1 again, 4KF bytes per token (bf16).

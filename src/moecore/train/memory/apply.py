@@ -118,13 +118,6 @@ def _apply_recompute(
     wanted = set(options.parts) - {"expert_fc1"}
     if not wanted:
         return
-    if "attention_scores" in wanted:
-        warnings.warn(
-            "MemoryOptions.recompute ('attention_scores') runs attention once more in backward, "
-            "about 30% more time of attention, to drop its output alone: leave it out unless "
-            "nothing else is left",
-            stacklevel=6,
-        )
     used: set[Recomputed] = set()
     for block in blocks:
         for part in list(find_parts(block)):
@@ -177,16 +170,15 @@ def _recompute(part: BlockPart, use: PartUse) -> None:
         return
     for child in use.products:
         wrap(module.get_submodule(child), within, running_again)
-    how = {"has_products": kind != "norm", "repeats_scores": "attention_scores" in use.parts}
-    wrap(module, _as_region, name, how)
+    wrap(module, _as_region, name, kind != "norm")
 
 
 def _as_region(
-    forward: Callable[..., Any], name: str, how: dict[str, bool], args: Any, kwargs: dict[str, Any]
+    forward: Callable[..., Any], name: str, has_products: bool, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     if any(map(_is_cache, (*args, *kwargs.values()))):
         return forward(*args, **kwargs)
-    return recompute(name, forward, args, kwargs, **how)
+    return recompute(name, forward, args, kwargs, has_products=has_products)
 
 
 def _is_cache(argument: Any) -> bool:

@@ -44,26 +44,22 @@ class Marks(CustomGraphPass):
     Attributes:
         parts: last names of the modules whose values are dropped.
         products: of those that run their products again, too.
-        scores: of those that run attention again, too.
     """
 
     parts: frozenset[str]
     products: frozenset[str]
-    scores: frozenset[str]
 
     @classmethod
     def of(cls, blocks: Iterable[nn.Module], options: MemoryOptions) -> Marks:
         """Return the marks of a model's blocks."""
-        parts, products, scores = set[str](), set[str](), set[str]()
+        parts, products = set[str](), set[str]()
         for block in blocks:
             for part in find_parts(block):
                 use, name = use_of(part, set(options.parts)), _last(part.name)
                 if use.parts:
                     parts.add(name)
                 products.update(child or name for child in use.products)
-                if "attention_scores" in use.parts:
-                    scores.add(name)
-        return cls(frozenset(parts), frozenset(products), frozenset(scores))
+        return cls(frozenset(parts), frozenset(products))
 
     def __call__(self, graph: Graph) -> None:
         """Mark the nodes of a joint graph."""
@@ -73,7 +69,7 @@ class Marks(CustomGraphPass):
 
     def uuid(self) -> str:
         """Return what Inductor's caches know these marks by."""
-        names = map(sorted, (self.parts, self.products, self.scores))
+        names = map(sorted, (self.parts, self.products))
         return f"moecore.train.memory.compiled 1 {list(names)}"
 
     def _is_dropped(self, node: Node) -> bool:
@@ -85,9 +81,9 @@ class Marks(CustomGraphPass):
         if not isinstance(node.target, OPERATOR):
             return False
         library, name, _ = str(node.target).split(".")
-        if SCORES.search(name):
-            return bool(modules & self.scores) and not _drops_scores(node)
-        if torch.Tag.nondeterministic_seeded in node.target.tags or _is_small(node):
+        if SCORES.search(name) or torch.Tag.nondeterministic_seeded in node.target.tags:
+            return False
+        if _is_small(node):
             return False
         if library in ("aten", "prims") and not PRODUCT.search(name):
             return True
@@ -107,11 +103,6 @@ def inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dic
 def _last(path: str) -> str:
     """Return the last name of a module's path, "self_attn" of "L['self'].self_attn"."""
     return re.findall(r"\w+", path)[-1]
-
-
-def _drops_scores(node: Node) -> bool:
-    """Whether attention draws a dropout: marked, it would draw others than without the mark."""
-    return any(isinstance(value, float) and value > 0 for value in node.args)  # scale has a name
 
 
 def _is_small(node: Node) -> bool:

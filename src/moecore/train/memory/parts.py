@@ -63,7 +63,7 @@ def use_of(part: BlockPart, wanted: Set[Recomputed]) -> PartUse:
     found: dict[Recomputed, set[str]] = {"mla_up_proj": up | qkv} if up else {"qkv_proj": qkv}
     names = {name for option in wanted & set(found) for name in found[option]}
     has = {option for option in found if found[option]}
-    return PartUse(wanted & {"rope", "attention_scores", *has}, tuple(sorted(names)))
+    return PartUse(wanted & {"rope", *has}, tuple(sorted(names)))
 
 
 def _kind_of(name: str, module: nn.Module) -> Kind | None:

@@ -31,9 +31,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.base.regions import SCORES, finding_products, is_in_region
+from moecore.base.regions import finding_products, is_in_region
 from moecore.base.saved import Handle, is_packing, keep, packing
 from moecore.base.torch_names import (
     autocast_dtype,
@@ -117,13 +118,11 @@ class _RunningRegion:
 
     Attributes:
         has_products: whether products are looked for; their search costs host time.
-        repeats_scores: whether attention is run again.
     """
 
     name: str
     function: Callable[..., Any]
     has_products: bool
-    repeats_scores: bool
     products: list[_RegionProduct] = field(default_factory=list)
     _inputs: list[Any] = field(default_factory=list)  # handles of tensors, and other leaves
     _spec: Any = None
@@ -235,7 +234,7 @@ class _RunningRegion:
         finally:
             self._open, product.inputs = None, []
         product.output, product.versions = output, _versions(_tensors(output))
-        if function in SCORES:
+        if function is F.scaled_dot_product_attention:
             product.numbers = generators()
         self._known |= {storage_key(t) for t in _tensors(output)}
         self._num_products += 1
@@ -383,7 +382,6 @@ def recompute(
     kwargs: Mapping[str, Any] | None = None,
     *,
     has_products: bool = True,
-    repeats_scores: bool = False,
 ) -> Any:
     """Return what a function returns; keep its inputs and its products' results alone.
 
@@ -398,7 +396,7 @@ def recompute(
         return function(*args, **kwargs)
     if not torch.is_grad_enabled() or not all(map(_is_plain, _tensors((args, kwargs)))):
         return function(*args, **kwargs)
-    return _RunningRegion(name, function, has_products, repeats_scores).run(args, kwargs)
+    return _RunningRegion(name, function, has_products).run(args, kwargs)
 
 
 @contextmanager
