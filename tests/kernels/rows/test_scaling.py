@@ -7,7 +7,7 @@ from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.packed import pack_rows_ref, packed_views
 from moecore.kernels.rows.scaling import (
     KINDS,
-    Operand,
+    Blocks,
     dequantise,
     operand_shape,
     product_ref,
@@ -19,7 +19,7 @@ BLOCK_OF = {kind: block for block, kind in KINDS.items()}
 ALL = [(kind, fmt, p2) for kind in BLOCK_OF for fmt in ("e4m3", "e5m2") for p2 in (True, False)]
 
 
-def quantised(x: torch.Tensor, kind: str, fmt: str = "e4m3", p2: bool = True) -> Operand:
+def quantised(x: torch.Tensor, kind: str, fmt: str = "e4m3", p2: bool = True) -> Blocks:
     return quantise_rows_ref(x, None, kind, fmt, p2)
 
 
@@ -44,7 +44,7 @@ def test_tiles_are_those_of_rows_that_travel() -> None:
     values, scales = packed_views(pack_rows_ref(x), 256)
     operand = quantised(x, "tile")
     assert torch.equal(operand.scales, scales.T)
-    assert torch.equal(operand.values_MK.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(operand.values.view(torch.uint8), values.view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", BLOCK_OF)
@@ -103,7 +103,7 @@ def test_both_operands_of_one_cast() -> None:
     assert both.rows is not None and both.columns is not None
     assert torch.equal(dequantise(both.rows), dequantise(quantised(x, "tile")))
     assert torch.equal(dequantise(both.columns), dequantise(quantised(x.T, "tile")))
-    assert both.columns.values_MK.shape == (48, 128) and both.columns.values_MK.is_contiguous()
+    assert both.columns.values.shape == (48, 128) and both.columns.values.is_contiguous()
     seen = torch.tensor([0.5])
     one = cast(x, "tensor", power_of_two=True, columns=False, seen=seen)
     assert one.columns is None and seen.item() == x.abs().max().item()
