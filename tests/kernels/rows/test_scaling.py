@@ -8,10 +8,10 @@ from moecore.kernels.rows.packed import pack_rows_ref, packed_views
 from moecore.kernels.rows.scaling import (
     KINDS,
     Blocks,
+    cast_ref,
     dequantise,
     operand_shape,
     product_ref,
-    quantise_rows_ref,
 )
 from tests.precision.plain import rounded
 
@@ -20,7 +20,7 @@ ALL = [(kind, fmt, p2) for kind in BLOCK_OF for fmt in ("e4m3", "e5m2") for p2 i
 
 
 def quantised(x: torch.Tensor, kind: str, fmt: str = "e4m3", p2: bool = True) -> Blocks:
-    return quantise_rows_ref(x, None, kind, fmt, p2)
+    return cast_ref(x, None, kind, fmt, p2)
 
 
 @pytest.mark.parametrize(("kind", "fmt", "p2"), ALL)
@@ -73,7 +73,7 @@ def test_infinity_and_nan() -> None:
 
 def test_an_amax_from_elsewhere_saturates() -> None:
     x = torch.tensor([[0.5, -3.0, math.inf, math.nan] * 4])
-    wide = dequantise(quantise_rows_ref(x, torch.tensor([1.75]), "tensor", "e4m3", True))
+    wide = dequantise(cast_ref(x, torch.tensor([1.75]), "tensor", "e4m3", True))
     assert wide[0, :2].tolist() == [0.5, -1.75] and wide[0, 2:4].isnan().all()
     assert amax(x).item() == math.inf and amax(torch.tensor([[1.0, math.nan]])).item() == 1
     assert amax(torch.zeros(0, 16)).item() == 0

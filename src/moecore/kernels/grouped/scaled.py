@@ -21,8 +21,7 @@ from torch import Tensor
 from moecore.base.torch_names import is_silent, scaled_grouped_mm
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import FP8, block_scale_ref, magnitude_ref
-from moecore.kernels.rows.quantised import quantise_ref
-from moecore.kernels.rows.scaling import Blocks, Both
+from moecore.kernels.rows.scaling import Blocks, Both, quantise_ref
 
 ALIGNED = 16  # of which K, N, and each expert's rows in P are multiples
 

@@ -29,8 +29,8 @@ from moecore.kernels.rows.scaling import (
     Blocks,
     Both,
     amax_ref,
+    cast_ref,
     operand_shape,
-    quantise_rows_ref,
     scales_shape,
 )
 
@@ -306,7 +306,7 @@ def _cast_ref(
     outputs: list[Tensor] = []
     for wanted, x in ((rows, x_TD), (columns, x_TD.T)):
         if wanted:
-            operand = quantise_rows_ref(x, amax, kind, fmt, power_of_two)
+            operand = cast_ref(x, amax, kind, fmt, power_of_two)
             outputs += [operand.values.view(torch.uint8), operand.scales]
         else:
             outputs += [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)]

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, next_power_of_2, on_device, use_kernel
-from moecore.kernels.rows.e4m3 import BLOCK, FP8, LEAST_SCALE, amax_ref, block_scale_ref
+from moecore.kernels.rows.e4m3 import BLOCK, FP8, LEAST_SCALE
 from moecore.kernels.rows.move import column_block
 from moecore.kernels.rows.quantised_kernel import (
     gather_row_blocks_kernel,
@@ -38,7 +38,7 @@ from moecore.kernels.rows.quantised_kernel import (
 )
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import MAP_FIELDS, RowTiles
-from moecore.kernels.rows.scaling import Blocks, Both, padded
+from moecore.kernels.rows.scaling import Blocks, Both, padded, quantise_ref
 
 SCALE_ROWS = 4  # of which the row length of the scales of rows is a multiple: 16 bytes, for TMA
 ROWS_PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # of one program: 32 elements per thread
@@ -50,15 +50,6 @@ SCALE_R, SCALE_B = 128, 16  # expert rows, and scales of each, that a program mo
 def blocks_of(x: Tensor) -> Tensor:
     """Return [..., B, 128], the blocks of the last dim."""
     return x.unflatten(-1, (-1, BLOCK))
-
-
-def quantise_ref(
-    x: Tensor, dim: int | tuple[int, ...], power_of_two: bool
-) -> tuple[Tensor, Tensor]:
-    """Return e4m3 of x's shape and fp32 scales with 1 in `dim`, in plain PyTorch."""
-    x = x.float()
-    scales, inverse = block_scale_ref(amax_ref(x, dim), power_of_two)
-    return (x * inverse).to(FP8), scales
 
 
 def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:

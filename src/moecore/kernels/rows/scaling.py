@@ -26,8 +26,9 @@ an amax from elsewhere (delayed scaling) larger values saturate, and infinity be
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ KINDS: dict[Block, str] = {
     (None, None): "tensor",
 }
 BY_BLOCKS = ("tile", "block")
+DIMS: dict[str, int | tuple[int, ...]] = {"tile": 3, "block": (1, 3), "row": 1, "tensor": (0, 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +75,13 @@ class Both(NamedTuple):
     columns: Blocks | None  # for sums over T; transposed
 
 
+def _from_tree(tensors: Iterable[Tensor], kind: Any) -> Blocks:
+    values, scales = tensors
+    return Blocks(values, scales, kind)
+
+
 # What is kept for backward is found through pytree.
-register_pytree_node(
-    Blocks,
-    lambda blocks: ([blocks.values, blocks.scales], blocks.kind),
-    lambda tensors, kind: Blocks(*tensors, kind=kind),
-)
+register_pytree_node(Blocks, lambda b: ([b.values, b.scales], b.kind), _from_tree)
 
 
 def padded(n: int, multiple: int) -> int:
@@ -107,9 +110,22 @@ def amax_ref(x: Tensor) -> Tensor:
     return magnitude_ref(x.float()).amax().reshape(1)
 
 
-def quantise_rows_ref(
-    x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool
-) -> Blocks:
+def quantise_ref(
+    x: Tensor,
+    dim: int | tuple[int, ...],
+    power_of_two: bool,
+    fmt: str = "e4m3",
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return FP8 of x's shape and fp32 scales with 1 in `dim`, of x or of an amax."""
+    x = x.float()
+    amax = magnitude_ref(x).amax(dim, keepdim=True) if amax is None else amax
+    scales, inverse = block_scale_ref(amax, power_of_two, LARGEST[fmt])
+    scaled = (x * inverse).clamp(-LARGEST[fmt], LARGEST[fmt]).masked_fill(x.isinf(), torch.nan)
+    return scaled.to(DTYPES[fmt]), scales
+
+
+def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool) -> Blocks:
     """Return an operand whose summed dim is D.
 
     Args:
@@ -121,27 +137,22 @@ def quantise_rows_ref(
     """
     T, D = x_TD.shape
     M, K = operand_shape(T, D, kind)
-    M128 = padded(M, BLOCK)
-    x_MK = pad(x_TD.float(), (0, K - D, 0, M128 - T))
+    M128, B = padded(M, BLOCK), K // BLOCK
+    x = pad(x_TD.float(), (0, K - D, 0, M128 - T))
+    if kind in BY_BLOCKS:
+        x = x.view(M128 // BLOCK, BLOCK, B, BLOCK)
+    elif kind == "tensor":
+        amax = (amax_ref(x_TD) if amax is None else amax).reshape(1, 1)
+    elif not K:
+        amax = x.new_zeros(M128, 1)
+    values, scales = quantise_ref(x, DIMS[kind], power_of_two, fmt, amax)
     if kind == "tile":
-        largest = magnitude_ref(x_MK).view(M128, K // BLOCK, BLOCK).amax(2)
+        scales = scales.reshape(M128, B)[:M].T.contiguous()
     elif kind == "block":
-        largest = magnitude_ref(x_MK).view(M128 // BLOCK, BLOCK, K // BLOCK, BLOCK).amax((1, 3))
-    elif kind == "row":
-        largest = magnitude_ref(x_MK).amax(1, keepdim=True) if K else x_MK.new_zeros(M128, 1)
-    else:
-        largest = (amax_ref(x_TD) if amax is None else amax).reshape(1, 1)
-    scales, inverse = block_scale_ref(largest, power_of_two, LARGEST[fmt])
-    scaled_MK = x_MK * _expanded(inverse, kind, M128, K)
-    scaled_MK = scaled_MK.clamp(-LARGEST[fmt], LARGEST[fmt]).masked_fill(x_MK.isinf(), torch.nan)
-    values_MK = scaled_MK[:M].to(DTYPES[fmt])
-    if kind == "tile":
-        scales = scales[:M].T.contiguous()
-    elif kind == "block":
-        scales = pad(scales, (0, -scales.shape[1] % SCALE_COLUMNS))
+        scales = pad(scales[:, 0, :, 0], (0, -B % SCALE_COLUMNS))
     elif kind == "row":
         scales = scales[:M]
-    return Blocks(values_MK, scales, kind)
+    return Blocks(values.view(M128, K)[:M], scales, kind)
 
 
 def dequantise(operand: Blocks) -> Tensor:
