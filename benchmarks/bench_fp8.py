@@ -34,6 +34,7 @@ from moecore.kernels.rows import quantised_activation as qa
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
+from moecore.kernels.rows.scaling import Blocks
 from moecore.precision.linear import Fp8Products
 
 ROUTINGS = ("learned",)
@@ -84,30 +85,31 @@ class Operands:
         s = self.shape
         return 0.02 * self.inputs.random(s.num_experts, s.dim, s.hidden_dim)
 
-    def rows(self, x_RN: Tensor) -> q.RowBlocks:
+    def rows(self, x_RN: Tensor) -> Blocks:
         """Return expert rows as the forward and the input gradients multiply them."""
         return q.gather_row_blocks(q.quantise_rows(x_RN, **HOW), None, None, self.num_rows)
 
-    def columns(self, x_RN: Tensor) -> q.TokenTiles:
+    def columns(self, x_RN: Tensor) -> Blocks:
         """Return expert rows as weight gradients multiply them."""
         return q.tile_tokens(self.rows(x_RN), None, self.tiles)
 
     def times_transposed(self, x_RK: Tensor, w_ENK: Tensor) -> tuple[Call, Call]:
         """Return a product of the forward in FP8 and in bf16."""
-        rows, w = self.rows(x_RK), q.quantise_weights(w_ENK, **HOW)
+        rows, w = self.rows(x_RK), q.quantise_weights(w_ENK, **HOW).rows
+        assert w is not None
         where = (self.offsets_E, self.tiles, torch.bfloat16)
         return (
-            lambda: fp8_gemm(rows, w.values_eNK, w.scales_eNK, *where),
+            lambda: fp8_gemm(rows, w, *where),
             lambda: grouped_mm(x_RK, w_ENK.transpose(1, 2), offs=self.offsets_E),
         )
 
     def times(self, dy_RN: Tensor, w_ENK: Tensor) -> tuple[Call, Call]:
         """Return an input gradient's product in FP8 and in bf16."""
-        rows, w = self.rows(dy_RN), q.quantise_weights(w_ENK, **HOW)
+        rows, w = self.rows(dy_RN), q.quantise_weights(w_ENK, **HOW).columns
+        assert w is not None
         where = (self.offsets_E, self.tiles, torch.bfloat16)
-        scales_EKN = w.scales_eNK.transpose(1, 2)
         return (
-            lambda: fp8_gemm(rows, w.transposed_eKN, scales_EKN, *where),
+            lambda: fp8_gemm(rows, w, *where),
             lambda: grouped_mm(dy_RN, w_ENK, offs=self.offsets_E),
         )
 

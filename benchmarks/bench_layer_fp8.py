@@ -29,6 +29,7 @@ from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore import MoELayer
 from moecore.base.options.precision import Recipe
+from moecore.base.torch_names import tree_leaves
 from moecore.kernels.common import has_hopper_kernels
 from moecore.moe.experts import Experts
 
@@ -97,7 +98,7 @@ class Fp8Contender(Contender):
         if self.way.shares:
             weights = self.experts._weights(self.x.dtype)
             assert weights.quantised is not None
-            found += [tensor for blocks in weights.quantised for tensor in blocks]
+            found += tree_leaves(weights.quantised)
         return found
 
 

@@ -42,6 +42,7 @@ from moecore.kernels.rows import (
     quantised_activation,
     record,
     row_tiles,
+    scaling,
     shard_blocks,
 )
 from moecore.kernels.rows import move as rows
@@ -314,12 +315,11 @@ def run_fp8_products() -> None:
         return torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
     tiles = row_tiles.map_row_tiles(ints(E), T * K)
-    a = quantised.RowBlocks(zeros(T * K, D), torch.zeros(D // 128, T * K))
-    fp8.fp8_gemm(
-        a, zeros(E, F, D), torch.zeros(E, F // 128, D // 128), ints(E), tiles, torch.bfloat16
-    )
+    a = scaling.Blocks(zeros(T * K, D), torch.zeros(D // 128, T * K), "tile")
+    b = scaling.Blocks(zeros(E, F, D), torch.zeros(E, F // 128, D // 128), "block")
+    fp8.fp8_gemm(a, b, ints(E), tiles, torch.bfloat16)
     x, y = (
-        quantised.TokenTiles(zeros(tiles.most, C, 128), torch.zeros(tiles.most, C // 128))
+        scaling.Blocks(zeros(tiles.most, C, 128), torch.zeros(tiles.most, C // 128), "block")
         for C in (D, F)
     )
     for dtype in (torch.float32, torch.bfloat16):

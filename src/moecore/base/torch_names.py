@@ -73,6 +73,7 @@ HAS_SEPARATE_PIECES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >=
 
 # Trees of tensors: what moecore's records, and those of models, are registered with.
 register_dataclass = _pytree.register_dataclass
+register_pytree_node = _pytree.register_pytree_node
 tree_flatten = _pytree.tree_flatten
 tree_leaves = _pytree.tree_leaves
 tree_map_only = _pytree.tree_map_only

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.saved import Handle, packing
-from moecore.base.torch_names import storage_key
+from moecore.base.torch_names import storage_key, tree_leaves, tree_map_only
 from moecore.kernels.experts.contract import (
     ComputeGrad,
     ExpertWeights,
@@ -26,6 +26,7 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     LowRankUpdate,
 )
+from moecore.kernels.rows.scaling import Both
 from moecore.moe.clones import AnyClones, carried
 
 
@@ -205,17 +206,14 @@ def _extended(weights: ExpertWeights, joined: _Joined) -> ExpertWeights:
         update1=update1,
         update2=update2,
         sinks=(sinks[0], sinks[1]),
-        quantised=None if quantised is None else _joined_leaves(quantised, joined),
+        quantised=None if quantised is None else _joined_pair(quantised, joined),
     )
 
 
 @torch.no_grad()
-def _joined_leaves(
-    quantised: tuple[tuple[Tensor, ...], tuple[Tensor, ...]], joined: _Joined
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _joined_pair(quantised: tuple[Both, Both], joined: _Joined) -> tuple[Both, Both]:
     """Return quantised matrices of experts and clones. Collective."""
-    leaves = [leaf for matrix in quantised for leaf in matrix]
-    came = joined.clones.fetch(leaves)
-    found = [joined.join(own, there) for own, there in zip(leaves, came, strict=True)]
-    first = len(quantised[0])
-    return tuple(found[:first]), tuple(found[first:])
+    leaves = [leaf for leaf in tree_leaves(quantised) if leaf is not None]
+    found = map(joined.join, leaves, joined.clones.fetch([leaf.contiguous() for leaf in leaves]))
+    pair: tuple[Both, Both] = tree_map_only(Tensor, lambda _: next(found), quantised)
+    return pair

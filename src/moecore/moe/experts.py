@@ -35,6 +35,8 @@ from moecore.kernels.experts.contract import (
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.kernels.rows.activation import ActivationOptions, activation
+from moecore.kernels.rows.scaling import Both
+from moecore.kernels.rows.shard_blocks import as_matrices
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.clone_weights import with_clones
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
@@ -312,21 +314,19 @@ class Experts(nn.Module):
             quantised=self._quantised(w1_eCD, w2_eDF),
         )
 
-    def _quantised(
-        self, w1_eCD: Tensor, w2_eDF: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
+    def _quantised(self, w1_eCD: Tensor, w2_eDF: Tensor) -> tuple[Both, Both] | None:
         """Return the matrices by the recipe, for this forward and backward and maybe others."""
         recipe = self.recipe
         if recipe is None or not is_plain_eager():
             check_values(w1_eCD)
             return None
         fc1 = ["w1", "w3"] if self.is_separate else ["w1"]
-        found: list[tuple[Tensor, ...] | None] = []
+        found: list[Both | None] = []
         for roles, matrices in ((fc1, w1_eCD), (["w2"], w2_eDF)):
             params = [getattr(self, getattr(self.layout, role)) for role in roles]
             gathered = self.reader.gathered(params[0])
             if gathered is not None and recipe.scaling == "blockwise":
-                found.append(gathered.as_matrices(matrices.shape)[:2])
+                found.append(as_matrices(gathered, matrices.shape))
                 continue
             check_values(matrices)
             make = partial(quantise_matrices, matrices, recipe)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from moecore.base.saved import Handle, Kept, is_packing, packing
 from moecore.base.torch_names import local_of, storage_key, tree_leaves, version
-from moecore.kernels.rows.shard_blocks import GatheredBlocks
+from moecore.kernels.rows.scaling import Blocks
 
 T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
@@ -93,7 +93,7 @@ def check_values(local: Tensor) -> None:
         )
 
 
-def gathered_blocks(param: Tensor) -> GatheredBlocks | None:
+def gathered_blocks(param: Tensor) -> Blocks | None:
     """Return what stands for the values of a parameter that was gathered in FP8; else None."""
     return getattr(param, GATHERED, None)
 
@@ -189,10 +189,10 @@ class ParamReader:
             self._made[storage_key(local)] = local
         return local
 
-    def gathered(self, param: nn.Parameter) -> GatheredBlocks | None:
+    def gathered(self, param: nn.Parameter) -> Blocks | None:
         """Return what stands for the values of a parameter that was gathered in FP8; else None."""
         found = gathered_blocks(param)
-        for tensor in found or ():
+        for tensor in () if found is None else (found.values, found.scales):
             self._made[storage_key(tensor)] = tensor
         return found
 

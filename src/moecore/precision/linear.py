@@ -36,9 +36,9 @@ from moecore.base.torch_names import autocast_dtype, is_plain_eager, unsafe_view
 from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.cast import Both, amax, cast, operand
-from moecore.kernels.rows.scaling import ALIGNED, KINDS, Operand
-from moecore.kernels.rows.shard_blocks import transpose_operand
+from moecore.kernels.rows.cast import amax, cast, operand
+from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both
+from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
 from moecore.moe.linear import Gradients, LinearProducts, backward, linear
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
 from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
@@ -115,7 +115,7 @@ def _gradients(ctx: Any, dy_TN: Tensor) -> Gradients:
     return dx_TK, operands, dbias_N
 
 
-def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Operand:
+def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
     """Return the weight as operand of the input gradient, summed over N."""
     _, kind, _, power_of_two = ctx.how
     if ctx.gathered is not None:
@@ -268,7 +268,7 @@ class Fp8Products(LinearProducts):
 
     @override
     @staticmethod
-    def weight_grad(dy: Operand, x: Operand, dtype: torch.dtype, target: GradTarget) -> Tensor:
+    def weight_grad(dy: Blocks, x: Blocks, dtype: torch.dtype, target: GradTarget) -> Tensor:
         grad_NK = product(dy, x, dtype)
         return put_grad(grad_NK, target.out, target.adds, target.dtype, target.scale)
 
@@ -316,13 +316,13 @@ def _check(x: Tensor, weight_NK: Tensor) -> None:
         )
 
 
-def _gathered_rows(weight: Tensor, weight_NK: Tensor, kind: str) -> Operand:
+def _gathered_rows(weight: Tensor, weight_NK: Tensor, kind: str) -> Blocks:
     """Return what was gathered of a weight, as operand of the forward."""
     found = None if torch.compiler.is_compiling() else gathered_blocks(weight)
     if kind != "block" or found is None:
         check_values(weight_NK)
     assert found is not None, "it has values"
-    return found.as_operand()
+    return as_operand(found)
 
 
 def _output_dtype(x: Tensor) -> torch.dtype:
@@ -335,4 +335,4 @@ def _parts(side: Any, like: Tensor | None = None) -> Parts:
     if side is None:
         assert like is not None
         return like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.float32)
-    return side.values_MK.view(torch.uint8), side.scales
+    return side.values.view(torch.uint8), side.scales

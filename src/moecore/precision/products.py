@@ -20,7 +20,7 @@ from moecore.base.torch_names import scaled_mm
 from moecore.kernels.common import has_hopper_kernels, no_autocast
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import operand
-from moecore.kernels.rows.scaling import Operand, product_ref
+from moecore.kernels.rows.scaling import Blocks, product_ref
 
 # Of torch.nn.functional.ScalingType; the operator takes numbers.
 RECIPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
@@ -57,8 +57,8 @@ def _product(
         with no_autocast(a_MK):
             return product_ref(a, b).to(dtype)
     return scaled_mm(
-        a.values_MK,
-        b.values_MK.T,
+        a.values,
+        b.values.T,
         [_as_torch_takes_it(a, is_first=True)],
         [RECIPES[a_kind]],
         [],
@@ -70,7 +70,7 @@ def _product(
     )
 
 
-def _as_torch_takes_it(side: Operand, *, is_first: bool) -> Tensor:
+def _as_torch_takes_it(side: Blocks, *, is_first: bool) -> Tensor:
     """Return a view of an operand's scales."""
     if side.kind == "row":
         return side.scales if is_first else side.scales.T
@@ -84,7 +84,7 @@ def _product_fake(a_MK, a_scales, a_kind, a_fmt, b_NK, b_scales, b_kind, b_fmt, 
 _product_op = Op("fp8_product", _product, _product_fake)
 
 
-def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+def product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
     """Return a @ b^T, [M, N] with the operands' padded sizes. Not differentiable, no host sync.
 
     Args:
@@ -95,6 +95,6 @@ def product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     return _product_op(*_parts(a), *_parts(b), dtype)
 
 
-def _parts(side: Operand) -> tuple[Tensor, Tensor, str, str]:
-    fmt = "e5m2" if side.values_MK.dtype == torch.float8_e5m2 else "e4m3"
-    return side.values_MK.view(torch.uint8), side.scales, side.kind, fmt
+def _parts(side: Blocks) -> tuple[Tensor, Tensor, str, str]:
+    fmt = "e5m2" if side.values.dtype == torch.float8_e5m2 else "e4m3"
+    return side.values.view(torch.uint8), side.scales, side.kind, fmt

@@ -141,9 +141,10 @@ def test_torch_takes_these_layouts(per_row: bool, monkeypatch: pytest.MonkeyPatc
     offsets_e = torch.tensor([3, 3, 20], dtype=torch.int32)
     x, y = torch.randn(22, 32).bfloat16(), torch.randn(22, 48).bfloat16()
     w = scaled_weights(torch.randn(3, 48, 32), **how)
-    out = scaled_gemm(scaled_rows(x, **how), w[0], w[1], offsets_e, x.dtype)
+    assert w.rows is not None and w.columns is not None
+    out = scaled_gemm(scaled_rows(x, **how), w.rows, offsets_e, x.dtype)
     assert out.shape == (22, 48) and out.dtype == torch.bfloat16
-    assert scaled_gemm(scaled_rows(y, **how), w[2], w[3], offsets_e, x.dtype).shape == (22, 32)
+    assert scaled_gemm(scaled_rows(y, **how), w.columns, offsets_e, x.dtype).shape == (22, 32)
     padded = pad_rows(offsets_e, 22)
     columns = (scaled_columns(rows, padded, **how) for rows in (x, y))
     assert scaled_wgrad(*columns, padded.offsets_e, x.dtype).shape == (3, 32, 48)

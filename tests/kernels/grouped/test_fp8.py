@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_gemm_ref, fp8_wgrad, fp8_wgrad_ref
 from moecore.kernels.rows.e4m3 import FP8
-from moecore.kernels.rows.quantised import RowBlocks, TokenTiles
 from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
+from moecore.kernels.rows.scaling import Blocks
 from tests.kernels.row_cases import COUNTS, SPARE
 
 SIZES = [(128, 128), (384, 640), (256, 256), (1152, 384)]  # K or M, N
@@ -35,35 +35,35 @@ def offsets_of(counts: list[int], device: str) -> tuple[Tensor, RowTiles, int]:
     return offsets, map_row_tiles(offsets, R), R
 
 
-def rows_of(R: int, used: int, K: int, device: str) -> RowBlocks:
+def rows_of(R: int, used: int, K: int, device: str) -> Blocks:
     """Rows whose spare ones are NaN, in values and scales."""
-    a = RowBlocks(fp8(R, K, device=device), powers(K // 128, R + -R % 4, device=device))
-    a.values_RK[used:] = float("nan")
-    a.scales_BR[:, used:] = float("nan")
+    a = Blocks(fp8(R, K, device=device), powers(K // 128, R + -R % 4, device=device), "tile")
+    a.values[used:] = float("nan")
+    a.scales[:, used:] = float("nan")
     return a
 
 
-def tiles_of(tiles: RowTiles, C: int, device: str) -> TokenTiles:
+def tiles_of(tiles: RowTiles, C: int, device: str) -> Blocks:
     """Tiles whose unused ones are NaN."""
     scales = powers(tiles.most, C // 128, device=device)
-    t = TokenTiles(fp8(tiles.most, C, 128, device=device), scales)
-    t.values_tC[int(tiles.ends_e[-1]) :] = float("nan")
-    t.scales_tB[int(tiles.ends_e[-1]) :] = float("nan")
+    t = Blocks(fp8(tiles.most, C, 128, device=device), scales, "block")
+    t.values[int(tiles.ends_e[-1]) :] = float("nan")
+    t.scales[int(tiles.ends_e[-1]) :] = float("nan")
     return t
 
 
-def wide_rows(a: RowBlocks) -> Tensor:
-    scales_RB = a.scales_BR[:, : a.values_RK.shape[0]].T
-    return a.values_RK.double() * scales_RB.repeat_interleave(128, 1)
+def wide_rows(a: Blocks) -> Tensor:
+    scales_RB = a.scales[:, : a.values.shape[0]].T
+    return a.values.double() * scales_RB.repeat_interleave(128, 1)
 
 
-def wide_weights(b: Tensor, scales: Tensor) -> Tensor:
-    return b.double() * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+def wide_weights(b: Blocks) -> Tensor:
+    return b.values.double() * b.scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
 
 
-def gemm_truth(a: RowBlocks, b: Tensor, scales: Tensor, stops: list[int]) -> tuple[Tensor, Tensor]:
+def gemm_truth(a: Blocks, b: Blocks, stops: list[int]) -> tuple[Tensor, Tensor]:
     """Return the exact products, and the sums of their terms' sizes."""
-    rows, weights, exact, sizes, start = wide_rows(a), wide_weights(b, scales), [], [], 0
+    rows, weights, exact, sizes, start = wide_rows(a), wide_weights(b), [], [], 0
     for i, stop in enumerate(stops):
         exact.append(rows[start:stop] @ weights[i].T)
         sizes.append(rows[start:stop].abs() @ weights[i].T.abs())
@@ -79,18 +79,19 @@ def test_gemm(name: str, sizes: tuple[int, int], transposed: bool, device: str) 
         pytest.skip("a CPU runs the reference, which these cases do not tell apart")
     offsets, tiles, R = offsets_of(COUNTS[name], device)
     (K, N), used = sizes, sum(COUNTS[name])
-    a, b = rows_of(R, used, K, device), fp8(len(offsets), N, K, device=device)
+    a = rows_of(R, used, K, device)
     shape = (K // 128, N // 128) if transposed else (N // 128, K // 128)
     scales = powers(len(offsets), *shape, device=device)
     scales = scales.transpose(1, 2) if transposed else scales
-    args = (a, b, scales, offsets, tiles, torch.bfloat16)
+    b = Blocks(fp8(len(offsets), N, K, device=device), scales, "block")
+    args = (a, b, offsets, tiles, torch.bfloat16)
     got = fp8_gemm(*args)
     assert got.shape == (R, N) and got.dtype == torch.bfloat16
-    exact, terms = gemm_truth(a, b, scales, offsets.tolist())
+    exact, terms = gemm_truth(a, b, offsets.tolist())
     error = (got[:used].double() - exact).abs()
     assert (error <= exact.abs() * 2**-8 + terms * TERMS).all()
     assert torch.equal(got[:used], fp8_gemm(*args)[:used])
-    want = fp8_gemm_ref(a, b, scales, offsets, torch.float32)[:used]
+    want = fp8_gemm_ref(a, b, offsets, torch.float32)[:used]
     assert ((want.double() - exact).abs() <= terms * 2**-20).all()
 
 
@@ -108,9 +109,7 @@ def test_wgrad(name: str, sizes: tuple[int, int], target: str, device: str) -> N
     out, adds = before.clone(), "add" in target
     got = fp8_wgrad(x, y, tiles, out=out, adds=adds, dtype=dtype, scale=0.5)
     assert got.dtype == dtype and got is out
-    wide = [
-        t.values_tC.double() * t.scales_tB.repeat_interleave(128, 1)[:, :, None] for t in (x, y)
-    ]
+    wide = [t.values.double() * t.scales.repeat_interleave(128, 1)[:, :, None] for t in (x, y)]
     exact, terms = torch.zeros(2, e, M, N, device=device, dtype=torch.float64)
     first = 0
     for i, last in enumerate(tiles.ends_e.tolist()):

@@ -14,6 +14,7 @@ from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.packed import pack_rows, packed_views
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
+from moecore.kernels.rows.scaling import Blocks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COUNTS = {
@@ -81,11 +82,11 @@ def index_of(S: int, e: int, K: int, device: str):  # type: ignore[no-untyped-de
     return build_index(ids, torch.ones(S, K, device=device), first=0, num_local=e)
 
 
-def assert_tiles(ours: q.TokenTiles, theirs: q.TokenTiles, tiles: RowTiles) -> None:
+def assert_tiles(ours: Blocks, theirs: Blocks, tiles: RowTiles) -> None:
     used = int(tiles.map[0, 0])
-    assert ours.values_tC.shape == theirs.values_tC.shape and ours.values_tC.is_contiguous()
-    assert_same(ours.values_tC[:used], theirs.values_tC[:used])
-    assert_same(ours.scales_tB[:used], theirs.scales_tB[:used])
+    assert ours.values.shape == theirs.values.shape and ours.values.is_contiguous()
+    assert_same(ours.values[:used], theirs.values[:used])
+    assert_same(ours.scales[:used], theirs.scales[:used])
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -159,11 +160,11 @@ def test_gathers_bytes_and_scales(K: int, D: int, travelled: bool, device: str) 
     got = q.gather_row_blocks(rows, index.row_ids_R, index.slots_SK, index.num_rows)
     want = q.gather_row_blocks_ref(rows, index.row_ids_R)
     n, R = int(index.num_rows), index.row_ids_R.shape[0]
-    assert 0 < n < R and got.scales_BR.shape == (D // 128, -(-R // 4) * 4)
-    assert got.values_RK.is_contiguous()
-    assert_same(got.values_RK[:n], want.values_RK[:n])
-    assert_same(got.scales_BR[:, :n], want.scales_BR[:, :n])
-    assert not want.values_RK[:n].float().isnan().any()
+    assert 0 < n < R and got.scales.shape == (D // 128, -(-R // 4) * 4)
+    assert got.values.is_contiguous()
+    assert_same(got.values[:n], want.values[:n])
+    assert_same(got.scales[:, :n], want.scales[:, :n])
+    assert not want.values[:n].float().isnan().any()
 
 
 def test_rows_in_expert_order_stay(device: str) -> None:
@@ -171,20 +172,20 @@ def test_rows_in_expert_order_stay(device: str) -> None:
     num_rows = torch.tensor(130, device=device).int()
     rows = q.quantise_rows(x, power_of_two=True, num_rows=num_rows)
     got = q.gather_row_blocks(rows, None, None, num_rows)
-    assert got.values_RK.data_ptr() == rows.values.data_ptr() and got.scales_BR.shape == (5, 136)
-    assert torch.equal(got.scales_BR[:, :130], rows.scales[:130].T)  # type: ignore[index]
+    assert got.values.data_ptr() == rows.values.data_ptr() and got.scales.shape == (5, 136)
+    assert torch.equal(got.scales[:, :130], rows.scales[:130].T)  # type: ignore[index]
 
 
 def test_no_rows(device: str) -> None:
     rows = q.quantise_rows(torch.zeros(0, 256, device=device), power_of_two=True)
     none = torch.zeros(3, device=device, dtype=torch.int32)
     tiles = map_row_tiles(none, 0)
-    assert q.tile_tokens(rows, none[:0], tiles).values_tC.shape[1:] == (256, 128)
+    assert q.tile_tokens(rows, none[:0], tiles).values.shape[1:] == (256, 128)
     got = q.gather_row_blocks(rows, none[:0], none.new_zeros(0, 2), none[0])
-    assert got.values_RK.shape == (0, 256) and got.scales_BR.shape == (2, 0)
+    assert got.values.shape == (0, 256) and got.scales.shape == (2, 0)
 
 
-def row_blocks(x: Tensor, power_of_two: bool) -> q.RowBlocks:
+def row_blocks(x: Tensor, power_of_two: bool) -> Blocks:
     rows = q.quantise_rows(x, power_of_two=power_of_two)
     return q.gather_row_blocks(rows, None, None, None)
 
@@ -197,7 +198,7 @@ def test_tiles_of_rows_in_expert_order(counts: str, power_of_two: bool, device: 
     rows = row_blocks(x, power_of_two)
     got = q.tile_tokens(rows, None, tiles)
     assert_tiles(got, q.tile_tokens_ref(rows, None, tiles), tiles)
-    assert not got.values_tC[: int(tiles.map[0, 0])].float().isnan().any()
+    assert not got.values[: int(tiles.map[0, 0])].float().isnan().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -229,8 +230,8 @@ def test_tiles_of_gathered_rows(kind: str, device: str) -> None:
     wide, ids = rows.widen().float(), index.row_ids_R.tolist()
     for t, (_, first, end, _) in enumerate(tiles.map[1 : 1 + int(tiles.map[0, 0])].tolist()):
         tokens = wide[ids[first : min(end, first + 128)]]
-        scales = got.scales_tB[t].repeat_interleave(128)[:, None]
-        found = got.values_tC[t].float() * scales
+        scales = got.scales[t].repeat_interleave(128)[:, None]
+        found = got.values[t].float() * scales
         bound = torch.where(tokens.T.abs() < scales * 2**-6, scales * 2**-10, 0.0)
         if kind == "fp32":
             bound = bound + tokens.T.abs() * (1 / 16 + 2**-10)
@@ -243,11 +244,11 @@ def test_worked_example_of_a_tile(device: str) -> None:
     x = torch.zeros(2, 128, device=device)
     x[0, :2], x[1, :3] = torch.tensor([448.0, 5.0]), torch.tensor([112.0, 3.0, 0.0234375])
     rows = row_blocks(x, True)
-    assert rows.scales_BR[0, :2].tolist() == [1.0, 0.25] and rows.values_RK[1, 1].float() == 12
+    assert rows.scales[0, :2].tolist() == [1.0, 0.25] and rows.values[1, 1].float() == 12
     tiles, _ = tiles_of([2], device)
     got = q.tile_tokens(rows, None, tiles)
-    assert got.scales_tB[0].tolist() == [1.0]
-    assert got.values_tC[0, :3, :3].float().tolist() == [
+    assert got.scales[0].tolist() == [1.0]
+    assert got.values[0, :3, :3].float().tolist() == [
         [448, 112, 0],
         [5, 3, 0],
         [0, 0.0234375, 0],
@@ -259,10 +260,10 @@ def test_not_finite_rows_poison_their_own_tile(device: str) -> None:
     x = torch.ones(R, 256, device=device, dtype=torch.bfloat16)
     x[3, 10], x[131, 20] = torch.nan, torch.inf
     got = q.tile_tokens(row_blocks(x, True), None, tiles)
-    nan = got.values_tC[:3].float().isnan()
+    nan = got.values[:3].float().isnan()
     assert nan[0].nonzero().tolist() == [[10, 3]] and not nan[1].any()
     assert nan[2, :128, 1].all() and not nan[2, 128:].any()
-    assert got.scales_tB[:3].isinf().tolist() == [[False, False], [False, False], [True, False]]
+    assert got.scales[:3].isinf().tolist() == [[False, False], [False, False], [True, False]]
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -273,13 +274,17 @@ def test_weights_of_the_reference(dtype: torch.dtype, power_of_two: bool, device
     w[1, 3, 5] = torch.inf
     got = q.quantise_weights(w, power_of_two=power_of_two)
     want = q.quantise_weights_ref(w, power_of_two=power_of_two)
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours.is_contiguous()
-        assert_same(ours, theirs)
-    assert_same(got.transposed_eKN, got.values_eNK.transpose(1, 2))
-    scales = got.scales_eNK.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    rows, columns = got
+    assert rows is not None and columns is not None
+    for ours, theirs in zip((rows, columns), want, strict=True):
+        assert theirs is not None and ours.values.is_contiguous()
+        assert_same(ours.values, theirs.values)
+        assert_same(ours.scales, theirs.scales)
+    assert_same(columns.values, rows.values.transpose(1, 2))
+    assert_same(columns.scales, rows.scales.transpose(1, 2))
+    scales = rows.scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
     ok = w.isfinite() & scales.isfinite()
-    error = (got.values_eNK.float() * scales - w.float()).abs()
+    error = (rows.values.float() * scales - w.float()).abs()
     assert (error <= torch.maximum(w.float().abs() / 16, scales * 2**-10) * (1 + 1e-6))[ok].all()
 
 
@@ -308,4 +313,4 @@ def test_addresses_past_2_to_the_31() -> None:
     got, used = q.tile_tokens(rows, None, tiles), int(tiles.map[0, 0])
     last = map_row_tiles(torch.tensor([S % 128], device="cuda").int(), S % 128)
     end = Rows(rows.values[-(S % 128) :], rows.scales[-(S % 128) :], x.dtype)  # type: ignore[index]
-    assert_same(got.values_tC[used - 1], q.tile_tokens_ref(end, None, last).values_tC[0])
+    assert_same(got.values[used - 1], q.tile_tokens_ref(end, None, last).values[0])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moecore.kernels.rows import quantised_activation as qa
 from moecore.kernels.rows.activation import KINDS, ActivationOptions, weighted_activation_bwd_ref
-from moecore.kernels.rows.quantised import RowBlocks
+from moecore.kernels.rows.scaling import Blocks
 from tests.kernels.rows.test_quantised import DTYPES, codes, values_of
 
 DIFFER = 2e-3  # of the codes: exp is not torch's to the last bit, so a few lie on the other side
@@ -34,12 +34,11 @@ def assert_close(values: Tensor, scales: Tensor, theirs: Tensor, their_scales: T
     assert ((ours - wanted).abs() <= step + rounding).all()
 
 
-def assert_rows(ours: RowBlocks, theirs: RowBlocks, used: int) -> None:
-    assert ours.values_RK.shape == theirs.values_RK.shape
-    assert ours.scales_BR.shape == theirs.scales_BR.shape
+def assert_rows(ours: Blocks, theirs: Blocks, used: int) -> None:
+    assert ours.values.shape == theirs.values.shape
+    assert ours.scales.shape == theirs.scales.shape
     parts = [
-        (x.values_RK[:used], x.scales_BR[:, :used].T.repeat_interleave(128, 1))
-        for x in (ours, theirs)
+        (x.values[:used], x.scales[:, :used].T.repeat_interleave(128, 1)) for x in (ours, theirs)
     ]
     assert_close(*parts[0], *parts[1])
 
@@ -76,8 +75,8 @@ def test_forward_without_weights(dtype: torch.dtype, device: str) -> None:
     got = qa.quantised_activation(h, None, None, options, power_of_two=True)
     want = qa.quantised_activation_ref(h, None, options, power_of_two=True)
     assert_rows(got, want, 35)
-    assert (got.values_RK[0].float() == 0).all() and got.scales_BR.shape == (3, 36)
-    wide = got.values_RK.float() * got.scales_BR.T[:35].repeat_interleave(128, 1)
+    assert (got.values[0].float() == 0).all() and got.scales.shape == (3, 36)
+    wide = got.values.float() * got.scales.T[:35].repeat_interleave(128, 1)
     assert wide[1].isnan().nonzero().tolist() == [[3]] and wide[2].isnan().sum() == 128
 
 
@@ -112,7 +111,7 @@ def test_backward_without_weights(dtype: torch.dtype, device: str) -> None:
     want = qa.quantised_activation_bwd_ref(h, da, None, None, options, power_of_two=True)
     for ours, theirs in ((got[0], want[0]), (got[2], want[2])):
         assert_rows(ours, theirs, 35)
-    assert got[2].values_RK.float().isnan().nonzero().tolist() == [[2, 3]]
+    assert got[2].values.float().isnan().nonzero().tolist() == [[2, 3]]
 
 
 def test_no_rows(device: str) -> None:
@@ -120,7 +119,7 @@ def test_no_rows(device: str) -> None:
     h, da, weights, num_rows = inputs(0, 128, options, torch.bfloat16, device, 0)
     args = (h, da, weights, num_rows, options)
     dh, dweights, _ = qa.quantised_activation_bwd(*args, power_of_two=True)
-    assert dh.values_RK.shape == (0, 128) and dweights.shape == (0,)
+    assert dh.values.shape == (0, 128) and dweights.shape == (0,)
 
 
 def test_columns_without_whole_blocks() -> None:

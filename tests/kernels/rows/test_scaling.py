@@ -7,11 +7,11 @@ from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.packed import pack_rows_ref, packed_views
 from moecore.kernels.rows.scaling import (
     KINDS,
-    Operand,
+    Blocks,
+    cast_ref,
     dequantise,
     operand_shape,
     product_ref,
-    quantise_rows_ref,
 )
 from tests.precision.plain import rounded
 
@@ -19,8 +19,8 @@ BLOCK_OF = {kind: block for block, kind in KINDS.items()}
 ALL = [(kind, fmt, p2) for kind in BLOCK_OF for fmt in ("e4m3", "e5m2") for p2 in (True, False)]
 
 
-def quantised(x: torch.Tensor, kind: str, fmt: str = "e4m3", p2: bool = True) -> Operand:
-    return quantise_rows_ref(x, None, kind, fmt, p2)
+def quantised(x: torch.Tensor, kind: str, fmt: str = "e4m3", p2: bool = True) -> Blocks:
+    return cast_ref(x, None, kind, fmt, p2)
 
 
 @pytest.mark.parametrize(("kind", "fmt", "p2"), ALL)
@@ -44,7 +44,7 @@ def test_tiles_are_those_of_rows_that_travel() -> None:
     values, scales = packed_views(pack_rows_ref(x), 256)
     operand = quantised(x, "tile")
     assert torch.equal(operand.scales, scales.T)
-    assert torch.equal(operand.values_MK.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(operand.values.view(torch.uint8), values.view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", BLOCK_OF)
@@ -73,7 +73,7 @@ def test_infinity_and_nan() -> None:
 
 def test_an_amax_from_elsewhere_saturates() -> None:
     x = torch.tensor([[0.5, -3.0, math.inf, math.nan] * 4])
-    wide = dequantise(quantise_rows_ref(x, torch.tensor([1.75]), "tensor", "e4m3", True))
+    wide = dequantise(cast_ref(x, torch.tensor([1.75]), "tensor", "e4m3", True))
     assert wide[0, :2].tolist() == [0.5, -1.75] and wide[0, 2:4].isnan().all()
     assert amax(x).item() == math.inf and amax(torch.tensor([[1.0, math.nan]])).item() == 1
     assert amax(torch.zeros(0, 16)).item() == 0
@@ -103,7 +103,7 @@ def test_both_operands_of_one_cast() -> None:
     assert both.rows is not None and both.columns is not None
     assert torch.equal(dequantise(both.rows), dequantise(quantised(x, "tile")))
     assert torch.equal(dequantise(both.columns), dequantise(quantised(x.T, "tile")))
-    assert both.columns.values_MK.shape == (48, 128) and both.columns.values_MK.is_contiguous()
+    assert both.columns.values.shape == (48, 128) and both.columns.values.is_contiguous()
     seen = torch.tensor([0.5])
     one = cast(x, "tensor", power_of_two=True, columns=False, seen=seen)
     assert one.columns is None and seen.item() == x.abs().max().item()

@@ -30,6 +30,7 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.base.torch_names import local_of
 from moecore.kernels.rows.cast import cast
 from moecore.kernels.rows.quantised import quantise_weights
+from moecore.kernels.rows.shard_blocks import as_matrices, as_operand
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.params import gathered_blocks, global_indices
 from moecore.parallel import rank_bytes
@@ -133,17 +134,14 @@ def differs(model: Decoder, power_of_two: bool) -> list[str]:
             if weight.ndim > 2:
                 how = dict(power_of_two=power_of_two)
                 blocks = quantise_weights(weight.reshape(-1, *as_matrix(weight)), **how)
-                values, scales = blocks.values_eNK, blocks.scales_eNK
-                ours = found.as_matrices(values.shape)
-                same = torch.equal(ours.scales_eNK, scales)
-                same &= torch.equal(ours.values_eNK.view(torch.uint8), values.view(torch.uint8))
+                assert blocks.rows is not None
+                want, got = blocks.rows, as_matrices(found, blocks.rows.values.shape).rows
             else:
                 want = cast(weight, "block", power_of_two=power_of_two, columns=False).rows
-                assert want is not None
-                got = found.as_operand()
-                same = torch.equal(got.scales, want.scales)
-                bytes = (side.values_MK.view(torch.uint8) for side in (got, want))
-                same &= torch.equal(*bytes)
+                got = as_operand(found)
+            assert want is not None and got is not None
+            same = torch.equal(got.scales, want.scales)
+            same &= torch.equal(*(side.values.view(torch.uint8) for side in (got, want)))
             if not same:
                 wrong.append(f"{param.slot.param} [{rows}, {columns}]")
         unit.free()

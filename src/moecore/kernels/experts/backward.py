@@ -6,7 +6,7 @@ Letters: as in `contract.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.scaling import Both
 
 
 class Wants(NamedTuple):
@@ -60,34 +61,30 @@ class Saved:
     index: ExpertIndex
 
     def tensors(self) -> list[Tensor | None]:
-        """Return all tensors, in the order in which `of` takes them."""
+        """Return the tensors that `of` takes, in its order: without quantised weights."""
         found: list[Tensor | None] = []
         for rows in (self.rows, self.h):
             found += (None, None) if rows is None else (rows.values, rows.scales)
-        quantised = self.weights.quantised or ()
-        matrices = [tensor for blocks in quantised for tensor in blocks]
-        return [*found, self.weights.w1_eCD, self.weights.w2_eDF, *self.index, *matrices]
+        return [*found, self.weights.w1_eCD, self.weights.w2_eDF, *self.index]
 
     @classmethod
-    def of(cls, tensors: Sequence[Any], dtype: torch.dtype) -> Saved:
+    def of(
+        cls,
+        tensors: Sequence[Any],
+        dtype: torch.dtype,
+        quantised: tuple[Both, Both] | None = None,
+    ) -> Saved:
         """Return the record of its tensors.
 
         Args:
             tensors: of `tensors()`.
             dtype: in which the rows count.
+            quantised: of the weights.
         """
-        x, x_scales, h, h_scales, w1_eCD, w2_eDF, *index = tensors[:NUM_TENSORS]
-        weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF)
-        if len(tensors) > NUM_TENSORS:
-            blocks = tensors[NUM_TENSORS:]
-            half = len(blocks) // 2
-            pair = (tuple(blocks[:half]), tuple(blocks[half:]))
-            weights = replace(weights, quantised=pair)
+        x, x_scales, h, h_scales, w1_eCD, w2_eDF, *index = tensors
+        weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF, quantised=quantised)
         rows, hidden = _rows(x, x_scales, dtype), _rows(h, h_scales, dtype)
         return cls(rows, hidden, weights, ExpertIndex(*index))
-
-
-NUM_TENSORS = 10  # of `Saved`, but for quantised weights
 
 
 def _rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Rows | None:

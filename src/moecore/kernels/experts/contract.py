@@ -18,6 +18,7 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.scaling import Both
 
 ProductsName = Literal["auto", "triton", "torch"]
 ComputeGrad = Callable[..., Tensor]  # (*operands, GradTarget) -> the gradient
@@ -115,7 +116,7 @@ class ExpertWeights:
     update1: LowRankUpdate | None = None
     update2: LowRankUpdate | None = None
     sinks: tuple[GradSink | None, GradSink | None] = (None, None)
-    quantised: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+    quantised: tuple[Both, Both] | None = None
 
 
 class GradientSender(Protocol):

@@ -24,7 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.torch_names import have_tangents, is_plain_eager, will_run
+from moecore.base.torch_names import (
+    have_tangents,
+    is_plain_eager,
+    tree_flatten,
+    tree_unflatten,
+    will_run,
+)
 from moecore.kernels.experts.backward import Saved, Wants, differentiate
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
@@ -86,9 +92,9 @@ class _ExpertMLP(torch.autograd.Function):
         kept = () if refetch is None else refetch.kept
         x = rows if rows.is_kept else x
         saved = Saved(x if refetch is None else None, h_kept, weights, index)
-        tensors = saved.tensors()
-        ctx.save_for_backward(*tensors, *kept)
-        ctx.num_saved = len(tensors)
+        tensors, (matrices, ctx.pair) = saved.tensors(), tree_flatten(weights.quantised)
+        ctx.save_for_backward(*tensors, *matrices, *kept)
+        ctx.ends = (len(tensors), len(tensors) + len(matrices))
         ctx.options, ctx.sinks, ctx.dtype = options, weights.sinks, rows.dtype
         ctx.is_unsummed = unsummed is not None
         ctx.fetch = None if refetch is None else refetch.fetch
@@ -98,12 +104,13 @@ class _ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # checkpointing unpacks once
-        saved = Saved.of(tensors[: ctx.num_saved], ctx.dtype)
+        tensors, (end, kept_from) = ctx.saved_tensors, ctx.ends  # checkpointing unpacks once
+        quantised = tree_unflatten(tensors[end:kept_from], ctx.pair)
+        saved = Saved.of(tensors[:end], ctx.dtype, quantised)
         of_x, of_w1, of_w2, of_weights, of_handle, *_ = ctx.needs_input_grad
         wants = Wants(of_handle if ctx.is_unsummed else of_x, of_w1, of_w2, of_weights)
         if ctx.fetch is not None and (wants.w1 or saved.h is None):
-            saved = replace(saved, rows=ctx.fetch(*tensors[ctx.num_saved :]))
+            saved = replace(saved, rows=ctx.fetch(*tensors[kept_from:]))
         if is_plain_eager() and not torch.is_grad_enabled():
             found = differentiate(
                 make_products(ctx.options, saved.index, saved.weights),

@@ -25,9 +25,6 @@ from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.quantised import (
-    RowBlocks,
-    TokenTiles,
-    WeightBlocks,
     gather_row_blocks,
     quantise_rows,
     quantise_weights,
@@ -39,6 +36,7 @@ from moecore.kernels.rows.quantised_activation import (
 )
 from moecore.kernels.rows.record import Rows, widen_rows
 from moecore.kernels.rows.row_tiles import map_row_tiles
+from moecore.kernels.rows.scaling import Blocks, Both
 from moecore.kernels.rows.shard_blocks import transpose_values
 
 # Smallest F from which a layer in FP8 was faster: "Layers in FP8", docs/findings/fp8.md
@@ -48,7 +46,7 @@ FASTER_FROM = 384
 class _OperandBlocks(NamedTuple):
     """Rows in expert order, and the dtype of what their product gives."""
 
-    rows: RowBlocks
+    rows: Blocks
     dtype: torch.dtype
 
 
@@ -84,7 +82,7 @@ class BlockwiseProducts:
         self.dtypes = weights.w1_eCD.dtype, weights.w2_eDF.dtype
 
     @staticmethod
-    def quantise(w_eNK: Tensor, recipe: Recipe) -> WeightBlocks:
+    def quantise(w_eNK: Tensor, recipe: Recipe) -> Both:
         """Return one matrix of every expert as these products take it. No autograd."""
         w_eNK = w_eNK.detach().contiguous()
         return quantise_weights(w_eNK, power_of_two=recipe.power_of_two)
@@ -164,16 +162,16 @@ class BlockwiseProducts:
             vars(self).pop(name, None)
 
     @cached_property
-    def _w1(self) -> WeightBlocks:
+    def _w1(self) -> Both:
         found = self.weights.quantised
-        return WeightBlocks(*found[0]) if found else self._blocks(self.weights.w1_eCD)
+        return found[0] if found else self._blocks(self.weights.w1_eCD)
 
     @cached_property
-    def _w2(self) -> WeightBlocks:
+    def _w2(self) -> Both:
         found = self.weights.quantised
-        return WeightBlocks(*found[1]) if found else self._blocks(self.weights.w2_eDF)
+        return found[1] if found else self._blocks(self.weights.w2_eDF)
 
-    def _blocks(self, w_eNK: Tensor) -> WeightBlocks:
+    def _blocks(self, w_eNK: Tensor) -> Both:
         return self.quantise(w_eNK, self.recipe)
 
     def _quantised(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
@@ -187,26 +185,23 @@ class BlockwiseProducts:
         a = quantised_activation(h_RC, *where, power_of_two=self.recipe.power_of_two)
         return _OperandBlocks(a, h_RC.dtype)
 
-    def _forward(self, rows: RowBlocks, w: WeightBlocks, dtype: torch.dtype) -> Tensor:
+    def _forward(self, rows: Blocks, w: Both, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix, transposed."""
-        return fp8_gemm(rows, w.values_eNK, w.scales_eNK, self.offsets_e, self.tiles, dtype)
+        assert w.rows is not None
+        return fp8_gemm(rows, w.rows, self.offsets_e, self.tiles, dtype)
 
-    def _backward(self, rows: RowBlocks, w: WeightBlocks, dtype: torch.dtype) -> Tensor:
+    def _backward(self, rows: Blocks, w: Both, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix."""
-        w_eKN, scales_eKN = w.transposed_eKN, w.scales_eNK.transpose(1, 2)
-        if w_eKN is None:
-            w_eKN = transpose_values(w.values_eNK)
-        return fp8_gemm(rows, w_eKN, scales_eKN, self.offsets_e, self.tiles, dtype)
+        columns = w.columns
+        if columns is None:  # gathered in FP8
+            assert w.rows is not None
+            scales_eKN = w.rows.scales.transpose(1, 2)
+            columns = Blocks(transpose_values(w.rows.values), scales_eKN, "block")
+        return fp8_gemm(rows, columns, self.offsets_e, self.tiles, dtype)
 
-    def _wgrad(
-        self,
-        x: RowBlocks | TokenTiles,
-        y: RowBlocks | TokenTiles,
-        target: GradTarget,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def _wgrad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:
         """Put the product of expert rows at the target; those not in tiles yet are transposed."""
-        x, y = (tile_tokens(z, None, self.tiles) if isinstance(z, RowBlocks) else z for z in (x, y))
+        x, y = (tile_tokens(z, None, self.tiles) if z.kind == "tile" else z for z in (x, y))
         dtype = target.dtype or dtype
         out, adds, scale = target.out, target.adds, target.scale
         return fp8_wgrad(x, y, self.tiles, out=out, adds=adds, dtype=dtype, scale=scale)

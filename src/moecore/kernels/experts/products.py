@@ -32,6 +32,7 @@ from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.experts.triton_products import HopperProducts, TritonProducts
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.scaling import Both
 
 
 class Products(Protocol):
@@ -146,7 +147,6 @@ def make_products(
     return kind(index, options.activation, weights)
 
 
-def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
+def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> Both:
     """Return one matrix of every expert as the products of a recipe take it. No autograd."""
-    found = OF_SCALING[recipe.scaling].quantise(w_eNK, recipe)
-    return tuple(tensor for tensor in found if tensor is not None)
+    return OF_SCALING[recipe.scaling].quantise(w_eNK, recipe)

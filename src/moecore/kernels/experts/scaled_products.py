@@ -18,7 +18,6 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
-    ScaledWeights,
     pad_rows,
     scaled_columns,
     scaled_gemm,
@@ -35,6 +34,7 @@ from moecore.kernels.rows.activation import (
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows_plain
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.scaling import Blocks, Both
 
 
 class ScaledProducts:
@@ -77,7 +77,7 @@ class ScaledProducts:
         return spec.refused_in_fp8(ALIGNED)
 
     @staticmethod
-    def quantise(w_eNK: Tensor, recipe: Recipe) -> ScaledWeights:
+    def quantise(w_eNK: Tensor, recipe: Recipe) -> Both:
         """Return one matrix of every expert as these products take it. No autograd."""
         per_row = recipe.scaling == "rowwise"
         return scaled_weights(w_eNK.detach(), per_row=per_row, power_of_two=recipe.power_of_two)
@@ -97,7 +97,7 @@ class ScaledProducts:
 
     def fc2(self, a_RF: Tensor) -> Tensor:
         """Return the output of each expert row."""
-        return self._product(a_RF, self._w2.values_eNK, self._w2.scales_eN)
+        return self._product(a_RF, self._w2.rows)
 
     def fc1_again(self, rows: Rows) -> Rows:
         """Return H alone."""
@@ -116,13 +116,13 @@ class ScaledProducts:
 
     def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH, the weights' gradients and the weighted activation."""
-        da_RF = self._product(dy_RD, self._w2.transposed_eKN, self._w2.transposed_scales_eK)
+        da_RF = self._product(dy_RD, self._w2.columns)
         where = (self.weights_R, self.where[2], self.activation)
         return weighted_activation_bwd(h.values, da_RF, *where)
 
     def fc1_bwd(self, dh_RC: Tensor) -> Tensor:
         """Return the gradient of each expert row."""
-        return self._product(dh_RC, self._w1.transposed_eKN, self._w1.transposed_scales_eK)
+        return self._product(dh_RC, self._w1.columns)
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
         """Put the gradient of w1 at the target; return it."""
@@ -139,28 +139,29 @@ class ScaledProducts:
             vars(self).pop(name, None)
 
     @cached_property
-    def _w1(self) -> ScaledWeights:
+    def _w1(self) -> Both:
         found = self.weights.quantised
-        return ScaledWeights(*found[0]) if found else self._quantised(self.weights.w1_eCD)
+        return found[0] if found else self._quantised(self.weights.w1_eCD)
 
     @cached_property
-    def _w2(self) -> ScaledWeights:
+    def _w2(self) -> Both:
         found = self.weights.quantised
-        return ScaledWeights(*found[1]) if found else self._quantised(self.weights.w2_eDF)
+        return found[1] if found else self._quantised(self.weights.w2_eDF)
 
-    def _quantised(self, w_eNK: Tensor) -> ScaledWeights:
+    def _quantised(self, w_eNK: Tensor) -> Both:
         return self.quantise(w_eNK, self.recipe)
 
     def _gathered(self, rows: Rows) -> Tensor:
         return gather_rows_plain(rows.widen(), *self.where)
 
     def _fc1(self, rows: Rows) -> Tensor:
-        return self._product(self._gathered(rows), self._w1.values_eNK, self._w1.scales_eN)
+        return self._product(self._gathered(rows), self._w1.rows)
 
-    def _product(self, a_RK: Tensor, b_eNK: Tensor, scales_eN: Tensor) -> Tensor:
+    def _product(self, a_RK: Tensor, b: Blocks | None) -> Tensor:
         """Return each expert row times its expert's matrix, transposed."""
+        assert b is not None
         rows = scaled_rows(a_RK, **self.how)
-        return scaled_gemm(rows, b_eNK, scales_eN, self.offsets_e, a_RK.dtype)
+        return scaled_gemm(rows, b, self.offsets_e, a_RK.dtype)
 
     def _wgrad(self, x_RM: Tensor, y_RN: Tensor, target: GradTarget, dtype: torch.dtype) -> Tensor:
         padded = pad_rows(self.offsets_e, x_RM.shape[0])

@@ -6,8 +6,8 @@
 Letters: R expert rows (length), e experts, K the summed dim, N columns, M columns of x,
 t row tiles.
 
-Operands are those of `rows/quantised.py`. FP8 tensor cores multiply 128 of the summed dim; their
-sum is multiplied by both scales and added in fp32. One persistent program runs on each
+Operands are "grouped" ones of `rows/scaling.py`. FP8 tensor cores multiply 128 of the summed dim;
+their sum is multiplied by both scales and added in fp32. One persistent program runs on each
 multiprocessor of Hopper: a warp fills a ring of stages by TMA, two warp groups share a tile of
 128 x 256. 2 * R * N * K floating-point operations each (K or M columns of a). Bytes moved at least:
 each operand and the output once.
@@ -26,8 +26,8 @@ from moecore.kernels.grouped.fp8_wgrad_kernel import sm90_fp8_grouped_wgrad_kern
 from moecore.kernels.grouped.skeleton import GroupedConstants
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.e4m3 import BLOCK
-from moecore.kernels.rows.quantised import RowBlocks, TokenTiles
 from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
+from moecore.kernels.rows.scaling import Blocks
 
 BLOCK_N = 256
 CONST = GroupedConstants(
@@ -41,40 +41,32 @@ CONST = GroupedConstants(
 )
 
 
-def fp8_gemm_ref(
-    a: RowBlocks, b_eNK: Tensor, scales_eNK: Tensor, offsets_e: Tensor, dtype: torch.dtype
-) -> Tensor:
+def fp8_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `fp8_gemm` returns, block by block in plain PyTorch; 0 past the rows. Host sync.
 
     Args: as `fp8_gemm`.
     """
-    R, N = a.values_RK.shape[0], b_eNK.shape[1]
-    out_RN = torch.zeros(R, N, device=b_eNK.device)
+    R, N = a.values.shape[0], b.values.shape[1]
+    out_RN = torch.zeros(R, N, device=b.values.device)
     start = 0
     for i, stop in enumerate(offsets_e.tolist()):
-        for k in range(a.values_RK.shape[1] // BLOCK):
+        for k in range(a.values.shape[1] // BLOCK):
             part = slice(k * BLOCK, (k + 1) * BLOCK)
-            product = a.values_RK[start:stop, part].float() @ b_eNK[i, :, part].float().T
-            scales_N = scales_eNK[i, :, k].repeat_interleave(BLOCK)
-            out_RN[start:stop] += product * (a.scales_BR[k, start:stop, None] * scales_N)
+            product = a.values[start:stop, part].float() @ b.values[i, :, part].float().T
+            scales_N = b.scales[i, :, k].repeat_interleave(BLOCK)
+            out_RN[start:stop] += product * (a.scales[k, start:stop, None] * scales_N)
         start = stop
     return out_RN.to(dtype)
 
 
 def fp8_gemm(
-    a: RowBlocks,
-    b_eNK: Tensor,
-    scales_eNK: Tensor,
-    offsets_e: Tensor,
-    tiles: RowTiles,
-    dtype: torch.dtype,
+    a: Blocks, b: Blocks, offsets_e: Tensor, tiles: RowTiles, dtype: torch.dtype
 ) -> Tensor:
     """Return each expert row times its expert's matrix. No autograd; no host sync on Hopper.
 
     Args:
-        a: rows in expert order; K a multiple of 128.
-        b_eNK: float8_e4m3fn, contiguous; N a multiple of 128.
-        scales_eNK: fp32 [e, N / 128, K / 128], any strides.
+        a: rows in expert order, [R, K]; K a multiple of 128.
+        b: one matrix of every expert, [e, N, K]; N a multiple of 128.
         offsets_e: int32 running sum of the experts' rows.
         tiles: from `map_row_tiles`.
         dtype: of the result, bf16 or fp16 on a GPU.
@@ -83,53 +75,52 @@ def fp8_gemm(
         [R, N], summed in fp32 and rounded once; rows past the last expert's are uninitialised.
         Bit-reproducible.
     """
-    (R, K), N = a.values_RK.shape, b_eNK.shape[1]
-    out_RN = torch.empty(R, N, dtype=dtype, device=b_eNK.device)
+    (R, K), N, device = a.values.shape, b.values.shape[1], b.values.device
+    out_RN = torch.empty(R, N, dtype=dtype, device=device)
     if not R:
         return out_RN
-    if not has_hopper_kernels(b_eNK.device):
-        is_meta = b_eNK.is_meta
-        return out_RN if is_meta else fp8_gemm_ref(a, b_eNK, scales_eNK, offsets_e, dtype)
-    with on_device(b_eNK):
-        sm90_fp8_grouped_nt_kernel[(num_sms(b_eNK.device),)](
-            gluon_descriptor(a.values_RK, (BLOCK_M, BLOCK)),
-            gluon_descriptor(b_eNK.view(-1, K), (BLOCK_N, BLOCK)),
+    if not has_hopper_kernels(device):
+        return out_RN if out_RN.is_meta else fp8_gemm_ref(a, b, offsets_e, dtype)
+    with on_device(out_RN):
+        sm90_fp8_grouped_nt_kernel[(num_sms(device),)](
+            gluon_descriptor(a.values, (BLOCK_M, BLOCK)),
+            gluon_descriptor(b.values.view(-1, K), (BLOCK_N, BLOCK)),
             tiles.map,
-            a.scales_BR,
-            scales_eNK,
+            a.scales,
+            b.scales,
             out_RN,
             gluon_descriptor(out_RN, (BLOCK_M // 2, BLOCK_N // 2)),
             K,
             N,
-            a.scales_BR.stride(0),
-            *scales_eNK.stride(),
+            a.scales.stride(0),
+            *b.scales.stride(),
             CONST=CONST,
             num_warps=4,
         )
     return out_RN
 
 
-def fp8_wgrad_ref(x: TokenTiles, y: TokenTiles, tiles: RowTiles) -> Tensor:
+def fp8_wgrad_ref(x: Blocks, y: Blocks, tiles: RowTiles) -> Tensor:
     """Return fp32 [e, M, N], tile by tile in plain PyTorch. Host sync.
 
     Args: as `fp8_wgrad`.
     """
-    M, N = x.values_tC.shape[1], y.values_tC.shape[1]
+    M, N = x.values.shape[1], y.values.shape[1]
     out_eMN = torch.zeros(tiles.ends_e.shape[0], M, N, device=tiles.ends_e.device)
     first = 0
     for i, last in enumerate(tiles.ends_e.tolist()):
         for t in range(first, last):
-            product = x.values_tC[t].float() @ y.values_tC[t].float().T
-            x_scales_M = x.scales_tB[t].repeat_interleave(BLOCK)
-            y_scales_N = y.scales_tB[t].repeat_interleave(BLOCK)
+            product = x.values[t].float() @ y.values[t].float().T
+            x_scales_M = x.scales[t].repeat_interleave(BLOCK)
+            y_scales_N = y.scales[t].repeat_interleave(BLOCK)
             out_eMN[i] += product * (x_scales_M[:, None] * y_scales_N)
         first = last
     return out_eMN
 
 
 def fp8_wgrad(
-    x: TokenTiles,
-    y: TokenTiles,
+    x: Blocks,
+    y: Blocks,
     tiles: RowTiles,
     *,
     out: Tensor | None = None,
@@ -140,7 +131,7 @@ def fp8_wgrad(
     """Return each expert's sum of outer products x[r] y[r]. No autograd; no host sync on Hopper.
 
     Args:
-        x: columns of rows in expert order; M a multiple of 128.
+        x: columns of row tiles, [t, M, 128]; M a multiple of 128.
         y: likewise; N a multiple of 128.
         tiles: from `map_row_tiles`, of both.
         out: fp32 or bf16 [e, M, N], contiguous, which takes the result.
@@ -154,17 +145,17 @@ def fp8_wgrad(
     """
     if not has_hopper_kernels(tiles.map.device):
         return put_grad(fp8_wgrad_ref(x, y, tiles), out, adds, dtype, scale)
-    M, N, e = x.values_tC.shape[1], y.values_tC.shape[1], tiles.ends_e.shape[0]
+    M, N, e = x.values.shape[1], y.values.shape[1], tiles.ends_e.shape[0]
     out_eMN = out
     if out_eMN is None:
         out_eMN = torch.empty(e, M, N, dtype=dtype, device=tiles.map.device)
     block = (1, BLOCK_M // 2, BLOCK_N // 2)
     with on_device(out_eMN):
         sm90_fp8_grouped_wgrad_kernel[(num_sms(out_eMN.device),)](
-            gluon_descriptor(x.values_tC.view(-1, BLOCK), (BLOCK_M, BLOCK)),
-            gluon_descriptor(y.values_tC.view(-1, BLOCK), (BLOCK_N, BLOCK)),
-            x.scales_tB,
-            y.scales_tB,
+            gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK)),
+            gluon_descriptor(y.values.view(-1, BLOCK), (BLOCK_N, BLOCK)),
+            x.scales,
+            y.scales,
             tiles.ends_e,
             out_eMN,
             gluon_descriptor(out_eMN, block) if not adds else None,

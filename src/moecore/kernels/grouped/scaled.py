@@ -3,8 +3,9 @@
     scaled_gemm    out[r] = a[r] @ b[expert(r)]^T
     scaled_wgrad   out[i] = sum over the rows r of expert i of  x[r]^T y[r]
 
-A scale belongs to all of the summed dim, so it is multiplied at the end. "tensorwise" operands have
-the same scale in every row.
+A scale belongs to all of the summed dim, so it is multiplied at the end. Operands are of the kind
+"row", see `rows/scaling.py`; "tensorwise" ones have the same scale in every row. Columns are 0
+between an expert's rows and the next one's.
 
 Letters: R expert rows (length), e experts, K the summed dim, N columns, M columns of x, P rows with
 each expert's padded to a multiple of 16 (bytes, from which torch's product may read).
@@ -20,49 +21,9 @@ from torch import Tensor
 from moecore.base.torch_names import is_silent, scaled_grouped_mm
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import FP8, block_scale_ref, magnitude_ref
-from moecore.kernels.rows.quantised import quantise_ref
+from moecore.kernels.rows.scaling import Blocks, Both, quantise_ref
 
 ALIGNED = 16  # of which K, N, and each expert's rows in P are multiples
-
-
-class ScaledRows(NamedTuple):
-    """Rows in expert order.
-
-    Attributes:
-        values_RK: float8_e4m3fn, contiguous.
-        scales_R: fp32.
-    """
-
-    values_RK: Tensor
-    scales_R: Tensor
-
-
-class ScaledWeights(NamedTuple):
-    """One matrix of every expert, quantised along either dim.
-
-    Attributes:
-        values_eNK: float8_e4m3fn, contiguous, for sums over K.
-        scales_eN: fp32.
-        transposed_eKN: float8_e4m3fn, contiguous, for sums over N.
-        transposed_scales_eK: fp32.
-    """
-
-    values_eNK: Tensor
-    scales_eN: Tensor
-    transposed_eKN: Tensor
-    transposed_scales_eK: Tensor
-
-
-class ScaledColumns(NamedTuple):
-    """The columns of rows in expert order, with every expert's own scales.
-
-    Attributes:
-        values_CP: float8_e4m3fn, contiguous; 0 between an expert's rows and the next one's.
-        scales_eC: fp32.
-    """
-
-    values_CP: Tensor
-    scales_eC: Tensor
 
 
 class PaddedRows(NamedTuple):
@@ -104,31 +65,30 @@ def pad_rows(offsets_e: Tensor, num_rows: int) -> PaddedRows:
     return PaddedRows(expert_R, place_R.where(expert_R < e, length), ends_e, length)
 
 
-def scaled_rows(x_RK: Tensor, *, per_row: bool, power_of_two: bool) -> ScaledRows:
+def scaled_rows(x_RK: Tensor, *, per_row: bool, power_of_two: bool) -> Blocks:
     """Return rows in FP8, with a scale each or one for all, in plain PyTorch. No host sync."""
     per_row |= not x_RK.shape[0]  # no rows have no largest value
     values, scales = quantise_ref(x_RK, -1 if per_row else (0, 1), power_of_two)
-    return ScaledRows(values, scales.flatten().expand(x_RK.shape[0]).contiguous())
+    return Blocks(values, scales.flatten().expand(x_RK.shape[0]).contiguous(), "row")
 
 
-def scaled_weights(w_eNK: Tensor, *, per_row: bool, power_of_two: bool) -> ScaledWeights:
+def scaled_weights(w_eNK: Tensor, *, per_row: bool, power_of_two: bool) -> Both:
     """Return matrices in FP8, with a scale per row of either layout or one per expert."""
     e, N, K = w_eNK.shape
     rows, row_scales = quantise_ref(w_eNK, -1 if per_row else (1, 2), power_of_two)
     columns, column_scales = rows, row_scales
     if per_row:
         columns, column_scales = quantise_ref(w_eNK, 1, power_of_two)
-    return ScaledWeights(
-        rows,
-        row_scales.view(e, -1).expand(e, N).contiguous(),
-        columns.transpose(1, 2).contiguous(),
-        column_scales.view(e, -1).expand(e, K).contiguous(),
+    columns_eKN = columns.transpose(1, 2).contiguous()
+    return Both(
+        Blocks(rows, row_scales.view(e, -1).expand(e, N).contiguous(), "row"),
+        Blocks(columns_eKN, column_scales.view(e, -1).expand(e, K).contiguous(), "row"),
     )
 
 
 def scaled_columns(
     x_RC: Tensor, padded: PaddedRows, *, per_row: bool, power_of_two: bool
-) -> ScaledColumns:
+) -> Blocks:
     """Return columns in FP8, with a scale per expert and column or one for all. No host sync.
 
     Args:
@@ -149,7 +109,7 @@ def scaled_columns(
     values_RC = (x_RC * inverse_eC[padded.expert_R]).to(FP8)
     values_PC = values_RC.new_zeros(padded.length + 1, C, dtype=torch.uint8)
     values_PC.index_copy_(0, padded.place_R, values_RC.view(torch.uint8))
-    return ScaledColumns(values_PC[:-1].T.contiguous().view(FP8), scales_eC[:e].contiguous())
+    return Blocks(values_PC[:-1].T.contiguous().view(FP8), scales_eC[:e].contiguous(), "row")
 
 
 def is_reference(x: Tensor) -> bool:
@@ -157,59 +117,49 @@ def is_reference(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def scaled_gemm_ref(
-    a: ScaledRows, b_eNK: Tensor, scales_eN: Tensor, offsets_e: Tensor, dtype: torch.dtype
-) -> Tensor:
+def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `scaled_gemm` returns, expert by expert in plain PyTorch. Host sync."""
-    out_RN = torch.zeros(a.values_RK.shape[0], b_eNK.shape[1], device=b_eNK.device)
+    out_RN = torch.zeros(a.values.shape[0], b.values.shape[1], device=b.values.device)
     start = 0
     for i, stop in enumerate(offsets_e.tolist()):
-        product = a.values_RK[start:stop].float() @ b_eNK[i].float().T
-        out_RN[start:stop] = product * a.scales_R[start:stop, None] * scales_eN[i]
+        product = a.values[start:stop].float() @ b.values[i].float().T
+        out_RN[start:stop] = product * a.scales[start:stop, None] * b.scales[i]
         start = stop
     return out_RN.to(dtype)
 
 
-def scaled_gemm(
-    a: ScaledRows, b_eNK: Tensor, scales_eN: Tensor, offsets_e: Tensor, dtype: torch.dtype
-) -> Tensor:
+def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each expert row times its expert's matrix. No autograd; no host sync on a GPU.
 
     Args:
-        a: rows in expert order; K a multiple of 16.
-        b_eNK: float8_e4m3fn, contiguous; N a multiple of 16.
-        scales_eN: fp32.
+        a: rows in expert order, [R, K]; K a multiple of 16.
+        b: one matrix of every expert, [e, N, K]; N a multiple of 16.
         offsets_e: int32 running sum of the experts' rows.
         dtype: of the result, bf16 on a GPU.
 
     Returns:
         [R, N]; rows past the last expert's hold nothing of meaning.
     """
-    if is_reference(b_eNK):
-        return scaled_gemm_ref(a, b_eNK, scales_eN, offsets_e, dtype)
-    if not a.values_RK.shape[0] or is_silent(b_eNK):
-        return b_eNK.new_empty(a.values_RK.shape[0], b_eNK.shape[1], dtype=dtype)
-    b_eKN = b_eNK.transpose(1, 2)
-    return scaled_grouped_mm(
-        a.values_RK, b_eKN, a.scales_R, scales_eN, offs=offsets_e, out_dtype=dtype
-    )
+    if is_reference(b.values):
+        return scaled_gemm_ref(a, b, offsets_e, dtype)
+    R, b_eKN = a.values.shape[0], b.values.transpose(1, 2)
+    if not R or is_silent(b_eKN):
+        return b_eKN.new_empty(R, b_eKN.shape[2], dtype=dtype)
+    scales = (a.scales, b.scales)
+    return scaled_grouped_mm(a.values, b_eKN, *scales, offs=offsets_e, out_dtype=dtype)
 
 
-def scaled_wgrad_ref(
-    x: ScaledColumns, y: ScaledColumns, offsets_e: Tensor, dtype: torch.dtype
-) -> Tensor:
+def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `scaled_wgrad` returns, expert by expert in plain PyTorch. Host sync."""
     out, start = [], 0
     for i, stop in enumerate(offsets_e.tolist()):
-        product = x.values_CP[:, start:stop].float() @ y.values_CP[:, start:stop].float().T
-        out.append(product * x.scales_eC[i, :, None] * y.scales_eC[i])
+        product = x.values[:, start:stop].float() @ y.values[:, start:stop].float().T
+        out.append(product * x.scales[i, :, None] * y.scales[i])
         start = stop
     return torch.stack(out).to(dtype)
 
 
-def scaled_wgrad(
-    x: ScaledColumns, y: ScaledColumns, offsets_e: Tensor, dtype: torch.dtype
-) -> Tensor:
+def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each expert's sum of outer products. No autograd; no host sync on a GPU.
 
     Args:
@@ -223,5 +173,5 @@ def scaled_wgrad(
     """
     if is_reference(offsets_e):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)
-    scales = (x.scales_eC.flatten(), y.scales_eC.flatten())
-    return scaled_grouped_mm(x.values_CP, y.values_CP.T, *scales, offs=offsets_e, out_dtype=dtype)
+    scales = (x.scales.flatten(), y.scales.flatten())
+    return scaled_grouped_mm(x.values, y.values.T, *scales, offs=offsets_e, out_dtype=dtype)

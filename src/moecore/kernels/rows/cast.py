@@ -17,8 +17,6 @@ rounds FP8 otherwise (3.6), so there integer operations do it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -28,10 +26,11 @@ from moecore.kernels.rows.e4m3 import BLOCK, encode, magnitude
 from moecore.kernels.rows.scaling import (
     BY_BLOCKS,
     DTYPES,
-    Operand,
+    Blocks,
+    Both,
     amax_ref,
+    cast_ref,
     operand_shape,
-    quantise_rows_ref,
     scales_shape,
 )
 
@@ -307,8 +306,8 @@ def _cast_ref(
     outputs: list[Tensor] = []
     for wanted, x in ((rows, x_TD), (columns, x_TD.T)):
         if wanted:
-            operand = quantise_rows_ref(x, amax, kind, fmt, power_of_two)
-            outputs += [operand.values_MK.view(torch.uint8), operand.scales]
+            operand = cast_ref(x, amax, kind, fmt, power_of_two)
+            outputs += [operand.values.view(torch.uint8), operand.scales]
         else:
             outputs += [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)]
     return outputs[0], outputs[1], outputs[2], outputs[3]
@@ -361,13 +360,6 @@ _cast_seen_op = Op("fp8_cast_seen", _cast, _cast_fake, mutates_args=("seen",))
 _amax_op = Op("fp8_amax", _amax, _amax_fake)
 
 
-class Both(NamedTuple):
-    """What `cast` made of a matrix [T, D]; None where it was not asked for."""
-
-    rows: Operand | None  # for sums over D
-    columns: Operand | None  # for sums over T; transposed
-
-
 def cast(
     x_TD: Tensor,
     kind: str,
@@ -402,9 +394,9 @@ def cast(
     )
 
 
-def operand(values_MK: Tensor, scales: Tensor, kind: str, fmt: str) -> Operand:
+def operand(values_MK: Tensor, scales: Tensor, kind: str, fmt: str) -> Blocks:
     """Return an operand of its bytes and scales."""
-    return Operand(values_MK.view(DTYPES[fmt]), scales, kind)
+    return Blocks(values_MK.view(DTYPES[fmt]), scales, kind)
 
 
 def amax(x_TD: Tensor) -> Tensor:

@@ -1,8 +1,13 @@
 """FP8 operands of grouped products, quantised in blocks of 128 along the dim that is summed.
 
-    RowBlocks     1 x 128 along a row: what the forward and the input gradients multiply
-    TokenTiles    128 rows of one expert, transposed: what weight gradients multiply
-    WeightBlocks  128 x 128, in both layouts
+    gather_row_blocks  1 x 128 along a row, in expert order: what the forward and the input
+                       gradients multiply
+    tile_tokens        128 rows of one expert, transposed: what weight gradients multiply
+    quantise_weights   128 x 128, in both layouts
+
+Layouts are those of `scaling.py`, "grouped". Scales of rows lie transposed: those of a tile's rows
+are neighbours. Tile j of `tile_tokens` holds the 128 rows of row tile j, and 0 past the end of its
+expert's rows; tiles past the last one in use are uninitialised.
 
 Hopper's FP8 tensor cores take both operands with the summed dim innermost, hence the transposed
 copies. A value is float8_e4m3fn times its block's scale.
@@ -18,14 +23,12 @@ Letters: S source rows, R expert rows (length), D K C columns, B = K / 128 block
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, next_power_of_2, on_device, use_kernel
-from moecore.kernels.rows.e4m3 import BLOCK, FP8, LEAST_SCALE, amax_ref, block_scale_ref
+from moecore.kernels.rows.e4m3 import BLOCK, FP8, LEAST_SCALE
 from moecore.kernels.rows.move import column_block
 from moecore.kernels.rows.quantised_kernel import (
     gather_row_blocks_kernel,
@@ -35,67 +38,18 @@ from moecore.kernels.rows.quantised_kernel import (
 )
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.row_tiles import MAP_FIELDS, RowTiles
+from moecore.kernels.rows.scaling import Blocks, Both, padded, quantise_ref
 
-SCALE_ROWS = 4  # of which the row length of `RowBlocks.scales_BR` is a multiple: 16 bytes, for TMA
+SCALE_ROWS = 4  # of which the row length of the scales of rows is a multiple: 16 bytes, for TMA
 ROWS_PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # of one program: 32 elements per thread
 TILE_WARPS = 4  # of a 128 x 128 block of weights
 TOKEN_WARPS = 4  # of 128 rows and columns: 32 words per thread
 SCALE_R, SCALE_B = 128, 16  # expert rows, and scales of each, that a program moves at a time
 
 
-class RowBlocks(NamedTuple):
-    """Rows in expert order.
-
-    Attributes:
-        values_RK: float8_e4m3fn, contiguous.
-        scales_BR: fp32 [K / 128, R rounded up to 4]: the scales of a tile's rows are neighbours.
-    """
-
-    values_RK: Tensor
-    scales_BR: Tensor
-
-
-class TokenTiles(NamedTuple):
-    """The columns of rows in expert order, tile by tile.
-
-    Attributes:
-        values_tC: float8_e4m3fn [tiles, C, 128], contiguous: tile j holds the 128 rows of row tile
-            j, transposed, and 0 past the end of its expert's rows. Tiles past the last one in use
-            are uninitialised.
-        scales_tB: fp32 [tiles, C / 128]: of 128 columns of the tile.
-    """
-
-    values_tC: Tensor
-    scales_tB: Tensor
-
-
-class WeightBlocks(NamedTuple):
-    """One matrix of every expert.
-
-    Attributes:
-        values_eNK: float8_e4m3fn [e, N, K], contiguous.
-        scales_eNK: fp32 [e, N / 128, K / 128].
-        transposed_eKN: the same values as [e, K, N], contiguous; None = whoever sums over N
-            transposes them.
-    """
-
-    values_eNK: Tensor
-    scales_eNK: Tensor
-    transposed_eKN: Tensor | None = None
-
-
 def blocks_of(x: Tensor) -> Tensor:
     """Return [..., B, 128], the blocks of the last dim."""
     return x.unflatten(-1, (-1, BLOCK))
-
-
-def quantise_ref(
-    x: Tensor, dim: int | tuple[int, ...], power_of_two: bool
-) -> tuple[Tensor, Tensor]:
-    """Return e4m3 of x's shape and fp32 scales with 1 in `dim`, in plain PyTorch."""
-    x = x.float()
-    scales, inverse = block_scale_ref(amax_ref(x, dim), power_of_two)
-    return (x * inverse).to(FP8), scales
 
 
 def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
@@ -104,31 +58,29 @@ def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
     return Rows(values.view(x_SD.shape), scales[..., 0], x_SD.dtype)
 
 
-def row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> RowBlocks:
+def row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> Blocks:
     """Return the rows quantised, in plain PyTorch."""
     rows = quantise_rows_ref(x_RK, power_of_two=power_of_two)
     assert rows.scales is not None
-    return RowBlocks(rows.values, _transposed_scales(rows.scales))
+    return Blocks(rows.values, _transposed_scales(rows.scales), "tile")
 
 
 def _transposed_scales(scales_RB: Tensor) -> Tensor:
     R = scales_RB.shape[0]
-    return F.pad(scales_RB.T, (0, scale_rows(R) - R)).contiguous()
+    return F.pad(scales_RB.T, (0, padded(R, SCALE_ROWS) - R)).contiguous()
 
 
-def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> RowBlocks:
+def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> Blocks:
     """Return what `gather_row_blocks` returns, in plain PyTorch; rows without a slot are copies."""
     assert rows.scales is not None
     values, scales = rows.values, rows.scales
     if row_ids_R is not None:
         values = values.view(torch.uint8).index_select(0, row_ids_R).view(FP8)
         scales = scales.index_select(0, row_ids_R)
-    return RowBlocks(values, _transposed_scales(scales))
+    return Blocks(values, _transposed_scales(scales), "tile")
 
 
-def tile_tokens_ref(
-    rows: Rows | RowBlocks, row_ids_R: Tensor | None, tiles: RowTiles
-) -> TokenTiles:
+def tile_tokens_ref(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
     """Return what `tile_tokens` returns, in plain PyTorch; 0 in tiles that nobody uses."""
     values_SD, scales_SB = _with_scales(rows)
     tile = torch.arange(tiles.most, device=values_SD.device)
@@ -143,30 +95,29 @@ def tile_tokens_ref(
     scales = F.pad(scales_SB, (0, 0, 0, 1))[row]  # [t, 128, B]
     largest_tB = scales.amax(1).clamp(min=LEAST_SCALE)
     values = (values * (scales / largest_tB[:, None]).half()[..., None]).to(FP8)
-    return TokenTiles(values.flatten(2).transpose(1, 2).contiguous(), largest_tB)
+    return Blocks(values.flatten(2).transpose(1, 2).contiguous(), largest_tB, "block")
 
 
-def _with_scales(rows: Rows | RowBlocks) -> tuple[Tensor, Tensor]:
+def _with_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
     """Return the values [S, D], and the scales as [S, B]."""
-    if isinstance(rows, RowBlocks):
-        return rows.values_RK, rows.scales_BR.T[: rows.values_RK.shape[0]]
+    if isinstance(rows, Blocks):
+        return rows.values, rows.scales.T[: rows.values.shape[0]]
     assert rows.scales is not None
     return rows.values, rows.scales
 
 
-def quantise_weights_ref(w_eNK: Tensor, *, power_of_two: bool) -> WeightBlocks:
+def quantise_weights_ref(w_eNK: Tensor, *, power_of_two: bool) -> Both:
     """Return what `quantise_weights` returns, in plain PyTorch."""
     e, N, K = w_eNK.shape
     blocks = w_eNK.view(e, N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     values, scales = quantise_ref(blocks, (2, 4), power_of_two)
     values_eNK = values.view(e, N, K)
-    transposed_eKN = values_eNK.transpose(1, 2).contiguous()
-    return WeightBlocks(values_eNK, scales[:, :, 0, :, 0], transposed_eKN)
+    return _both(values_eNK, scales[:, :, 0, :, 0], values_eNK.transpose(1, 2).contiguous())
 
 
-def scale_rows(num_rows: int) -> int:
-    """Return R4, the row length of the scales of R rows."""
-    return cdiv(num_rows, SCALE_ROWS) * SCALE_ROWS
+def _both(values_eNK: Tensor, scales_eNK: Tensor, values_eKN: Tensor) -> Both:
+    columns = Blocks(values_eKN, scales_eNK.transpose(1, 2), "block")
+    return Both(Blocks(values_eNK, scales_eNK, "block"), columns)
 
 
 def check_columns(name: str, size: int) -> None:
@@ -177,12 +128,13 @@ def check_columns(name: str, size: int) -> None:
         )
 
 
-def empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> RowBlocks:
+def empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> Blocks:
     """Return uninitialised rows."""
-    scales_shape = (num_columns // BLOCK, scale_rows(num_rows))
-    return RowBlocks(
+    scales_shape = (num_columns // BLOCK, padded(num_rows, SCALE_ROWS))
+    return Blocks(
         like.new_empty(num_rows, num_columns, dtype=FP8),
         like.new_empty(scales_shape, dtype=torch.float32),
+        "tile",
     )
 
 
@@ -227,7 +179,7 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
 
 def gather_row_blocks(
     rows: Rows, row_ids_R: Tensor | None, slots_SK: Tensor | None, num_rows: Tensor | None
-) -> RowBlocks:
+) -> Blocks:
     """Return the FP8 source row of each expert row; bytes and scales move as they are.
 
     No autograd, no host sync.
@@ -255,8 +207,8 @@ def gather_row_blocks(
     R = row_ids_R.shape[0] if row_ids_R is not None else S
     out = empty_row_blocks(rows.values, R if moves else 0, D)
     if not moves:
-        scales_BR = rows.scales.new_empty(D // BLOCK, scale_rows(R))
-        out = RowBlocks(rows.values, scales_BR)
+        scales_BR = rows.scales.new_empty(D // BLOCK, padded(R, SCALE_ROWS))
+        out = Blocks(rows.values, scales_BR, "tile")
     if R and S:
         K = slots_SK.shape[1] if slots_SK is not None else 1
         num_scale, block = cdiv(R, SCALE_R), column_block(D, 1)
@@ -268,11 +220,11 @@ def gather_row_blocks(
                 row_ids_R,
                 slots_SK.contiguous() if slots_SK is not None else None,
                 num_rows,
-                out.values_RK.view(torch.uint8),
-                out.scales_BR,
+                out.values.view(torch.uint8),
+                out.scales,
                 R,
                 num_scale,
-                out.scales_BR.shape[1],
+                out.scales.shape[1],
                 D=D,
                 W=rows.values.stride(0),
                 SCALES_W=rows.scales.stride(0),
@@ -285,7 +237,7 @@ def gather_row_blocks(
     return out
 
 
-def tile_tokens(rows: Rows | RowBlocks, row_ids_R: Tensor | None, tiles: RowTiles) -> TokenTiles:
+def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) -> Blocks:
     """Return FP8 rows tile by tile, transposed, with one scale for 128 rows and 128 columns.
 
     NaN of a row stays in its own place. Infinity, which made 128 columns of its row NaN, makes the
@@ -305,9 +257,10 @@ def tile_tokens(rows: Rows | RowBlocks, row_ids_R: Tensor | None, tiles: RowTile
     check_columns("D", D)
     if not use_kernel(values_SD):
         return tile_tokens_ref(rows, row_ids_R, tiles)
-    out = TokenTiles(
+    out = Blocks(
         values_SD.new_empty(tiles.most, D, BLOCK),
         scales_SB.new_empty(tiles.most, D // BLOCK),
+        "block",
     )
     if S and D:
         with on_device(values_SD):
@@ -316,8 +269,8 @@ def tile_tokens(rows: Rows | RowBlocks, row_ids_R: Tensor | None, tiles: RowTile
                 scales_SB,
                 row_ids_R,
                 tiles.map,
-                out.values_tC.view(torch.int32),
-                out.scales_tB,
+                out.values.view(torch.int32),
+                out.scales,
                 scales_SB.stride(1),
                 D=D,
                 W=values_SD.stride(0) // 4,
@@ -328,7 +281,7 @@ def tile_tokens(rows: Rows | RowBlocks, row_ids_R: Tensor | None, tiles: RowTile
     return out
 
 
-def quantise_weights(w_eNK: Tensor, *, power_of_two: bool) -> WeightBlocks:
+def quantise_weights(w_eNK: Tensor, *, power_of_two: bool) -> Both:
     """Return matrices as FP8 in both layouts, one scale per 128 x 128 block, in one pass.
 
     No autograd, no host sync.
@@ -360,4 +313,4 @@ def quantise_weights(w_eNK: Tensor, *, power_of_two: bool) -> WeightBlocks:
                 POWER_OF_TWO=power_of_two,
                 num_warps=TILE_WARPS,
             )
-    return WeightBlocks(values_eNK, scales_eNK, transposed_eKN)
+    return _both(values_eNK, scales_eNK, transposed_eKN)

@@ -26,17 +26,13 @@ from moecore.kernels.rows.activation import (
     weighted_activation_bwd_ref,
 )
 from moecore.kernels.rows.e4m3 import BLOCK
-from moecore.kernels.rows.quantised import (
-    RowBlocks,
-    check_columns,
-    empty_row_blocks,
-    row_blocks_ref,
-)
+from moecore.kernels.rows.quantised import check_columns, empty_row_blocks, row_blocks_ref
 from moecore.kernels.rows.quantised_activation_kernel import (
     quantised_activation_bwd_kernel,
     quantised_activation_fwd_kernel,
     sum_parts_kernel,
 )
+from moecore.kernels.rows.scaling import Blocks
 
 FWD_PROGRAM = {"BLOCK_R": 32, "num_warps": 4}  # 32 elements per thread
 BWD_PROGRAM = {"BLOCK_R": 16, "num_warps": 4}  # 16 elements per thread of each of three gradients
@@ -45,7 +41,7 @@ SUM_ROWS = 256  # whose parts a program adds
 
 def quantised_activation_ref(
     h_RC: Tensor, weights_R: Tensor | None, options: ActivationOptions, *, power_of_two: bool
-) -> RowBlocks:
+) -> Blocks:
     """Return what `quantised_activation` returns, in plain PyTorch."""
     a_RF = activation(h_RC, options)
     if weights_R is not None:
@@ -61,7 +57,7 @@ def quantised_activation_bwd_ref(
     options: ActivationOptions,
     *,
     power_of_two: bool,
-) -> tuple[RowBlocks, Tensor, RowBlocks]:
+) -> tuple[Blocks, Tensor, Blocks]:
     """Return what `quantised_activation_bwd` returns, in plain PyTorch."""
     wide = h_RC.float(), da_RF.float()  # in which nothing is rounded before it is quantised
     dh_RC, dweights_R, a_RF = weighted_activation_bwd_ref(*wide, weights_R, num_rows, options)
@@ -85,7 +81,7 @@ def quantised_activation(
     options: ActivationOptions,
     *,
     power_of_two: bool,
-) -> RowBlocks:
+) -> Blocks:
     """Return the activated rows times their weight, computed in fp32 and quantised from it.
 
     No autograd, no host sync.
@@ -116,10 +112,10 @@ def quantised_activation(
                 h_RC,
                 weights_R,
                 num_rows,
-                out.values_RK.view(torch.uint8),
-                out.scales_BR,
+                out.values.view(torch.uint8),
+                out.scales,
                 R,
-                out.scales_BR.shape[1],
+                out.scales.shape[1],
                 F=F,
                 **_constants(options, power_of_two),
                 **FWD_PROGRAM,
@@ -135,7 +131,7 @@ def quantised_activation_bwd(
     options: ActivationOptions,
     *,
     power_of_two: bool,
-) -> tuple[RowBlocks, Tensor, RowBlocks]:
+) -> tuple[Blocks, Tensor, Blocks]:
     """Return dh, dweights and the weighted activation again. The same bits in every run.
 
     No autograd, no host sync.
@@ -170,13 +166,13 @@ def quantised_activation_bwd(
                 da_RF,
                 weights_R,
                 num_rows,
-                dh.values_RK.view(torch.uint8),
-                dh.scales_BR,
-                a.values_RK.view(torch.uint8),
-                a.scales_BR,
+                dh.values.view(torch.uint8),
+                dh.scales,
+                a.values.view(torch.uint8),
+                a.scales,
                 sums,
                 R,
-                dh.scales_BR.shape[1],
+                dh.scales.shape[1],
                 F=F,
                 **_constants(options, power_of_two),
                 **BWD_PROGRAM,

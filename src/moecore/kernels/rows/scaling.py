@@ -1,4 +1,4 @@
-"""What FP8 operands of dense products are, in plain PyTorch that imitates every rounding.
+"""What FP8 operands of products are, and those of dense ones in PyTorch with every rounding.
 
 The truth of the kernels in `cast.py` and of torch's scaled products (`precision/products.py`), and
 what CPUs compute.
@@ -9,8 +9,14 @@ what CPUs compute.
     "row"     1 x K                           [M, 1]
     "tensor"  M x K                           [1, 1]
 
+    grouped   values, by `quantised.py` and `grouped/scaled.py` -> scales
+    "tile"    [R, K], rows in expert order           -> [K / 128, R rounded up to 4]
+    "block"   [e, N, K], one matrix of every expert  -> [e, N / 128, K / 128], any strides
+    "block"   [t, C, 128], columns of row tiles      -> [t, C / 128]
+    "row"     [R, K] -> [R];  [e, N, K] -> [e, N];  [C, P], columns of every expert -> [e, C]
+
 Letters: M rows of an operand, K columns, the dim that is summed; T rows and D columns of what is
-quantised. An operand's M and K are padded with zeros up to what tensor cores take.
+quantised. A dense operand's M and K are padded with zeros up to what tensor cores take.
 
 A scale is amax / LARGEST in fp32, or the smallest power of two that is not less; it is at least
 2^-126, so zeros have a finite scale. A value is multiplied by its scale's reciprocal in fp32, then
@@ -20,13 +26,16 @@ an amax from elsewhere (delayed scaling) larger values saturate, and infinity be
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from moecore.base.options.precision import Block
+from moecore.base.torch_names import register_pytree_node
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import BLOCK, FP8, MAX, block_scale_ref, magnitude_ref
 
@@ -41,20 +50,38 @@ KINDS: dict[Block, str] = {
     (None, None): "tensor",
 }
 BY_BLOCKS = ("tile", "block")
+DIMS: dict[str, int | tuple[int, ...]] = {"tile": 3, "block": (1, 3), "row": 1, "tensor": (0, 1)}
 
 
-class Operand(NamedTuple):
-    """One side of a product, quantised.
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """One side of a product, quantised in blocks.
 
     Attributes:
-        values_MK: float8, contiguous; zero in the padding.
+        values: float8, contiguous, the summed dim innermost; zero in the padding.
         scales: fp32, of the shape that `kind` has in this file's table.
         kind: of the scales.
     """
 
-    values_MK: Tensor
+    values: Tensor
     scales: Tensor
     kind: str
+
+
+class Both(NamedTuple):
+    """A matrix [T, D], or one of every expert, as both operands; None = not made."""
+
+    rows: Blocks | None  # for sums over D
+    columns: Blocks | None  # for sums over T; transposed
+
+
+def _from_tree(tensors: Iterable[Tensor], kind: Any) -> Blocks:
+    values, scales = tensors
+    return Blocks(values, scales, kind)
+
+
+# What is kept for backward is found through pytree.
+register_pytree_node(Blocks, lambda b: ([b.values, b.scales], b.kind), _from_tree)
 
 
 def padded(n: int, multiple: int) -> int:
@@ -83,9 +110,22 @@ def amax_ref(x: Tensor) -> Tensor:
     return magnitude_ref(x.float()).amax().reshape(1)
 
 
-def quantise_rows_ref(
-    x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool
-) -> Operand:
+def quantise_ref(
+    x: Tensor,
+    dim: int | tuple[int, ...],
+    power_of_two: bool,
+    fmt: str = "e4m3",
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return FP8 of x's shape and fp32 scales with 1 in `dim`, of x or of an amax."""
+    x = x.float()
+    amax = magnitude_ref(x).amax(dim, keepdim=True) if amax is None else amax
+    scales, inverse = block_scale_ref(amax, power_of_two, LARGEST[fmt])
+    scaled = (x * inverse).clamp(-LARGEST[fmt], LARGEST[fmt]).masked_fill(x.isinf(), torch.nan)
+    return scaled.to(DTYPES[fmt]), scales
+
+
+def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool) -> Blocks:
     """Return an operand whose summed dim is D.
 
     Args:
@@ -97,38 +137,33 @@ def quantise_rows_ref(
     """
     T, D = x_TD.shape
     M, K = operand_shape(T, D, kind)
-    M128 = padded(M, BLOCK)
-    x_MK = pad(x_TD.float(), (0, K - D, 0, M128 - T))
+    M128, B = padded(M, BLOCK), K // BLOCK
+    x = pad(x_TD.float(), (0, K - D, 0, M128 - T))
+    if kind in BY_BLOCKS:
+        x = x.view(M128 // BLOCK, BLOCK, B, BLOCK)
+    elif kind == "tensor":
+        amax = (amax_ref(x_TD) if amax is None else amax).reshape(1, 1)
+    elif not K:
+        amax = x.new_zeros(M128, 1)
+    values, scales = quantise_ref(x, DIMS[kind], power_of_two, fmt, amax)
     if kind == "tile":
-        largest = magnitude_ref(x_MK).view(M128, K // BLOCK, BLOCK).amax(2)
+        scales = scales.reshape(M128, B)[:M].T.contiguous()
     elif kind == "block":
-        largest = magnitude_ref(x_MK).view(M128 // BLOCK, BLOCK, K // BLOCK, BLOCK).amax((1, 3))
-    elif kind == "row":
-        largest = magnitude_ref(x_MK).amax(1, keepdim=True) if K else x_MK.new_zeros(M128, 1)
-    else:
-        largest = (amax_ref(x_TD) if amax is None else amax).reshape(1, 1)
-    scales, inverse = block_scale_ref(largest, power_of_two, LARGEST[fmt])
-    scaled_MK = x_MK * _expanded(inverse, kind, M128, K)
-    scaled_MK = scaled_MK.clamp(-LARGEST[fmt], LARGEST[fmt]).masked_fill(x_MK.isinf(), torch.nan)
-    values_MK = scaled_MK[:M].to(DTYPES[fmt])
-    if kind == "tile":
-        scales = scales[:M].T.contiguous()
-    elif kind == "block":
-        scales = pad(scales, (0, -scales.shape[1] % SCALE_COLUMNS))
+        scales = pad(scales[:, 0, :, 0], (0, -B % SCALE_COLUMNS))
     elif kind == "row":
         scales = scales[:M]
-    return Operand(values_MK, scales, kind)
+    return Blocks(values.view(M128, K)[:M], scales, kind)
 
 
-def dequantise(operand: Operand) -> Tensor:
+def dequantise(operand: Blocks) -> Tensor:
     """Return fp32 [M, K]."""
-    M, K = operand.values_MK.shape
-    return operand.values_MK.float() * _expanded(_by_rows(operand), operand.kind, M, K)
+    M, K = operand.values.shape
+    return operand.values.float() * _expanded(_by_rows(operand), operand.kind, M, K)
 
 
-def product_ref(a: Operand, b: Operand) -> Tensor:
+def product_ref(a: Blocks, b: Blocks) -> Tensor:
     """Return a @ b^T as fp32: each 128 of K apart where scales change there, as tensor cores do."""
-    a_MK, b_NK = a.values_MK.float(), b.values_MK.float()
+    a_MK, b_NK = a.values.float(), b.values.float()
     (M, K), N = a_MK.shape, b_NK.shape[0]
     a_scales = _expanded(_by_rows(a), a.kind, M, K)
     b_scales = _expanded(_by_rows(b), b.kind, N, K)
@@ -140,12 +175,12 @@ def product_ref(a: Operand, b: Operand) -> Tensor:
     return out_MN
 
 
-def _by_rows(operand: Operand) -> Tensor:
+def _by_rows(operand: Blocks) -> Tensor:
     """Return the scales with the operand's rows and blocks of columns as dims."""
     if operand.kind == "tile":
         return operand.scales.T
     if operand.kind == "block":
-        return operand.scales[:, : operand.values_MK.shape[1] // BLOCK]
+        return operand.scales[:, : operand.values.shape[1] // BLOCK]
     return operand.scales
 
 

@@ -4,7 +4,8 @@
                       the maximum over ranks
     quantise_blocks_  a rank's part and these -> its FP8 values; every rank makes all scales
 
-    GatheredBlocks    the whole: what products read in place of a parameter's values
+    as_matrices       the whole, which products read in place of a parameter's values: of experts
+    as_operand        of a dense linear
     transpose_values  [e, N, K] -> [e, K, N] of bytes, for products that sum over N
 
 Letters: R rows and C columns of the whole matrix; r, c those of a part; e, N, K as in
@@ -20,7 +21,6 @@ program takes a block: what of it lies on another rank is masked, and costs a la
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ from moecore.kernels.rows.e4m3 import (
     magnitude_ref,
     to_e4m3,
 )
-from moecore.kernels.rows.quantised import WeightBlocks
-from moecore.kernels.rows.scaling import SCALE_COLUMNS, Operand, padded
+from moecore.kernels.rows.scaling import SCALE_COLUMNS, Blocks, Both, padded
 
 NUM_WARPS = 8  # 64 elements of fp32 per thread
 TRANSPOSE_WARPS = 4
@@ -110,27 +109,24 @@ class PartOfMatrix:
         return row, column
 
 
-class GatheredBlocks(NamedTuple):
-    """A whole matrix, of which each rank has quantised its part.
+def as_matrices(gathered: Blocks, shape: torch.Size) -> Both:
+    """Return one matrix of every expert, [e, N, K] of whole blocks; views.
 
-    Attributes:
-        values: float8_e4m3fn, contiguous, of the parameter's shape: the last dim are the columns.
-        scales: fp32 of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
+    Args:
+        gathered: values of the parameter's shape, contiguous: the last dim are the columns; scales
+            of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
+        shape: [e, N, K].
     """
+    scales_BK = gathered.scales[:, : shape[2] // BLOCK]
+    values_eNK, scales_eNK = gathered.values.view(shape), scales_BK.unflatten(0, (shape[0], -1))
+    return Both(Blocks(values_eNK, scales_eNK, "block"), None)
 
-    values: Tensor
-    scales: Tensor
 
-    def as_matrices(self, shape: torch.Size) -> WeightBlocks:
-        """Return one matrix of every expert, [e, N, K] of whole blocks; views."""
-        scales_BK = self.scales[:, : shape[2] // BLOCK]
-        return WeightBlocks(self.values.view(shape), scales_BK.unflatten(0, (shape[0], -1)))
-
-    def as_operand(self) -> Operand:
-        """Return [N, K], multiples of 16, summed over K; a view where K is one of 128."""
-        bytes_NK, missing = self.values.view(torch.uint8), -self.values.shape[1] % BLOCK
-        padded_NK = pad(bytes_NK, (0, missing)) if missing else bytes_NK
-        return Operand(padded_NK.view(self.values.dtype), self.scales, "block")
+def as_operand(gathered: Blocks) -> Blocks:
+    """Return [N, K], multiples of 16, summed over K; a view where K is one of 128."""
+    bytes_NK, missing = gathered.values.view(torch.uint8), -gathered.values.shape[1] % BLOCK
+    padded_NK = pad(bytes_NK, (0, missing)) if missing else bytes_NK
+    return Blocks(padded_NK.view(gathered.values.dtype), gathered.scales, "block")
 
 
 def block_amax_ref_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
@@ -354,15 +350,15 @@ def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
     return out_eKM
 
 
-def transpose_operand(weight: Operand, columns: int) -> Operand:
+def transpose_operand(weight: Blocks, columns: int) -> Blocks:
     """Return a "block" operand [N, K] as the one [K, N] that is summed over N. No autograd.
 
     Args:
         weight: N a multiple of 16, K padded to one of 128.
         columns: K without padding, a multiple of 16.
     """
-    values_KN = transpose_values(weight.values_MK[None], BLOCK)[0, :columns]
+    values_KN = transpose_values(weight.values[None], BLOCK)[0, :columns]
     blocks = cdiv(columns, BLOCK), weight.scales.shape[0]
     scales = weight.scales.new_zeros(blocks[0], padded(blocks[1], SCALE_COLUMNS))
     scales[:, : blocks[1]] = weight.scales[:, : blocks[0]].T
-    return Operand(values_KN, scales, weight.kind)
+    return Blocks(values_KN, scales, weight.kind)

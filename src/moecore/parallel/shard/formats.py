@@ -9,7 +9,7 @@ they are trained. So what is gathered is what one rank would quantise of the who
 Scales are not gathered: every rank makes all of them.
 
 Note "no values": a parameter of `BlockFormat` has shape and dtype, and takes a gradient, but its
-memory is one NaN. Products read what is its `GatheredBlocks` (`moe.params.gathered_blocks`).
+memory is one NaN. Products read what is its `Blocks` (`moe.params.gathered_blocks`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.kernels.rows.e4m3 import FP8
+from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import (
-    GatheredBlocks,
     PartOfMatrix,
     block_amax_,
     quantise_blocks_,
@@ -102,9 +102,9 @@ class BlockFormat:
         for param, memory, of_param in zip(params, data, scales.scales, strict=True):
             nothing = torch.full((), torch.nan, dtype=self._dtype, device=memory.device)
             counting += param.make_whole(nothing.expand(param.shape))
-            gathered = GatheredBlocks(memory.data.view(FP8), of_param.data)
+            gathered = Blocks(memory.data.view(FP8), of_param.data, "block")
             setattr(param.whole, GATHERED, gathered)
-            counting += gathered
+            counting += (gathered.values, gathered.scales)
         return counting
 
     def fill(self, params: Sequence[UnitParam], own: Sequence[Tensor]) -> None:
