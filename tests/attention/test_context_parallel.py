@@ -23,7 +23,7 @@ from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import reference
 from moecore.kernels.zigzag import held_tokens, row_borders
-from tests.ranks import num_gpu_ranks, run_ranks
+from tests.ranks import need_gpu_ranks, run_ranks
 
 SCALE = 0.4
 WORKED = torch.tensor([0, 12, 36, 42])  # the documents of `kernels/zigzag.py`
@@ -244,8 +244,7 @@ def test_bf16_is_at_most_twice_as_wrong_as_one_process(results: dict[Any, Any]) 
 
 @pytest.mark.gpu
 def test_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus() -> None:
-    if num_gpu_ranks() < 2:
-        pytest.skip("needs 2 GPUs")
+    need_gpu_ranks(2)
     check_half(run_ranks(2, half_worker, device_type="cuda"))
 
 
