@@ -33,6 +33,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -74,6 +75,20 @@ def run_ranks(world_size: int, worker: Worker, *args: Any, device_type: str = "c
 def num_gpu_ranks() -> int:
     """Return how many ranks the GPUs of this host can be."""
     return torch.cuda.device_count() * RANKS_PER_GPU
+
+
+def lacks_gpus(num_ranks: int) -> str | None:
+    """Return why the GPUs of this host cannot be so many ranks, or None."""
+    if num_gpu_ranks() >= num_ranks:
+        return None
+    per_gpu = -(-num_ranks // max(1, torch.cuda.device_count()))
+    return f"needs {num_ranks} GPUs, or MOECORE_RANKS_PER_GPU={per_gpu}"
+
+
+def need_gpu_ranks(num_ranks: int) -> None:
+    """Skip the test that calls this, unless the GPUs of this host can be so many ranks."""
+    if reason := lacks_gpus(num_ranks):
+        pytest.skip(reason)
 
 
 def gpu_of_rank(rank: int) -> torch.device:

@@ -34,7 +34,7 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.common import has_hopper_kernels
 from tests.parity import Case, run_case
-from tests.ranks import num_gpu_ranks, run_ranks
+from tests.ranks import lacks_gpus, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -413,8 +413,8 @@ def missing(c: Case, device_type: str) -> str | None:
     """Return what this host lacks for a case."""
     if device_type == "cpu":
         return None
-    if num_gpu_ranks() < c.world:
-        return f"needs {c.world} GPUs, this host has {torch.cuda.device_count()}"
+    if reason := lacks_gpus(c.world):
+        return reason
     if c.expert_backend == "triton" and not has_hopper_kernels(torch.device("cuda")):
         return "needs Hopper GPUs for experts 'triton'"
     return None

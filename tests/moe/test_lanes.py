@@ -35,7 +35,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import moe_state
 from moecore.parallel.pipeline.layout import parse_layout
 from moecore.parallel.shard.transport import Packed
-from tests.ranks import num_gpu_ranks, run_ranks
+from tests.ranks import need_gpu_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -419,6 +419,5 @@ def gpu_worker(rank: int, device: torch.device) -> dict[str, list[str]]:
 
 @pytest.mark.gpu
 def test_pairs_on_gpus() -> None:
-    if num_gpu_ranks() < 2:
-        pytest.skip("needs two GPUs")
+    need_gpu_ranks(2)
     assert run_ranks(2, gpu_worker, device_type="cuda") == {name: [] for name in CASES}

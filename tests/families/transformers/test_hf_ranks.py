@@ -25,7 +25,7 @@ from tests.families.transformers.hf_models import (
     whole_gradients,
     worst,
 )
-from tests.ranks import num_gpu_ranks, run_ranks
+from tests.ranks import need_gpu_ranks, run_ranks
 
 FOLDINGS = {
     "ep4": dict(ep=4),
@@ -192,8 +192,7 @@ def results() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gpu_results() -> dict[str, Any]:
-    if num_gpu_ranks() < 4:
-        pytest.skip(f"needs 4 GPUs, this host has {torch.cuda.device_count()}")
+    need_gpu_ranks(4)
     return run_ranks(4, worker, GPU_CASES, device_type="cuda")
 
 

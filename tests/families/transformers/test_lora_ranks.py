@@ -37,7 +37,7 @@ from tests.families.transformers.lora_cases import (
     peft,
     train,
 )
-from tests.ranks import num_gpu_ranks, run_ranks
+from tests.ranks import need_gpu_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -189,8 +189,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.gpu
 def test_training_on_gpus_equals_stock_peft(folder: Path) -> None:
-    if num_gpu_ranks() < RANKS:
-        pytest.skip(f"needs {RANKS} GPUs, this host has {torch.cuda.device_count()}")
+    need_gpu_ranks(RANKS)
     found = run_ranks(RANKS, worker, folder, device_type="cuda")
     assert max(error for error, _ in found.values()) <= 1e-5, found
 

@@ -41,7 +41,7 @@ from moecore.precision.linear import Fp8Products
 from moecore.train import AdamW
 from tests.parallel.shard.test_plan import planned
 from tests.parallel.shard.units import units
-from tests.ranks import run_ranks
+from tests.ranks import need_gpu_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -341,9 +341,8 @@ def gpu_worker(rank: int, device: torch.device) -> dict[str, Any]:
 
 @pytest.mark.gpu
 def test_on_gpus() -> None:
-    """NCCL gathers bytes beside compute. One step's loss is noisy: bf16's mean is compared."""
-    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    """Bytes are gathered beside compute. One step's loss is noisy: bf16's mean is compared."""
+    need_gpu_ranks(2)
     results = run_ranks(2, gpu_worker, device_type="cuda")
     assert results["wrong"] == []
     assert results["kept"] == results["fp8"]
