@@ -18,7 +18,7 @@ def test_only_folders_that_no_change_concerns_are_left_out() -> None:
     assert affected.leave_out([]) == affected.leave_out(["docs/api.md", "README.md"]) == BOTH
     assert affected.leave_out(["docs/api.md", "examples/train.py"]) == BOTH[:1]
     assert affected.leave_out(["benchmarks/harness.py"]) == BOTH[1:]
-    assert affected.leave_out(["tests/ranks.py"]) == []
+    assert affected.leave_out(["tests/helpers/ranks.py"]) == []
 
 
 @pytest.mark.parametrize("folder", BOTH)

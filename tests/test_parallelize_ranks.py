@@ -35,8 +35,8 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import moe_state
+from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.units import units
-from tests.ranks import run_ranks
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=77)

@@ -7,7 +7,8 @@
     python -m pytest tests/test_parity.py -m gpu -k "nvlink and 4r"       alone what wants 4 GPUs
     python -m pytest tests/test_parity.py -m gpu -k "nvlink and overlap"    without overlap
 
-Cases that want more GPUs than the host has are skipped, unless ranks share GPUs (`tests/ranks.py`).
+Cases that want more GPUs than the host has are skipped, unless ranks share GPUs
+(`tests/helpers/ranks.py`).
 Only what is asked for runs, eight cases per start of the ranks at most.
 
 Losses, every gradient, its norm, auxiliary losses, counts, parameters after a step of SGD and one
@@ -33,8 +34,8 @@ from moecore import (
 )
 from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.common import has_hopper_kernels
-from tests.parity import Case, run_case
-from tests.ranks import lacks_gpus, run_ranks
+from tests.helpers.parity import Case, run_case
+from tests.helpers.ranks import lacks_gpus, run_ranks
 
 pytestmark = pytest.mark.slow
 

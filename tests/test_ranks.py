@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 def look(rank: int, device: torch.device) -> list[tuple[int, str | None, int]]:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 RUNS = (
     r"src/moecore/(.*/)?(step|parallelize|cli)\.py",
     r"src/moecore/(.*/)?(checkpoint|hf)/.*",
-    r"tests/(conftest|ranks|helpers/.*)\.py",
+    r"tests/(conftest|helpers/.*)\.py",
     r"pyproject\.toml|constraints\.txt|Makefile|tools/affected\.py",
 )
 ONLY_AFTER = {

@@ -23,7 +23,7 @@ from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import reference
 from moecore.kernels.zigzag import held_tokens, row_borders
-from tests.ranks import RANKS_PER_GPU, run_ranks
+from tests.helpers.ranks import RANKS_PER_GPU, run_ranks
 
 SCALE = 0.4
 WORKED = torch.tensor([0, 12, 36, 42])  # the documents of `kernels/zigzag.py`

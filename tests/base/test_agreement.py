@@ -12,7 +12,7 @@ from torch import nn
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.train import AdamW, HostAdamW, Muon, assign_matrices
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 Optimizers = Callable[[nn.Module, int], Any]  # of a model and a rank
 

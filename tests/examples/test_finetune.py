@@ -28,7 +28,7 @@ from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.packing import PackedBatchSampler
 from tests.examples.test_train import metrics, tensors
 from tests.families.transformers.family_models import tiny_model
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", minversion="5")
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.test_readme import LARGE, SMALL
 
 pytest.importorskip("transformers", minversion="5")

@@ -24,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 REPO = Path(__file__).parents[2]
 SCRIPT = REPO / "examples" / "train.py"

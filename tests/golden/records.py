@@ -33,7 +33,7 @@ import torch
 
 from tests.golden.paths import PATHS, Path
 from tests.golden.runs import Result, worker
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 FOLDER = File(__file__).parent / "records"
 ROOT = FOLDER.parents[2]

@@ -25,7 +25,7 @@ from moecore import Meshes, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW
 from tests.golden.paths import PATHS, Path
-from tests.parts import on_parts
+from tests.helpers.parts import on_parts
 
 VOCAB, BATCHES = 61, 4  # the batches repeat, so that losses fall
 Batch = tuple[Tensor, Tensor]
@@ -192,7 +192,7 @@ def main(name: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print(json.dumps(run_path(PATHS[name])), flush=True)
-    os._exit(0)  # without destructors, as in tests/ranks.py
+    os._exit(0)  # without destructors, as in tests/helpers/ranks.py
 
 
 if __name__ == "__main__":

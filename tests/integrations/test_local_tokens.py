@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 if find_spec("torchtitan") is None:  # not imported here: `cpu.prepare` comes first
     pytest.skip("torchtitan is not installed", allow_module_level=True)

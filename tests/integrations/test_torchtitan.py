@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moecore import BalanceConfig, MoEConfig, MoELayer, NVLinkOptions
 from moecore.integrations.torchtitan.options import MoECore, dispatcher_of, nvlink_options
 from moecore.moe.forced import force_even_load
+from tests.helpers.ranks import run_ranks
 from tests.integrations.titan_runs import (
     EPS,
     LR,
@@ -28,7 +29,6 @@ from tests.integrations.titan_runs import (
     close,
     train,
 )
-from tests.ranks import run_ranks
 
 if find_spec("torchtitan") is None:  # not imported here: `cpu.prepare` comes first
     pytest.skip("torchtitan is not installed", allow_module_level=True)

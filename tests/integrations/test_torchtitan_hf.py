@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.helpers.ranks import run_ranks
 from tests.integrations.titan_runs import (
     EPS,
     LR,
@@ -28,7 +29,6 @@ from tests.integrations.titan_runs import (
     close,
     train,
 )
-from tests.ranks import run_ranks
 
 for package in ("torchtitan", "transformers"):  # not imported here: `cpu.prepare` comes first
     if find_spec(package) is None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.ranks import run_ranks
 from tests.integrations.titan_runs import STEPS, Run, assert_close, close, train
-from tests.ranks import run_ranks
 
 if find_spec("torchtitan") is None:  # not imported here: `cpu.prepare` comes first
     pytest.skip("torchtitan is not installed", allow_module_level=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.ranks import run_ranks
 from tests.integrations.titan_runs import assert_close
 from tests.integrations.titan_v03_runs import build_trainer
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.ranks import run_ranks
 from tests.integrations.titan_runs import Run, assert_close, close, follow
 from tests.integrations.titan_v03_runs import build_trainer
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -16,6 +16,7 @@ pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState
 from transformers import Trainer
 
+from tests.helpers.ranks import run_ranks
 from tests.integrations.trainer_runs import (
     OF_ROWS,
     against_stock,
@@ -34,7 +35,6 @@ from tests.integrations.trainer_runs import (
     skipped,
     trainer_of,
 )
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -41,9 +41,9 @@ from moecore.moe.micro_batch import MicroBatch
 from moecore.train import QKClip
 from moecore.train.memory.offload import Offload
 from tests.attention.test_context_parallel import swapped, wrong_merge
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import run_ranks
 from tests.models.test_mtp import CONFIGS, make
-from tests.parts import on_parts
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

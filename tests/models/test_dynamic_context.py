@@ -36,9 +36,9 @@ from moecore.moe.layer import MoELayer
 from moecore.packing import DocumentGroup, DocumentSchedule, PackedCollator, schedule_documents
 from moecore.rl import RouterReplay
 from moecore.train import QKClip
+from tests.helpers.ranks import run_ranks
 from tests.models.test_context_parallel import GROUPED, LATENT, dropping, relative, update
 from tests.models.test_mtp import make
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -20,11 +20,11 @@ from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import DecoderConfig
 from moecore.models.block import Block
 from moecore.parallel.attached import moe_state
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import run_ranks
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
 from tests.parallel.shard.units import is_unit
-from tests.parts import on_parts
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

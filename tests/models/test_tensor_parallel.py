@@ -22,7 +22,7 @@ from moecore.models import Decoder, DecoderConfig, MLAConfig, YarnConfig, preset
 from moecore.models.tensor_parallel import check_tensor_parallel
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 SHAPE = dict(vocab_size=96, dim=32, num_heads=8, num_kv_heads=4, head_dim=8, ce_chunk_tokens=5)
 MOE = MoEConfig(

@@ -36,8 +36,8 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.low_rank import LowRank
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.state import MoEState
+from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import EmulatedExchangePool
-from tests.ranks import run_ranks
 
 EP, ETP, E, D = 3, 2, 6, 16
 CONFIG = MoEConfig(dim=D, hidden_dim=D, num_experts=E, top_k=2, expert_bias=True)

@@ -22,6 +22,7 @@ from moecore.kernels.exchange.clones import Places, bring_home_ref, fetch_ref
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from tests.helpers.ranks import run_ranks
 from tests.moe.test_nvlink_gpu import (
     NUM_RANKS,
     captured,
@@ -32,7 +33,6 @@ from tests.moe.test_nvlink_gpu import (
     pytestmark,
     syncs_are_errors,
 )
-from tests.ranks import run_ranks
 
 __all__ = ["pytestmark"]
 

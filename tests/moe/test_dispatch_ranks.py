@@ -29,8 +29,8 @@ from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, Routing
+from tests.helpers.ranks import run_ranks
 from tests.moe.reference import moe_reference
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -40,10 +40,10 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.train import AdamW
+from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import EmulatedExchangePool
 from tests.moe.test_experts_fp8 import counted_quantisations
 from tests.parallel.shard.units import is_unit
-from tests.ranks import run_ranks
 
 WORLD = 6
 CONFIG = MoEConfig(dim=128, hidden_dim=256, num_experts=6, top_k=2)

@@ -14,7 +14,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
 from moecore.moe.layer import LayerLayout
 from moecore.moe.params import init_normal_
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=4, top_k=2)
 LAYOUT = ExpertLayout(gate_up="separate")

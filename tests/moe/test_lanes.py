@@ -35,7 +35,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import moe_state
 from moecore.parallel.pipeline.layout import parse_layout
 from moecore.parallel.shard.transport import Packed
-from tests.ranks import need_gpu_ranks, run_ranks
+from tests.helpers.ranks import need_gpu_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -42,10 +42,10 @@ from moecore.parallel import ShardPlan, dispatch
 from moecore.parallel.attached import attached, capacity_of
 from moecore.parallel.dispatch import choose_dispatcher
 from moecore.train.memory.stash import Stash
+from tests.helpers.ranks import run_ranks
 from tests.moe import test_dispatch_ranks as ranks
 from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchangePool
 from tests.moe.rounded import RoundedDispatcher
-from tests.ranks import run_ranks
 
 # --------------------------------------------------------------------------- rules
 

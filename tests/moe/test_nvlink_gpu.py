@@ -30,8 +30,8 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows, summed_input
+from tests.helpers.ranks import gpu_of_rank, num_gpu_ranks, run_ranks
 from tests.moe.rounded import RoundedDispatcher
-from tests.ranks import gpu_of_rank, num_gpu_ranks, run_ranks
 
 NUM_RANKS = num_gpu_ranks()
 pytestmark = [

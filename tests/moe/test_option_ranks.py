@@ -29,6 +29,7 @@ from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.state import MoEState
+from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import (
     ALL_LOSSES,
     BASE,
@@ -41,7 +42,6 @@ from tests.moe.moe_cases import (
     with_losses,
 )
 from tests.moe.pair_table import Choice, config_of, covering_choices, name_of
-from tests.ranks import run_ranks
 
 FOLDINGS = {"ep4": (4, 1), "ep2-etp2": (2, 2)}
 DISPATCHERS: dict[str, type] = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}

@@ -25,7 +25,7 @@ from moecore.models import Decoder, preset
 from moecore.planning import OptimizerOptions, TrainingRun, fake_world, plan_memory
 from moecore.planning.stored import sizes_of
 from moecore.train import AdamW
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 WORLD = 4
 SHORT = 32

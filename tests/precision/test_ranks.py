@@ -17,7 +17,7 @@ from moecore.base.options.precision import Precision, Recipe
 from moecore.moe.params import shard_parameter
 from moecore.precision.apply import advance_amax, apply_precision
 from moecore.precision.linear import Fp8Products, why_not
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 TENSORWISE = Recipe(scaling="tensorwise", power_of_two=False)
 DELAYED = Recipe(scaling="tensorwise", amax_history=2)

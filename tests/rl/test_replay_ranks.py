@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moecore import Meshes, ParallelConfig, build_meshes, parallelize_moe
 from moecore.rl import Choices, RouterReplay
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.rl.replay_cases import CONFIGS, batches, fifo, layers_of, make_model, worst
 
 pytestmark = pytest.mark.slow

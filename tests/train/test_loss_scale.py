@@ -34,7 +34,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.precision.apply import apply_precision
 from moecore.train import AdamW
 from moecore.train.loss_scale import LARGEST, SMALLEST, LossScale, check_loss_scale
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 BALANCE = BalanceConfig(
     micro_batch_coef=0.02, sequence_coef=0.01, global_batch_coef=0.02, z_loss_coef=0.01

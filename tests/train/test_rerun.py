@@ -32,8 +32,8 @@ from moecore.moe.shortage import Holder
 from moecore.parallel.attached import attached, capacity_of
 from moecore.rl import RouterReplay
 from moecore.train import AdamW, GraphedForwardBackward
+from tests.helpers.ranks import num_gpu_ranks, run_ranks
 from tests.moe.emulated_exchange import emulated
-from tests.ranks import num_gpu_ranks, run_ranks
 from tests.train.graphs.graph_fakes import fake_steps
 
 WORLD, TOKENS = 4, 12

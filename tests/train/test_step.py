@@ -25,7 +25,7 @@ from moecore import (
 )
 from moecore.io import latest, load, save
 from moecore.models import Decoder, DecoderConfig
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 BALANCE = BalanceConfig(micro_batch_coef=0.01, bias_update_rate=0.01)
 CONFIG = DecoderConfig(

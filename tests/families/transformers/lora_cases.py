@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from moecore import clip_grad_norm_
 from moecore.io.hf.lora_files import adapter_tensors
 from tests.families.transformers.hf_models import random_model
-from tests.parts import on_parts
+from tests.helpers.parts import on_parts
 
 peft = pytest.importorskip("peft", minversion="0.21")
 

@@ -34,8 +34,8 @@ from tests.families.transformers.family_models import (
     model_class,
     tiny_model,
 )
-from tests.parts import on_parts
-from tests.ranks import run_ranks
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

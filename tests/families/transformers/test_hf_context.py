@@ -36,8 +36,8 @@ from tests.families.transformers.hf_models import (
     whole_gradients,
     worst,
 )
-from tests.parts import on_parts
-from tests.ranks import run_ranks
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import run_ranks
 
 STEPS, ROWS, TOKENS = 2, 2, 32
 CUTS = [0, 8, 32, 48, 64]

@@ -25,7 +25,7 @@ from tests.families.transformers.hf_models import (
     whole_gradients,
     worst,
 )
-from tests.ranks import need_gpu_ranks, run_ranks
+from tests.helpers.ranks import need_gpu_ranks, run_ranks
 
 FOLDINGS = {
     "ep4": dict(ep=4),

@@ -16,7 +16,7 @@ from moecore.families.kept_fp32 import kept_fp32
 from moecore.moe.router import Router
 from moecore.parallel.attached import moe_state
 from tests.families.transformers.family_models import batch, loss_of, model_class, tiny_model
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 # Gates, sinks, decay rates, hyper-connections, norms, a head; of `hunyuan_v1_moe` no name is

@@ -37,7 +37,7 @@ from tests.families.transformers.lora_cases import (
     peft,
     train,
 )
-from tests.ranks import need_gpu_ranks, run_ranks
+from tests.helpers.ranks import need_gpu_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 

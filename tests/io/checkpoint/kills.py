@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moecore.io import Saver, latest, load, save, verify
-from tests.ranks import forks
+from tests.helpers.ranks import forks
 
 FORKS = forks()
 

@@ -17,8 +17,8 @@ from moecore.io.checkpoint.config_differences import Difference, hf_differences,
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.models import Decoder, preset
 from tests.families.transformers.hf_models import ARCHITECTURES, random_model
+from tests.helpers.ranks import run_ranks
 from tests.io.checkpoint.fuzz import write_signed
-from tests.ranks import run_ranks
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 # Of one family each, or of all: what fits its tensors, and what the model and the file have.

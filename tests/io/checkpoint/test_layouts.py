@@ -29,7 +29,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.params import global_indices
 from moecore.parallel.attached import moe_state
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 # Name -> number of ranks and degrees; None = a plain model without any mesh.

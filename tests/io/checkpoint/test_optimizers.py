@@ -21,8 +21,8 @@ from moecore.io import Saver, export_hf, load, native_to_hf, read_manifest, save
 from moecore.io.checkpoint.manifest import MANIFEST
 from moecore.models import Decoder, preset
 from moecore.parallel.attached import moe_state
+from tests.helpers.ranks import run_ranks
 from tests.io.checkpoint.fuzz import write_signed
-from tests.ranks import run_ranks
 
 CONFIG = preset("tiny")
 Build = Sequence[Optimizer] | Optimizer

@@ -22,8 +22,8 @@ from moecore.io import Saver, latest, load, read_manifest, save, verify
 from moecore.io.checkpoint import storage, store
 from moecore.io.checkpoint.ranks import gather
 from moecore.io.checkpoint.shard_file import ShardWriter
+from tests.helpers.ranks import run_ranks
 from tests.io.checkpoint.kills import build, fill, loaded_step
-from tests.ranks import run_ranks
 
 Patch = pytest.MonkeyPatch
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.io import Saver, load, read_manifest, save
+from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.stages import (
     TABLE,
     build,
@@ -26,7 +27,6 @@ from tests.parallel.pipeline.stages import (
     shard_of,
     values_of,
 )
-from tests.ranks import run_ranks
 
 LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
     "data4": ("whole", {}),

@@ -20,8 +20,8 @@ from moecore.io.hf import collect as hf_collect
 from moecore.io.hf import export as hf_export
 from moecore.io.hf.export import export_hf
 from moecore.models import Decoder, preset
+from tests.helpers.ranks import run_ranks
 from tests.io.hf.test_config import TINY_JSON
-from tests.ranks import run_ranks
 
 CONFIG = preset("tiny-deepseek-v3")
 EMBEDDING = "model.embed_tokens.weight"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from tests.families.transformers.hf_models import ARCHITECTURES, MODELS
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("safetensors")
 

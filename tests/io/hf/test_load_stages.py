@@ -19,9 +19,9 @@ from moecore.models import Decoder
 from moecore.parallel.across import make_all_stages
 from moecore.parallel.attached import ATTACHED
 from tests.families.transformers.hf_models import transformers
+from tests.helpers.ranks import run_ranks
 from tests.models.hf_pairs import make_pair
 from tests.parallel.pipeline.stages import local
-from tests.ranks import run_ranks
 
 KINDS = ("native", "transformers")
 

@@ -26,10 +26,10 @@ from moecore.io.hf.load import load_hf
 from moecore.models import Decoder, preset
 from moecore.moe.params import global_indices
 from tests.families.transformers.hf_models import random_model
+from tests.helpers.ranks import run_ranks
 from tests.io.hf.dirs import fp8_state, mxfp4_state, write_directory
 from tests.io.hf.states import hf_state, native_state
 from tests.io.hf.test_config import TINY_JSON
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 WORLD, BLOCK = 4, 24

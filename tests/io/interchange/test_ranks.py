@@ -15,10 +15,10 @@ from moecore.io import load
 from moecore.io.hf.export import export_hf
 from moecore.io.interchange.convert import dcp_to_native
 from moecore.models import Decoder, preset
+from tests.helpers.ranks import run_ranks
 from tests.io.hf.test_config import TINY_JSON
 from tests.io.hf.test_export_check import loaded, logits, upcycled
 from tests.io.interchange.test_convert import assert_same, decoder
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 CONFIG = preset("tiny-deepseek-v3")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from moecore import ParallelConfig, TrainStep, build_meshes, clip_grad_norm_, parallelize_moe
 from moecore.models import Decoder
 from moecore.parallel.across import find_stages, sum_copies
+from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.stages import (
     CONFIG,
     LAYOUTS,
@@ -24,7 +25,6 @@ from tests.parallel.pipeline.stages import (
     set_gradients,
     shard_of,
 )
-from tests.ranks import run_ranks
 
 RUNS: dict[str, tuple[str, dict[str, int]]] = {
     "halves": ("halves", {}),

@@ -26,7 +26,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
-from tests.ranks import _share_gloo_device, forks
+from tests.helpers.ranks import _share_gloo_device, forks
 
 TIMEOUT_S, HARD_S, WORLD = 12, 60, 4
 LATE = 2  # the rank that ends

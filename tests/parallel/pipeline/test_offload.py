@@ -34,7 +34,7 @@ from moecore.parallel.pipeline.orders import Action
 from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.train.memory.groups import OffloadChunk
 from moecore.train.memory.offload import Offload
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.train.memory.blocks import LateStreams
 
 NUMBER = 4  # micro-batches

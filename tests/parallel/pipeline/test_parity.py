@@ -35,11 +35,11 @@ from moecore.parallel.pipeline.run import _ScheduleRun
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.train import GraphedForwardBackward
 from tests.families.transformers.hf_models import random_model
-from tests.parity import Case, run_case, worst_error
-from tests.parts import on_parts
-from tests.ranks import RANKS_PER_GPU, run_ranks
+from tests.helpers.parity import Case, run_case, worst_error
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import RANKS_PER_GPU, run_ranks
+from tests.helpers.whole import gather_whole
 from tests.test_parity import BF16, FP8, FP32_BOUND, case
-from tests.whole import gather_whole
 
 pytestmark = pytest.mark.slow
 

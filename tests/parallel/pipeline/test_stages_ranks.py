@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import Decoder, preset
 from tests.families.transformers.hf_models import random_model
+from tests.helpers.ranks import run_ranks
 from tests.parallel.pipeline.emulated import run_on
-from tests.ranks import run_ranks
 
 ROWS, TOKENS = 2, 32
 CUTS = torch.tensor([0, 8, 32, 48, 64], dtype=torch.int32)

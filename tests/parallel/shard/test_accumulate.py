@@ -25,9 +25,9 @@ from moecore.parallel import rank_bytes
 from moecore.parallel.attached import attached, moe_state
 from moecore.parallel.shard.clip import clip_grad_norm_
 from moecore.train.rerun import drop_step
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.units import recorded, units
-from tests.parts import on_parts
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

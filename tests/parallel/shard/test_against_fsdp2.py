@@ -26,9 +26,9 @@ from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard import transport
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.fsdp2 import parallelize_with_fsdp2
-from tests.parts import on_parts
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_mes
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.router import Router
 from moecore.train import AdamW
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 MICRO_BATCHES = 3
 CONFIG = DecoderConfig(

@@ -25,7 +25,7 @@ from moecore import (
 from moecore import parallelize_moe as parallelize
 from moecore.parallel.attached import moe_state
 from moecore.parallel.shard.clip import GradientNorm, step_clipped
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
 FOLDINGS: list[dict[str, int]] = [

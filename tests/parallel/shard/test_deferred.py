@@ -40,9 +40,9 @@ from moecore.parallel.shard.engine import Engine
 from moecore.parallel.shard.weight_gradients import WeightGradients, WeightProduct
 from moecore.precision.apply import defer_linears
 from moecore.precision.linear import Fp8Products
+from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.test_unit import BLOCKS, DIM, Model, freed_is_nan
 from tests.parallel.shard.units import recorded, units
-from tests.ranks import run_ranks
 
 WORLD, N = 4, 3
 Turns = Sequence[tuple[str, int]]

@@ -31,8 +31,8 @@ from moecore.moe.backends import ExpertBackend
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 from moecore.parallel.shard.unit import Unit
+from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import make_layer
-from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=32, hidden_dim=24, num_experts=6, top_k=2)
 KEPT, FREED = "optim", "optim_grads_params"

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
-from tests.parts import on_parts
-from tests.ranks import _share_gloo_device, forks
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import _share_gloo_device, forks
 
 TIMEOUT_S, HARD_S = 12, 75
 LATE = 1  # the rank that something happens to

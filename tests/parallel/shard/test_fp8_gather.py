@@ -39,9 +39,9 @@ from moecore.parallel.shard.transport import Packed
 from moecore.parallel.shard.unit import Unit
 from moecore.precision.linear import Fp8Products
 from moecore.train import AdamW
+from tests.helpers.ranks import need_gpu_ranks, run_ranks
 from tests.parallel.shard.test_plan import planned
 from tests.parallel.shard.units import units
-from tests.ranks import need_gpu_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -30,9 +30,9 @@ from moecore import (
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.shard.unit import State
 from moecore.parallel.shard.units import find_blocks, find_heads
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.units import recorded, unit_names, unit_of
-from tests.parts import on_parts
-from tests.ranks import run_ranks
 
 WORLD = 2
 STEPS = 3

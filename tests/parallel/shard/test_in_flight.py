@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import moe_state
+from tests.helpers.ranks import need_gpu_ranks, num_gpu_ranks, run_ranks
 from tests.parallel.shard import test_unit
 from tests.parallel.shard.units import recorded, units
-from tests.ranks import need_gpu_ranks, num_gpu_ranks, run_ranks
 
 WORLD, N = 4, 3
 WIDE = 4096  # gathers of so wide matrices take longer than products of few rows

@@ -22,8 +22,8 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import moe_state
+from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import make_layer
-from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
 PARALLEL = {"sharded": ParallelConfig(ep=1, edp_shard=2), "ep": ParallelConfig(ep=2, edp_shard=1)}

@@ -23,8 +23,8 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import attached
+from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.units import units as units_of
-from tests.ranks import run_ranks
 
 WORLD = 4
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)

@@ -24,8 +24,8 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig
 from tests.families.transformers.hf_models import random_model
+from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.units import resident_bytes
-from tests.ranks import run_ranks
 
 DECODER = DecoderConfig(
     vocab_size=61,

@@ -26,9 +26,9 @@ from moecore.moe.params import clean_name
 from moecore.parallel.shard.formats import BlockFormat
 from tests.families.transformers.hf_models import random_model
 from tests.families.transformers.lora_cases import adapted_model
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.units import units
-from tests.parts import on_parts
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

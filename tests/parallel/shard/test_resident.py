@@ -22,9 +22,9 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.train.rerun import drop_step
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import make_layer
-from tests.parts import on_parts
-from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
 PARALLEL = {"sharded": ParallelConfig(ep=1, edp_shard=2), "ep": ParallelConfig(ep=2, edp_shard=1)}

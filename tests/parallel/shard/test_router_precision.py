@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
 from moecore.kernels.routing.router_logits import router_logits_ref
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import make_layer
 from tests.parallel.shard.units import is_unit, unit_of
-from tests.parts import on_parts
-from tests.ranks import run_ranks
 
 WORLD = 2
 CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=2, router_bias=True)

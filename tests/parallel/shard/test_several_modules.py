@@ -21,9 +21,9 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from tests.helpers.parts import on_parts
+from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import make_layer
-from tests.parts import on_parts
-from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
 OPTIONS = {

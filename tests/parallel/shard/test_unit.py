@@ -29,8 +29,8 @@ from moecore.parallel.shard.buffers import Buffer
 from moecore.parallel.shard.streams import StreamMark
 from moecore.parallel.shard.unit import State, Unit
 from moecore.train.rerun import drop_step
+from tests.helpers.parts import on_parts
 from tests.parallel.shard.units import unit_of, units
-from tests.parts import on_parts
 
 DIM, BLOCKS, LR = 8, 5, 2**-6
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -35,9 +35,9 @@ from moecore.parallel.attached import attached, capacity_of, moe_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs import forward_backward as module
 from moecore.train.graphs.facts import facts_of
+from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import emulated
 from tests.moe.moe_cases import make_layer
-from tests.ranks import run_ranks
 from tests.train.graphs.graph_fakes import fake_steps
 
 CLONES = CloneOptions()

@@ -37,7 +37,7 @@ from moecore import (
 from moecore.models import Decoder, preset
 from moecore.parallel.attached import capacity_of, moe_state
 from moecore.train import GraphedForwardBackward
-from tests.ranks import RANKS_PER_GPU, run_ranks
+from tests.helpers.ranks import RANKS_PER_GPU, run_ranks
 
 WORLD = next((n for n in (4, 2, 1) if n <= torch.cuda.device_count()), 0)
 pytestmark = [

@@ -30,7 +30,7 @@ from moecore.base.options.precision import Recipe
 from moecore.models import Decoder, preset
 from moecore.parallel.attached import moe_state
 from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.train.graphs.graph_fakes import fake_graphs
 
 WORLD, STEPS, MICRO_BATCHES, LAYERS = 2, 3, 2, 3

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moecore import MemoryOptions
-from tests.ranks import num_gpu_ranks, run_ranks
+from tests.helpers.ranks import num_gpu_ranks, run_ranks
 from tests.train.graphs.test_forward_backward_gpu import scribble
 from tests.train.graphs.test_graphed_blocks import CASES, SHARED, Case, parts_of, train
 

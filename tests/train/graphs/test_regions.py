@@ -25,7 +25,7 @@ from moecore import (
 from moecore.base.saved import packing
 from moecore.models import Decoder, preset
 from moecore.train import compile_blocks
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 WORLD = 2
 STEPS = 2

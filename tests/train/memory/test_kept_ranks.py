@@ -21,8 +21,8 @@ from moecore.moe.layer import MoELayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
 from moecore.train.memory.kept import KeptBytes, kept_bytes
+from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import EmulatedExchangePool
-from tests.ranks import run_ranks
 from tests.train.memory.test_kept import Saved
 
 WORLD, T, D, K = 2, 96, 128, 2

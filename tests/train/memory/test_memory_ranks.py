@@ -26,8 +26,8 @@ from moecore.parallel import dispatch
 from moecore.parallel.attached import attached
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
+from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import EmulatedExchangePool
-from tests.ranks import run_ranks
 
 WORLD = 6
 LAYOUTS = {

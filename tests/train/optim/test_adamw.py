@@ -23,7 +23,7 @@ from moecore.kernels.adamw_formats import join_master_ref
 from moecore.models import Decoder, preset
 from moecore.parallel.shard.clip import step_clipped
 from moecore.train import AdamW
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 Optimizer = torch.optim.Optimizer
 NUM_STEPS = 6

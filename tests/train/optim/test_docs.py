@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moecore.models import preset
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 DOCS = Path(__file__).parents[3] / "docs" / "optimizers.md"
 

@@ -18,7 +18,7 @@ from moecore.io import load, save
 from moecore.models import Decoder, preset
 from moecore.train import AdamW, HostAdamW, StateOffload
 from moecore.train.optim import host_step
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.train.optim.late_stream import late_copies  # noqa: F401, a fixture
 
 NUM_STEPS = 5

@@ -18,7 +18,7 @@ from moecore.io import load, save
 from moecore.models import Decoder, preset
 from moecore.train import AdamW, HostAdamW
 from moecore.train.optim import host_step
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.train.optim.test_host_step import local, make_params, train
 
 pytestmark = pytest.mark.gpu

@@ -28,7 +28,7 @@ from moecore.io import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.params import global_indices
 from moecore.train import AdamW, Cut, Muon, QKClip, assign_matrices
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 WORLD = 6
 LAYOUTS = {

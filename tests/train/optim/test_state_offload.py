@@ -20,7 +20,7 @@ from moecore.models import Decoder, preset
 from moecore.train import AdamW, StateOffload
 from moecore.train.optim import state_offload
 from moecore.train.optim.state_offload import largest_up_to
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.train.optim.late_stream import late_copies  # noqa: F401, a fixture
 
 NUM_BLOCKS, NUM_STEPS = 4, 4

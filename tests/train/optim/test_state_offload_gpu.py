@@ -19,7 +19,7 @@ from moecore.io import load, save
 from moecore.models import Decoder, preset
 from moecore.train import AdamW, GraphedForwardBackward, HostAdamW, StateOffload
 from moecore.train.optim import state_offload
-from tests.ranks import RANKS_PER_GPU, run_ranks
+from tests.helpers.ranks import RANKS_PER_GPU, run_ranks
 from tests.train.optim.test_state_offload import away, state_of
 
 pytestmark = pytest.mark.gpu

@@ -55,10 +55,10 @@ from moecore.moe.forced import force_even_load
 from moecore.moe.placement import ExpertPlacement
 from moecore.precision.apply import apply_precision
 from moecore.train import AdamW
+from tests.helpers.parts import on_parts
+from tests.helpers.whole import Held, gather_whole
 from tests.moe.reference import ReferenceOutput, moe_reference
 from tests.parallel.shard.units import unit_of
-from tests.parts import on_parts
-from tests.whole import Held, gather_whole
 
 OPTIMIZERS = ("sgd", "adamw")  # one per step
 ALL_LOSSES = BalanceConfig(

@@ -44,14 +44,14 @@ LIBRARY = torch.library.Library("_c10d_functional", "IMPL")  # what it holds liv
 TIMEOUT_S = "MOECORE_RANKS_TIMEOUT_S"
 RANKS_PER_GPU = int(os.environ.get("MOECORE_RANKS_PER_GPU", "1"))
 IMPORTED = (
-    "tests.ranks",
+    "tests.helpers.ranks",
     "moecore",
     "moecore.io",
     "moecore.models",
     "pytest",
     "torch._dynamo",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",  # if it is there: a second per rank
-    "tests.frozen",
+    "tests.helpers.frozen",
 )
 LAST_RANK = forkserver.ForkServer()  # see Note "starts"
 LAST_RANK.set_forkserver_preload(list(IMPORTED))
