@@ -174,9 +174,9 @@ def test_auto_takes_nvlink_unless_a_schedule_overlaps(
     if asked == "nvlink":
         assert not lines
     elif chosen == "nvlink":
-        assert lines == ["dispatcher 'auto' is 'nvlink': peer access among all GPUs of the group"]
-    elif not given:
-        assert "'auto' is 'alltoall': 'nvlink' must have nvlink=NVLinkOptions(...)" in lines[0]
+        elsewhere = "" if given else "; alltoall outside of forward_backward() and CUDA graphs"
+        why = "peer access among all GPUs of the group" + elsewhere
+        assert lines == [f"dispatcher 'auto' is 'nvlink': {why}"]
     else:
         assert "'auto' is 'alltoall': 'nvlink' must go without a schedule" in lines[0]
 

@@ -67,6 +67,8 @@ def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
         problem = find_problem(group, meshes.device_type)
         if problem is None:
             why = "peer access among all GPUs of the group"
+            if not _is_required(request):
+                why += "; alltoall outside of forward_backward() and CUDA graphs"
             plan = replace(plan, dispatcher="nvlink", dispatcher_reason=why)
         elif request.dispatcher == "nvlink":
             raise ValueError(f"dispatcher ('nvlink') {problem}")
@@ -78,21 +80,21 @@ def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
     found.plan = plan
 
 
+def _is_required(request: Request) -> bool:
+    """Whether nvlink was asked for. A call that asks for nothing must not meet its errors."""
+    asked = request.nvlink is not None or request.memory.stash is not None
+    return request.dispatcher == "nvlink" or asked
+
+
 def apply_layers(model: nn.Module, found: Attached) -> None:
     """Give each MoE layer its configuration, products, dispatcher and clones. No communication."""
     request, meshes = found.request, found.request.meshes
     if found.plan.dispatcher == "nvlink" and meshes.dispatch_group is not None:
-        # A call that asks for nothing must not meet what only stores can not carry.
-        is_required = (
-            request.dispatcher == "nvlink"
-            or request.nvlink is not None
-            or request.memory.stash is not None
-        )
         found.exchanges = ExchangePool(
             meshes.dispatch_group,
             ep=meshes.parallel.ep,
             options=request.nvlink,
-            is_required=is_required,
+            is_required=_is_required(request),
         )
     stream = torch.cuda.Stream() if request.overlap_shared else None
     for (name, layer), planned in zip(found.layers.items(), found.plan.layers, strict=True):
