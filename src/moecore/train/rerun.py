@@ -1,12 +1,13 @@
-"""A step whose rows did not fit is run again from its inputs, with the capacity that they need.
+"""Rerun: a step whose rows did not fit is repeated from its inputs, with larger buffers.
 
-    run() -> needed by any rank -> nothing: done
-                                -> drop the step, restore random numbers, enlarge, run again
+    run() -> all-reduce of the capacity that each rank needed
+          -> every rank's rows fit: done
+          -> else: drop the step, restore random numbers, enlarge buffers, run() once more
 
-The capacity is that of expert rows (`NVLinkOptions.row_factor`), of tokens to send (`max_tokens`)
-and of pages (`StashOptions.factor`). What finds no place is cut off, so the step goes on, on wrong
-values that nobody uses. Behind the first layer with a shortage choices may be others than those of
-the step run again, so that may need another run; capacities only grow.
+Three capacities may be too small: expert rows (`NVLinkOptions.row_factor`), tokens to send
+(`max_tokens`) and pages (`StashOptions.factor`). A run drops the rows that do not fit and goes on;
+its values are wrong and are not used. Layers behind the first shortage route on wrong values, so a
+rerun may find a further shortage there and need another rerun. Capacities only grow.
 """
 
 from __future__ import annotations
@@ -33,29 +34,27 @@ T = TypeVar("T")
 
 
 class Reruns:
-    """The holders of a step's models: runs steps until their rows fit.
-
-    Made on every rank: one all-reduce tells whether any rank has a limited capacity.
-    """
+    """Runs the micro-batches of a step until all rows fit. Made on every rank, with a host sync."""
 
     def __init__(self, capacities: Sequence[Capacity], device: torch.device) -> None:
         self._capacities, self._device = capacities, device
         self._holders = [holder for capacity in capacities for holder in capacity.holders]
         is_limited = any(holder is not None and holder.factor for holder in self._holders)
+        # Ranks may differ: one all-reduce finds out whether any of them has a limited capacity.
         flag = torch.tensor(float(is_limited), device=device)
         if dist.is_initialized():
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         self._asks = bool(flag.item())
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
-        """Return what a run of a step's micro-batches returns, all of whose rows fit.
+        """Return the result of the first run whose rows fit on every rank.
 
-        Where a capacity is limited one all-reduce and one host sync per run, over and on all ranks;
-        in CUDA graphs, which wait for nothing, none.
+        If any rank has a limited capacity, each run ends with one all-reduce and one host sync.
+        Layers in CUDA graphs are not rerun and do neither.
 
         Args:
-            run: all forwards and backwards of a step.
-            tapes: what runs record or replay.
+            run: executes all forwards and backwards of a step.
+            tapes: recorded choices; each is rewound before a rerun.
         """
         if not self._asks or any(capacity.is_graphed for capacity in self._capacities):
             return run()
@@ -76,29 +75,26 @@ class Reruns:
                     _enlarge(holder, factor)
 
     def is_short(self) -> Tensor | None:
-        """Return whether rows of this rank did not fit, a bool on the device; None = any fit.
-
-        No host sync.
-        """
+        """Return a bool on the device: whether rows of this rank did not fit. None = no limit."""
         if not self._asks:
             return None
         return self._needed_here().amax() > 0
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """Within, forwards are those of a step: `Capacity.watched`."""
+        """Return a context in which forwards are those of a step: see `Capacity.watched`."""
         with ExitStack() as stack:
             for capacity in self._capacities:
                 stack.enter_context(capacity.watched(watch))
             yield
 
     def poll(self, *, skips: bool) -> None:
-        """Raise what the host sees, or where `skips` enlarge what earlier steps needed."""
+        """Raise what the host sees without a wait; with `skips`, enlarge what steps needed."""
         for capacity in self._capacities:
             capacity.end_step(skips=skips)
 
     def end_step(self, skipped: bool | Tensor) -> None:
-        """Count the rows of the next step anew. No host sync."""
+        """Clear the counts of rows for the next step. No host sync."""
         for holder in self._holders:
             if holder is not None and self._asks:
                 holder.clear(host=False)
@@ -107,17 +103,17 @@ class Reruns:
                 capacity.graph_steps.note(skipped)
 
     def check(self) -> None:
-        """Raise what went wrong with rows. Host sync."""
+        """Raise an ExchangeError if rows did not fit. Host sync."""
         for capacity in self._capacities:
             capacity.check()
 
     def _needed_here(self) -> Tensor:
-        """Return the least factor that this rank needed of each holder, 0 = its rows fit."""
+        """Return the factor that this rank needed of each holder; 0 = its rows fit."""
         zero = torch.zeros((), device=self._device)
         return torch.stack([zero if h is None else h.needed().to(zero) for h in self._holders])
 
     def _needed(self) -> list[float]:
-        """Return the same of all ranks. Host sync."""
+        """Return the largest factor that any rank needed of each holder. Host sync."""
         found = self._needed_here()
         if dist.is_initialized():
             dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -139,11 +135,7 @@ def _enlarge(holder: Holder, factor: float) -> None:
 
 
 def drop_step(model: nn.Module) -> None:
-    """Drop the micro-batches since the last optimizer step: see `TrainStep.drop`.
-
-    Args:
-        model: of `parallelize_moe`, or one that holds it; a plain one has less to drop.
-    """
+    """Drop the micro-batches since the last optimizer step, as `TrainStep.drop` describes."""
     for engine in engines_of(model):
         engine.drop_step()
     drop_amax(model)

@@ -1,13 +1,13 @@
-"""TrainStep: the one owner of an optimizer step, from its first micro-batch to its metrics.
+"""TrainStep: the owner of an optimizer step, from its first micro-batch to its metrics.
 
-    micro_batch() x n    forward and backward; or forward_backward(), which runs all of them
-    finish()             errors of transport -> clip -> optimizer -> zero_grad -> counts -> biases
-                         (and the scales of delayed scaling, after zero_grad)
+    micro_batch() x n    forward and backward; forward_backward() runs all n
+    finish()             errors of exchanges -> clip -> optimizer -> zero_grad
+                         -> scales of delayed scaling -> counts -> expert biases -> StepResult
 
-Micro-batches of a step share their communication: units that `FSDPOptions` leaves unsharded from
-forward to backward are gathered once per step, and reduced with the last micro-batch. Until then
-they keep whole gradients in `FSDPOptions.reduce_dtype`, which `optimizer.zero_grad()` does not
-reach. Other units gather and reduce for every micro-batch.
+Micro-batches of a step share the communication of resident units (`FSDPOptions` leaves them whole
+from forward to backward): one all-gather per step, and one reduction in the last micro-batch. Until
+then whole gradients accumulate in `FSDPOptions.reduce_dtype`, outside of `optimizer.zero_grad()`.
+Other units are all-gathered and reduced in every micro-batch.
 """
 
 from __future__ import annotations
@@ -47,25 +47,27 @@ T = TypeVar("T")
 class TrainStep:
     """Runs the optimizer steps of a parallelized model, one after another. Made on every rank.
 
-    A nan or inf in the gradient of any rank leaves weights, optimizer state and expert biases as
-    they were on every rank. Fused optimizers (`moecore.train.AdamW`, torch's with fused=True) skip
-    and clip on the device, while they read the gradients; with others the host waits for the norm.
+    A nan or inf in the gradient of any rank skips the step: weights, optimizer state and expert
+    biases stay as they were on every rank. Fused optimizers (`moecore.train.AdamW`, torch's with
+    fused=True) skip and clip on the device while they read the gradients; with another optimizer
+    the host waits for the norm.
 
     Args:
-        model: of `parallelize_moe`, or several that are parts of one.
-        optimizer: of the model, or several, which together hold every parameter with a gradient.
-            None leaves the optimizer to the caller: see `clip`.
-        max_norm: of the gradient of all models together, > 0; `math.inf` only measures.
-        num_micro_batches: forwards and backwards of one step. The caller divides the loss by it, as
-            auxiliary losses are divided.
-        loss_scale: for fp16, which needs one. The caller's backward is `scale(loss).backward()`;
-            auxiliary losses get it, and gradients are divided by it where they are clipped.
+        model: a model that `parallelize_moe` has changed, or several that are parts of one.
+        optimizer: one or several that together hold every parameter with a gradient. None leaves
+            the optimizer to the caller: see `clip`.
+        max_norm: the largest gradient norm over all models, > 0; `math.inf` only measures the norm.
+        num_micro_batches: forwards and backwards of one step. The caller divides the loss by this
+            number; auxiliary losses are divided by it here.
+        loss_scale: the loss scale of fp16, which needs one. The caller's backward is
+            `scale(loss).backward()`; auxiliary losses are scaled here, and clipping divides
+            gradients by the scale.
 
     Raises:
-        ValueError: for a model that is not parallelized, a number out of range, or a model that
-            needs a loss scale or can have none; on every rank when ranks differ in a number, in
-            the loss scale's options, in the optimizers' classes and options as they are now, or in
-            what is trained (`requires_grad`).
+        ValueError: when a model is not parallelized, a number is out of range, or a model needs a
+            loss scale or must not have one; on every rank when ranks differ in a number, in the
+            loss scale's options, in the optimizers' classes and current options, or in the trained
+            parameters (`requires_grad`).
 
     Example:
         step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=4)
@@ -165,20 +167,20 @@ class TrainStep:
     def micro_batches(self, *, forwards: Count | None = None, pairs: bool = True) -> Iterator[None]:
         """Return the context of all micro-batches of a step, several of them in flight.
 
-        Forwards and backwards run in any order in it, as a pipeline's schedule has them: on every
-        rank in the same one. What stays whole is reduced once, by the last backward of each unit
-        after the last forward has begun. Forwards may lack their backward. A global-batch balance
-        loss counts micro-batches in the order of their forwards.
+        Forwards and backwards may run in any order, such as a pipeline's schedule; every rank uses
+        the same order. A resident unit is reduced once, by its last backward after the last forward
+        has begun. A forward may have no backward. A global-batch balance loss counts micro-batches
+        in the order of their forwards.
 
         Args:
-            forwards: of each model with gradients in the step; None = num_micro_batches. More
-                where parts of a model run one by one. Other numbers than come cost overlap, or
-                further reductions.
-            pairs: whether `side_by_side` is for overlap here. For it dispatcher "alltoall" gathers
-                rows before it knows how many travel: min(ep, top_k) * etp of each token.
+            forwards: forwards with gradients of each model in the step; None = num_micro_batches.
+                It is larger where parts of a model run one by one. A number that differs from the
+                forwards that run costs overlap or further reductions.
+            pairs: whether exchanges overlap in `side_by_side`. Dispatcher "alltoall" then gathers
+                rows before it has their number: min(ep, top_k) * etp rows of each token.
 
         Raises:
-            ValueError: after a micro_batch() of this step.
+            ValueError: when a micro_batch() of this step has run.
         """
         check_arguments(TrainStep.micro_batches, locals())
         self._progress.check_between("micro_batches()")
@@ -198,24 +200,23 @@ class TrainStep:
             self._progress.is_several = False
 
     def side_by_side(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
-        """Return what a forward returns, run beside the backward of another micro-batch.
+        """Return the result of a forward that runs as a pair with another micro-batch's backward.
 
-        Both take turns where tokens travel between ranks: while an exchange of one runs, the other
-        computes. Dispatchers "alltoall" and "allgather" have such places; without any the backward
-        follows the forward. Every rank runs the same pairs. Gradients have the bits of the forward
-        and then the backward.
+        The two alternate at exchanges: while an exchange of one runs, the other computes.
+        Dispatchers "alltoall" and "allgather" alternate; with others the backward follows the
+        forward, and gradients have the same bits. Every rank runs the same pairs.
 
-        Units that are freed after each use ("optim_grads_params") are gathered again whenever both
-        want the same buffer.
+        Units that are resharded after each use ("optim_grads_params") are all-gathered once more
+        whenever forward and backward need the same buffer.
 
         Args:
-            forward: of a micro-batch, in this thread.
-            backward: of an earlier one, in another thread.
+            forward: runs a micro-batch's forward, in this thread.
+            backward: runs an earlier micro-batch's backward, in another thread.
 
         Raises:
-            ValueError: outside of `micro_batches`.
-            RuntimeError: within another pair, or after a backward that has failed.
-            Exception: that of the forward or of the backward, which ends both.
+            ValueError: when it is called outside of `micro_batches`.
+            RuntimeError: when it is called within another pair, or after a backward has failed.
+            Exception: the exception of the forward or of the backward; it ends both.
 
         Example:
             with step.micro_batches():
@@ -235,7 +236,7 @@ class TrainStep:
 
     @contextmanager
     def _running(self, number: int, *, to_come: float) -> Iterator[None]:
-        """Announce the next micro-batches of the step, and end them."""
+        """Return the context of the step's next micro-batches; see `Engine.start_micro_batches`."""
         progress = self._progress
         progress.is_last = progress.done + 1 == self.num_micro_batches
         for engine in self._engines:
@@ -259,23 +260,21 @@ class TrainStep:
     def forward_backward(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Run forward and backward of all micro-batches of a step; return their losses.
 
-        Over pipeline stages each rank runs its part of them, in the order of the schedule. Every
-        pipeline rank is given the same micro-batches. A whole model runs one after the other, or
-        with schedule "overlapped" each forward beside the backward before it.
-        `finish` follows.
+        With pipeline stages, each rank runs its stages in the order of the schedule, and every
+        pipeline rank passes the same micro-batches. Without, micro-batches run one after the other;
+        schedule "overlapped" pairs each forward with the backward before it. `finish` follows.
 
         Args:
-            micro_batches: num_micro_batches of them: keyword arguments of the model, which returns
-                its loss. A "mean" loss is divided by their number here; a loss scale is applied.
+            micro_batches: num_micro_batches mappings of the model's keyword arguments. A "mean"
+                loss is divided by num_micro_batches here, and the loss scale is applied.
 
         Returns:
-            fp32 [num_micro_batches] on the device, detached, not divided: the same on all pipeline
-            ranks, each data rank's own. No host sync, but one where `NVLinkOptions.row_factor` or
-            `StashOptions.factor` may be too small: then all of it runs again, with the same random
-            numbers.
+            The undivided losses: fp32 [num_micro_batches] on the device, detached, equal on all
+            pipeline ranks of a data rank. Where `NVLinkOptions.row_factor` or `StashOptions.factor`
+            may be too small, each run has one host sync, and a shortage leads to a rerun.
 
         Raises:
-            ValueError: for another number of micro-batches, or after a micro_batch() of this step.
+            ValueError: when their number is another, or a micro_batch() of this step has run.
             PipelineError: when a neighbouring stage is gone; it names stage and micro-batch.
         """
         if len(micro_batches) != self.num_micro_batches:
@@ -307,10 +306,10 @@ class TrainStep:
         """Return the losses of any number of micro-batches without gradients, between steps.
 
         Args:
-            micro_batches: as in `forward_backward`, for the model in its mode (`model.eval()`).
+            micro_batches: as in `forward_backward`. The model runs in its mode (`model.eval()`).
 
         Returns:
-            As `forward_backward`.
+            The losses, as `forward_backward` returns them.
         """
         self._progress.check_closed("losses()")
         if self._pipeline is not None:
@@ -318,7 +317,7 @@ class TrainStep:
         return torch.stack([loss_of(self._model(**inputs)).float() for inputs in micro_batches])
 
     def _run_in_pairs(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        """Run each forward beside the backward before it; return the losses."""
+        """Pair each forward with the backward of the micro-batch before; return the losses."""
         losses: list[Tensor] = []
 
         def forward(inputs: Mapping[str, Any]) -> Tensor:
@@ -340,49 +339,48 @@ class TrainStep:
         return loss.detach().float()
 
     def _divided(self, loss: Tensor) -> Tensor:
-        """Return what a micro-batch's backward begins with."""
+        """Return the loss that a micro-batch's backward starts from: divided and scaled."""
         is_mean = self._states[0].loss == "mean"
         return self.scale(loss / self.num_micro_batches if is_mean else loss)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the loss scale, for backward; without one the loss itself.
+        """Return the loss times the loss scale, for backward; without a scale the loss itself.
 
         Args:
-            loss: of a micro-batch, divided by their number.
+            loss: a micro-batch's loss, already divided by num_micro_batches.
         """
         self._is_scaled = True
         return loss if self._scale is None else loss * self._scale.value
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps of it, for `extra`: the loss scale, {} without one."""
+        """Return the loss scale for a checkpoint's `extra`; {} without one."""
         return {} if self._scale is None else self._scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, in place; between steps.
+        """Load the loss scale of `state_dict`, in place; between steps.
 
         Args:
-            state: it may hold more, such as all of `extra`; without a loss scale nothing is read.
+            state: may have more entries, as `extra` has; without a loss scale nothing is read.
 
         Raises:
-            ValueError: when it has no loss scale, or within a micro-batch.
+            ValueError: when `state` has no loss scale, or a micro-batch is running.
         """
         self._progress.check_closed("load_state_dict()")
         if self._scale is not None:
             self._scale.load_state_dict(state)
 
     def clip(self) -> GradientNorm:
-        """Clip the gradient of a step whose optimizer is the caller's. Waits for the device.
+        """Clip the gradient of a step whose optimizer is the caller's. Host sync.
 
-        Gradients are divided by the loss scale first.
-
-        A nan or inf on any rank sets all gradients to None, so that an optimizer changes nothing.
-        The caller's step and zero_grad follow, then `finish`.
+        Gradients are divided by the loss scale first. A nan or inf on any rank sets all gradients
+        to None, so that an optimizer changes nothing. The caller's step and zero_grad follow, then
+        `finish`.
 
         Returns:
             The norm before clipping.
 
         Raises:
-            ValueError: where `finish` clips, before the last micro-batch, or as `clip_grad_norm_`.
+            ValueError: when `finish` clips, micro-batches are missing, or as `clip_grad_norm_`.
         """
         if self._optimizers:
             raise ValueError(
@@ -399,17 +397,17 @@ class TrainStep:
     def finish(self) -> StepResult:
         """End the step: clip, optimizer, zero_grad, counts of all ranks, expert biases.
 
-        Call it on every rank. One collective for the norm and one for the counts of all layers, and
-        one more with quantile balancing. No host sync with fused optimizers, or without any.
+        Call it on every rank. It runs one collective for the norm, one for the counts of all layers
+        and one with quantile balancing. No host sync with fused optimizers or without an optimizer.
 
         Raises:
-            ValueError: before the last micro-batch, or before `clip` with a loss scale and no
-                optimizer; when a layer with auxiliary losses saw another
+            ValueError: when micro-batches are missing; when a loss scale is given without an
+                optimizer and `clip` has not run; when a layer with auxiliary losses ran another
                 number of micro-batches; when no optimizer holds a parameter that has a gradient;
                 when a parameter was added after `parallelize_moe`.
-            ExchangeError: when an exchange went wrong on this rank, as far as the host can see
-                without waiting (`check` waits): before anything moves and before any collective.
-                Other ranks may not know, so let the process end.
+            ExchangeError: when an exchange failed on this rank and the host sees it without a wait
+                (`check` waits). It is raised before any update or collective. Other ranks may not
+                see the failure, so let the process end.
         """
         self._check_complete("finish()")
         if self._scale is not None and not self._optimizers and self._norm is None:
@@ -417,7 +415,7 @@ class TrainStep:
                 "finish() must follow clip() where a loss_scale is given and no optimizer: call "
                 "clip() before your optimizer's step, it divides gradients by the scale"
             )
-        self._progress.has_failed = True  # unless it gets to its end
+        self._progress.has_failed = True  # until `restart`, at the end
         with mark("moecore::finish"):
             for engine in self._engines:
                 engine.end_step()
@@ -448,7 +446,7 @@ class TrainStep:
                 self._scale.update(norm.skipped)
         self._progress.restart()
         lr = self._optimizers[0].param_groups[0]["lr"] if self._optimizers else None
-        if isinstance(lr, Tensor):  # which a scheduler changes in place
+        if isinstance(lr, Tensor):  # a scheduler changes it in place
             lr = lr.clone()
         return StepResult(
             norm=norm, skipped=skipped, metrics=joined(metrics), lr=lr, loss_scale=loss_scale
@@ -457,24 +455,24 @@ class TrainStep:
     def drop(self) -> None:
         """Drop the step: its gradients, counts and micro-batches, as if they had never run.
 
-        For a loss that is not finite, or an exception in a forward; after one in a backward the
-        next forward raises. Call it on every rank. No communication, no host sync.
+        Call it on every rank when a loss is not finite, or after an exception in a forward. After
+        an exception in a backward the next forward raises. No communication, no host sync.
         """
         self._progress.check_closed("drop()")
         drop_step(self._model)
         self._norm = None
 
     def check(self) -> None:
-        """Raise an ExchangeError for what went wrong with tokens on their way; one host sync.
+        """Raise an ExchangeError if an exchange failed or rows did not fit; one host sync.
 
-        Only dispatcher "nvlink" and a stash have something to find: else this returns at once.
+        Without dispatcher "nvlink" and without a stash this returns at once.
         """
         self._reruns.check()
 
     def close(self) -> None:
         """Free the buffers of dispatcher "nvlink"; collective. The next forward makes new ones.
 
-        Also after an ExchangeError, which this raises like `check`, to go on in the same processes.
+        It also frees them after an ExchangeError, which it raises: the processes can then go on.
         """
         for exchanges in self._exchanges:
             exchanges.close()

@@ -1,7 +1,7 @@
-"""What a CUDA graph of a model takes for granted: compared with the present before each replay.
+"""GraphFacts: facts of a model on which its CUDA graph relies, compared before each replay.
 
-A graph holds addresses and decisions of the moment of its capture. Whatever of them may change in a
-training run is a fact here; what else Python decides in a step stays as it was, unseen.
+A graph holds addresses and Python's decisions from its capture. Those that may change in a training
+run are facts here. A change of any other decision has no effect on a replay and raises nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from moecore.parallel.attached import attached
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphFacts:
-    """What a graph takes for granted.
+    """The facts on which a graph relies.
 
     Attributes:
-        values: in the order of `_names`, which are needed only when one has changed.
-        held: what values are addresses of; as long as it lives nothing else has them.
-        exchanges: whose buffers the graph writes; they live as long as it.
+        values: the facts, in the order of `_names`, which is called only when one has changed.
+        held: references to the objects whose addresses are values, so that no other object gets
+            their addresses.
+        exchanges: exchanges whose buffers the graph writes; this reference keeps them alive.
     """
 
     values: list[Any]
@@ -34,11 +35,7 @@ class GraphFacts:
     exchanges: tuple[Any, ...]
 
     def check(self, model: nn.Module, state: MoEState) -> None:
-        """Raise when something is no longer what it was; 3 ms of a host for 531 parameters.
-
-        Raises:
-            ValueError: names what has changed.
-        """
+        """Raise a ValueError that names a changed fact; 3 ms of host time for 531 parameters."""
         now = facts_of(model, state)
         if now.values != self.values:
             named = zip(_names(model, state), now.values, self.values, strict=False)
@@ -48,7 +45,7 @@ class GraphFacts:
                 "was captured: set it back, or call close(), after which the next calls warm up "
                 "and capture anew"
             )
-        # Others may have been made since; those that other ranks write to must be there.
+        # New exchanges may exist, but those that other ranks write to must still be there.
         if any(exchange not in now.exchanges for exchange in self.exchanges):
             raise ValueError(
                 "the buffers of dispatcher ('nvlink') must be those of when the graph was "
@@ -58,7 +55,7 @@ class GraphFacts:
 
 @torch.no_grad()
 def facts_of(model: nn.Module, state: MoEState) -> GraphFacts:
-    """Return the facts of the moment."""
+    """Return the current facts of a model."""
     values: list[Any] = [state.num_micro_batches]
     held: list[Any] = []
     for module in model.modules():
@@ -84,7 +81,7 @@ def facts_of(model: nn.Module, state: MoEState) -> GraphFacts:
 
 
 def _names(model: nn.Module, state: MoEState) -> Iterator[str]:
-    """Yield what the values of `facts_of` are, in its order."""
+    """Yield the names of the values of `facts_of`, in the same order."""
     yield "the number of micro-batches of a step"
     for name, module in model.named_modules():
         for what in ("train or eval mode", "the number of hooks", "the config"):

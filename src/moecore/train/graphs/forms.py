@@ -1,10 +1,10 @@
-"""Arguments and results of a graphed part, as tensors and what is left without them.
+"""Arguments and results of a graphed part, split into tensors and a form without them.
 
-    form_of(value, tensors)     the value with slots for its tensors, which are appended
-    filled(form, tensors)       the value again, with other tensors
+    form_of(value, tensors)     value -> its form, with a slot for each tensor; tensors are appended
+    filled(form, tensors)       form -> a value with these tensors
 
-Two forms are equal where the values differ in tensors alone. Tensors are looked for in tuples,
-lists, dicts, dataclasses and rotary tables; anything else is compared as it is.
+Forms of two values are equal if the values differ only in tensors. Tensors are found in tuples,
+lists, dicts, dataclasses and rotary tables; objects of other types are compared with ==.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from moecore.attention.rotary import RotaryTable
 
 
 class _FormSlot(NamedTuple):
-    """Stands for a tensor."""
+    """The slot of a tensor in a form."""
 
     number: int
 
 
 class _FormRecord(NamedTuple):
-    """Stands for an object with attributes, or a named tuple, whose values are enough."""
+    """The form of an object that its attributes define, or of a named tuple."""
 
     cls: type
     names: tuple[str, ...]
@@ -32,7 +32,7 @@ class _FormRecord(NamedTuple):
 
 
 def form_of(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a value with slots for its tensors, which are appended in order."""
+    """Return the form of a value and append its tensors in the order of their slots."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _FormSlot(len(tensors) - 1)
@@ -53,7 +53,7 @@ def form_of(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def filled(form: Any, tensors: list[Tensor]) -> Any:
-    """Return a value of a form with these tensors."""
+    """Return the value of a form with these tensors in its slots."""
     cls = type(form)
     if cls is _FormSlot:
         return tensors[form.number]

@@ -1,27 +1,18 @@
-"""Forward and backward of an optimizer step as one CUDA graph.
+"""GraphedForwardBackward: forward and backward of an optimizer step as one CUDA graph.
 
-The host launches one graph where it would launch thousands of kernels, each of which costs it more
-time than a small batch costs the GPU. Nothing of the journey changes: the same kernels, collectives
-and copies run, as many tokens to as many experts as the routing of each batch demands.
+The host launches one graph instead of thousands of kernels; for a small batch the launch of a
+kernel takes the host more time than the kernel takes the GPU. A replay runs the same kernels,
+collectives and copies as eager code, with the routing of its own batch.
 
-    calls 1 .. warm_up      run as they are; the last one is watched for what a graph can not hold
+    calls 1 .. warm_up      run eagerly; the last one is checked for work that a graph cannot hold
     call warm_up + 1        captured, which computes nothing, then replayed
     calls after it          inputs copied in, replayed, outputs copied out
 
-Each call is a step's real gradients. `TrainStep.finish` stays outside, so whatever changes there
-from step to step (learning rate, clipping) goes on as before.
+Every call, also a warm-up, computes the gradients of a real step. `TrainStep.finish` runs outside
+of the graph, so it may change from step to step (learning rate, clipping).
 
-Note "what a graph does not see": Python runs at capture only. So a replay does here what matters
-between steps: it raises what has gone wrong in exchanges, frees units that an evaluation has left
-unsharded, compares the facts that the graph holds with the present ones (`facts.py`), sets
-`.grad` to the captured gradient, and counts micro-batches.
-
-Note "outgrown": rows that do not fit let `TrainStep.finish` skip the step on every rank, on the
-device. The host learns of it a step later, for which it does not wait. Then the graph is freed, the
-capacity grows, and the calls that follow warm up and capture anew.
-
-Note "together": captured collectives have no timeout. A rank that gives up before the first replay
-tells the others, and all of them raise. One that raises later leaves them waiting: end the job.
+Captured collectives have no timeout. If a rank fails before the first replay, all ranks raise. If a
+rank raises later, the other ranks wait for ever: end the job.
 """
 
 from __future__ import annotations
@@ -52,24 +43,23 @@ WarmUp = Annotated[int, Bound(">=", 2), "the first call makes buffers, the last 
 
 
 class GraphedForwardBackward:
-    """Runs forward and backward of a step, as one CUDA graph once it is warm.
+    """Runs forward and backward of a step, as one CUDA graph after the warm-up.
 
     Every rank calls it for the same steps, with inputs of the same shapes. Evaluation, checkpoints
-    and steps of other shapes run eagerly in between. Its memory, that of all activations, stays
-    reserved between steps, and that of the gradients is the same in every step: clone what you keep
-    of them.
+    and steps of other shapes run eagerly in between. The memory of all activations stays reserved
+    between steps. Gradients lie in the same memory in every step: clone a gradient to keep it.
 
-    Python runs at capture only. What changes from step to step must be a tensor among the inputs: a
-    number (a count of tokens by which the loss is divided, a coefficient), an `if` or a tensor that
-    the function finds elsewhere stays what it was.
+    Python runs at capture only. A value that changes from step to step must be a tensor among the
+    inputs: a number (a count of tokens by which the loss is divided, a coefficient), an `if` or a
+    tensor from elsewhere stays as it was at capture.
 
     Args:
-        forward_backward: takes tensors on the model's GPU, all of a step's micro-batches, and runs
-            forward and backward. Returns tensors, or tuples, lists or dicts of them, or None; no
-            tensor that still needs backward. Waits for nothing on the GPU, leaves the optimizer
-            alone, and all that it trains is part of `model`.
-        model: from `parallelize_moe`.
-        warm_up: calls that run eagerly first, >= 2: the first makes buffers, the last is watched.
+        forward_backward: a function of tensors on the model's GPU, which hold all of a step's
+            micro-batches. It runs forward and backward and returns tensors, or tuples, lists or
+            dicts of them, or None; none of the tensors still needs backward. It has no host sync,
+            does not call the optimizer, and trains parameters of `model` only.
+        model: a model that `parallelize_moe` has changed.
+        warm_up: the number of eager calls, >= 2: the first makes buffers, the last is checked.
 
     Raises:
         ValueError: when the model is not on a GPU or not parallelized, or its dispatcher waits for
@@ -108,36 +98,42 @@ class GraphedForwardBackward:
         self._captured: _Captured | None = None
 
     def close(self) -> None:
-        """Free the graph and its memory; the next calls warm up and capture anew.
+        """Free the graph and its memory; the next calls warm up and capture a new graph.
 
-        Before `destroy_process_group`, which waits for graphs that hold its collectives.
+        Call it before `destroy_process_group`, which waits for graphs that hold its collectives.
         """
         if self._captured is not None:
-            torch.cuda.synchronize(self._device)  # it may run yet
+            torch.cuda.synchronize(self._device)  # a replay may still run
         self._num_warm, self._inputs, self._captured = 0, (), None
         self._capacity.graph_steps = None
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Return what `forward_backward` returns; parameters hold the step's gradients.
+        """Return the outputs of `forward_backward`; parameters have the step's gradients.
 
         Args:
-            inputs: on any device, of the same shapes and dtypes in every call. Those in pinned
-                memory or on the GPU are read without a wait, so they must stay until then.
+            inputs: tensors on any device, with the same shapes and dtypes in every call. Inputs in
+                pinned memory or on the GPU are copied without a host sync, so they must not change
+                before the copy.
 
         Returns:
-            New tensors.
+            The outputs, in new tensors.
 
         Raises:
-            ValueError: when gradients of another step are there, inputs have other shapes, what the
-                graph holds has changed, or `forward_backward` waits for the GPU, which is said
-                after the last warm-up call, whose gradients are good.
-            NotImplementedError: while router choices are recorded or replayed.
-            RuntimeError: when capture fails: end the process, since units are left inside a step.
-            ExchangeError: see `TrainStep.finish`.
+            ValueError: when parameters have gradients already, inputs have other shapes, a fact
+                that the graph holds has changed, or `forward_backward` waits for the GPU. The last
+                is raised after the last warm-up call, whose gradients are valid.
+            NotImplementedError: when router choices are recorded or replayed.
+            RuntimeError: when the capture fails. End the process then, since units are left inside
+                a step.
+            ExchangeError: as `TrainStep.finish`.
         """
-        free_units(self._model)  # a replay does not: see the note
+        # A replay runs no Python of the model. These lines, and `_Captured.replay`, do its work
+        # between steps: an evaluation may have left units whole, an exchange may have failed.
+        free_units(self._model)
         _check_start(self._model, self._state)
         self._capacity.poll()
+        # If rows did not fit, `TrainStep.finish` has skipped the step on every rank, on the device.
+        # The host sees that a step later, without a wait, and captures with larger buffers.
         if self._capacity.is_outgrown():
             self.close()
             self._capacity.enlarge()
@@ -164,13 +160,13 @@ class GraphedForwardBackward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Captured:
-    """A graph, the tensors that it reads and writes, and what it takes for granted.
+    """A graph, the tensors that it reads and writes, and the facts on which it relies.
 
     Attributes:
-        inputs: copied in before a replay.
-        grads: parameter, the gradient that the graph writes.
-        num_micro_batches: of each layer, by name.
-        num_in_step: micro-batches of a `TrainStep` that the call has run.
+        inputs: the tensors into which a replay copies its inputs.
+        grads: (parameter, gradient that the graph writes).
+        num_micro_batches: micro-batches that the graph runs, by the name of the layer.
+        num_in_step: micro-batches of a `TrainStep` that the graph runs.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -184,7 +180,7 @@ class _Captured:
     num_in_step: int
 
     def replay(self, inputs: Inputs) -> Any:
-        """Return copies of the outputs for these inputs; nothing of the model is gathered."""
+        """Replay the graph; set gradients, count micro-batches, and return copies of outputs."""
         _check_inputs(inputs, self.inputs)
         self.facts.check(self.model, self.state)
         for mine, given in zip(self.inputs, inputs, strict=True):
@@ -207,11 +203,11 @@ def _run(function: Callable[..., Any], inputs: Inputs) -> Any:
 def _capture(
     function: Callable[..., Any], model: nn.Module, state: MoEState, inputs: Inputs
 ) -> _Captured:
-    """Return the graph of a call, which has not run yet. Collective.
+    """Return the graph of a call, captured and not replayed. Collective.
 
     Raises:
-        RuntimeError: when it can not be captured on some rank.
-        OutOfMemoryError, ExchangeError: for these, on the rank that has them.
+        RuntimeError: on every rank, when a rank could not capture it.
+        OutOfMemoryError, ExchangeError: on the rank where the capture raises them.
     """
     _drop_copies(state)
     trackers = {name: layer.tracker for name, layer in state.layers.items()}
@@ -233,7 +229,7 @@ def _capture(
     num_in_step = 0
     if progress is not None:  # the capture has computed nothing
         progress.done, num_in_step = before, progress.done - before
-    free_units(model)  # what is unsharded and cast lies in the graph's memory
+    free_units(model)  # whole and cast parameters lie in the graph's memory
     _drop_copies(state)
     return _Captured(
         graph=graph,
@@ -251,18 +247,18 @@ def _capture(
 def _graph_of(
     function: Callable[..., Any], inputs: Inputs
 ) -> tuple[torch.cuda.CUDAGraph, Any, Exception | None]:
-    """Return a graph, what the function returned, and what went wrong."""
+    """Return the captured graph, the function's outputs, and the capture's error or None."""
     graph, outputs, first = torch.cuda.CUDAGraph(), None, None
-    gc.collect()  # a dead model may wait for the GPU when it is freed
+    gc.collect()  # the free of a dead model may wait for the GPU, which breaks a capture
     collects = gc.isenabled()
     gc.disable()
     try:
-        # Other threads (NCCL's, a checkpoint's) may go on with calls that a capture of the whole
-        # process would forbid.
+        # Other threads (NCCL's, a checkpoint's) make calls that a capture of the whole process
+        # would forbid.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             try:
                 outputs = function(*inputs)
-            except Exception as error:  # the end of a broken capture raises, too
+            except Exception as error:  # the end of a broken capture raises another error
                 first = error
                 raise
     except Exception as error:
@@ -274,11 +270,11 @@ def _graph_of(
 
 
 def _watched(function: Callable[..., Any], inputs: Inputs) -> Any:
-    """Return what a call returns, unless a graph could not hold it. Collective.
+    """Return the outputs of a call that a graph can hold. Collective.
 
     Raises:
-        ValueError: afterwards, on all ranks, names the first line that waits for the GPU, or the
-            output that is none.
+        ValueError: after the call, on all ranks, with the first line that waits for the GPU, or the
+            output that has no supported type.
     """
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
@@ -299,7 +295,7 @@ def _watched(function: Callable[..., Any], inputs: Inputs) -> Any:
 
 
 def _problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
-    """Return why a graph can not hold a call; "" = it can."""
+    """Return why a graph cannot hold a call; "" = it can."""
     if waits:
         return (
             f"forward_backward must not wait for the GPU in a CUDA graph, but does in "
@@ -323,7 +319,7 @@ def _first_of_all(problem: str) -> str:
 
 
 def _check_start(model: nn.Module, state: MoEState) -> None:
-    """Raise what must not be when a step begins."""
+    """Raise if choices are recorded or replayed, or a parameter has a gradient already."""
     for name, layer in state.layers.items():
         router = layer.part("router")
         if router is not None and router.tape is not None:
@@ -332,7 +328,7 @@ def _check_start(model: nn.Module, state: MoEState) -> None:
                 "repeat those of its capture: call forward_backward itself"
             )
     for name, param in model.named_parameters():
-        if param.grad is not None:  # a graph writes gradients, it adds to none
+        if param.grad is not None:  # a graph writes gradients; it does not accumulate
             raise ValueError(
                 f"gradient of {name} must be None before a step's forward and backward: call "
                 "optimizer.zero_grad(set_to_none=True) after step(), and give all micro-batches "
@@ -405,7 +401,7 @@ def _check_output(output: Tensor) -> Tensor:
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a value with other tensors in it."""
+    """Return a nested value with a function applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) is dict:

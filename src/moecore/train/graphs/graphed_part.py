@@ -1,26 +1,14 @@
-"""A part of a model whose forward is one CUDA graph, and its backward another.
+"""GraphedPart: a part of a model whose forward is one CUDA graph, and its backward another.
 
-    calls 1 .. WARM_UP      run as they are
-    call WARM_UP + 1        captures both, which computes nothing; goes on as those after it
-    calls after it          inputs copied in, forward replayed; gradients copied in, backward
+    calls 1 .. WARM_UP      run eagerly
+    call WARM_UP + 1        captures both graphs, which computes nothing; then as later calls
+    later calls             inputs copied in, forward replayed; gradients copied in, backward
                             replayed, gradients of inputs and parameters copied out
 
-What lies between parts (exchanges of tokens, whatever waits on the host) stays as it is, and so do
-hooks of units, which are around a part and never in it. A part runs as it is, too, where a graph
-would not be what is asked for: without gradients, under a tracer, inside of another graph, under
-hooks for saved tensors that are not moecore's (activation checkpointing), and for inputs of other
-shapes than those that the warm-up had.
-
-Note "in flight": the memory of a pair of graphs is that of one forward, until its backward has run
-or nothing holds it any more. A forward that comes before captures another pair, as between pipeline
-stages; each keeps what its forward saves for good.
-
-Note "slots": what graphs free while they are captured others may use, for what a forward saves. So
-graphs that share a pool must run one forward through all parts, and its backward, before the next.
-A forward has the slot of its first part in all others, and each slot has a pool.
-
-Note "parameters": a graph reads them where they lie, and where they lie elsewhere it is captured
-anew: units keep their addresses. Its gradients go to autograd, in memory of their own.
+Work between parts (exchanges of tokens, host syncs) and the hooks of units run eagerly. A part runs
+eagerly, too, without gradients, under a tracer, inside of another graph, under hooks of saved
+tensors that are not moecore's (activation checkpointing), and with inputs whose shapes differ from
+the warm-up's.
 """
 
 from __future__ import annotations
@@ -50,12 +38,12 @@ from moecore.base.torch_names import (
 from moecore.kernels.experts.contract import SINK
 from moecore.train.graphs.forms import filled, form_of
 
-WARM_UP = 3  # calls: kernels are compiled, and caches are there
+WARM_UP = 3  # calls, after which kernels are compiled and caches are filled
 T = TypeVar("T")
 
 
 class _Turn:
-    """A forward whose backward may come, until it has."""
+    """A forward of a part in flight; `has_ended` once its backward has run."""
 
     __slots__ = ("__weakref__", "has_ended")
 
@@ -66,25 +54,29 @@ class _Turn:
 class _GraphSlot:
     """The memory of one forward of all parts."""
 
+    # A graph may use memory that another graph of its pool has freed during capture. So graphs of a
+    # pool run one forward through all parts, and its backward, before the next forward. Each slot
+    # has a pool; a forward uses the slot of its first part for all parts.
+
     def __init__(self) -> None:
         self._pool: Any = None
         self._turns: list[weakref.ref[_Turn]] = []
 
     @property
     def pool(self) -> Any:
-        """Of captures."""
+        """The memory pool of the slot's graphs."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
     @property
     def is_free(self) -> bool:
-        """Whether no backward needs what forwards have saved in it."""
+        """Whether no backward needs tensors that forwards have saved in the slot."""
         self._turns = [turn for turn in self._turns if _is_open(turn)]
         return not self._turns
 
     def take(self) -> _Turn:
-        """Return the turn of a part."""
+        """Return a new turn of a part; the slot is in use until it has ended."""
         turn = _Turn()
         self._turns.append(weakref.ref(turn))
         return turn
@@ -96,7 +88,7 @@ def _is_open(turn: weakref.ref[_Turn]) -> bool:
 
 
 class GraphMemory:
-    """What the graphs of parts share that one forward runs in turn, on one stream."""
+    """Slots, stream and gradient buffers of the parts that a forward runs one after the other."""
 
     def __init__(self) -> None:
         self.slots = [_GraphSlot()]
@@ -109,13 +101,13 @@ class GraphMemory:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """Of captures."""
+        """The stream of captures."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         return self._stream
 
     def slot_of(self, pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
-        """Return the slot of this forward for a part: another one where the part still needs it."""
+        """Return the slot of this forward for a part: a free one if an earlier forward uses it."""
         pair = pairs.get(self._current)
         if pair is not None and not pair.is_free:
             free = next((slot for slot in self.slots if slot.is_free), None)
@@ -126,7 +118,8 @@ class GraphMemory:
         return self._current
 
     def grads_of(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return memory for the gradients of outputs, which a backward reads before any other."""
+        """Return buffers for the gradients of outputs; all parts share them."""
+        # A backward copies gradients in and reads them before the backward of another part.
         keys = [(i, x.shape, x.dtype, x.device) for i, x in enumerate(outputs)]
         for key, x in zip(keys, outputs, strict=True):
             if key not in self._grads:
@@ -135,12 +128,13 @@ class GraphMemory:
 
 
 class _Call(NamedTuple):
-    """What must be the same for a graph to be replayed.
+    """Properties of a call that must equal those of the capture for a replay.
 
     Attributes:
-        form: of the arguments, without tensors (`train/graphs/forms.py`).
-        tensors: shape, dtype, and whether it needs a gradient, of each.
-        facts: of the modules: mode, config, and where tensors lie.
+        form: the arguments without their tensors (`train/graphs/forms.py`).
+        tensors: (shape, dtype, whether it needs a gradient) of each tensor.
+        autocast: the dtype of autocast; None = off.
+        facts: modes, configs and addresses of tensors of the modules.
     """
 
     form: Any
@@ -150,11 +144,12 @@ class _Call(NamedTuple):
 
 
 class GraphedPart:
-    """Stands in the place of a method.
+    """Replaces a method of a module.
 
     Args:
-        modules: whose parameters and buffers it reads; hooks of the first are around it.
-        may_run: whether it does what the host knows beforehand.
+        modules: the modules whose parameters and buffers the method reads. Hooks of the first run
+            around the part.
+        may_run: returns whether a graph may run now; None = always.
     """
 
     def __init__(
@@ -167,7 +162,7 @@ class GraphedPart:
     ) -> None:
         self._how = (name, function, modules, memory, may_run)
         self._name, self._function, self._modules, self._memory, self._may_run = self._how
-        self._call: _Call | None = None  # of the warm-up, and then of the graphs
+        self._call: _Call | None = None  # the call of the warm-up, then of the graphs
         self._num_warm = 0
         self._pairs: dict[_GraphSlot, _GraphPair] = {}
 
@@ -175,7 +170,7 @@ class GraphedPart:
         return GraphedPart, self._how
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the method returns."""
+        """Return the method's result."""
         if not (is_plain_eager() and torch.is_grad_enabled()):
             return self._function(*args, **kwargs)
         tensors: list[Tensor] = []
@@ -192,6 +187,8 @@ class GraphedPart:
             self._call = call
             return self._function(*args, **kwargs)
         if call != self._call:
+            # A graph reads parameters at their addresses, which units keep. If an address changes,
+            # the part warms up and is captured anew.
             if call.facts != self._call.facts:
                 self._num_warm, self._pairs = 0, {}
             return self._function(*args, **kwargs)
@@ -209,7 +206,7 @@ class GraphedPart:
         return self._may_run is None or self._may_run()
 
     def _facts(self) -> list[Any] | None:
-        """Return what graphs hold of the modules; None where they can hold none."""
+        """Return the facts of the modules on which graphs rely; None if they cannot be captured."""
         facts: list[Any] = []
         for i, module in enumerate(self._modules):
             if i and hooks_around(module):
@@ -224,11 +221,7 @@ class GraphedPart:
         return facts
 
     def _captured(self, form: Any, tensors: list[Tensor], slot: _GraphSlot) -> _GraphPair:
-        """Return the graphs of a call, which have not run.
-
-        Raises:
-            RuntimeError: when it can not be captured.
-        """
+        """Return the captured graphs of a call; a RuntimeError if the capture fails."""
         inputs = [
             torch.empty(x.shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
             for x in tensors
@@ -253,10 +246,12 @@ class _GraphPair:
     """The graphs of a part, and the tensors that they read and write.
 
     Attributes:
-        form, outputs: what the part returns, and its tensors.
-        backward: replays it; None where nothing needs a gradient.
-        output_grads: of the outputs that need them, copied in.
-        grads: of inputs and parameters that need them, copied out; None = it has none.
+        form, outputs: the part's result: its form, and its tensors.
+        held: references that keep memory of the graphs alive.
+        backward: replays the backward; None if no output needs a gradient.
+        output_grads: gradients of the outputs that need them, copied in.
+        grads: gradients of the inputs and parameters that need them, copied out; None = no
+            gradient.
         holder: returns the turn of the last forward, while its backward can come.
     """
 
@@ -273,11 +268,13 @@ class _GraphPair:
 
     @property
     def is_free(self) -> bool:
-        """Whether no backward needs what the last forward has saved."""
+        """Whether no backward needs tensors that the last forward has saved."""
+        # A pair has the memory of one forward in flight. A further forward before its backward, as
+        # between pipeline stages, captures another pair, which has memory of its own from then on.
         return self.holder is None or not _is_open(self.holder)
 
     def run(self, tensors: list[Tensor], parameters: list[Tensor]) -> Any:
-        """Return what the part returns for these inputs."""
+        """Return the part's result for inputs."""
         if self.backward is None:
             self.replay(tensors)
             found = _copies(self.outputs)
@@ -286,7 +283,7 @@ class _GraphPair:
         return filled(self.form, found)
 
     def replay(self, tensors: list[Tensor]) -> None:
-        """Run the forward."""
+        """Copy inputs in and replay the forward."""
         with torch.no_grad():
             foreach_copy_(self.inputs, tensors)
         self.forward()
@@ -334,7 +331,7 @@ def _capture(
     memory: GraphMemory,
     slot: _GraphSlot,
 ) -> _GraphPair:
-    """Return the graphs of a function of some inputs; backward gives gradients of the sources."""
+    """Return the graphs of a function of some inputs; backward computes gradients of `sources`."""
     kept: list[Tensor] = []
     forward, found = _record(partial(_forward, function, kept), memory, slot)
     outputs: list[Tensor] = []
@@ -345,7 +342,7 @@ def _capture(
         return pair(outputs=outputs, held=kept)
     output_grads = memory.grads_of(trained)
     backward, grads = _record(partial(_gradients, trained, sources, output_grads), memory, slot)
-    # Operations may keep tensors in other ways than autograd's, as long as their nodes live.
+    # Operations may also save tensors without autograd, for as long as their nodes live.
     return pair(
         backward=backward,
         outputs=outputs,
@@ -356,7 +353,7 @@ def _capture(
 
 
 def _forward(function: Callable[[], Any], kept: list[Tensor]) -> Any:
-    """Return what a function returns; what it saves and nobody else packs is kept."""
+    """Return a function's result; saved tensors that no other packer takes go to `kept`."""
 
     def keep(tensor: Tensor) -> Handle:
         kept.append(tensor.detach())
@@ -369,7 +366,8 @@ def _forward(function: Callable[[], Any], kept: list[Tensor]) -> Any:
 def _gradients(
     outputs: list[Tensor], sources: list[Tensor], output_grads: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients of the sources, in this thread: a pair's backward may hold the device's."""
+    """Return gradients of the sources."""
+    # Autograd's thread of the device may run a pair's backward, so this one runs in its own thread.
     with torch.autograd.set_multithreading_enabled(False):
         return torch.autograd.grad(outputs, sources, output_grads, allow_unused=True)
 
@@ -377,9 +375,9 @@ def _gradients(
 def _record(
     function: Callable[[], T], memory: GraphMemory, slot: _GraphSlot
 ) -> tuple[Callable[[], None], T]:
-    """Return what replays the work of a function, which has not run, and what that returns."""
+    """Capture a function; return the replay of its graph, and the function's result."""
     graph, current, collects = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
-    gc.disable()  # a dead model may wait for the GPU when it is freed
+    gc.disable()  # the free of a dead model may wait for the GPU, which breaks a capture
     memory.stream.wait_stream(current)
     try:
         with torch.cuda.stream(memory.stream):
@@ -387,7 +385,7 @@ def _record(
             try:
                 found = function()
             except BaseException:
-                with suppress(RuntimeError):  # of a broken capture
+                with suppress(RuntimeError):  # the end of a broken capture raises
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -400,7 +398,10 @@ def _record(
 
 @contextmanager
 def _aliases(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Let modules have other parameters in the same memory, whose gradients nobody else takes."""
+    """Return a context in which modules have other parameters in the same memory.
+
+    Hooks and gradients of the modules' own parameters stay untouched.
+    """
     trained, found = list(_trained(modules)), list[Tensor]()
     for module, name, param in trained:
         alias = nn.Parameter(param.detach())
@@ -415,7 +416,7 @@ def _aliases(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def _trained(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield modules, names and parameters that are trained."""
+    """Yield (module, name, parameter) of the trained parameters."""
     for module in modules:
         for name, param in module._parameters.items():
             if param is not None and param.requires_grad:
@@ -423,12 +424,12 @@ def _trained(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.
 
 
 def _may_hold(x: Tensor) -> bool:
-    """Whether a graph may hold work on a tensor: it is on a GPU, and no graph is captured."""
+    """Return whether a tensor is on a GPU and no graph is being captured."""
     return x.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
 def _uncached_autocast() -> AbstractContextManager[Any]:
-    """Return a context in which autocast keeps no casts of weights, which others would find."""
+    """Return a context in which autocast caches no casts of weights: later work would read them."""
     if not torch.is_autocast_enabled("cuda"):
         return nullcontext()
     dtype = torch.get_autocast_dtype("cuda")

@@ -1,13 +1,14 @@
-"""What lies around the exchanges of a block: attention, norms, residual adds, routers.
+"""Code between the exchanges of a block, compiled or in CUDA graphs: attention, norms, routers.
 
-    compile_blocks      torch.compile of what is between two MoE layers
-    graph_blocks        CUDA graphs of it, of routers, shared experts and what an exchange prepares
+    compile_blocks      compiles the code between two MoE layers
+    graph_blocks        makes CUDA graphs of that code, of routers, of shared experts and of
+                        `alltoall`'s work before its host sync
 
-Between two MoE layers memory is the limit: norms, rotary embedding, adds. Inductor fuses it. An MoE
-layer has kernels of its own and hooks of units inside, so it stays as it is.
+Memory bandwidth limits the code between two MoE layers (norms, rotary embedding, adds), and
+Inductor fuses it. An MoE layer has its own kernels, and hooks of units inside, so it runs eagerly.
 
-At a small batch the host is the limit. Where a dispatcher waits on the host no CUDA graph holds a
-step, but parts of it (`graphed_part.py`): a launch each for what is between two waits.
+With a small batch the host is the limit. If a dispatcher waits on the host, no CUDA graph holds a
+whole step, but each part between two waits can be one (`graphed_part.py`), with one launch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moecore.train.graphs.graphed_part import GraphedPart, GraphMemory
 
 
 def compiled_modules(block: nn.Module) -> set[nn.Module]:
-    """Return the modules of a block that `compile_blocks` compiles, inside of others."""
+    """Return the modules whose code is compiled within the regions of a block's owners."""
     routed = {m for layer in block.modules() if isinstance(layer, RoutedLayer) for m in _all(layer)}
     owners = [m for m in block.modules() if hasattr(m, "compile_regions")]
     found: set[nn.Module] = set()
@@ -37,7 +38,7 @@ def compiled_modules(block: nn.Module) -> set[nn.Module]:
 
 
 def _inside(owner: nn.Module) -> list[nn.Module]:
-    """Return the modules that an owner's compile regions call, the owner first."""
+    """Return the modules that the compile regions of an owner call, the owner first."""
     eager = {m for n in getattr(owner, "eager_parts", ()) for m in _all(owner.get_submodule(n))}
     return [m for m in owner.modules() if m not in eager]
 
@@ -47,16 +48,17 @@ def _all(module: nn.Module) -> set[nn.Module]:
 
 
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
-    """Compile each block but for its MoE layers. In place; parameter names stay.
+    """Compile each block except its MoE layers. In place; parameter names stay.
 
-    `compile_regions` of a block, or of a module in it, names its methods that hold no MoE layer.
-    In any other block forward is compiled up to each MoE layer and from there on, which costs more
-    host time. Blocks of one class share their code. Hooks of units stay outside of it.
+    `compile_regions` of a block, or of a module in it, names its methods without an MoE layer; they
+    are compiled. Without `compile_regions`, forward is compiled with a graph break at each MoE
+    layer, which costs more host time. Blocks of one class share their code. Hooks of units run
+    outside of it.
 
     Args:
-        blocks: modules that are called, such as a decoder's layers; those that are MoE layers
-            themselves are left alone.
-        **options: of `torch.compile`.
+        blocks: modules that are called, such as a decoder's layers. A block that is an MoE layer
+            itself stays eager.
+        **options: options of `torch.compile`.
     """
     check_arguments(compile_blocks, locals())
     for block in blocks:
@@ -76,14 +78,14 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
 def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
     """Run parts of each block as CUDA graphs, from their fourth call on. In place; names stay.
 
-    Parts are what `compile_regions` of a block or of a module in it names, the routers and shared
-    experts of MoE layers, and what `alltoall` prepares before the host waits. Where one would
-    communicate (rules that compare tokens) or is recorded, it runs as it is. See
-    `graphed_part.py`, also for when.
+    Parts are the methods in `compile_regions` of a block or of a module in it, the routers and
+    shared experts of MoE layers, and `alltoall`'s `prepare`. A router that communicates (a rule
+    that compares tokens), or whose choices are recorded, runs eagerly. `graphed_part.py` describes
+    when a graph is used.
 
     Args:
-        blocks: those that one forward runs, by name; what is around their modules' forwards stays
-            outside.
+        blocks: the blocks of one forward, by name. Hooks around their modules run outside of the
+            graphs.
     """
     memory = GraphMemory()
     for name, block in blocks.items():
@@ -114,10 +116,10 @@ def _graph(name: str, owner: Any, method: str, *how: Any) -> None:
 
 
 def _is_free(router: Router) -> bool:
-    """Whether each token chooses by its own scores."""
+    """Return whether each token chooses by its own scores only, without a tape or forced ids."""
     return router.chooses_alone and router.tape is None and router.forced_ids is None
 
 
 def _unseen(modules: Iterable[nn.Module]) -> bool:
-    """Whether nobody looks at the scores of attention."""
+    """Return whether no module has an observer of attention scores."""
     return all(getattr(module, "observe_scores", None) is None for module in modules)

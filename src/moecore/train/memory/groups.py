@@ -1,12 +1,13 @@
-"""What a forward has offloaded: storages, by part and layer, and who has yet to ask for them.
+"""Records of an offloaded forward: storages by part and layer, with counts of their handles.
 
-    Chunk   one forward of blocks whose backward is announced
-    Layer   one forward of a block
-    Group   what a part of it saves
-    Copy    a storage
-    Use     what a handle stands for: a storage, in a group
+    OffloadChunk   one forward of blocks whose backward a pipeline announces
+    Layer          one forward of a block
+    StorageGroup   the storages that one part of the layer saves
+    HostCopy       a storage, with its copy
+    StorageUse     a handle: a storage and the group that saved it
 
-A storage belongs to the group that saved it first. Handles count in both.
+A storage belongs to the group that saved it first. The storage and each group that saves it count
+their handles.
 """
 
 from __future__ import annotations
@@ -24,32 +25,35 @@ from moecore.base.torch_names import version
 from moecore.train.memory.streams import CopyMark
 
 Key = tuple[str, int]  # a part's name, and how often its layer has entered that name before
-REST: Key = ("", 0)  # what a block saves outside of parts
+REST: Key = ("", 0)  # tensors that a block saves outside of parts
 
 
 @dataclass(slots=True)
 class Readers:
-    """The handles of something, and how many of them backward has yet to ask in this turn."""
+    """Counts of handles: living ones, and those that backward has yet to unpack in this turn.
+
+    A turn is one backward; a retained graph has several.
+    """
 
     alive: int = 0
     left: int = 0
     turn: int = 0
 
     def join(self) -> int:
-        """Count a new handle; return the turn in which it is asked next."""
+        """Count a new handle; return the turn in which it is unpacked next."""
         self.alive += 1
         self.left += 1
         return self.turn
 
     def asked(self, turn: int) -> tuple[int, bool]:
-        """Return a handle's next turn, and whether it was the last of this turn."""
+        """Count an unpacking; return the handle's next turn, and whether it ends this turn."""
         if turn != self.turn:
             return turn, False
         self.left -= 1
         return turn + 1, self._is_over()
 
     def leave(self, turn: int) -> bool:
-        """Count a handle's death; return whether it was the last of this turn."""
+        """Count a handle's death; return whether it ends this turn."""
         self.alive -= 1
         if turn != self.turn:
             return False
@@ -68,14 +72,15 @@ class HostCopy:
     """One saved storage: on the device, in a store, or both.
 
     Attributes:
-        ref: of the storage that was saved.
-        counter: shares the version of the saved tensors, without their memory.
-        data: the storage on the device, uint8; None while it lies in the store alone.
-        home: stream that waits before `data` is freed.
-        used: rows that are in use; None = all.
-        piece: where it lies in its store; None where it stays.
-        busy: when a copy that runs has read or written `data`.
-        is_back: whether `data` was brought back.
+        ref: a weak reference to the saved storage.
+        counter: a tensor without memory that shares the version counter of the saved tensors.
+        data: the storage on the device, uint8; None while only the store has it.
+        home: the stream that waits before `data` is freed.
+        used: the rows in use; None = all.
+        piece: the copy's place in its store; None where the storage stays.
+        out: the end of the copy to the store.
+        busy: the end of the last copy that reads or writes `data`.
+        is_back: whether `data` was copied back.
     """
 
     size: int
@@ -92,20 +97,20 @@ class HostCopy:
     readers: Readers = field(default_factory=Readers)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it has the values of a tensor that is saved, and holds on to its storage."""
+        """Return whether `data` is a tensor's storage, with the tensor's values."""
         if self.data is None or self.is_back:
             return False
         is_whole = self.size == tensor.untyped_storage().nbytes()
         return is_whole and self.version == version(tensor)
 
     def free(self) -> None:
-        """Free the device memory, when nothing that runs uses it."""
+        """Free the device memory, after `home` has been made to wait for a running copy."""
         if self.busy is not None:
             self.busy.hold(self.home)
         self.data, self.busy, self.is_back = None, None, False
 
     def is_as_saved(self) -> bool:
-        """Whether the storage on the device has its memory and its values still."""
+        """Return whether the storage on the device still has its memory and its values."""
         assert self.data is not None
         has_memory = self.data.untyped_storage().nbytes() == self.size
         return has_memory and version(self.counter) == self.version
@@ -113,12 +118,13 @@ class HostCopy:
 
 @dataclass(eq=False, slots=True)
 class StorageGroup:
-    """What one part of a layer saves in one forward.
+    """The storages that one part of a layer saves in one forward.
 
     Attributes:
-        fresh: storages that it was the first to save, in order.
-        before: groups that are brought back once this one has run backward.
-        is_asked: whether backward has asked for one of its handles.
+        weights: keys of the storages of the part's parameters and buffers.
+        fresh: storages that this group was the first to save, in order.
+        before: groups that are copied back once this group's backward has run.
+        is_asked: whether backward has unpacked one of its handles.
     """
 
     key: Key
@@ -130,7 +136,7 @@ class StorageGroup:
     is_asked: bool = False
 
     def retire(self) -> None:
-        """Free the device memory of what was copied out."""
+        """Free the device memory of the storages that were copied out."""
         for copy in self.fresh:
             if copy.busy is not None and not copy.is_back:
                 copy.free()
@@ -141,7 +147,8 @@ class Layer:
     """One forward of a block.
 
     Attributes:
-        groups: by key, in the order in which parts began; of the last one that had some.
+        groups: groups by key, in the order in which parts began. A layer without living groups has
+            those of the layer before.
     """
 
     index: int
@@ -150,7 +157,7 @@ class Layer:
     groups: dict[Key, StorageGroup] = field(default_factory=dict)
 
     def follow(self, previous: Layer | None) -> None:
-        """Link its groups to those of the layer before, whose backward comes after theirs."""
+        """Link each group to the group of the layer before, whose backward is the next."""
         self.groups = {key: group for key, group in self.groups.items() if group.readers.alive}
         others = dict(previous.groups) if previous is not None else {}
         if not self.groups:
@@ -159,6 +166,7 @@ class Layer:
         for key, group in self.groups.items():
             if key in others:
                 group.before.append(others.pop(key))
+        # Parts that this layer lacks are copied back after the part whose backward comes first.
         first_in_backward = next(reversed(self.groups.values()))
         first_in_backward.before += others.values()
 
@@ -168,8 +176,8 @@ class OffloadChunk:
     """One forward of blocks whose backward is announced, such as that of a pipeline's stage.
 
     Attributes:
-        leaves_whole: whether what its last block keeps leaves the device, too.
-        leaving: groups whose device memory is not freed yet.
+        leaves_whole: whether the last block is offloaded, too.
+        leaving: groups that were copied out and whose device memory is not freed yet.
     """
 
     leaves_whole: bool
@@ -179,7 +187,7 @@ class OffloadChunk:
 
 @dataclass(slots=True)
 class StorageUse:
-    """What a handle stands for, and the turns in which it is asked next."""
+    """A handle's storage and group, and the turns in which it is unpacked next."""
 
     copy: HostCopy
     group: StorageGroup
@@ -188,5 +196,5 @@ class StorageUse:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return all of a storage, uint8."""
+    """Return a whole storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

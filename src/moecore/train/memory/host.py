@@ -1,7 +1,7 @@
-"""Host memory for copies of tensors, in slabs: pinning takes seconds for what a GPU holds.
+"""Host memory for copies of tensors, in slabs: to pin as much memory as a GPU has takes seconds.
 
-torch rounds every pinned allocation up to a power of two, so slabs have such sizes, and what is
-needed lies in them side by side.
+torch rounds every pinned allocation up to a power of two. So the size of a slab is a power of two,
+and tensors lie side by side in slabs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moecore.base.torch_names import host_memory
 
-SLAB_BYTES = 2**30  # large beside a tensor, so that little is left at its end
+SLAB_BYTES = 2**30  # large compared with a tensor, so that few bytes at its end are wasted
 ALIGN_BYTES = 64  # a cache line; no dtype needs more
 
 
@@ -28,22 +28,18 @@ class Slab:
 
     @property
     def room(self) -> int:
-        """Bytes that are left."""
+        """Bytes that are free."""
         return self.memory.numel() - self.used
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return the next bytes; there must be room."""
+        """Return the next bytes, which must be free."""
         data = self.memory[self.used : self.used + num_bytes]
         self.used += aligned(num_bytes)
         return data
 
 
 class Slabs:
-    """Slabs that grow in number.
-
-    Args:
-        pinned: whether a GPU copies to and from them.
-    """
+    """A growing number of slabs; `pinned` if a GPU copies to and from them."""
 
     def __init__(self, *, pinned: bool, device: str = "cpu") -> None:
         self.pinned, self.device = pinned, device
@@ -55,15 +51,11 @@ class Slabs:
         return sum(slab.memory.numel() for slab in self.slabs)
 
     def fitting(self, num_bytes: int) -> Slab | None:
-        """Return a slab with room for aligned bytes."""
+        """Return a slab with so many free bytes, which must be aligned."""
         return next((slab for slab in self.slabs if slab.room >= num_bytes), None)
 
     def add(self, num_bytes: int) -> Slab:
-        """Return a new slab. Slow where it pins.
-
-        Raises:
-            RuntimeError: when there is no memory.
-        """
+        """Return a new slab, or raise a RuntimeError without memory. To pin it is slow."""
         where: dict[str, Any] = dict(device=self.device, pin_memory=self.pinned)
         with host_memory():
             memory = torch.empty(num_bytes, dtype=torch.uint8, **where)
@@ -71,16 +63,16 @@ class Slabs:
         return self.slabs[-1]
 
     def clear(self) -> None:
-        """Free all slabs; torch keeps what was pinned for its next user."""
+        """Free all slabs; torch caches pinned memory for its next user."""
         self.slabs.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class HostPiece:
-    """Memory of a pool; uint8, at least as long as asked for.
+    """Memory of a pool: uint8, at least as long as requested.
 
     Attributes:
-        of_graph: a CUDA graph writes it in every replay, so no eager code may have it.
+        of_graph: whether a CUDA graph writes it in every replay; eager code must not use it then.
     """
 
     memory: Tensor
@@ -88,16 +80,16 @@ class HostPiece:
 
 
 class HostPool:
-    """Pieces of slabs, by size class: what is given back serves the next that needs its size.
+    """Pieces of slabs by size class; a freed piece is used for the next request of its class.
 
     A size is rounded up to one of eight classes between two powers of two.
 
     Args:
-        pinned: whether a GPU copies to and from them.
-        max_bytes: of all slabs; None = as much as the host has.
+        pinned: whether a GPU copies to and from the pieces.
+        max_bytes: the limit for all slabs; None = the host's memory.
 
     Attributes:
-        used_bytes: of pieces that were taken and not given back.
+        used_bytes: bytes of the pieces that are in use.
     """
 
     def __init__(self, *, pinned: bool, max_bytes: int | None = None, device: str = "cpu") -> None:
@@ -108,15 +100,15 @@ class HostPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that the pool has made."""
+        """Bytes of host memory that the pool has allocated."""
         return self._slabs.num_bytes
 
     def take(self, num_bytes: int, *, in_capture: bool = False) -> HostPiece | None:
-        """Return a piece; None where it would take more than `max_bytes`.
+        """Return a piece; None if the pool would need more than `max_bytes`.
 
         Args:
-            in_capture: for a CUDA graph that is being captured, which keeps it for its replays. No
-                memory is pinned then, so None also where no free piece fits.
+            in_capture: whether the piece is for a CUDA graph that is being captured and owns the
+                piece for its replays. No memory is pinned in a capture: None if no free piece fits.
 
         Raises:
             RuntimeError: when the host has no memory left.
@@ -128,7 +120,7 @@ class HostPool:
         return HostPiece(memory, in_capture)
 
     def give(self, piece: HostPiece) -> None:
-        """Take a piece back. Launched work may read it yet: see the note "streams" in `offload`."""
+        """Free a piece. Launched work may still read it, so its next user waits for that work."""
         self.used_bytes -= piece.memory.numel()
         self._free[piece.memory.numel(), piece.of_graph].append(piece.memory)
 
@@ -147,7 +139,7 @@ class HostPool:
         return None if slab is None else slab.take(size)
 
     def _grow(self, size: int) -> Slab | None:
-        """Return a slab as large as all there are, up to `SLAB_BYTES`; or the least that fits."""
+        """Return a new slab: as large as all others together up to `SLAB_BYTES`, or as needed."""
         made = self.num_bytes
         limit = float("inf") if self.max_bytes is None else self.max_bytes
         least = power_of_two(size)
@@ -166,7 +158,7 @@ class HostPool:
 
 
 def size_class(num_bytes: int) -> int:
-    """Return the size of the pieces for so many bytes.
+    """Return the size of a piece for a number of bytes.
 
     Example: 1000 -> 1024, 1025 -> 1152, 1153 -> 1280; 1 -> 64.
     """
@@ -175,10 +167,10 @@ def size_class(num_bytes: int) -> int:
 
 
 def aligned(num_bytes: int) -> int:
-    """Return the bytes that a tensor of so many takes in a slab."""
+    """Return the bytes that a tensor takes in a slab."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def power_of_two(num_bytes: int) -> int:
-    """Return the least power of two that is not smaller."""
+    """Return the least power of two that is not smaller than a number of bytes."""
     return 1 << max(num_bytes - 1, 0).bit_length()

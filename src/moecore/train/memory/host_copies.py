@@ -1,7 +1,7 @@
-"""Host memory that a rank's tensors are copied into: made once, pinned for CUDA tensors.
+"""HostCopies: copies of named tensors in host memory, pinned for CUDA tensors.
 
-Background saves and optimizer states that leave the GPU use it. Tensors lie side by side in slabs
-(`train/memory/host.py`), and every later copy uses the same slabs.
+Background saves and `StateOffload` use it. Tensors lie side by side in slabs
+(`train/memory/host.py`); later copies use the slabs of the first.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
-        # By the device that is copied from: for a GPU's they are pinned, for meta they only count.
+        # By the type of the source's device: pinned for a GPU, without memory for meta.
         self._slabs = {of: Slabs(pinned=of == "cuda") for of in ("cpu", "cuda")}
         self._slabs["meta"] = Slabs(pinned=False, device="meta")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> memory for a host copy; make what is missing, slowly where it must pin.
+        """Return name -> memory for a host copy; allocate missing memory, which is slow to pin.
 
         Args:
             tensors: name -> plain tensor on any device; only shape, dtype and device are read.
 
         Raises:
-            RuntimeError: when there is no memory.
+            RuntimeError: when the host has no memory left.
         """
         new: dict[str, list[str]] = {of: [] for of in self._slabs}
         for name, tensor in tensors.items():
@@ -40,7 +40,7 @@ class HostCopies:
             if copy is None:
                 new[tensor.device.type].append(name)
             elif (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                # On its own it can be given back; in a slab each change would cost another place.
+                # Memory of its own can be freed; in a slab each change would take further bytes.
                 self._copies[name] = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
                 )
@@ -55,16 +55,16 @@ class HostCopies:
         return {name: self._copies[name] for name in tensors}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> host copy, of what the current streams have made of the tensors so far.
+        """Return name -> host copy of the tensors, after the current streams' work so far.
 
-        Waits once, for the copies and the work before them; so the tensors may change as soon as
-        this returns. What other streams do goes on. The copies hold until the next `fill`.
+        One host sync waits for the copies and the work before them, so the tensors may change as
+        soon as this returns. Other streams go on. The copies are valid until the next `fill`.
 
         Args:
             tensors: name -> plain tensor on any device.
 
         Raises:
-            RuntimeError: when there is no memory for copies that `reserve` has not made.
+            RuntimeError: when `reserve` has not made all memory and the host has none left.
         """
         copies = self.reserve(tensors)
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
@@ -78,7 +78,7 @@ class HostCopies:
             for name, tensor in tensors.items():
                 if not tensor.is_cuda:  # meanwhile
                     copies[name].copy_(tensor)
-        finally:  # also after an error: nothing may be on its way into memory that is given back
+        finally:  # also after an error: no copy may write into memory that the caller frees
             for stream in streams.values():
                 stream.synchronize()
         return copies
@@ -88,7 +88,7 @@ class HostCopies:
         return sum(slabs.num_bytes for slabs in self._slabs.values())
 
     def clear(self) -> None:
-        """Let go of all memory; torch keeps what was pinned for its next user."""
+        """Free all memory; torch caches pinned memory for its next user."""
         self._copies.clear()
         for slabs in self._slabs.values():
             slabs.clear()
@@ -102,9 +102,6 @@ class HostCopies:
 
 
 def _slab_with(slabs: Slabs, size: int, left: int) -> Slab:
-    """Return a slab with room for `size` bytes; a new one has room for all that is left.
-
-    But for `SLAB_BYTES` at most, or a single tensor.
-    """
+    """Return a slab with `size` free bytes; a new slab has `left` bytes, up to `SLAB_BYTES`."""
     found = slabs.fitting(size)
     return found or slabs.add(power_of_two(max(size, min(left, host.SLAB_BYTES))))

@@ -1,32 +1,25 @@
-"""Activations in host memory between forward and backward, by part of a block.
+"""Offload: saved activations lie in host memory between forward and backward, by part of a block.
 
     offload = Offload(device, fraction=0.5)
     offload.attach(model.layers, part_of)      # module -> name of its part, or None
 
-wraps the forward of each block in `offload.layer(i, num_layers)` and that of each part in
-`offload.part(name, module)`. Callers may enter both themselves. What operations within a part save
-for backward is offloaded as whole storages, each once however many views of it are saved:
+`attach` wraps the forward of each block in `offload.layer(i, num_layers)` and the forward of each
+part in `offload.part(name, module)`; callers may also enter both themselves. The tensors that a
+part saves for backward are offloaded as whole storages, each once however many views are saved:
 
-    forward     part of layer n ends          -> its storages start to be copied out
-                same part of layer n + 1      -> the device memory of layer n's is freed
-    backward    part of layer n has run       -> that of layer n - 1 starts to be copied back
+    forward     part of layer n ends          -> copies of its storages to the host start
+                same part of layer n + 1      -> the device memory of layer n's part is freed
+    backward    part of layer n has run       -> copies of layer n - 1's part to the device start
                 the last handle has unpacked  -> the device memory is freed
 
-So at most one layer's worth of parts is on the device beside what stays, whatever the number of
-layers. A part that the next layer lacks comes back as its first part has run backward. The last
-layer stays, as do weights and buffers of the part's module, what is smaller than `min_bytes`, what
-is beyond `fraction` or `max_host_bytes`, and what somebody else holds on to: a storage that is
-still there after it was freed here, such as a rotary table, is not offloaded again. Of matrices
-whose used rows are counted on the device (`saved.counting_rows`) no others travel. Where copies lie
-is a store's (`store.py`): host memory, or pages (`stash.py`); when they are made and read is in
-`storages.py`.
+So the device holds the offloaded parts of one layer at most, whatever the number of layers. On the
+device stay: the last layer, weights and buffers of the part's module, storages below `min_bytes`,
+storages beyond `fraction` or `max_host_bytes`, and storages that other code still references, such
+as a rotary table. If the device counts the used rows of a matrix (`saved.counting_rows`), only
+these rows are copied.
 
-Note "chunks": stages of a pipeline are attached one by one, with a fraction each. Other items run
-between forward and backward of a stage, so whoever knows their order announces the backward
-(`chunk`, `bring_back`): the last layer travels, too, and what it kept is freed by `free`.
-
-Note "where it does nothing": under no_grad, compilers, the caller's own hooks of saved tensors
-(activation checkpointing), and in a forward that backward repeats.
+`storages.py` decides when copies are made and read; a store (`store.py`) decides where they lie:
+in host memory, or in pages (`stash.py`).
 """
 
 from __future__ import annotations
@@ -55,19 +48,18 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 
 class Offload(SavedStorages):
-    """Keeps what a model's blocks save for backward in host memory: which storages go, and when.
+    """Offloads saved tensors of a model's blocks to host memory. Gradients keep their bits.
 
-    Values come back as they were: gradients have the bits that they have without. A copy of it, or
-    of a model with it, starts empty.
+    A deep copy of an `Offload`, or of a model with one, has the same options and no copies.
 
     Args:
-        device: of the model; tensors elsewhere are kept. On meta it counts alone.
-        fraction: how much of the bytes of all layers but the last is offloaded at most, in the
-            order in which parts end: what cannot hide behind compute makes steps slower.
-        max_host_bytes: pinned memory, in all; beyond it tensors are kept. None = no limit.
+        device: the model's device; tensors on other devices stay. On meta bytes are only counted.
+        fraction: the most of the bytes of all layers but the last that is offloaded, in the order
+            in which parts end. Copies that compute does not hide make steps slower.
+        max_host_bytes: the limit of pinned memory; storages beyond it stay. None = no limit.
     """
 
-    _rows_alone = False  # it takes nothing but matrices whose used rows are counted
+    _rows_alone = False  # True: only matrices whose used rows are counted are offloaded
 
     def __init__(
         self,
@@ -79,9 +71,9 @@ class Offload(SavedStorages):
     ) -> None:
         check_arguments(Offload.__init__, locals())
         super().__init__(device, fraction, min_bytes, max_host_bytes)
-        self._layer: Layer | None = None  # that runs
+        self._layer: Layer | None = None  # whose forward runs
         self._previous: Layer | None = None
-        self._chunk: OffloadChunk | None = None  # that runs
+        self._chunk: OffloadChunk | None = None  # whose forward runs
         self._unwrap: list[Callable[[], None]] = []
         self._registries: WeakKeyDictionary[nn.Module, list[Registry]] = WeakKeyDictionary()
 
@@ -96,13 +88,13 @@ class Offload(SavedStorages):
         part_of: Callable[[nn.Module], str | None],
         fraction: Fraction | None = None,
     ) -> None:
-        """Wrap the forward of blocks and of their parts.
+        """Wrap the forward of blocks and of their parts; stages are attached one by one.
 
         Args:
-            blocks: called one after the other.
-            part_of: module -> name of its part, or None. A block that has a name itself offloads
-                what its parts do not hold, too.
-            fraction: of their bytes; None = that of all.
+            blocks: in the order of their calls.
+            part_of: module -> name of its part, or None. A block with a name of its own also
+                offloads tensors that it saves outside of parts.
+            fraction: the fraction for these blocks; None = `self.fraction`.
         """
         for index, block in enumerate(blocks):
             for module in block.modules():
@@ -114,14 +106,14 @@ class Offload(SavedStorages):
             self._unwrap.append(wrap(block, within, around))
 
     def detach(self) -> None:
-        """Unwrap what `attach` has wrapped; host memory stays for the next."""
+        """Unwrap the forwards that `attach` has wrapped; host memory stays reserved."""
         while self._unwrap:
             self._unwrap.pop()()
 
     def close(self) -> None:
-        """Unwrap what `attach` has wrapped and free host memory. Host sync.
+        """Unwrap the forwards that `attach` has wrapped and free host memory. Host sync.
 
-        After the backward of every forward, and after CUDA graphs that hold copies are gone.
+        Call it after the backward of every forward, and after CUDA graphs with copies are freed.
         """
         self.detach()
         self._streams.synchronize()
@@ -132,12 +124,14 @@ class Offload(SavedStorages):
 
     @contextmanager
     def chunk(self, *, leaves_whole: bool, held: Tensor | None = None) -> Iterator[OffloadChunk]:
-        """Surround a forward of blocks whose backward is announced.
+        """Return the context of a forward of blocks whose backward `bring_back` announces.
 
         Args:
-            leaves_whole: whether what the last block keeps goes out, too; `free` frees it then.
-            held: stays on the device anyway, as an input that the caller holds until backward.
+            leaves_whole: whether the last block is offloaded, too; `free` then frees its memory.
+            held: a tensor that stays, such as an input that the caller holds until backward.
         """
+        # Forwards and backwards of other stages run between forward and backward of a stage. Only
+        # the pipeline has their order, so it announces the backward.
         chunk, is_done = OffloadChunk(leaves_whole), False
         if held is not None:
             ref = StorageWeakRef(held.untyped_storage())
@@ -154,19 +148,16 @@ class Offload(SavedStorages):
                 chunk.leaving, self._leaving = self._leaving, []
 
     def free(self, chunk: OffloadChunk) -> None:
-        """Free the device memory of what a chunk's last block has copied out."""
+        """Free the device memory of the storages that a chunk's last block has copied out."""
         with self._locked():
             for group in chunk.leaving:
                 group.retire()
             chunk.leaving = []
 
     def bring_back(self, chunk: OffloadChunk) -> None:
-        """Start to copy back all that a chunk has copied out: its backward is near.
-
-        Device memory is taken now. What `free` has yet to free is on the device, and stays there.
-        """
+        """Allocate and start to copy back all storages of a chunk, before its backward."""
         with self._locked():
-            chunk.leaving = []
+            chunk.leaving = []  # storages that `free` has not freed yet stay on the device
             for layer in reversed(chunk.layers):
                 self._bring_all(reversed(layer.groups.values()))
 
@@ -178,14 +169,18 @@ class Offload(SavedStorages):
         rest: nn.Module | None = None,
         fraction: Fraction | None = None,
     ) -> Iterator[None]:
-        """Surround the forward of a block.
+        """Return the context of a block's forward.
 
         Args:
-            index: of the block, from 0; a forward calls blocks in order.
-            num_layers: the last block's parts stay on the device, unless a chunk leaves whole.
-            rest: None, or the block, whose savings outside of parts are offloaded when it ends.
-            fraction: of the bytes of the forward; None = that of all. The first block's counts.
+            index: the block's index from 0; a forward calls blocks in order.
+            num_layers: the number of blocks; parts of the last one stay on the device, unless the
+                chunk has `leaves_whole`.
+            rest: the block, if tensors that it saves outside of parts are offloaded too, or None.
+            fraction: the fraction for the forward; None = `self.fraction`. Only the first block's
+                value is read.
         """
+        # Nothing is offloaded under no_grad, in a recomputed forward and in a compiler. Under the
+        # caller's own hooks of saved tensors (activation checkpointing) `packing` does nothing.
         if not torch.is_grad_enabled() or is_recomputing() or torch.compiler.is_compiling():
             yield
             return
@@ -211,11 +206,11 @@ class Offload(SavedStorages):
 
     @contextmanager
     def part(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Surround the forward of a module in a block; elsewhere it does nothing.
+        """Return the context of a part's forward; outside of a block it does nothing.
 
         Args:
-            name: of the part: the same of the same module in other layers.
-            module: whose weights and buffers are no activations.
+            name: the part's name, equal in all layers.
+            module: the part; its weights and buffers are not offloaded.
         """
         layer = self._layer
         if layer is None or not torch.is_grad_enabled() or is_recomputing():
@@ -231,7 +226,7 @@ class Offload(SavedStorages):
 
     @contextmanager
     def _saving(self, key: Key, module: nn.Module) -> Iterator[None]:
-        """Within, offload what is saved."""
+        """Return a context in which saved tensors are offloaded."""
         assert self._layer is not None
         group = StorageGroup(key, self._layer, self._keys_of(module))
         self._layer.groups[key] = group
@@ -247,7 +242,7 @@ class Offload(SavedStorages):
 
     @torch.no_grad()
     def _keys_of(self, module: nn.Module) -> frozenset[int]:
-        """Return the storages in which the parameters and buffers of a module lie now."""
+        """Return the keys of the storages of a module's parameters and buffers."""
         found = self._registries.get(module)
         if found is None:
             found = [d for m in module.modules() for d in (m._parameters, m._buffers)]
@@ -257,21 +252,20 @@ class Offload(SavedStorages):
         return frozenset(storage_key(t) for t in local)
 
     def _send(self, group: StorageGroup) -> None:
-        """Start to copy out what a part has saved, unless it stays."""
+        """Start to copy out the storages of a part, unless its layer is the last."""
         if not group.layer.is_last:
             self._put(group)
 
 
 def wrap(module: nn.Module, function: Callable[..., Any], *how: Any) -> Callable[[], None]:
-    """Call `function(forward, *how, args, kwargs)` in the place of a module's forward.
+    """Replace a module's forward by `function(forward, *how, args, kwargs)`; return the undo.
 
-    A compiler of the caller's own sees the forward alone.
-
-    Returns:
-        What puts the forward back, the last wrapped first.
+    The undo functions of one module are called in reverse order. In torch.compile the forward runs
+    without `function`.
     """
     own, forward = vars(module).get("forward"), module.forward
-    wrapped = partial(_unless_compiled, function, forward, how)  # a deep copy of it is the copy's
+    # A partial of bound methods: the deep copy of a module gets a forward of its own.
+    wrapped = partial(_unless_compiled, function, forward, how)
     module.forward = update_wrapper(wrapped, forward)  # type: ignore[method-assign]
     return partial(_put_back, module, own)
 
@@ -282,7 +276,7 @@ def within(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a forward in a context: a function for `wrap`."""
+    """Call a forward in a context: a `function` of `wrap`."""
     with context():
         return forward(*args, **kwargs)
 

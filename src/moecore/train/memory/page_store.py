@@ -1,17 +1,13 @@
-"""Copies of used rows in pages of the device, between forward and backward.
+"""PageStore: used rows of matrices in pages of device memory, between forward and backward.
 
-A matrix with room for the worst case lies in pages of the rows that are in use, and its own memory
-is free. The host never learns how many these are: kernels take pages and return them
-(`kernels/rows/free_list.py`). Matrices of one dispatch share a table, so that a layer takes two
-launches in forward, pages and a copy, and one in backward, a copy that returns the pages of the
-layer behind it.
+    forward     matrix of worst-case capacity -> its used rows are copied to pages; the store's
+                                                 caller frees the matrix
+    backward    pages -> the used rows of a new matrix
 
-Note "one pool": all rows share one, whose pages have so many of the widest matrix, and more of
-narrower ones. The first layer makes it: its balanced loads times the factor, for every layer.
-
-Note "graphs": a CUDA graph has tables of its own, and takes and returns pages at each replay. What
-eager code returns while one is captured waits until the capture has ended: each replay would
-return it again. What a graph has not returned itself its next replay does.
+The host never learns the number of used rows: kernels take pages and return them
+(`kernels/rows/free_list.py`). Matrices of one dispatch share a table of pages. So a layer has two
+launches in forward (take pages, copy) and one in backward: a copy that also returns the pages of
+the layer whose backward has just run.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from moecore.moe.shortage import Shortage
 from moecore.train.memory.groups import HostCopy
 from moecore.train.memory.streams import CopyMark, CopyStream, CopyStreams
 
-PAGE_ALIGNMENT = 16  # bytes, of what a thread moves at once
+PAGE_ALIGNMENT = 16  # bytes that a thread copies at once
 
 
 @dataclass(eq=False, slots=True)
@@ -40,12 +36,12 @@ class Dispatched:
     """The matrices of one dispatch that are copied together, and their table.
 
     Attributes:
-        free: where the table goes when it is empty.
-        of_graph: a CUDA graph fills the table in every replay.
-        slots, num_rows: which rows are in use.
-        left: matrices that somebody may ask for.
-        out: when they were in pages.
-        back: when they were last copied back.
+        free: the list of free tables to which the table returns.
+        of_graph: whether a CUDA graph fills the table in every replay.
+        slots, num_rows: which rows are in use, as in `UsedRows`.
+        left: the number of matrices whose pages are still needed.
+        out: the end of the copy to pages.
+        back: the end of the last copy back.
     """
 
     table: Tensor
@@ -64,13 +60,13 @@ class Dispatched:
         copy_rows(matrices, self.table, self.layout, stash=True)
 
     def read(self, matrices: Sequence[Tensor | None], over: Dispatched | None) -> None:
-        """Copy the used rows back; the others stay as they are. Return the pages of another."""
+        """Copy the used rows back, leave other rows as they are, and return the pages of `over`."""
         gone = None if over is None else (over.table, over.layout.num_entries)
         copy_rows(matrices, self.table, self.layout, stash=False, over=gone)
 
 
 class PagePlace(NamedTuple):
-    """Where a matrix lies: the piece of a copy."""
+    """The place of a matrix: a dispatch, and the matrix's number in it. A `HostCopy.piece`."""
 
     of: Dispatched
     number: int
@@ -83,7 +79,7 @@ class ToPages(NamedTuple):
     source: tuple[Tensor, ...]
 
     def start(self, stream: CopyStream) -> None:
-        """Start the copy; a CPU ends it."""
+        """Start the copy; on a CPU it is done at return."""
         with stream.running():
             self.target.fill(self.source)
 
@@ -96,16 +92,16 @@ class FromPages(NamedTuple):
     over: Dispatched | None
 
     def start(self, stream: CopyStream) -> None:
-        """Start the copy; a CPU ends it."""
+        """Start the copy; on a CPU it is done at return."""
         with stream.running():
             self.source.read(self.target, self.over)
 
 
 @dataclass(eq=False, slots=True)
 class _PageKind:
-    """Dispatches whose matrices have the same sizes, and the tables that are free for them.
+    """The free tables for dispatches whose matrices have the same sizes.
 
-    Each table with when it was emptied, by whichever stream: only then is it filled.
+    Each table has a mark of the work that emptied it, for which the next fill waits.
     """
 
     layout: PageLayout
@@ -117,10 +113,10 @@ class PageStore:
     """Copies in pages: a `Store` of matrices whose used rows are counted on the device.
 
     Args:
-        num_layers: MoE layers of a forward.
+        num_layers: the number of MoE layers in a forward.
 
     Attributes:
-        pool: of pages; None until the first rows come.
+        pool: the pool of pages; None before the first `put`.
     """
 
     def __init__(self, streams: CopyStreams, options: StashOptions, num_layers: int) -> None:
@@ -128,7 +124,7 @@ class PageStore:
         self.pool: PagePool | None = None
         self._balanced_pages = 0.0  # of all layers, with even loads
         self._kinds: dict[Any, _PageKind] = {}  # by the sizes of their matrices
-        self._waiting: list[Dispatched] = []  # eager code's, until a capture has ended
+        self._waiting: list[Dispatched] = []  # of eager code: returned when a capture has ended
 
     @property
     def num_bytes(self) -> int:
@@ -136,7 +132,7 @@ class PageStore:
         return 0 if self.pool is None else self.pool.pages.nbytes
 
     def takes(self, used: UsedRows | None) -> bool:
-        """Whether there are rows that are not in use, and somebody knows how many may be."""
+        """Return whether the rows in use are counted, and their number with even loads is given."""
         return used is not None and used.balanced is not None
 
     def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
@@ -158,7 +154,7 @@ class PageStore:
         return list(copies)
 
     def bring(self, copies: Sequence[HostCopy], gone: Sequence[PagePlace] = ()) -> None:
-        """Start to copy used rows back; the same launch returns pages."""
+        """Start to copy used rows back; the same launch returns the pages of `gone`."""
         in_capture = self._start()
         matrices: dict[Dispatched, list[Tensor | None]] = {}
         for copy in copies:
@@ -166,7 +162,7 @@ class PageStore:
             matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
         over, jobs = _over(gone), list[FromPages]()
         for of, given in matrices.items():
-            # What reads its pages are copies back, which came before in the same stream.
+            # Only copies back read these pages, and they come earlier in the same stream.
             goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
             jobs.append(FromPages(tuple(given), of, over.pop() if goes_along else None))
         back = self._streams.copy_back(jobs, *(of.out for of in matrices if of.out is not None))
@@ -179,7 +175,7 @@ class PageStore:
         self._return(over, in_capture=in_capture)
 
     def give(self, pieces: Sequence[PagePlace]) -> None:
-        """Return pages, behind their last reader."""
+        """Return pages to the pool, after their last read."""
         self._return(_over(pieces), in_capture=self._start())
 
     def clear(self) -> None:
@@ -189,20 +185,20 @@ class PageStore:
         self.pool = None
 
     def resize(self, options: StashOptions) -> None:
-        """Free all pages; the next pool has another size. When no rows lie in them."""
+        """Free all pages, which hold no rows; the next pool has the size of new options."""
         self._options = options
         self.clear()
 
     @property
     def shortage(self) -> Shortage | None:
-        """The most pages that were wanted at a time, once one was missing; None = no pool yet."""
+        """The most pages that were needed at a time, if one was missing; None before the pool."""
         if self.pool is None:
             return None
         words = (self.pool.state[MOST_WORD:], self.pool.report[MOST_WORD:])
         return Shortage(*words, self._balanced_pages)
 
     def _start(self) -> bool:
-        """Return whether a capture is on; after one return what has waited for its end."""
+        """Return whether a capture runs; if none does, return the pages that waited for its end."""
         in_capture = self._streams.is_capturing()
         if self._waiting and not in_capture:
             waiting, self._waiting = self._waiting, []
@@ -210,12 +206,14 @@ class PageStore:
         return in_capture
 
     def _return(self, over: Sequence[Dispatched], *, in_capture: bool) -> None:
-        """Return pages that no launched work of another stream will read."""
+        """Return pages to the pool, once no launched work of another stream reads them."""
         for of in over:
+            # Captured, the return of eager code's pages would be repeated by each replay.
             if in_capture and not of.of_graph:
                 self._waiting.append(of)
                 continue
             current = self._streams.current()
+            # Pages that a graph has not returned itself are returned by its next replay.
             if of.of_graph == in_capture:
                 for mark in (of.out, of.back):
                     if mark is not None:
@@ -226,7 +224,7 @@ class PageStore:
     def _dispatched(
         self, pool: PagePool, group: Sequence[HostCopy], *, in_capture: bool
     ) -> tuple[Dispatched, CopyMark | None]:
-        """Return matrices with a table, and when that was emptied; None = nobody has had it."""
+        """Return a dispatch with a table, and the mark at which the table was emptied or None."""
         rows = {used.slots is not None: used for copy in group if (used := copy.used) is not None}
         listed, first = rows.get(True), rows.get(False)
         key = tuple(_row(copy) for copy in group)
@@ -235,6 +233,8 @@ class PageStore:
         if kind is None:
             self._check_widths(pool, key)
             kind = self._kinds[key, lengths] = _PageKind(PageLayout.of(pool, key, *lengths))
+        # A CUDA graph needs tables of its own, which it fills at each replay. An eager table may
+        # become a graph's, but not the other way round.
         own = kind.of_graphs if in_capture else kind.of_eager
         free = own or (kind.of_eager if in_capture else own)
         table, emptied = free.pop() if free else (kind.layout.table(), None)
@@ -260,7 +260,11 @@ class PageStore:
             )
 
     def _make_pool(self, copies: Sequence[HostCopy], *, in_capture: bool) -> PagePool:
-        """Make the pool, of the first layer's rows."""
+        """Make the pool that all rows share: pages for every layer, as the first layer needs them.
+
+        A page has `page_rows` rows of the widest matrix, and more rows of a narrower one. Each
+        layer has pages for the first layer's rows with even loads, times the factor.
+        """
         if in_capture:
             raise RuntimeError(
                 "pages of MemoryOptions.stash must be made before a CUDA graph is captured: run "
@@ -285,13 +289,13 @@ class PageStore:
 
 
 def _row(copy: HostCopy) -> tuple[int, bool]:
-    """Return the bytes of a row, and whether a list has the rows in use."""
+    """Return the bytes of a row, and whether a list (`UsedRows.slots`) has the rows in use."""
     assert copy.used is not None
     return copy.size // copy.used.length, copy.used.slots is not None
 
 
 def _by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
-    """Return copies in groups with one list of rows in use at most, and one number of them."""
+    """Return copies in groups that share a table: one list and one number of used rows at most."""
     found: list[list[HostCopy]] = []
     rows: dict[bool, UsedRows] = {}
     for copy in copies:
@@ -306,7 +310,7 @@ def _by_dispatch(copies: Sequence[HostCopy]) -> list[list[HostCopy]]:
 
 
 def _over(pieces: Sequence[PagePlace]) -> list[Dispatched]:
-    """Take places back; return the dispatches of which they were the last."""
+    """Count places as no longer needed; return the dispatches that have none left."""
     found = []
     for of, _ in pieces:
         of.left -= 1

@@ -1,18 +1,18 @@
-"""Rows of routed experts in pages between forward and backward, where shapes are the worst case.
+"""Stash: used rows of routed experts in pages on the device, between forward and backward.
 
     stash = Stash(device, StashOptions(), num_layers)
     stash.attach(model.layers, part_of)
 
-An `Offload` whose store are pages (`page_store.py`). Its parts are whole MoE layers, so that the
-memory of one is free before the next dispatches:
+A stash is an `Offload` whose store is a `PageStore`. Where matrices of experts have worst-case
+capacity, pages hold their used rows only. A part is a whole MoE layer, so the memory of its
+matrices is free before the next layer dispatches:
 
-    forward     MoE layer n ends       -> its used rows start to go to pages
+    forward     MoE layer n ends       -> copies of its used rows to pages start
                 MoE layer n + 1 begins -> the memory of layer n's matrices is freed
-    backward    layer n has run        -> rows of layer n - 1 start to come back
+    backward    layer n has run        -> copies of layer n - 1's rows from pages start
 
-What it takes are matrices whose used rows the device counts (`saved.counting_rows`), and nothing
-else. The last layer's stay where they are until the next forward begins, if that comes before their
-backward, as between pipeline stages. Rows that found no page come back as NaN, and are a shortage.
+A stash takes only matrices whose used rows the device counts (`saved.counting_rows`). Rows without
+a page become NaN and are a shortage.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ from moecore.train.memory.page_store import PageStore
 
 
 class Stash(Offload, Holder):
-    """Keeps used rows of a model's experts in pages.
-
-    Args:
-        num_layers: MoE layers of a forward.
-    """
+    """Stores used rows of a model's experts in pages; `num_layers` counts MoE layers."""
 
     option = "StashOptions.factor"
     _rows_alone = True
@@ -47,14 +43,15 @@ class Stash(Offload, Holder):
         super().__init__(device, min_bytes=0)
         self._options, self._num_layers = options, num_layers
         self._store = self.pages = PageStore(self._streams, options, num_layers)
-        # Of last layers, and whether a CUDA graph that was captured holds them.
+        # Groups of last layers, and whether they are of a captured CUDA graph. They stay on the
+        # device unless the next forward begins before their backward, as with pipeline stages.
         self._resting: list[tuple[StorageGroup, bool]] = []
 
     def __reduce__(self) -> Any:
         return partial(Stash, self._streams.device, self._options, self._num_layers), ()
 
     def _keys_of(self, module: nn.Module) -> frozenset[int]:
-        """Return none: no weight has rows that the device counts."""
+        """Return no keys: the device counts rows of no weight."""
         return frozenset()
 
     def _send(self, group: StorageGroup) -> None:
@@ -67,7 +64,7 @@ class Stash(Offload, Holder):
         with self._locked():
             in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []
             for group, of_graph in resting:
-                if of_graph != in_capture:  # nothing of eager code may go into a graph
+                if of_graph != in_capture:  # copies of eager groups are not captured
                     self._resting.append((group, of_graph))
                 elif group.readers.alive and not group.is_asked:
                     self._put(group)
@@ -75,17 +72,17 @@ class Stash(Offload, Holder):
 
     @property
     def factor(self) -> float:
-        """Device pages over those that even loads fill."""
+        """Device pages over the pages that even loads fill."""
         return self._options.factor
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
-        """That of the pool of pages, once it is made."""
+        """The shortage of the pool of pages; () before there is a pool."""
         shortage = self.pages.shortage
         return () if shortage is None else (shortage,)
 
     def resize(self, factor: float) -> None:
-        """Free all pages; later forwards make so many. When no rows lie in them."""
+        """Free all pages, which hold no rows; later forwards make a pool with this factor."""
         self.wait()  # copies may read what is freed now
         self._options = replace(self._options, factor=factor)
         self.pages.resize(self._options)
@@ -101,6 +98,6 @@ class Stash(Offload, Holder):
         )
 
     def wait(self) -> None:
-        """Wait for the GPU, which writes reports."""
+        """Wait for the GPU, which writes the reports of shortages. Host sync."""
         if self._streams.device.type == "cuda":
             torch.cuda.synchronize(self._streams.device)

@@ -1,24 +1,19 @@
-"""Storages that leave the device after a forward has saved them, and return before backward.
+"""SavedStorages: copies of saved storages that leave the device in forward and return in backward.
 
-Handles of saved tensors stand for storages, each once however many views of it are saved. A store
-(`store.py`) has the copies: host memory, or pages. `Offload` calls this class where parts of blocks
-begin and end.
+A handle replaces each saved tensor and refers to its storage; views of one storage share one copy.
+A store (`store.py`) holds the copies: host memory, or pages. `Offload` calls these methods where
+parts of blocks begin and end:
 
-    _pack           a tensor that is saved      -> a handle; its storage is taken, or stays
-    _put            a group of storages         -> starts to be copied out
-    _retire         a group that was copied out -> its device memory is freed
-    _fetch          a handle is unpacked        -> the storage, copied back at the latest now
-    _tend           handles have died           -> what is next starts to be copied back
+    _pack      a tensor is saved            -> its handle, or None where the tensor stays
+    _put       a part's forward has ended   -> copies of its group's storages to the store start
+    _retire    the same part of a later     -> the device memory of the group is freed
+               layer begins
+    _fetch     a handle is unpacked         -> the storage; its copy back starts now at the latest
+    _tend      handles have died            -> copies of the next groups back to the device start
 
-Note "streams": copies run on streams of their own, and device memory is freed after the current
-stream waits for the copy that still reads or writes it: no allocator event decides when, so all
-ranks and a CUDA graph's capture do the same. A part may run on another stream than its block, if
-that one begins by waiting for the block's. Host memory is given back by the last handle's death;
-whoever gets it next copies after work that has waited for its last reader.
-
-Note "order": a part has run backward when each of its handles has been unpacked, or has died. The
-copy back is launched once they all have died, or at the next unpacking, which is after the part's
-last operation was launched. A retained graph brings everything back once more.
+Copies run on streams of their own. The current stream waits for a copy before it frees the device
+memory of that copy. So the order of launches alone decides when memory is free, with no event of
+the allocator, and all ranks and the capture of a CUDA graph do the same.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ from moecore.train.memory.streams import CopyStreams
 
 
 class _Offloaded:
-    """A view of a storage."""
+    """The handle of a saved tensor: a view of a storage that a `HostCopy` describes."""
 
     __slots__ = ("_dtype", "_offset", "_shape", "_storages", "_stride", "_use")
 
@@ -54,11 +49,7 @@ class _Offloaded:
         self._offset = tensor.storage_offset()
 
     def unpack(self) -> Tensor:
-        """Return the view, of the storage as it was saved.
-
-        Raises:
-            RuntimeError: when it was changed in place since forward.
-        """
+        """Return the saved view; a RuntimeError if it was changed in place since forward."""
         data = self._storages._fetch(self._use, self._shape)
         view = torch.empty(0, dtype=self._dtype, device=data.device)
         return view.set_(data.untyped_storage(), self._offset, self._shape, self._stride)
@@ -74,11 +65,12 @@ class SavedStorages:
     Arguments are those of `Offload`.
 
     Attributes:
-        kept_bytes: what forwards have saved so far in parts of layers but the last, from
-            `min_bytes` up.
-        out_bytes: how much of it was copied out; rows that are not in use count.
-        late_bytes: how much of that only when backward asked for it.
-        observe: gets each tensor that is taken; None = nobody does.
+        kept_bytes: bytes of storages from `min_bytes` up that parts have saved so far, without
+            those of last layers.
+        out_bytes: bytes of them that were copied out, with rows that are not in use.
+        back_bytes: bytes that were copied back.
+        late_bytes: the part of `back_bytes` whose copy began only when backward unpacked a handle.
+        observe: is called with each tensor that gets a handle; None = no call.
     """
 
     def __init__(
@@ -99,28 +91,29 @@ class SavedStorages:
         self._nothing = torch.empty(0, device=device)
         self._share = fraction  # of this forward
         self._leaving: list[StorageGroup] = []  # groups whose device memory is not freed yet
-        # Storage -> the last copy of it. Its address would not do: a unit may free and allocate the
-        # memory of a storage that stays.
+        # Storage -> its last copy. The key is not the storage's address, because a unit may free
+        # and allocate the memory of a storage that stays.
         self._copies: dict[int, HostCopy] = {}
-        self._staying: dict[int, StorageWeakRef] = {}  # beyond the fraction, or held
-        self._done: list[StorageGroup] = []  # groups that have run backward just now
+        self._staying: dict[int, StorageWeakRef] = {}  # beyond the fraction, or `held` of a chunk
+        self._done: list[StorageGroup] = []  # groups whose backward has just run
         self._offered = self._taken = 0  # bytes of this forward
         self._dead: deque[StorageUse] = deque()
-        self._lock = threading.Lock()  # forward, autograd's thread, and whoever frees a graph
+        # Forward, autograd's thread and the thread that frees a graph of autograd call this object.
+        self._lock = threading.Lock()
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is reserved, used or not."""
+        """Bytes of host memory that are reserved, in use or not."""
         return self._pool.num_bytes
 
     @property
     def used_host_bytes(self) -> int:
-        """Host memory that handles hold."""
+        """Bytes of host memory that copies of living handles use."""
         return self._pool.used_bytes
 
     @property
     def away(self) -> frozenset[int]:
-        """Storages (`StorageWeakRef.cdata`) whose copy in host memory backward waits for."""
+        """Keys (`StorageWeakRef.cdata`) of the storages that have a copy in the store."""
         return frozenset(key for key, copy in self._copies.items() if copy.piece is not None)
 
     # Forward.
@@ -134,7 +127,7 @@ class SavedStorages:
             self._staying = {a: ref for a, ref in self._staying.items() if not ref.expired()}
 
     def _pack(self, group: StorageGroup, tensor: Tensor) -> Handle | None:
-        """Return the handle of a tensor; None leaves it to the other packers."""
+        """Return the handle of a saved tensor; None passes it to the next packer."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
         used = used_rows(tensor)
@@ -147,9 +140,11 @@ class SavedStorages:
             return Kept(tensor)
         if tensor.is_conj() or tensor.is_neg():
             return None
-        with self._lock:  # deaths meanwhile are counted by the next call
+        with self._lock:  # handles that die meanwhile are counted by the next call
             ref = StorageWeakRef(storage)
             copy = self._copies.get(ref.cdata)
+            # A storage that exists after `_retire` freed it has another owner, such as a rotary
+            # table has: an offload would free no memory, so it stays.
             outlives = copy is not None and not copy.ref.expired()
             if copy is None or not outlives or not copy.holds(tensor):
                 if outlives or not (group.layer.is_last or self._goes(ref, storage.nbytes())):
@@ -161,7 +156,7 @@ class SavedStorages:
         return _Offloaded(self, use, tensor)
 
     def _goes(self, ref: StorageWeakRef, size: int) -> bool:
-        """Whether a storage that is saved for the first time is within the fraction."""
+        """Return whether a storage that is saved for the first time is within the fraction."""
         stays = self._staying.get(ref.cdata)
         if stays is not None and not stays.expired():
             return False
@@ -211,7 +206,7 @@ class SavedStorages:
     # Backward.
 
     def _fetch(self, use: StorageUse, shape: torch.Size) -> Tensor:
-        """Return a storage on the device, which the current stream may read from here on."""
+        """Return a storage on the device; later work of the current stream may read it."""
         copy, group = use.copy, use.group
         with self._locked():
             if version(copy.counter) != copy.version:
@@ -225,8 +220,11 @@ class SavedStorages:
                 assert copy.busy is not None
                 current = self._streams.current()
                 copy.busy.hold(current)
+                # A part may run on another stream than its block, if that stream begins with a wait
+                # for the block's.
                 if isinstance(current, torch.cuda.Stream) and current != copy.home:
                     data.record_stream(current)
+            # A retained graph begins a further turn: `_bring` copies back once more.
             use.copy_turn, is_over = copy.readers.asked(use.copy_turn)
             if is_over and copy.piece is not None:
                 copy.free()
@@ -237,10 +235,9 @@ class SavedStorages:
         return data
 
     def _bring_all(self, groups: Iterable[StorageGroup], gone: Sequence[Any] = ()) -> None:
-        """Start to copy back what is away of groups, in the order of backward.
+        """Start to copy back the storages of groups, in the order of backward; free `gone` pieces.
 
-        Args:
-            gone: pieces that nobody asks for any more.
+        The first copy back of the store takes the pieces `gone`, which no handle needs any more.
         """
         for group in groups:
             copies = [c for c in reversed(group.fresh) if c.readers.alive and c.data is None]
@@ -251,7 +248,7 @@ class SavedStorages:
             self._store.give(gone)
 
     def _bring(self, copies: Sequence[HostCopy], gone: Sequence[Any] = ()) -> None:
-        """Start to copy storages back."""
+        """Allocate device memory for storages and start to copy them back."""
         home = self._streams.current()
         for copy in copies:
             copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
@@ -261,14 +258,14 @@ class SavedStorages:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Within, no other thread changes anything; what has happened since is done first."""
+        """Return a context that no other thread enters; pending deaths are counted first."""
         with self._lock:
             self._tend()
             yield
         self._tend_if_free()
 
     def _leave(self, use: StorageUse) -> None:
-        """Count the death of a handle, which may come at any time, within the lock too."""
+        """Record the death of a handle; it may come at any time, even while the lock is held."""
         self._dead.append(use)
         self._tend_if_free()
 
@@ -280,12 +277,16 @@ class SavedStorages:
                 self._lock.release()
 
     def _tend(self, *, more_may_die: bool = False) -> None:
-        """Bring back what is next, and free what no handle stands for.
+        """Start to copy back the next groups, and free copies without handles.
 
         Args:
-            more_may_die: wait for the other handles of a part that has run backward, which die one
-                after the other: what they stood for is given back with what comes.
+            more_may_die: whether to wait until all handles of a part whose backward has run are
+                dead. They die one after the other, and one launch of the store then returns their
+                pieces and brings the next group.
         """
+        # Backward of a part has run when each of its handles was unpacked or has died. The copy
+        # back of the next part starts when all of them have died, or at the next unpacking, which
+        # is after the launch of the part's last operation.
         if not self._dead and not self._done:
             return
         gone = []
@@ -295,6 +296,7 @@ class SavedStorages:
             is_over = copy.readers.leave(use.copy_turn)
             if not copy.readers.alive or (is_over and copy.piece is not None):
                 copy.free()
+            # The next user of host memory copies after work that has waited for its last reader.
             if not copy.readers.alive and copy.piece is not None:
                 gone.append(copy.piece)
                 copy.piece = None

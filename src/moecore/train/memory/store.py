@@ -1,7 +1,7 @@
-"""Where what a part has saved lies while it is not in its own memory on the device.
+"""Stores: the memory in which copies of saved storages lie until backward.
 
-`offload.py` decides when a storage leaves and when it comes back, and a store where it lies:
-pinned host memory here.
+`offload.py` decides when a storage is copied out and back; a `Store` decides where its copy lies.
+`HostStore` has pinned host memory; `PageStore` (`page_store.py`) has pages on the device.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ class Store(Protocol):
     """Holds copies of storages. Called by one thread at a time; no call waits for the device."""
 
     def takes(self, used: UsedRows | None) -> bool:
-        """Whether a storage that is being saved may go there, by its rows in use; None = all."""
+        """Return whether a storage with these rows in use (None = all) may be copied here."""
         ...
 
     def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy out what finds room; return those, with `piece`, `out` and `busy` set."""
+        """Start to copy out the storages that fit, set `piece`, `out` and `busy`; return them."""
         ...
 
     def bring(self, copies: Sequence[HostCopy], gone: Sequence[Any] = ()) -> None:
-        """Start to fill the `data` of copies, which is as large as the storage was; sets `busy`.
+        """Start to copy back to `data`, which has the storage's size; sets `busy`.
 
         Args:
-            copies: of one group.
-            gone: pieces to take back, as `give` does.
+            copies: the copies of one group.
+            gone: pieces that are freed on the way, as `give` frees them.
         """
         ...
 
     def give(self, pieces: Sequence[Any]) -> None:
-        """Take the pieces of copies back, which nobody asks for any more."""
+        """Free the pieces of copies that no handle needs any more."""
         ...
 
     def clear(self) -> None:
-        """Free all memory, which no launched work uses any more."""
+        """Free all memory; no launched work uses it any more."""
         ...
 
 
@@ -54,14 +54,14 @@ class HostStore:
 
     def __init__(self, streams: CopyStreams, pool: HostPool) -> None:
         self._streams, self._pool = streams, pool
-        self._is_full = False  # which is logged once
+        self._is_full = False  # logged once
 
     def takes(self, used: UsedRows | None) -> bool:
-        """Whatever it is."""
+        """Return True: host memory takes any storage."""
         return True
 
     def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
-        """Start to copy out what finds room."""
+        """Start to copy out the storages for which there is host memory."""
         for copy in copies:
             copy.piece = self._piece(copy.size)
         going = [copy for copy in copies if copy.piece is not None]
@@ -76,15 +76,17 @@ class HostStore:
         return going
 
     def bring(self, copies: Sequence[HostCopy], gone: Sequence[HostPiece] = ()) -> None:
-        """Start to copy storages back; each is waited for alone, since the host's link is slow."""
+        """Start to copy storages back."""
         self.give(gone)
+        # Each storage has a mark of its own: the host's link is slow, and backward waits for the
+        # storage that it reads, not for the whole group.
         for copy in copies:
             assert copy.data is not None and copy.out is not None
             transfer = Transfer(copy.data, _host_memory(copy), _counted(copy))
             copy.busy = self._streams.copy_back([transfer], copy.out)
 
     def give(self, pieces: Sequence[HostPiece]) -> None:
-        """Take host memory back. Whoever gets it next copies after its last reader."""
+        """Free host memory. The next copy into it comes after its last reader."""
         for piece in pieces:
             self._pool.give(piece)
 
@@ -104,7 +106,7 @@ class HostStore:
 
 
 def _counted(copy: HostCopy) -> tuple[Tensor, int] | None:
-    """Return how many first rows of how many bytes travel; None = all bytes do."""
+    """Return how many first rows are copied, and the bytes of a row; None = all bytes."""
     used = copy.used
     if used is None or used.num_rows is None:
         return None
@@ -112,6 +114,6 @@ def _counted(copy: HostCopy) -> tuple[Tensor, int] | None:
 
 
 def _host_memory(copy: HostCopy) -> Tensor:
-    """Return the host memory of a copy, without what the size class adds."""
+    """Return the host memory of a copy, without the bytes that its size class adds."""
     memory: Tensor = copy.piece.memory
     return memory[: copy.size]

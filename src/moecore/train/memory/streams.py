@@ -1,15 +1,11 @@
-"""Copies between a device and host memory beside its work.
+"""Streams that copy between a device and host memory while the device computes.
 
-Only streams wait, on events; the host never does. On a CPU a copy is done when it returns.
+    CopyStream     copies in one direction
+    CopyStreams    copies of activations: out of the device and back, at the same time
+    CopyMark       a point in a stream's work, for which another stream waits
 
-Note "turns": a copy engine works off all that one stream has queued before it takes a copy of the
-next stream, however small, such as the few bytes of a list of pointers. So large copies to the
-device go in pieces to two streams in turns, each after the one before, and what comes between waits
-for one piece: docs/findings/torch.md.
-
-Note "capture": a CUDA graph may hold these copies. It records events anew at every replay, so one
-from before its capture means nothing in it, nor one of the capture outside. No wait is needed
-there: the device is idle when a capture begins.
+Streams wait for each other on events; the host never waits. On a CPU each copy is done when its
+call returns.
 """
 
 from __future__ import annotations
@@ -29,20 +25,20 @@ PIECE_BYTES = 8 * 2**20  # 150 us
 
 
 class Job(Protocol):
-    """What a stream of copies is given."""
+    """Copies that one call to a `CopyStream` starts."""
 
     def start(self, stream: CopyStream) -> None:
-        """Start a copy on it; a CPU ends the copy."""
+        """Start the copies on a stream; on a CPU they are done at return."""
         ...
 
 
 class Transfer(NamedTuple):
-    """A copy of bytes.
+    """A copy of bytes: a `Job`.
 
     Attributes:
         target: uint8, 1-dim.
-        source: likewise, of the same length.
-        used: None, or how many rows of how many bytes are in use.
+        source: uint8, 1-dim, as long as `target`.
+        used: number of rows in use (a tensor on the device) and bytes of a row; None = all bytes.
     """
 
     target: Tensor
@@ -50,7 +46,7 @@ class Transfer(NamedTuple):
     used: tuple[Tensor, int] | None = None
 
     def start(self, stream: CopyStream) -> None:
-        """Start the copy; a CPU ends it."""
+        """Start the copy; on a CPU it is done at return."""
         if self.used is None or self.target.is_meta:
             stream.copy(self.target, self.source)
             return
@@ -60,63 +56,64 @@ class Transfer(NamedTuple):
 
 
 class CopyMark:
-    """A point in a stream's work.
+    """A point in a stream's work, after all work that the stream has now.
 
     Args:
-        stream: whose work until now; None = that of a CPU, which is done.
-        in_capture: whether that goes into a CUDA graph; None = if the current stream's does.
+        stream: the stream; None on a CPU, whose work is done.
+        in_capture: whether the work is captured into a CUDA graph; None = as the stream is.
     """
 
     __slots__ = ("_event", "_in_capture", "_passed")
 
     def __init__(self, stream: Stream | None, in_capture: bool | None = None) -> None:
-        self._passed = stream  # the last stream that goes on only behind it
+        self._passed = stream  # the last stream that waits for this point
         self._in_capture = is_capturing(stream) if in_capture is None else in_capture
         self._event = None if stream is None else stream.record_event()
 
     def hold(self, stream: Stream | None) -> None:
-        """Let a stream go on only when the point has passed."""
+        """Make a stream wait for this point."""
         if self._event is None or stream is None or stream == self._passed:
             return
+        # A CUDA graph records its events anew at every replay, so an event is valid only on its own
+        # side of a capture. No wait is needed across: the device is idle when a capture begins.
         if self._in_capture == is_capturing(stream):
             stream.wait_event(self._event)
             self._passed = stream
 
     def later(self, stream: Stream | None) -> CopyMark:
-        """Return where a stream that waits for this point is now."""
+        """Return a mark of another stream, which waits for this point, on the same side."""
         return CopyMark(stream, self._in_capture)
 
 
 class CopyStream:
-    """Copies in order, beside the work of a GPU; on a CPU each is done at once.
+    """Copies in order, while a GPU computes; on a CPU each is done at once.
 
     Args:
-        device: on one side of every copy.
-
-    Attributes:
-        name: of its copies in a dry run.
+        device: the device on one side of every copy.
+        name: the name of its copies in a dry run.
     """
 
     def __init__(self, device: torch.device, name: str = "copy to device") -> None:
         self._device, self.name = device, name
-        # The first one's next work comes after all copies so far.
+        # Two streams in turns; the next work of the first one comes after all copies so far.
         turns = (new_stream(device) for _ in range(2))
         self._turns = [stream for stream in turns if stream is not None]
 
     @property
     def next(self) -> Stream | None:
-        """The stream of the next copy; None of a CPU."""
+        """The stream of the next copy; None on a CPU."""
         return self._turns[0] if self._turns else None
 
     def running(self) -> AbstractContextManager[Any]:
-        """Return a context in which the current stream is that of the next copy."""
+        """Return a context in which the stream of the next copy is the current one."""
         return on_stream(self.next)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy, without a wait where the host's side is pinned; on meta it is written down.
+        """Start a copy; on meta it is recorded. With pinned host memory the host does not wait.
 
         Args:
-            source: likewise, of the same shape and dtype.
+            target: contiguous if on a GPU and larger than `PIECE_BYTES`.
+            source: contiguous likewise, with the target's shape and dtype.
         """
         if target.is_meta:
             with self.running():
@@ -126,6 +123,10 @@ class CopyStream:
             with torch.no_grad(), self.running():
                 target.copy_(source, non_blocking=bool(self._turns))
             return
+        # A copy engine finishes all copies that one stream has queued before it takes a copy of
+        # another stream, even of a few bytes, such as a list of pointers. So large copies to the
+        # device are cut into pieces, which two streams run in turns, each after the piece before:
+        # another stream's copy then waits for one piece only (docs/findings/torch.md).
         numel = PIECE_BYTES // target.element_size()
         pieces = zip(target.view(-1).split(numel), source.view(-1).split(numel), strict=True)
         for piece, of_source in pieces:
@@ -135,16 +136,16 @@ class CopyStream:
             self._turns.reverse()
 
     def follow(self) -> None:
-        """Let later copies wait for what the current stream has been given so far."""
+        """Make later copies wait for the work that the current stream has now."""
         if self._turns:
             self._turns[0].wait_stream(current_stream(self._device))
 
     def mark(self) -> Any:
-        """Return an event after all copies so far; None of a CPU."""
+        """Return an event after all copies so far; None on a CPU."""
         return self._turns[0].record_event() if self._turns else None
 
     def hold(self, event: Any) -> None:
-        """Let the current stream wait for an event; the host does not."""
+        """Make the current stream wait for an event; the host does not wait."""
         current = current_stream(self._device)
         if event is not None and current is not None:
             current.wait_event(event)
@@ -160,11 +161,7 @@ class CopyStream:
 
 
 class CopyStreams:
-    """The copies of activations of one device: out of it beside those into it.
-
-    Args:
-        device: a GPU or the CPU.
-    """
+    """The copies of one device's activations: those out of it overlap those back into it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -172,7 +169,7 @@ class CopyStreams:
         self._back = CopyStream(device, "copy to device")
 
     def current(self) -> Stream | None:
-        """Return the current stream of the device; None of a CPU."""
+        """Return the current stream of the device; None on a CPU."""
         return current_stream(self.device)
 
     def is_capturing(self) -> bool:
@@ -180,26 +177,18 @@ class CopyStreams:
         return self._out.is_capturing()
 
     def copy_out(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
-        """Copy away what the current stream has made so far; return when it is there.
-
-        Args:
-            after: what the copies come after, besides.
-        """
+        """Start copies out after the current stream's work so far and `after`; return their end."""
         return self._copy(self._out, jobs, after)
 
     def copy_back(self, jobs: Iterable[Job], *after: CopyMark) -> CopyMark:
-        """Copy back into what the current stream has allocated; return when.
-
-        Args:
-            jobs: of what was copied away.
-        """
+        """Start copies into memory of the current stream, after `after`; return their end."""
         return self._copy(self._back, jobs, after)
 
     def _copy(
         self, stream: CopyStream, jobs: Iterable[Job], after: tuple[CopyMark, ...]
     ) -> CopyMark:
-        """Copy behind the current stream, which has waited for most of `after` anyway."""
         current = self.current()
+        # The current stream waits, too: it has already waited for most of these marks.
         for mark in after:
             mark.hold(current)
         here = CopyMark(current)
@@ -209,6 +198,6 @@ class CopyStreams:
         return here.later(stream.next)
 
     def synchronize(self) -> None:
-        """Wait for both. Host sync."""
+        """Wait for all copies of both directions. Host sync."""
         self._out.synchronize()
         self._back.synchronize()

@@ -1,4 +1,4 @@
-"""AdamW as torch has it, in one launch over all parameters, with state of fewer bytes if asked.
+"""AdamW: torch's AdamW in one launch over all parameters, with state of fewer bytes as an option.
 
     bytes per parameter                     weight, gradient    moments
     fp32                                               4 + 4      4 + 4
@@ -6,13 +6,8 @@
     moment_dtype=torch.float8_e4m3fn                   4 + 4      1 + 1 + 1/64
     bf16 weights, master_remainder=True            2 + 2 + 2      as above
 
-`state_dict` and checkpoints have torch's names and layout: those of `torch.optim.AdamW` continue
-here and the other way round, each optimizer with moments in the dtype that it keeps.
-
-Note "FP8 moments in a checkpoint": blocks are 128 neighbours of a rank's part in memory, which no
-other layout has. So a checkpoint has bf16 moments, which hold the values without an error. The same
-layout loads them to the bit; any other one rounds them to nearest in blocks of its own. A save
-needs memory for the bf16 moments meanwhile, where gradients lay.
+`state_dict` and checkpoints have torch's names and layout, so either optimizer loads the state of
+the other and converts moments to its own dtype.
 """
 
 from __future__ import annotations
@@ -42,30 +37,31 @@ CHUNK = MOMENT_BLOCK << 17  # elements that are converted at a time
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW(fused=True), which reads and writes less.
+    """torch.optim.AdamW(fused=True) with fewer bytes read and written. No host sync.
 
     It skips and scales a step on the device like torch's fused optimizers (GradScaler,
-    `clip_grad_norm_(model, max_norm, optimizer=optimizer)`), but leaves gradients unscaled, which
-    saves writing them. No host sync.
+    `clip_grad_norm_(model, max_norm, optimizer=optimizer)`). It does not write scaled gradients
+    back to memory, as torch's do.
 
     Args:
         params: as in torch.
-        lr: a tensor is read on its device.
+        lr: as in torch; a tensor is read on its device.
         betas: as in torch.
         eps: as in torch.
         weight_decay: as in torch.
-        moment_dtype: of both moments. torch.bfloat16 halves them, 4 bytes less per parameter; they
-            are computed in fp32 and rounded at random, so that nothing is lost on average.
-            torch.float8_e4m3fn makes each one byte, 6 bytes less per parameter, with a scale per
-            128 of them (`kernels/adamw_formats.py`). fp64 parameters have fp64 moments.
-        master_remainder: keep the fp32 numbers that bf16 parameters are rounded from: each
-            parameter and an int16 of the state are such a number, 4 bytes together. They change as
-            fp32 parameters would, to the bit; a parameter is the nearest bf16 number, of two the
-            one away from zero. At first they are the parameters. What sets a parameter later
-            leaves its remainder, at most half a step of bf16.
+        moment_dtype: the dtype of both moments. torch.bfloat16 saves 4 bytes per parameter: moments
+            are computed in fp32 and rounded stochastically, without a bias. torch.float8_e4m3fn
+            saves 6 bytes per parameter: a moment has one byte, and 128 moments share a scale
+            (`kernels/adamw_formats.py`). fp64 parameters have fp64 moments.
+        master_remainder: whether bf16 parameters have fp32 masters: a parameter and an int16 of the
+            state together are the 4 bytes of its master. Masters change as fp32 parameters would,
+            to the bit; a parameter is its master rounded to nearest, ties away from zero. Masters
+            start as the parameters. Code that sets a parameter later does not change its remainder,
+            which is at most half a step of bf16.
 
     Raises:
-        ValueError: for a value of another type or range, or remainders without bf16 parameters.
+        ValueError: when a value has another type or range, or no parameter is bf16 with
+            `master_remainder`.
 
     Source: https://arxiv.org/abs/1711.05101.
     """
@@ -99,27 +95,30 @@ class AdamW(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # as loaded, perhaps from an optimizer that was not fused
+        for group in self.param_groups:  # loaded groups may be of an optimizer that was not fused
             group["fused"], group["foreach"] = True, None
         self._step_supports_amp_scaling = True
 
     def own_options(self) -> dict[str, Any]:
-        """Return the options that no group has: ranks must agree on them."""
+        """Return the options that are not in `param_groups`; ranks must agree on them."""
         return {"moment_dtype": self.moment_dtype, "master_remainder": self.master_remainder}
 
     def moment_dtype_of(self, param: Tensor) -> torch.dtype:
-        """Return the dtype in which a checkpoint has the moments of a parameter."""
+        """Return the dtype of a parameter's moments in a checkpoint."""
         return torch.bfloat16 if self._is_fp8(param) else self._moment_dtype(param)
 
     @torch.no_grad()
     def stored_state(self, param: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter as checkpoints have it: scalars, or of its shape.
+        """Return the state of a parameter as checkpoints store it: scalars and parameter shapes.
 
-        FP8 moments become bf16, which is exact; all else is the state itself.
+        FP8 moments become bf16, which is exact and allocates; other tensors are the state's own.
 
         Args:
-            param: of this optimizer.
+            param: a parameter of this optimizer.
         """
+        # A block of FP8 is 128 neighbours of a rank's shard in memory, which no other layout has.
+        # The same layout loads the bf16 moments to the bit; another rounds them to nearest in its
+        # own blocks.
         state = dict(self.state[param])
         exponents = state.pop("exponents", None)
         if exponents is not None:
@@ -128,11 +127,12 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def restore_state(self, param: Tensor, stored: dict[str, Tensor]) -> None:
-        """Set the state of a parameter, each part as this optimizer keeps it.
+        """Set the state of a parameter, each tensor converted to this optimizer's format.
 
         Args:
-            param: of this optimizer.
-            stored: of any AdamW: step and moments, maybe a remainder; not copied where they fit.
+            param: a parameter of this optimizer.
+            stored: the state of any AdamW: step, moments, and a remainder or none. A tensor that
+                has the format already is not copied.
         """
         state = self.state[param] = dict(stored)
         state["step"] = state["step"].to(param.device, torch.float32)
@@ -148,7 +148,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch's returns, FP8 moments as bf16."""
+        """Return the state dict of torch's AdamW, with FP8 moments as bf16."""
         found: dict[str, Any] = super().state_dict()
         params = self._params()
         found["state"] = {
@@ -159,18 +159,18 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Load what torch's or this `state_dict` gave; moments become `moment_dtype`.
+        """Load a state dict of torch's AdamW or this one; moments become `moment_dtype`.
 
         Args:
             state_dict: as in torch.
         """
-        found: dict[str, Any] = {}  # what other hooks have made of it
+        found: dict[str, Any] = {}  # the state dict after other hooks
         hook = self.register_load_state_dict_pre_hook(lambda _, given: found.update(given))
         try:
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
-        # torch has cast all to the dtype of their parameter, in which small moments are lost.
+        # torch has cast moments to the dtype of their parameter, in which small ones are lost.
         places = [place for group in found["param_groups"] for place in group["params"]]
         for place, param in zip(places, self._params(), strict=True):
             given = found["state"].get(place, {})
@@ -178,7 +178,7 @@ class AdamW(torch.optim.AdamW):
                 own = {name: given[name] for name in (*MOMENTS, "remainder") if name in given}
                 self.restore_state(param, {**self.state[param], **own})
                 for name, value in own.items():
-                    if self.state[param].get(name) is value:  # it may be another optimizer's
+                    if self.state[param].get(name) is value:  # another optimizer may own it
                         self.state[param][name] = value.clone()
 
     @torch.no_grad()
@@ -189,11 +189,11 @@ class AdamW(torch.optim.AdamW):
             closure: computes and returns the loss, with gradients.
 
         Returns:
-            What the closure returned.
+            The closure's result; None without a closure.
 
         Raises:
-            ValueError: for `amsgrad` or `maximize` in a group, sparse or complex gradients, and in
-                the capture of a CUDA graph.
+            ValueError: when a group has `amsgrad` or `maximize`, a gradient is sparse or complex,
+                or a CUDA graph is captured.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ValueError(
@@ -235,18 +235,13 @@ class AdamW(torch.optim.AdamW):
             foreach_add_(steps, 1)
         else:
             taken = (found_inf <= 0).float().view(())
-            foreach_add_(steps, [taken] * len(steps))  # one tensor would be read by the host
+            foreach_add_(steps, [taken] * len(steps))  # the host would read a single tensor
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
     def _tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
-        """Return this rank's parts of what has a gradient; make state that lacks.
+        """Return this rank's shards with a gradient, one record per launch; make missing state.
 
-        Args:
-            group: of parameters.
-            first: number of its first parameter.
-
-        Returns:
-            One record for all that one launch can update.
+        `first` is the number of the group's first parameter.
         """
         rows: dict[Any, list[tuple[Any, ...]]] = {}
         for number, param in enumerate(group["params"], first):
@@ -259,11 +254,11 @@ class AdamW(torch.optim.AdamW):
                 )
             grad, state = param.grad, self.state_of(param)
             if isinstance(param, DTensor) and grad.placements != param.placements:
-                grad = grad.redistribute(placements=param.placements)  # may be partial sums
+                grad = grad.redistribute(placements=param.placements)  # it may be a partial sum
             optional = (state.get(name) for name in ("exponents", "remainder"))
             parts = (param, grad, *(state[name] for name in MOMENTS), state["step"], *optional)
             row = ParamRow(*map(_local, parts))
-            # Others of one kind must not lose their launch to one that no kernel can update.
+            # One record per kind: parameters that no kernel can update stay out of the others'.
             kind = (
                 param.device,
                 *((t.dtype, t.is_contiguous()) for t in row[:4]),
@@ -273,7 +268,7 @@ class AdamW(torch.optim.AdamW):
         return [AdamWTensors.of(found) for found in rows.values()]
 
     def state_of(self, param: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter, new or as this optimizer keeps it, whoever set it."""
+        """Return the state of a parameter: new, or converted to this optimizer's format."""
         state: dict[str, Tensor] = self.state[param]
         kept = {"step": torch.float32, **dict.fromkeys(MOMENTS, self._moment_dtype(param))}
         if self._is_split(param):
@@ -301,14 +296,14 @@ class AdamW(torch.optim.AdamW):
         return self.master_remainder and param.dtype == torch.bfloat16
 
     def _moment_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype of the tensors that keep the moments of a parameter."""
+        """Return the dtype of the tensors that store a parameter's moments."""
         if self._is_fp8(param):
             return torch.uint8  # torch pickles no FP8
         return torch.float64 if param.dtype == torch.float64 else self.moment_dtype
 
 
 def _encoded(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the state of FP8 moments, rounded to nearest."""
+    """Return moments as the state of FP8 moments, rounded to nearest."""
     m, v = (_local(moment).to(param.device).reshape(-1) for moment in moments)
     codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
     exponents = [codes[0].new_empty(0, 2)]
@@ -334,7 +329,7 @@ def _decoded(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dic
 
 
 def _like(param: Tensor, flat: Tensor) -> Tensor:
-    """Return what belongs to the elements of a parameter's local part, laid out like it."""
+    """Return a tensor of a parameter's layout, whose local shard has flat values."""
     found = torch.empty_like(param, dtype=flat.dtype, device=flat.device)
     local = _local(found)
     local.copy_(flat.view(local.shape))

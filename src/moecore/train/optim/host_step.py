@@ -1,24 +1,17 @@
-"""HostAdamW: AdamW whose largest parameters are stepped by the CPU, with their moments there.
+"""HostAdamW: AdamW whose largest parameters are stepped by the CPU, with moments in host memory.
 
     gradients and weights of chunk c + 2   -> pinned memory         stream of the copies
     chunk c                                   torch's fused AdamW   CPU
     weights of chunk c - 1                 -> GPU                   stream of the copies
-    all other parameters                      one launch            GPU, meanwhile
+    all other parameters                      one launch            GPU, at the same time
 
-Moments of these parameters never lie on the GPU: 8 bytes a parameter less there. Weights and
-gradients stay on it as they are, and travel in chunks of `CHUNK` elements through `NUM_SLOTS`
-pinned slots, so pinned memory does not grow with the model.
+Moments of these parameters never lie on the GPU, which saves 8 bytes per parameter. Weights and
+gradients stay on the GPU. They are copied in chunks of `CHUNK` elements through `NUM_SLOTS` pinned
+slots, so pinned memory does not grow with the model.
 
-A step takes the CPU 28 bytes of its memory's traffic per parameter and the bus 12 (fp32), whichever
-is slower; `step` returns when both are done. torch uses the cores that OMP_NUM_THREADS allows, and
-`torchrun` sets that to 1 for several ranks: set it to the cores of a rank.
-
-Note "weights travel": a copy of the weights on the host would save 4 of the 12 bytes. Whatever
-writes `param.data` would not reach it, and the next step would undo that.
-
-Note "numbers": fp32 parameters get the bits of `torch.optim.AdamW(fused=True)` on a CPU, which
-differ from a GPU's by the rounding of its divisions and roots, within 2 fp32 ulps a step. bf16 and
-fp16 parameters are stepped in fp32 and rounded to nearest, as `AdamW` does, with moments in fp32.
+With fp32, a step moves 28 bytes per parameter through the CPU's memory and 12 over the bus; the
+slower of the two sets its time. torch uses as many cores as OMP_NUM_THREADS allows, and `torchrun`
+sets that to 1 for several ranks: set it to the cores of a rank.
 """
 
 from __future__ import annotations
@@ -42,18 +35,18 @@ from moecore.train.optim.adamw import MOMENTS, AdamW
 from moecore.train.optim.state_offload import Fraction, largest_up_to, of_host_memory
 
 CHUNK = 2**24  # elements
-VECTOR = 64  # elements: torch's loop rounds what is left behind its last whole vector otherwise
-NUM_SLOTS = 3  # one that comes, one that is stepped, one that leaves
+VECTOR = 64  # elements: torch's loop rounds elements behind its last whole vector differently
+NUM_SLOTS = 3  # one is copied in, one is stepped, one is copied out
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class _MomentPiece:
-    """Some elements of one parameter, this rank's part; flat.
+    """Some elements of this rank's shard of a parameter; flat.
 
     Attributes:
-        exp_avg, exp_avg_sq: fp32 (fp64) on the host.
-        step: how many updates there have been before this one.
+        exp_avg, exp_avg_sq: fp32 on the host; fp64 of an fp64 parameter.
+        step: the number of updates before this one.
     """
 
     weight: Tensor
@@ -63,7 +56,7 @@ class _MomentPiece:
     step: Tensor
 
     def part(self, start: int, stop: int) -> _MomentPiece:
-        """Return some of its elements."""
+        """Return the elements from start to stop."""
         cut = slice(start, stop)
         return _MomentPiece(
             self.weight[cut], self.grad[cut], self.exp_avg[cut], self.exp_avg_sq[cut], self.step
@@ -72,25 +65,21 @@ class _MomentPiece:
 
 @dataclass(frozen=True, slots=True)
 class _HostChunk:
-    """Pieces of one group, one dtype of weights and one of gradients: `CHUNK` elements at most."""
+    """Pieces of one group with equal dtypes of weights and of gradients; <= `CHUNK` elements."""
 
     pieces: list[_MomentPiece]
     number: int
     group: dict[str, Any]
 
     def num_bytes(self) -> int:
-        """Return the bytes of its weights or of its gradients, whichever are more."""
+        """Return the larger of the weights' bytes and the gradients' bytes."""
         first = self.pieces[0]
         size = max(first.weight.element_size(), first.grad.element_size())
         return size * sum(piece.weight.numel() for piece in self.pieces)
 
 
 class _HostSlot:
-    """Pinned memory that a chunk travels through.
-
-    Args:
-        num_bytes: of each of weights and gradients.
-    """
+    """Pinned memory for a chunk: `num_bytes` for weights, and as many for gradients."""
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self.num_bytes = num_bytes
@@ -108,11 +97,11 @@ class _HostSlot:
 
 
 class HostAdamW(AdamW):
-    """`AdamW` that steps the largest parameters on the CPU and keeps their moments in host memory.
+    """`AdamW` that steps the largest parameters on the CPU, with their moments in host memory.
 
-    State has torch's names and layout, so checkpoints of `AdamW` and torch's continue here and the
-    other way round. It skips and scales a step like `AdamW`: one host sync, for these signals, and
-    `step` returns when the CPU is done.
+    State has torch's names and layout, so `AdamW`, torch's AdamW and this class load each other's
+    checkpoints. It skips and scales a step like `AdamW`. `step` has one host sync for these signals
+    and returns when the CPU is done.
 
     Args:
         params: as in torch.
@@ -120,17 +109,17 @@ class HostAdamW(AdamW):
         betas: as in torch.
         eps: as in torch.
         weight_decay: as in torch.
-        host_fraction: of the parameters' bytes, 0 to 1, that is stepped on the host: the largest
-            parameters that fit into it, the same on all ranks.
-        moment_dtype: of both moments of what the GPU steps; on the host they are in fp32.
+        host_fraction: the part of the parameters' bytes that the host steps at most, 0 to 1. The
+            largest parameters that fit are chosen, the same on all ranks.
+        moment_dtype: the dtype of moments on the GPU; those on the host are fp32.
 
     Raises:
-        ValueError: for a value of another type or range.
+        ValueError: when a value has another type or range.
 
     Source: https://arxiv.org/abs/2101.06840 (ZeRO-Offload).
     """
 
-    checkpoint_class = "AdamW"  # whose state and hyperparameters these are
+    checkpoint_class = "AdamW"  # the class whose state and hyperparameters a checkpoint has
 
     def __init__(
         self,
@@ -150,7 +139,7 @@ class HostAdamW(AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, moment_dtype=moment_dtype)
 
     def own_options(self) -> dict[str, Any]:
-        """Return the options that no group has: ranks must agree on them."""
+        """Return the options that are not in `param_groups`; ranks must agree on them."""
         return {**super().own_options(), "host_fraction": self.host_fraction}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -168,22 +157,22 @@ class HostAdamW(AdamW):
         self._choose()
 
     def moment_dtype_of(self, param: Tensor) -> torch.dtype:
-        """Return the dtype in which the moments of a parameter are kept."""
+        """Return the dtype of a parameter's moments in a checkpoint."""
         if param in self.host_params:
             return torch.promote_types(param.dtype, torch.float32)
         return super().moment_dtype_of(param)
 
     def state_device_of(self, param: Tensor) -> torch.device:
-        """Return where the state of a parameter is kept."""
+        """Return the device of a parameter's state."""
         return CPU if param in self.host_params else param.device
 
     @torch.no_grad()
     def restore_state(self, param: Tensor, stored: dict[str, Tensor]) -> None:
-        """Set the state of a parameter, each part as this optimizer keeps it.
+        """Set the state of a parameter, each tensor converted to this optimizer's format.
 
         Args:
-            param: of this optimizer.
-            stored: of any AdamW; not copied where it fits.
+            param: a parameter of this optimizer.
+            stored: the state of any AdamW. A tensor that has the format already is not copied.
         """
         if param not in self.host_params:
             super().restore_state(param, stored)
@@ -201,11 +190,11 @@ class HostAdamW(AdamW):
             closure: computes and returns the loss, with gradients.
 
         Returns:
-            What the closure returned.
+            The closure's result; None without a closure.
 
         Raises:
             ValueError: as `AdamW.step`.
-            MemoryError: when host memory is short, before anything is changed.
+            MemoryError: when host memory is short; no parameter or state has changed.
         """
         loss = None
         if closure is not None:
@@ -229,17 +218,17 @@ class HostAdamW(AdamW):
                 self._step_on_host(chunks, signals, stream)
                 foreach_add_([self.state[param]["step"] for param in grads], 1)
         finally:
-            stream.hold(stream.mark())  # weights are whole, and gradients may be freed
+            stream.hold(stream.mark())  # later work reads updated weights and may free gradients
         return loss
 
     def _choose(self) -> None:
-        """Choose the parameters of the host, the same ones on every rank."""
+        """Choose the parameters that the host steps, the same on every rank."""
         params = [param for group in self.param_groups for param in group["params"]]
         movable = {p: _bytes_of(p) if _local(p).is_contiguous() else 0 for p in params}
         self.host_params = {p for p in largest_up_to(self.host_fraction, movable) if movable[p]}
 
     def _step_on_device(self, grads: dict[Tensor, Tensor]) -> None:
-        """Update all other parameters: those without a gradient are left out."""
+        """Update the parameters that the GPU steps; the host's have no gradient meanwhile."""
         for param in grads:
             param.grad = None
         try:
@@ -263,7 +252,7 @@ class HostAdamW(AdamW):
                 _bring(stream, chunks[number + NUM_SLOTS], slot)
 
     def _chunks(self) -> list[_HostChunk]:
-        """Return what the host steps, with state and slots for it, made where they lack."""
+        """Return the chunks that the host steps; make missing state and slots."""
         chunks = [
             chunk
             for number, group in enumerate(self.param_groups)
@@ -282,7 +271,7 @@ class HostAdamW(AdamW):
         return of_host_memory(f"host_fraction ({self.host_fraction}) of the optimizer's state")
 
     def _pieces(self, group: dict[str, Any]) -> list[list[_MomentPiece]]:
-        """Return this rank's parts of what a group steps on the host, by dtypes."""
+        """Return this rank's shards of a group that the host steps, in one list per dtypes."""
         found: dict[Any, list[_MomentPiece]] = {}
         for param in group["params"]:
             grad = param.grad
@@ -294,7 +283,7 @@ class HostAdamW(AdamW):
                     "an optimizer of torch for it"
                 )
             if isinstance(param, DTensor) and grad.placements != param.placements:
-                grad = grad.redistribute(placements=param.placements)  # may be partial sums
+                grad = grad.redistribute(placements=param.placements)  # it may be a partial sum
             state = self._host_state(param)
             changed = (_local(x).view(-1) for x in (param, *(state[m] for m in MOMENTS)))
             weight, exp_avg, exp_avg_sq = changed
@@ -304,7 +293,7 @@ class HostAdamW(AdamW):
         return list(found.values())
 
     def _host_state(self, param: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter on the host, new or brought there, whoever set it."""
+        """Return the state of a parameter on the host: new, or converted to the host's format."""
         state: dict[str, Tensor] = self.state[param]
         dtype = self.moment_dtype_of(param)
         if not state:
@@ -318,10 +307,9 @@ class HostAdamW(AdamW):
 
 
 class _Signals:
-    """What the host must know of the device for a step: whether to skip it, scale, learning rates.
+    """Device values that the host reads for a step: skip, gradient scale, learning rates.
 
-    Args:
-        stream: brings them; it follows what computes them.
+    `stream` copies them to the host after the work that computes them.
     """
 
     def __init__(self, optimizer: HostAdamW, stream: CopyStream) -> None:
@@ -342,7 +330,7 @@ class _Signals:
         self._copied = stream.mark()
 
     def wait(self) -> bool:
-        """Return whether the step is skipped. The one host sync of a step for signals."""
+        """Return whether the step is skipped. This is the one host sync of a step for signals."""
         if self._copied is not None:
             self._copied.synchronize()
         self._values |= dict(zip(self._names, (x.item() for x in self._host), strict=True))
@@ -350,7 +338,7 @@ class _Signals:
 
     @property
     def grad_scale(self) -> Tensor | None:
-        """Divides the gradients; on the host."""
+        """The divisor of the gradients, fp32 on the host; None = 1."""
         value = self._values["grad_scale"]
         return None if value is None else torch.tensor(value, dtype=torch.float32)
 
@@ -360,7 +348,7 @@ class _Signals:
 
 
 def _packed(pieces: list[_MomentPiece], number: int, group: dict[str, Any]) -> Iterator[_HostChunk]:
-    """Cut pieces at multiples of `VECTOR` and put them together in chunks."""
+    """Yield chunks of pieces, which are cut at multiples of `VECTOR`."""
     found: list[_MomentPiece] = []
     room = CHUNK
     for piece in pieces:
@@ -379,6 +367,8 @@ def _packed(pieces: list[_MomentPiece], number: int, group: dict[str, Any]) -> I
 
 def _bring(stream: CopyStream, chunk: _HostChunk, slot: _HostSlot) -> None:
     """Start to copy a chunk to the host."""
+    # Weights are copied in every step. A copy that stays on the host would save 4 of 12 bytes, but
+    # the next step would undo any write to `param.data`.
     weights, grads = slot.views(chunk)
     for piece, weight, grad in zip(chunk.pieces, weights, grads, strict=True):
         stream.copy(weight, piece.weight)
@@ -390,6 +380,9 @@ def _update(
     chunk: _HostChunk, weights: list[Tensor], grads: list[Tensor], signals: _Signals
 ) -> None:
     """Step a chunk by torch's fused AdamW; weights and moments change in place."""
+    # fp32 parameters have the bits of `torch.optim.AdamW(fused=True)` on a CPU. A GPU rounds
+    # divisions and roots differently, by at most 2 fp32 ulps a step. bf16 and fp16 parameters are
+    # stepped in fp32, with fp32 moments, and rounded to nearest, as `AdamW` does.
     wide = torch.promote_types(weights[0].dtype, torch.float32)
     widened = [weight.to(wide) for weight in weights]
     beta1, beta2 = chunk.group["betas"]
@@ -399,7 +392,7 @@ def _update(
         [piece.exp_avg for piece in chunk.pieces],
         [piece.exp_avg_sq for piece in chunk.pieces],
         [],
-        [piece.step.clone() for piece in chunk.pieces],  # it adds one, and others share a step
+        [piece.step.clone() for piece in chunk.pieces],  # adamw adds 1; pieces share a step
         fused=True,
         grad_scale=signals.grad_scale,
         amsgrad=False,
@@ -416,14 +409,14 @@ def _update(
 
 
 def _cut(memory: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return places side by side for tensors of one dtype."""
+    """Return flat views of memory, side by side, for tensors of one dtype."""
     sizes = [tensor.numel() for tensor in like]
     num_bytes = sum(sizes) * like[0].element_size()
     return list(memory[:num_bytes].view(like[0].dtype).split(sizes))
 
 
 def _bytes_of(param: Tensor) -> int:
-    """Return the bytes of a rank's part; where parts are uneven, those of the largest."""
+    """Return the bytes of the largest shard of a parameter, which is equal on all ranks."""
     num_parts = 1
     if isinstance(param, DTensor):
         for dim, placement in enumerate(param.placements):

@@ -1,30 +1,20 @@
-"""State offload: what an optimizer keeps lies in host memory while forward and backward need room.
+"""StateOffload: optimizer state lies in host memory while forward and backward use the device's.
 
-    forward of the first block    a copy of the state to the host starts
-    end of block i, forward       memory of part i is freed, once its copy is done
-    backward behind block i       as much comes back, but for the last micro-batch's backward none
-    optimizer.step()              waits for the last part
+    forward of the first block      the copy of all parts of the state to the host starts
+    end of block i, forward         device memory of part i is freed, once its copy is done
+    last micro-batch's backward     after each block, the copy of a part to the device starts
+    optimizer.step()                waits for the last part
 
-Moments, momenta, masters and remainders are alike: every tensor of `optimizer.state` that is no
-scalar. Copies run on a stream of their own, and the host waits for none. Parts leave while
-activations grow and come back while they are freed, one per block. Where the bus is slower than the
-blocks, the model waits: the first forward of a step hides its seconds times 55e9 bytes of a PCIe 5
-bus, and so does the backward of the last micro-batch. `fraction` is for that.
+The state is every tensor of `optimizer.state` that is no scalar: moments, momenta, masters and
+remainders. It is cut into one part per block: parts leave while activations grow, and return while
+activations are freed. The host waits for no copy. If the bus is slower than the blocks, the model
+waits, and a lower `fraction` avoids it. A PCIe 5 bus copies 55e9 bytes per second; copies out
+overlap the first forward of a step, and copies back overlap the last micro-batch's backward.
 
-Note "identity": a state tensor stays the same object. Its `.data` is memory of the GPU or of the
-host, so shards stay DTensors, and nothing else refers to memory that is to be freed. Where state is
-read or replaced between steps (`state_dict`, `load_state_dict`, `moecore.io`) it comes back
-first. Code that reads `optimizer.state` itself, such as a deep copy, calls `bring_state_back()`
-before, because a copy to the host may be on its way.
-
-Note "order": all copies of an optimizer run on one stream, so no copy reads what an earlier one
-still writes, on either side. The stream of the model waits for a copy out before it frees the
-source, and for a copy in before `step`. So memory is freed and used again in the order of one
-stream, and the allocator needs to know of no other.
-
-Note "graphs": a captured forward and backward runs no hooks, so state stays where it is while a
-graph is replayed. A graph keeps the memory of its activations to itself, so there is no room to
-win.
+Code that reads `optimizer.state` itself, such as a deep copy, first calls `bring_state_back()`,
+because a copy to the host may be running. `state_dict`, `load_state_dict` and `moecore.io` call it
+themselves. A replayed CUDA graph of forward and backward runs no hooks, so the state stays where it
+is; the graph owns the memory of its activations, so an offload would gain nothing.
 """
 
 from __future__ import annotations
@@ -53,12 +43,12 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 @dataclass(slots=True)
 class _Moved:
-    """A state tensor on its way.
+    """A state tensor that is offloaded.
 
     Attributes:
-        tensor: this rank's part; its `.data` is what the optimizer sees.
-        host: flat memory for its copy.
-        device: flat memory that the copy comes back to; None = not yet.
+        tensor: this rank's shard.
+        host: flat host memory for the copy.
+        device: flat device memory for the copy back; None before it starts.
     """
 
     tensor: Tensor
@@ -68,18 +58,20 @@ class _Moved:
     device: Tensor | None = None
 
     def become(self, flat: Tensor) -> None:
-        """Let the tensor be a view of this memory."""
+        """Make the tensor a view of flat memory."""
+        # The tensor stays the same object, so shards stay DTensors, and no other reference to the
+        # memory that is to be freed exists.
         self.tensor.data = flat.as_strided(self.shape, self.stride)
 
 
 @dataclass(slots=True)
 class _StatePart:
-    """What leaves and comes back together.
+    """State tensors that are copied out and back together.
 
     Attributes:
-        place: "leaving": on the device, copied to the host; "away": on the host; "coming": on the
-            host, copied to the device.
-        copied: after the copies of "leaving" or "coming"; None on a CPU.
+        place: "leaving": on the device, being copied to the host; "away": on the host; "coming":
+            on the host, being copied to the device.
+        copied: an event after the copies of "leaving" or "coming"; None on a CPU.
     """
 
     tensors: list[_Moved]
@@ -88,22 +80,23 @@ class _StatePart:
 
 
 class StateOffload:
-    """Keeps an optimizer's state in host memory between its steps, from now to `close()`.
+    """Offloads an optimizer's state to host memory between its steps, until `close()`.
 
-    Steps give the bits that they give without it. No host sync, no collective. Host memory is
-    pinned when state first leaves, which takes seconds, and used for ever; it is at most twice the
-    bytes that leave, and mostly little more than these.
+    Steps have the same bits as without it. No host sync, no collective. The first forward with
+    state pins host memory, which takes seconds; later ones use the same memory. It has at most
+    twice the bytes that are offloaded, and usually few more than these.
 
     Args:
-        optimizer: any of torch's kind, of parameters on one device.
-        model: whose forward and backward state leaves and comes back in, such as of
-            `parallelize_moe`; with a `TrainStep` state comes back in its last micro-batch.
-        fraction: of the state's bytes, 0 to 1; the largest tensors that fit into it leave.
+        optimizer: a torch optimizer whose parameters are on one device.
+        model: the model in whose forward and backward state is copied, such as one of
+            `parallelize_moe`. With a `TrainStep` state returns in the last micro-batch's backward.
+        fraction: the part of the state's bytes that is offloaded at most, 0 to 1; the largest
+            tensors that fit are chosen.
 
     Raises:
-        ValueError: for an argument of another type or range, a second offload of an optimizer, or
-            a `step` in the capture of a CUDA graph.
-        MemoryError: in forward where host memory is short. The state is whole, on the device.
+        ValueError: when an argument has another type or range, the optimizer has an offload
+            already, or `step` is captured in a CUDA graph.
+        MemoryError: in forward, when host memory is short. The state is whole, on the device.
 
     Example:
         step = TrainStep(model, optimizer)
@@ -131,20 +124,20 @@ class StateOffload:
         self._hooks.append(self._blocks[0].register_forward_pre_hook(self._before_blocks))
         for number, block in enumerate(self._blocks):
             self._hooks.append(block.register_forward_hook(partial(self._after_block, number)))
-        vars(optimizer)["bring_state_back"] = self.bring_state_back  # as checkpoints ask for
+        vars(optimizer)["bring_state_back"] = self.bring_state_back  # `moecore.io` calls it
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that this holds."""
+        """Bytes of host memory that are reserved."""
         return self._copies.num_bytes()
 
     def bring_state_back(self) -> None:
-        """Make all state tensors those of the device again; later work on its stream may use them.
+        """Copy all state back to the device, where it stays until the next forward.
 
-        It stays until the next forward.
+        Later work on the device's current stream may use the state.
 
         Raises:
-            OutOfMemoryError: when the device has no room; the state is whole, on the host.
+            OutOfMemoryError: when device memory is short; the state is whole, on the host.
         """
         for part in self._parts:
             self._fetch(part)
@@ -157,7 +150,7 @@ class StateOffload:
         self._parts = []
 
     def close(self) -> None:
-        """Bring the state back, leave the optimizer alone, and free the host memory."""
+        """Return the state to the device, remove all hooks, and free the host memory."""
         self.bring_state_back()
         for hook in self._hooks:
             hook.remove()
@@ -175,7 +168,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _before_blocks(self, *_: Any) -> None:
-        """Start the copy out, or free what has come back for a step that did not come."""
+        """Start the copy out; free parts that were copied back for a step that did not run."""
         if self._stream.is_capturing() or is_recomputing():
             return
         if not self._parts:
@@ -189,7 +182,7 @@ class StateOffload:
 
     @torch.compiler.disable
     def _after_block(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
-        """Free the parts up to this block's; let backward fetch as it comes by."""
+        """Free the device memory of the parts up to this block's; add the hook of its backward."""
         if self._stream.is_capturing():
             return
         for part in self._parts[: number + 1]:
@@ -200,12 +193,12 @@ class StateOffload:
             first.register_hook(lambda _: self._before_backward_of(number))
 
     def _before_backward_of(self, number: int) -> None:
-        """Fetch a part for each block whose backward is done, and all before the first block's."""
+        """Fetch a part for each block whose backward is done; all parts at the first block's."""
         progress = next((p for p in (r.progress() for r in self._enginess) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
         num_done = len(self._blocks) - 1 - number
-        with suppress(torch.OutOfMemoryError):  # then the step fetches it, when there is room
+        with suppress(torch.OutOfMemoryError):  # `step` then fetches the part
             for part in self._parts if number == 0 else self._parts[:num_done]:
                 self._fetch(part)
 
@@ -223,6 +216,8 @@ class StateOffload:
             f"fraction ({self._fraction}) of the optimizer's state, {gib:.1f} GiB,"
         ):
             hosts = self._copies.reserve(flat)
+        # All copies of an optimizer run on one stream: no copy reads memory that an earlier one
+        # still writes, on either side.
         self._stream.follow()
         for names in _in_parts({n: t.nbytes for n, t in flat.items()}, len(self._blocks)):
             part = []
@@ -233,8 +228,11 @@ class StateOffload:
             self._parts.append(_StatePart(part, "leaving", self._stream.mark()))
 
     def _free(self, part: _StatePart) -> None:
-        """Free a part's memory on the device, if it is copied or will be: see the note "order"."""
+        """Free a part's device memory, if it is being copied out."""
         if part.place == "leaving":
+            # The model's stream waits for a copy out before it frees the source, and for a copy
+            # back before `step`. So memory is freed and reused in the order of one stream, and the
+            # allocator needs no event of another.
             self._stream.hold(part.copied)
             for moved in part.tensors:
                 moved.become(moved.host)
@@ -246,7 +244,7 @@ class StateOffload:
             return
         hosts = (moved.host for moved in part.tensors)
         memory = [torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in hosts]
-        self._stream.follow()  # what used that memory before
+        self._stream.follow()  # earlier work that used the same memory
         for moved, device in zip(part.tensors, memory, strict=True):
             moved.device = device
             self._stream.copy(device, moved.host)
@@ -255,11 +253,7 @@ class StateOffload:
 
 @contextmanager
 def of_host_memory(what: str) -> Iterator[None]:
-    """Return a context in which host memory is made; a MemoryError of one line where it is short.
-
-    Args:
-        what: needs it, and can be lowered.
-    """
+    """Return a context of allocations; short host memory raises a MemoryError that names `what`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -269,9 +263,9 @@ def of_host_memory(what: str) -> Iterator[None]:
 
 @torch.no_grad()
 def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, Tensor]:
-    """Return name -> this rank's part of each state tensor that frees memory when it leaves.
+    """Return name -> this rank's shard of each state tensor whose offload frees memory.
 
-    Left out are scalars, which optimizers read on the host, and views of a larger memory.
+    Scalars, which optimizers read on the host, and views of larger memory are left out.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found: dict[str, Tensor] = {}
@@ -288,13 +282,13 @@ def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, Tensor]:
 
 
 def _up_to(fraction: float, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose bytes fit in a fraction of all, as `largest_up_to` chooses."""
+    """Return the tensors that `largest_up_to` chooses by their bytes."""
     chosen = largest_up_to(fraction, {name: tensor.nbytes for name, tensor in tensors.items()})
     return {name: tensor for name, tensor in tensors.items() if name in chosen}
 
 
 def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
-    """Return whose sizes add up to a fraction of all at most, the largest first.
+    """Return the keys of the largest sizes whose sum is at most a fraction of all.
 
     Example: 0.5 of {a: 1, b: 6, c: 3, d: 2} is {b}; 0.7 is {b, d}; 1 is all.
     """
