@@ -73,7 +73,7 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, skipped: Tensor) -> None:
-        """End a step: halve the scale if `skipped` (bool scalar, equal on all ranks), or grow it."""
+        """End a step: halve the scale if `skipped` (bool, equal on all ranks), or let it grow."""
         self.num_good.add_(1).masked_fill_(skipped, 0)
         grows = self.num_good >= self.options.growth_interval
         factor = 1.0 + grows.float() - 0.5 * skipped.float()
