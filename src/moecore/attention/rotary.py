@@ -1,9 +1,6 @@
-"""Rotary position embedding: one table of angles per forward, two ways to pair up dims.
+"""Rotary position embedding: one table of angles per forward, with two ways to pair dims.
 
 Legend: B rows, T tokens of a row, H heads, d rotated dims of a head.
-
-Note "order of dims": attention only reads q . k, so both may come back in any common order.
-`rotate_pairs` returns the first of every pair, then the second of every pair.
 """
 
 from __future__ import annotations
@@ -16,11 +13,11 @@ from moecore.kernels.rows.rotary import rotary
 class RotaryTable:
     """cos and sin of every position and frequency, made once per forward.
 
-    A plain class on purpose: FSDP's mixed precision casts floating tensors in the arguments of a
-    block, those inside tuples and dataclasses too, and 16 bits are too few for an angle's sine.
+    It is no tuple or dataclass, because FSDP's mixed precision casts floating tensors of a block's
+    arguments, also those in tuples and dataclasses, and 16 bits are too few for an angle's sine.
 
     Args:
-        positions: whole numbers, [T] for all rows, or [B, T] with those of every token.
+        positions: whole numbers, [T] for all rows, or [B, T] for each token.
         frequencies_d: fp32 [d / 2], radians from one position to the next.
         scale: factor on cos and sin.
 
@@ -43,9 +40,10 @@ class RotaryTable:
         return self._turn(x_BTHd, neighbours=False)
 
     def rotate_pairs(self, x_BTHw: Tensor) -> Tensor:
-        """Turn each pair (2i, 2i + 1) of the last d dims (DeepSeek) and leave those before alone.
+        """Turn each pair (2i, 2i + 1) of the last d dims (DeepSeek); earlier dims stay.
 
-        See the note "order of dims".
+        The result has the first of every pair, then the second of every pair: attention reads only
+        q . k, so q and k may have any common order of dims.
         """
         return self._turn(x_BTHw, neighbours=True)
 

@@ -1,8 +1,8 @@
-"""Find a model's MoE blocks and swap each for a MoELayer that keeps its parameters and names.
+"""replace_blocks: each MoE block of a model -> a MoELayer with the block's parameters and names.
 
-An adapter is a function `(block, model) -> MoELayer`. moecore brings those of Hugging Face models;
-a user's own block gets one through `parallelize_moe(..., adapters={MyBlock: my_adapter})`.
-`adopt` does the common part: build the layer without memory and hand it the block's parameters.
+An adapter is a function `(block, model) -> MoELayer`. moecore has adapters of Hugging Face models;
+`parallelize_moe(..., adapters={MyBlock: my_adapter})` adds one for a user's own block. Adapters
+call `adopt`, which builds a layer without memory and gives it the block's parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which family a model is of, and its MoE blocks swapped as the family does it."""
+"""The family of a model: `family_of` finds its record, `swap_blocks` replaces its MoE blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moecore.parallel.family import Adapter, Family
 
 
 def family_of(model: nn.Module) -> Family:
-    """Return the record for a model; a module of transformers anywhere in it decides."""
+    """Return a model's family: `Transformers` if any of its modules is transformers' own."""
     of_transformers = any(is_hf(module) or is_pretrained(module) for module in model.modules())
     return Transformers() if of_transformers else Plain()
 

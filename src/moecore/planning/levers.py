@@ -2,11 +2,11 @@
 
     ladder        a request -> rungs of options that save memory, cheapest first
     next_change   a plan    -> the option that gains most tokens per second and fits
-    takes_from    a trace   -> the options that take something of its largest parts (`report.py`)
+    takes_from    a trace   -> the options that shorten its largest parts (`report.py`)
 
-Overheads are those of table 13 of the report (arXiv:2603.07685): recompute of parts without
-communication, FP8 and short moments cost little, copies to the host and weights that every
-micro-batch gathers more, whole MoE layers that are computed twice most. docs/memory.md has times.
+Overheads are those of table 13 of the report (arXiv:2603.07685). Low: recompute of parts without
+communication, FP8, short moments. Medium: offload, weights that every micro-batch all-gathers.
+High: recompute of whole MoE layers. docs/memory.md has times.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from moecore.planning.times import TimePlan, plan_time
 
 Overhead = Literal["low", "medium", "high"]
 OVERHEADS: tuple[Overhead, ...] = ("low", "medium", "high")
-FP8_GPUS = ("h100-80", "h200-141")  # whose blockwise products exist
+FP8_GPUS = ("h100-80", "h200-141")  # GPUs that have blockwise products
 WHOLE = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
-TWICE = NVLinkOptions(row_factor=2.0)  # rows of a rank that have room, over those of even loads
+TWICE = NVLinkOptions(row_factor=2.0)  # capacity for twice the rows of even loads
 CHAIN: tuple[Recomputed, ...] = ("norm", "activation", "rope")
-FIELDS = ("fsdp", "memory", "precision", "optimizer")  # of a run that decide its memory
-LEAST = 0.01  # of the tokens per second that are worth a change
+FIELDS = ("fsdp", "memory", "precision", "optimizer")  # fields of a run that decide its memory
+LEAST = 0.01  # the least gain, as a share of the tokens per second, that is worth a change
 NO_TIME = 1e-12
 
 
@@ -87,16 +87,16 @@ class Option:
     """An option of a run.
 
     Attributes:
-        name: the option as it is written, or in words.
-        change: run -> the run with it, or the same run where it does not apply; None = no plan
-            shows what it changes.
-        overhead: price of the memory that it saves; None = it saves none.
-        gains: whether it may save time.
-        takes_from: parts of a report (`report.PARTS`) of which it takes time away.
-        most: share of these parts at most, by bytes or arithmetic.
-        unless: pattern of names of kernels and launches that show that it is set already, or cannot
-            be.
-        page: of docs, with its section.
+        name: the option's source, or words.
+        page: the page and section of docs.
+        change: run -> the run with the option, or the same run where the option does not apply;
+            None = a plan does not show its effect.
+        overhead: the cost in time of the memory that the option saves; None = it saves no memory.
+        gains: whether the option may save time.
+        takes_from: the parts of a report (`report.PARTS`) that it shortens.
+        most: the largest share of these parts that it saves, by bytes or arithmetic.
+        unless: a pattern of names of kernels and launches. A match shows that the option is set
+            already, or cannot be set.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Option:
     unless: str = r"(?!)"
 
     def applied(self, run: TrainingRun, gpu: str) -> TrainingRun:
-        """Return the run with the option; the same run where it does not apply."""
+        """Return the run with the option, or the same run where the option does not apply."""
         try:
             changed = run if self.change is None else self.change(run)
         except ValueError:  # such as "nvlink" between nodes
@@ -125,8 +125,8 @@ GRAPHS = Option(
     page="cuda_graphs.md",
     unless=r"GraphLaunch|SendRecv",  # its dispatcher waits for sizes
 )
-# Those that save memory are in the order of their price, and of options with the same parts the one
-# that costs least comes first.
+# Options that save memory are in the order of their overhead. Among options with the same
+# `takes_from` the cheapest comes first.
 OPTIONS = (
     Option(
         name='MemoryOptions(recompute="gemm_last")',
@@ -214,7 +214,7 @@ OPTIONS = (
     Option(
         name='PipelineConfig(schedule="overlapped"), dispatcher="alltoall"',
         takes_from=("dispatch by collectives",),
-        most=0.31,  # hidden beside NCCL; a plan counts nothing of it (`times._PlanCosts`)
+        most=0.31,  # the measured share with NCCL; a plan counts none (`times._PlanCosts`)
         page="pipeline.md#schedules",
     ),
     Option(
@@ -296,11 +296,11 @@ OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Levers:
-    """One rung: everything of a run that decides its memory and not its folding.
+    """One rung: all options of a run that decide its memory, except the folding.
 
     Attributes:
-        overhead: price of the option that this rung adds.
-        name: of that option; "none" on the first rung.
+        overhead: the overhead of the option that this rung adds.
+        name: the name of that option; "none" on the first rung.
     """
 
     overhead: Overhead
@@ -312,12 +312,11 @@ class Levers:
 
 
 def ladder(model: DecoderConfig, gpu: str, **given: Any) -> tuple[Levers, ...]:
-    """Return the rungs, cheapest first: each has the options of the one before, and one more.
+    """Return the rungs, cheapest first; each has the options of the rung before, and one more.
 
     Args:
-        model: whose memory is too large.
         gpu: a key of `GPUS`.
-        given: `FIELDS`, each a value that stays on all rungs, or "any".
+        given: for each of `FIELDS` a value that all rungs have, or "any".
     """
     plain = dict(fsdp=WHOLE, memory=MemoryOptions(), precision=None, optimizer=OptimizerOptions())
     is_open = {name: value == "any" for name, value in given.items()}
@@ -335,7 +334,7 @@ def ladder(model: DecoderConfig, gpu: str, **given: Any) -> tuple[Levers, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """An option, and its tokens per second over those without it, less 1."""
+    """An option and its gain: tokens per second with it over tokens per second without, minus 1."""
 
     text: str
     gain: float
@@ -345,11 +344,11 @@ class Change:
 
 
 def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None) -> Change | None:
-    """Return the change that gains most tokens per second; None = none of those tried.
+    """Return the change that gains most tokens per second; None = no option gains `LEAST`.
 
     Args:
-        plan: of a run.
-        table: that it was planned with.
+        plan: the plan of a run.
+        table: the cost table of that plan.
         limit: bytes that a rank may use; None = the GPU's memory.
     """
     check_arguments(next_change, locals())
@@ -368,7 +367,7 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
         try:
             if changed != run and max(plan_peak(changed)) <= limit:
                 add(option.name, plan_time(changed, table))
-        except (ValueError, NotImplementedError):  # what the run has refuses it
+        except (ValueError, NotImplementedError):  # other options of the run exclude this one
             continue
     best = max(found, key=lambda change: change.gain, default=None)
     return best if best is not None and best.gain >= LEAST else None

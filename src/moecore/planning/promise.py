@@ -1,9 +1,9 @@
-"""About what a folding holds and how long it takes: in which order foldings are planned.
+"""Promise: estimates of a folding's bytes and seconds, which decide which foldings are planned.
 
-    one node's run -> bytes of its activations -> about the bytes of a rank of each folding
-                   -> work of its parts        -> about the seconds of a step
+    a dry run of one node -> bytes of its activations -> estimated bytes of a rank, per folding
+                          -> work of its parts        -> estimated seconds of a step, per folding
 
-An order of plans, and no plan: of a folding's rank its share of all work and of all bytes.
+An estimate only sorts foldings: it takes a rank's share of all bytes and of all work.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
 from moecore.train.memory.kept import ModelKept, kept_bytes
 
-MESSAGES = 2  # of a layer's tokens, in each pass, among the ranks of tp and of cp
+MESSAGES = 2  # messages of a layer's tokens in each pass, among the ranks of tp and of cp
 BY_EXPERTS = ("collective", "grouped product")
-LAYERS = 3  # whose weights or gradients are whole at once where micro-batches gather them
+LAYERS = 3  # layers with whole weights or gradients at once, if micro-batches all-gather them
 
 
 class _Held(NamedTuple):
-    """Parameters that a rank computes with.
+    """Parameters with which a rank computes.
 
     Attributes:
-        ranks: among which they are cut between steps.
-        node_ranks: of these, in one node.
+        size: the number of elements.
+        ranks: the number of ranks that share the parameters between steps.
+        node_ranks: the number of these ranks in one node.
     """
 
     size: float
@@ -50,18 +51,14 @@ class _Held(NamedTuple):
 
 
 class _Seconds(NamedTuple):
-    """What passes take: the device or the host without collectives, and collectives."""
+    """Seconds of passes: those of device or host without collectives, and those of collectives."""
 
     computed: float
     sent: float
 
 
 class Promise:
-    """What foldings of a request promise.
-
-    Args:
-        request: what is to be trained.
-    """
+    """Estimates of the foldings of a request."""
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
         self._request, self._table = request, table
@@ -80,27 +77,22 @@ class Promise:
         self._part, self._share = cache(self._seconds_of), cache(self._share_of)
 
     def key(self, folding: Folding) -> tuple[float, ...]:
-        """Return what sorts foldings: those first that about fit, by time; then by bytes."""
+        """Return the sort key: foldings that seem to fit first, by seconds; others by bytes."""
         rung = self.rung(folding)
         if rung is None:
             return True, self.num_bytes(folding)
         return False, self.seconds(folding, rung)
 
     def rung(self, folding: Folding) -> Levers | None:
-        """Return the first of a few rungs with which a folding about fits; None = with none."""
+        """Return the first of a few rungs with which a folding is estimated to fit, or None."""
         limit = self._request.limit
         return next((r for r in self._rungs if self.num_bytes(folding, r) <= limit), None)
 
     def num_bytes(self, folding: Folding, rung: Levers | None = None) -> float:
-        """Return about what the largest rank holds.
-
-        Of what a rank computes with bf16 weights and fp32 sums, where these are whole in a step; of
-        its part fp32 weights, gradients and bf16 moments; what one rank of a node keeps of a
-        micro-batch, cut by tp and cp, as often as the first rank of a pipeline has it.
-
-        Args:
-            rung: its levers; None = all.
-        """
+        """Return the estimated bytes of the largest rank with the levers of a rung; None = all."""
+        # Sum of: bf16 weights and fp32 gradients of the parameters that are whole in a step; fp32
+        # weights and gradients and bf16 moments of the rank's shards; and saved activations of a
+        # micro-batch over tp * cp, times those in flight on the first pipeline rank.
         rung, chunks = rung or self._last, folding.chunks
         layers = self._request.model.num_layers / folding.pp
         share = min(1.0, LAYERS / layers) if _gathers(rung) else 1.0
@@ -112,15 +104,10 @@ class Promise:
         return 6 * held + stored / self._request.num_gpus + in_flight * kept * rows
 
     def seconds(self, folding: Folding, rung: Levers) -> float:
-        """Return about how long a step takes, without clipping and the optimizer.
-
-        The pipeline rank with most work has all micro-batches, and waits while others fill. What
-        micro-batches gather and reduce, and copy to the host and back, hides behind that work. The
-        network carries tokens and weights in turn.
-
-        Args:
-            rung: its levers, of `rung`.
-        """
+        """Return the estimated seconds of a step without clipping and the optimizer."""
+        # The pipeline rank with most work runs all micro-batches, and waits while the pipeline
+        # fills. That work hides all-gathers and reductions of weights, and offload. The network
+        # carries tokens and weights one after the other.
         run = run_of(self._request, folding, rung)
         like, pp = self._rungs[rung is not self._rungs[0]], folding.pp
         passes = [self._stage(stage, folding, like) for stage in timed_stages(run)]
@@ -134,7 +121,7 @@ class Promise:
         return run.num_micro_batches * busiest + sum(each) * (pp - 1) / len(each)
 
     def _held(self, folding: Folding) -> list[_Held]:
-        """Return what a rank computes with: experts, and all else."""
+        """Return the parameters with which a rank computes: dense ones, then experts."""
         pp, tp, _, ep, etp, _, _ = folding
         stage, node = self._request.num_gpus // pp, self._request.gpus_per_node
         parts = ((self._everything - self._experts, tp), (self._experts, ep * etp))
@@ -144,7 +131,7 @@ class Promise:
         ]
 
     def _gathers(self, folding: Folding) -> float:
-        """Return the seconds in which a micro-batch gathers weights twice and reduces fp32 once."""
+        """Return the seconds of a micro-batch's two bf16 all-gathers and one fp32 reduction."""
         found = 0.0
         for size, ranks, node_ranks in self._held(folding):
             gather = Work("all_gather", "collective", 0, round(2 * size), (ranks,), "bfloat16")
@@ -152,7 +139,7 @@ class Promise:
         return found
 
     def _copies(self, folding: Folding, rung: Levers) -> float:
-        """Return the seconds in which a micro-batch's activations go to the host and come back."""
+        """Return the seconds of the offload of a micro-batch's activations, out and back."""
         _, away = self._kept(rung)
         rows = folding.batch_size / (folding.tp * folding.cp)
         num_bytes = round(2 * away * rows / folding.pp)
@@ -167,7 +154,7 @@ class Promise:
         return _Seconds(*map(sum, zip(*found, strict=True)))
 
     def _seconds_of(self, part: str, of: Pass, folding: Folding, rung: Levers) -> _Seconds:
-        """Return the seconds of a part's pass: the host's or the device's, whichever is longer."""
+        """Return the seconds of a part's pass: the larger of the host's and the device's."""
         pieces = self._pieces(rung)
         own = (
             pieces.queued[i].work for p in pieces.of_part(part, of, MIDDLE // 2) for i in p.place
@@ -186,12 +173,12 @@ class Promise:
         return _Seconds(max(host - sum(sent), sum(computed)), sum(sent))
 
     def _share_of(self, work: Work, rows: Fraction, experts: int) -> float | None:
-        """Return the seconds of a rank's share of work; None where there is none.
+        """Return the seconds of a rank's share of work; None if the share is empty.
 
         Args:
-            work: of a rank of one node.
-            rows: of a rank: less than 1 where ranks share one.
-            experts: ranks that share the experts; 0 = the work is not by experts.
+            work: the work of a rank in the run of one node.
+            rows: rows of the rank; less than 1 if ranks share a row.
+            experts: the number of ranks that share the experts; 0 = the work has no experts.
         """
         shape = work.shape
         if work.kind == "collective":
@@ -209,7 +196,7 @@ class Promise:
         return self._table.seconds(share, here)
 
     def _messages(self, folding: Folding) -> Iterator[float]:
-        """Yield the seconds of what ranks of tp and of cp send each other."""
+        """Yield the seconds of messages among the ranks of tp, and among those of cp."""
         tokens = folding.batch_size * self._request.seq_len // (folding.tp * folding.cp)
         for ranks in (folding.tp, folding.cp):
             num_bytes = 2 * self._request.model.dim * tokens * (ranks - 1)
@@ -219,7 +206,7 @@ class Promise:
                 yield from MESSAGES * [self._table.seconds(message, here)]
 
     def _kept_by(self, rung: Levers) -> tuple[int, int]:
-        """Return what a micro-batch leaves for its backward, on the device and on the host."""
+        """Return the bytes that a micro-batch saves for backward: on the device, on the host."""
         small, like = timed_layers(self._node(rung, 1), 1)
         found = _kept_of(replace(small, optimizer=OptimizerOptions()))
         blocks = [found.blocks[i] for i in like["F"]] + [*found.blocks[small.model.num_layers :]]
@@ -230,7 +217,7 @@ class Promise:
         return pieces_of(self._node(rung, MIDDLE))
 
     def _node(self, rung: Levers, num_micro_batches: int) -> TrainingRun:
-        """Return a run of as many ranks as share the experts of a node."""
+        """Return a run on one node, whose number of ranks divides the number of experts."""
         rows = num_micro_batches * self._ep
         request = replace(self._request, num_gpus=self._ep, global_batch=rows, nvlink=None)
         return run_of(request, Folding(ep=self._ep), rung)
@@ -238,7 +225,7 @@ class Promise:
 
 @lru_cache(maxsize=256)
 def _kept_of(run: TrainingRun) -> ModelKept:
-    """Return what a forward of a run's one micro-batch keeps: a tenth of a dry run's time."""
+    """Return the bytes that a forward of one micro-batch saves, in a tenth of a dry run's time."""
     model = Decoder(run.model, device="meta", dtype=run.dtype)
     tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
     with fake_world(run.num_gpus), quiet(), meta_as("cuda"):
@@ -259,7 +246,7 @@ def _kept_of(run: TrainingRun) -> ModelKept:
 
 
 def _is_light(rung: Levers, first: Levers) -> bool:
-    """Whether a rung leaves weights and the host as the first one does."""
+    """Return whether a rung has the sharding and the offload of the first rung."""
     return (rung.fsdp, rung.memory.offload, rung.optimizer.offload_fraction) == (
         first.fsdp,
         first.memory.offload,

@@ -1,4 +1,8 @@
-"""TrainingRun: a model, and how it is trained on how many GPUs; how it is built in any world."""
+"""TrainingRun: a model and its training on a number of GPUs, and the calls that build it.
+
+`model_of` and `optimizer_of` build the run on meta in a `fake_world`; `call_of` returns the source
+of the calls that build it on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +41,14 @@ BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerOptions:
-    """What AdamW keeps between steps (`moecore.train.AdamW`).
+    """Options of a run's `moecore.train.AdamW`.
 
     Attributes:
-        moment_dtype: of both moments.
-        master_remainder: parameters are bf16, and their state has what fp32 has more.
-        offload_fraction: of the state, in host memory while forward and backward run.
+        moment_dtype: the dtype of both moments.
+        master_remainder: whether parameters are bf16, with the rest of their fp32 masters in the
+            optimizer's state.
+        offload_fraction: the part of the state that is in host memory while forward and backward
+            run.
     """
 
     moment_dtype: MomentDtype = "float32"
@@ -55,22 +61,22 @@ class OptimizerOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """What is trained, on how many GPUs, and how.
+    """A model, the number of GPUs, and the options of its training.
 
     Attributes:
         model: the decoder.
-        num_gpus: ranks of the world.
-        parallel: its degrees; -1 takes what is left.
+        num_gpus: the number of ranks.
+        parallel: the degrees; -1 = all ranks that other degrees leave.
         seq_len: tokens of a row.
         batch_size: rows of a data rank's micro-batch.
-        num_micro_batches: of a step, on each data rank.
-        pipeline: stages; None without.
-        fsdp: how parameters are sharded.
-        memory: what is computed again, offloaded or in pages.
-        precision: which products are in FP8; None = none.
-        optimizer: what is kept between steps.
-        nvlink: tokens travel by stores into the memory of GPUs of one node, with this capacity;
-            None = by all-to-all.
+        num_micro_batches: micro-batches of a step on each data rank.
+        pipeline: the stages; None = no pipeline.
+        fsdp: options of sharding.
+        memory: options of recompute, offload and pages.
+        precision: the products in FP8; None = no FP8.
+        optimizer: options of AdamW.
+        nvlink: the capacity of dispatcher "nvlink", which stores tokens into the memory of GPUs of
+            one node; None = dispatcher "alltoall".
     """
 
     model: DecoderConfig
@@ -102,12 +108,12 @@ class TrainingRun:
 
     @property
     def resolved(self) -> ParallelConfig:
-        """The degrees, without -1."""
+        """The degrees, with the number of ranks in place of -1."""
         return self.parallel.resolve(self.num_gpus)
 
     @property
     def even(self) -> TrainingRun:
-        """The run with room for even loads alone: its shapes are those of the rows that come."""
+        """The run with capacity for even loads only: shapes are then those of the rows in use."""
         if self.nvlink is None:
             return self
         room = replace(self.nvlink, row_factor=1.0)
@@ -115,12 +121,12 @@ class TrainingRun:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the trained parameters."""
+        """The dtype of the trained parameters."""
         return torch.bfloat16 if self.optimizer.master_remainder else torch.float32
 
 
 def model_of(run: TrainingRun, device_type: str) -> Decoder:
-    """Return the model of a run, parallelized on meta. A process group must be there."""
+    """Return the model of a run, parallelized on meta; needs a default process group."""
     model = Decoder(run.model, device="meta", dtype=run.dtype)
     parallelize_moe(
         model,
@@ -136,7 +142,7 @@ def model_of(run: TrainingRun, device_type: str) -> Decoder:
 
 
 def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
-    """Return the AdamW of a run's model, its state offloaded where the run says so."""
+    """Return the AdamW of a run's model, with a `StateOffload` if the run has one."""
     options = run.optimizer
     optimizer = AdamW(
         model.parameters(),
@@ -150,7 +156,7 @@ def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
 
 
 def call_of(run: TrainingRun) -> str:
-    """Return the calls that make a run: meshes, model, `parallelize_moe`, optimizer, step."""
+    """Return the source of a run's calls: meshes, model, `parallelize_moe`, optimizer, step."""
     check_arguments(call_of, locals())
     name = next((name for name, config in PRESETS.items() if config == run.model), None)
     arguments = {"fsdp": _shown(run.fsdp)}
@@ -196,7 +202,7 @@ def call_of(run: TrainingRun) -> str:
 
 
 def _shown(record: Any) -> str:
-    """Return a record with the fields that are not its defaults."""
+    """Return the source of a record, with the fields that differ from their defaults."""
     given = []
     for each in fields(record):
         value = getattr(record, each.name)
@@ -216,17 +222,17 @@ def _precision(precision: Precision) -> str:
 
 @contextmanager
 def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
-    """Within, this process is one rank of a world, whose collectives return at once.
+    """Return a context in which this process is one rank of a world without communication.
 
-    What a collective would bring is whatever its output held, so numbers mean nothing; shapes,
-    sizes and who owns what are those of the real world.
+    A collective returns at once and leaves its output as it was. So values are meaningless, but
+    shapes, sizes and owners are those of the real world.
 
     Args:
-        world_size: ranks.
-        rank: which one this is.
+        world_size: the number of ranks.
+        rank: the rank of this process.
 
     Raises:
-        ValueError: where a process group is there already, or for a rank that the world lacks.
+        ValueError: when a process group exists already, or `rank` is not below `world_size`.
     """
     check_arguments(fake_world, locals())
     if dist.is_initialized():
@@ -236,20 +242,20 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
         )
     if rank >= world_size:
         raise ValueError(f"rank ({rank}) must be < world_size ({world_size}): pass a smaller one")
-    clear_sharding_caches()  # of meshes with the same sizes, whose groups are gone
+    clear_sharding_caches()  # they hold freed groups of earlier meshes with the same sizes
     store, hook = dist.HashStore(), sys.excepthook
     dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = hook  # each group puts its rank before the lines of errors
+        sys.excepthook = hook  # a group replaces it by one that prints the rank before errors
         clear_sharding_caches()
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within, nobody is warned of what a plan is not asked about."""
+    """Return a context without warnings, which concern the planned run and not the plan."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -257,7 +263,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def new_garbage() -> Iterator[None]:
-    """Within, garbage is collected among new objects alone: modules are many, and none of it."""
+    """Return a context in which the garbage collector skips older objects, such as all modules."""
     if gc.get_freeze_count():
         yield
         return

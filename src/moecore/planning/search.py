@@ -1,13 +1,13 @@
-"""SearchRequest -> SearchResult: all foldings of a model over GPUs, refused, planned and ranked.
+"""search: SearchRequest -> SearchResult, with the foldings of a model over GPUs, ranked by time.
 
-    divisors of the GPUs -> rules -> most promising first -> levers until it fits -> ranked by time
+    divisors of the GPUs -> rules refuse some -> sorted by `Promise` -> the first few: levers are
+    added until the folding fits -> ranked by the time of a step
 
-A folding that a rule refuses costs microseconds, one that is planned some seconds: so few are
-planned in full (`plan_memory`, `plan_time`), in the order of the guidelines, and a result has how
-many were not. Legality is what `ParallelConfig` and `plan_sharding` refuse; guidelines are the
-report's.
+A rule refuses a folding in microseconds, but a plan takes seconds. So only a few foldings are
+planned in full (`plan_memory`, `plan_time`), the most promising first, and the result counts the
+others. Rules are the limits of `ParallelConfig` and `plan_sharding`, and the report's guidelines.
 
-Legend of a folding: pp, tp, cp, ep, etp as in `ParallelConfig`; the data ranks are what is left.
+Legend of a folding: pp, tp, cp, ep, etp as in `ParallelConfig`; all other ranks are data ranks.
 
 Source: arXiv:2603.07685, section 9.1.2.
 """
@@ -43,14 +43,14 @@ from moecore.planning.times import TimePlan, plan_time, plan_times
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A folding that was planned, with the cheapest levers with which it fits, or with all.
+    """A planned folding, with the cheapest levers with which it fits, or with all levers.
 
     Attributes:
-        folding: degrees.
-        run: what was planned.
-        levers: their last rung.
+        folding: the degrees.
+        run: the planned run.
+        levers: the last rung of the run's levers.
         peaks: the most bytes that each pipeline rank has at once.
-        headroom: bytes of the limit that these leave; negative where it does not fit.
+        headroom: the limit minus the largest peak; negative if the folding does not fit.
     """
 
     folding: Folding
@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def plan(self) -> MemoryPlan:
-        """Bytes of each pipeline rank by kind."""
+        """The bytes of each pipeline rank by kind."""
         return plan_memory(self.run)
 
     @property
@@ -75,7 +75,7 @@ class Fitting(Candidate):
     """A candidate that fits.
 
     Attributes:
-        time: of a step.
+        time: the planned time of a step.
     """
 
     time: TimePlan
@@ -83,16 +83,16 @@ class Fitting(Candidate):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """What was found, and what was not looked at.
+    """The result of a search: planned foldings, and counts of all others.
 
     Attributes:
-        request: what was asked.
+        request: the request of the search.
         fitting: foldings that fit, best first.
         too_large: foldings that do not fit with any levers.
-        refused: how many foldings each rule refused.
-        not_planned: foldings that no rule refused, behind those that were planned.
-        change: the smallest change that makes a folding fit, where none does; None = it is not
-            needed, or nobody knows one.
+        refused: the number of foldings that each rule refused.
+        not_planned: the number of foldings that no rule refused and that were not planned.
+        change: the smallest change of the request that makes a folding fit, if none does; None = a
+            folding fits, or no change was found.
     """
 
     request: SearchRequest
@@ -122,7 +122,7 @@ def shown_schedule(found: Candidate) -> str:
 
 
 def shown_levers(found: Candidate) -> str:
-    """Return what a candidate changes of a plain run, in few words."""
+    """Return the options of a candidate that differ from a plain run, in few words."""
     run, texts = found.run, []
     if run.precision is not None:
         texts.append(f"fp8 {run.precision.recipe.scaling}")
@@ -151,7 +151,7 @@ def _shown_time(found: Fitting) -> tuple[str, ...]:
 
 
 def by_time(found: Fitting) -> float:
-    """Return the seconds of a step: those of a search have the same tokens."""
+    """Return the seconds of a step; all candidates of a search have equal tokens per step."""
     return found.time.seconds
 
 
@@ -163,14 +163,14 @@ def search(
     wanted: Count = 3,
     most_planned: Count = 4,
 ) -> SearchResult:
-    """Return foldings that fit, ranked; where none does, the smallest change that helps.
+    """Return the foldings that fit, ranked; if none fits, the smallest change with which one does.
 
     Args:
-        request: what is trained, and what may vary.
-        rank_by: sorts those that fit, the least first.
-        table: what operations take; None = the one that moecore ships for the GPU.
-        wanted: as many that fit with cheap levers are enough.
-        most_planned: foldings that are planned in full.
+        request: the model and its training, and the options that may vary.
+        rank_by: the sort key of foldings that fit, ascending.
+        table: the costs of operations; None = moecore's table of the GPU.
+        wanted: the search ends after this number of foldings that fit with cheap levers.
+        most_planned: the most foldings that are planned in full.
     """
     check_arguments(search, locals())
     table = CostTable.of(request.gpu) if table is None else table
@@ -206,9 +206,9 @@ def search(
 
 
 def timed(request: SearchRequest, found: Candidate, table: CostTable) -> Fitting:
-    """Return a candidate that fits in the order of its stages that takes least time.
+    """Return a candidate that fits with the fastest order of its stages.
 
-    Less may be computed again or offloaded then, where other levers have made it needless.
+    If less recompute or offload also fits with it and is faster, the candidate has less.
     """
     orders = _orders(request, found)
     times = plan_times([other.run for other in orders], table)
@@ -221,7 +221,7 @@ def timed(request: SearchRequest, found: Candidate, table: CostTable) -> Fitting
 
 
 def _eased(request: SearchRequest, found: Candidate) -> Candidate:
-    """Return what fits with the memory options of the earliest rung with which it still does."""
+    """Return a candidate with the memory options of the earliest rung with which it still fits."""
     memories = list(dict.fromkeys(rung.memory for rung in rungs_of(request)))
     for memory in reversed(memories[: memories.index(found.run.memory)]):
         levers, run = replace(found.levers, memory=memory), replace(found.run, memory=memory)
@@ -233,11 +233,9 @@ def _eased(request: SearchRequest, found: Candidate) -> Candidate:
 
 
 def _orders(request: SearchRequest, found: Candidate) -> list[Candidate]:
-    """Return a candidate in all orders of its stages that fit, with its levers or a few more.
-
-    More levers are those with which a dry run is the same: the optimizer's state on the host.
-    """
+    """Return a candidate in all orders of its stages that fit, with its levers or a few more."""
     rungs = rungs_of(request)
+    # More levers are those that leave a dry run the same: the optimizer's state on the host.
     more = rungs[rungs.index(found.levers) :]
     small, orders = small_of(found.run), [found]
     plain = [run_of(request, found.folding, rung) for rung in more]
@@ -252,7 +250,7 @@ def _orders(request: SearchRequest, found: Candidate) -> list[Candidate]:
 
 
 def explain_folding(request: SearchRequest, folding: Folding) -> str:
-    """Return in one line why a folding is refused or too large, or with what it fits."""
+    """Return one line: why a folding is refused or too large, or the levers with which it fits."""
     check_arguments(explain_folding, locals())
     refusal = refuse(request, folding)
     if refusal is not None:
@@ -273,13 +271,10 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
 
 
 def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -> Candidate:
-    """Plan a folding with the cheapest levers with which it fits; with all where none suffice.
+    """Plan a folding with the cheapest levers with which it fits, or with all if it never fits.
 
-    Memory falls over the rungs, if not at each of them. From a
-    guess the next rungs are tried, else halves of them.
-
-    Args:
-        guess: a rung that may be the one.
+    Memory falls from the first rung to the last, if not at each of them. The search goes from
+    `guess` rung by rung; without a guess it is a binary search.
     """
     rungs, found = rungs_of(request), dict[int, Candidate]()
     low, high = -1, len(rungs)  # a rung that is too large, and one that fits
@@ -311,7 +306,7 @@ def _planned(
 
 
 def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
-    """Return the cheapest change with which a folding fits; None = none of those tried."""
+    """Return the cheapest change of a request with which a folding fits; None = none was found."""
     for text, changed in _changes(request):
         open_ones = [f for f in foldings(changed.num_gpus) if refuse(changed, f) is None]
         about = Promise(changed, table).num_bytes
@@ -323,7 +318,7 @@ def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
 
 
 def _changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield changes of a request, the cheapest first: free ones, then by the memory rented."""
+    """Yield changes of a request, the cheapest first: free changes, then by the memory of GPUs."""
     given: dict[str, Any] = dict.fromkeys(("memory", "optimizer", "fsdp", "precision"), ANY)
     if any(getattr(request, name) != ANY for name in given):
         yield "leave memory, precision and optimizer open", replace(request, **given)

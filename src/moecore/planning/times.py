@@ -1,19 +1,15 @@
-"""How long a step takes, and what it waits for: `time_step`, `plan_time`.
+"""The seconds of a step, and what limits them: `time_step` of a dry run, `plan_time` of a run.
 
-    DryRun, CostTable -> when each piece of work starts and ends -> StepTime
-    Pieces of few layers, CostTable -> queue of all layers                       -> TimePlan
-                                    -> seconds of each stage's passes, Timeline  -> TimePlan
+    time_step:  DryRun, CostTable -> start and end of each piece of work         -> StepTime
+    plan_time:  Pieces of few layers, CostTable
+                    without stages -> queue of all layers                        -> TimePlan
+                    with stages    -> seconds of each stage's passes, a Timeline -> TimePlan
 
-Work starts when the host has queued it, and what it comes behind has ended; the host queues one
-piece after the other, and waits where it reads a result. It begins a step while the one before it
-still runs, so a step's time is that between the ends of two steps. Work side by side is as fast as
-alone, but a step or a pass takes no less than all that its network carries.
-
-A step of few micro-batches is put together; each one more takes as long as the last of those that
-are in the middle. Clipping and the optimizer follow the slowest pipeline rank, whose time grows
-with what the rank stores.
-
-A forward beside a backward (`Overlap`) takes as long as the two in turn; see `_PlanCosts`.
+A piece of work starts when the host has queued it and all work before which it must not run has
+ended. The host queues pieces in order and waits where it reads a result. It begins a step while the
+step before still runs, so the time of a step is the time between the ends of two steps. Work on
+several streams is as fast as alone, but a step or a pass takes at least the seconds of all its work
+on the network.
 """
 
 from __future__ import annotations
@@ -40,24 +36,24 @@ from moecore.planning.stored import ranks_of, stages_of, state_bytes, stored_byt
 def simulate(
     schedule: Schedule, seconds_of: Callable[[Item], float], send_seconds: PositiveOrZero = 0.0
 ) -> Timeline:
-    """Return when each rank runs what; the step takes the timeline's `makespan`.
+    """Return the timeline of a schedule; its `makespan` is the time of the step.
 
-    Each rank runs its order in turn. An item waits for what it needs, and for its message where
-    that comes from another rank. Nobody waits for a send.
+    Each rank runs its items in order. An item waits for the items that it needs, and for the
+    message of one on another rank. No rank waits for its own sends.
 
     Args:
-        schedule: of all ranks.
-        seconds_of: of an action, or of an overlap of two as a whole.
-        send_seconds: of hidden states, or of their gradient, from one rank to another.
+        schedule: the schedule of all ranks.
+        seconds_of: returns the seconds of an action, or of an overlap of two as a whole.
+        send_seconds: the seconds of a message between ranks: hidden states or their gradient.
     """
     check_arguments(simulate, locals())
     return Timeline(spans=spans_of(schedule, seconds_of, send_seconds))
 
 
 Part = Literal[Wall, "host", "bubble"]
-# Of what runs at once the first one counts: the others are hidden behind it.
+# If several parts run at once, the first of them counts, and the others are hidden behind it.
 PARTS: tuple[Part, ...] = ("compute", "memory", "launch", "nvlink", "network", "pcie", "host")
-STEPS = 3  # until one is like the one before it
+STEPS = 3  # steps until one takes as long as the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +61,9 @@ class StepTime:
     """The time of a step.
 
     Attributes:
-        seconds: between the ends of two steps.
-        parts: of it by what limits it, without what is hidden: "compute" and "memory" rates,
-            "launch" of small kernels, links ("nvlink", "network", "pcie"), and the "host".
+        seconds: the seconds between the ends of two steps.
+        parts: the seconds by limit, without hidden work: "compute" and "memory" rates, "launch" of
+            small kernels, links ("nvlink", "network", "pcie"), and the "host".
     """
 
     seconds: float
@@ -80,7 +76,7 @@ class StepTime:
 
 
 class Spans(NamedTuple):
-    """When each piece of work of a queue starts and ends, and what limits it."""
+    """Start, end and limit of each piece of work of a queue."""
 
     starts: list[float]
     ends: list[float]
@@ -88,11 +84,11 @@ class Spans(NamedTuple):
 
 
 def time_step(step: DryRun, table: CostTable) -> StepTime:
-    """Return how long a step of a rank takes where other ranks are as fast.
+    """Return the time of a rank's step, if other ranks are as fast.
 
     Args:
-        step: what it does.
-        table: what that takes.
+        step: the work of the step.
+        table: the costs of operations.
     """
     check_arguments(time_step, locals())
     spans = run_queue(placed(step.queued), table, STEPS)
@@ -103,11 +99,7 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
 
 
 def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
-    """Return when each piece of work runs, in steps that come one behind the other.
-
-    Args:
-        queue: what the host queues in a step, in order.
-    """
+    """Return the spans of consecutive steps, each of which queues the work of `queue` in order."""
     costs = _costs(queue, table)
     starts, ends = list[float](), list[float]()
     host = begun = 0.0
@@ -130,11 +122,7 @@ def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Span
 
 
 def carried(spans: Spans, first: int, last: int) -> float:
-    """Return the seconds in which the network carries some of a queue, if it carries no other.
-
-    Args:
-        first: where some of it begins.
-    """
+    """Return the sum of the network's seconds of the spans from `first` to `last`."""
     found = zip(
         spans.starts[first:last], spans.ends[first:last], spans.parts[first:last], strict=True
     )
@@ -142,13 +130,13 @@ def carried(spans: Spans, first: int, last: int) -> float:
 
 
 def at_least(parts: Mapping[Part, float], network: float) -> dict[Part, float]:
-    """Return parts that add up to the seconds of the network: streams share it."""
+    """Return parts whose sum is at least the seconds of the network, which streams share."""
     missing = max(0.0, network - sum(parts.values()))
     return {**parts, "network": parts.get("network", 0.0) + missing}
 
 
 def _costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]]:
-    """Return seconds and what limits them; of equal work once."""
+    """Return (seconds, limit) of each piece of work, computed once for equal work."""
     known: dict[tuple[Work, int], tuple[float, Part]] = {}
 
     def cost(one: Queued) -> tuple[float, Part]:
@@ -162,10 +150,10 @@ def _costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]
 
 
 def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
-    """Return how long each part is the first that runs; the host's when none does."""
+    """Return the seconds in which each part is the first of `PARTS` that runs; "host" if none."""
     edges: list[tuple[float, int, Part]] = []
     for begin, stop, part in zip(*spans, strict=True):
-        if begin < end and stop > start:  # comparisons here and below: calls take longer
+        if begin < end and stop > start:  # calls of min and max would take longer, also below
             edges.append((begin if begin > start else start, 1, part))
             edges.append((stop if stop < end else end, -1, part))
     running, now = dict.fromkeys(PARTS, 0), start
@@ -183,7 +171,7 @@ def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
     return sums
 
 
-ROUNDS = 3  # of a pipeline's ranks: micro-batches of a step that is simulated
+ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline ranks
 Parts = Mapping[Part, float]
 
 
@@ -192,15 +180,16 @@ Known = dict[object, dict[tuple[Pass, int], Parts]]  # starts of a stage's piece
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimePlan:
-    """How long a step of a run takes.
+    """The planned time of a run's step.
 
     Attributes:
-        run: what was planned.
+        run: the planned run.
         gpu: a key of `GPUS`.
-        seconds: of a step.
-        parts: of it by what limits it, on the pipeline rank that works longest, as of `StepTime`;
-            "bubble" is when that rank waits for others.
-        timeline: of the pipeline, in seconds, until it is steady; None without one.
+        seconds: the seconds of a step.
+        parts: the seconds by limit, as in `StepTime`, on the pipeline rank that works longest;
+            "bubble" is the time in which that rank waits for others.
+        timeline: the pipeline's timeline in seconds, of as many micro-batches as were simulated;
+            None without a pipeline.
     """
 
     run: TrainingRun
@@ -216,14 +205,14 @@ class TimePlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a GPU."""
+        """Tokens per second of one GPU."""
         p, run = self.run.resolved, self.run
         rows = run.num_gpus // (p.pp * p.tp * p.cp) * run.batch_size * run.num_micro_batches
         return rows * run.seq_len / self.seconds / run.num_gpus
 
     @property
     def line(self) -> str:
-        """What it says, in a line."""
+        """The plan in one line."""
         shares = (
             f"{part} {share:.0%}"
             for part, s in sorted(self.parts.items(), key=lambda item: -item[1])
@@ -236,24 +225,24 @@ class TimePlan:
 
 
 def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
-    """Return how long a step of a run takes. No GPU, no communication.
+    """Return the planned time of a run's step. No GPU, no communication.
 
     Args:
-        run: what is trained, and how.
-        table: what operations take.
+        run: the model and its training.
+        table: the costs of operations.
 
     Raises:
-        ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
+        ValueError, NotImplementedError: as `parallelize_moe`, when options do not fit the model.
     """
     check_arguments(plan_time, locals())
     return plan_times([run], table)[0]
 
 
 def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
-    """Return what `plan_time` does of runs of the same pieces, whose passes are timed once.
+    """Return `plan_time` of runs with equal pieces, whose passes are timed once.
 
     Args:
-        runs: that differ by the order of their stages, or where the optimizer's state is.
+        runs: runs that differ only in the order of stages or in the optimizer's offload.
     """
     known: Known = {}
     found = []
@@ -272,10 +261,9 @@ def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
 
 
 def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
-    """Return seconds and parts of a step without stages.
-
-    Micro-batches beyond a few take what the second of those in the middle does.
-    """
+    """Return seconds and parts of a step without stages."""
+    # A queue of a few micro-batches is timed; each further one takes as long as the last one in the
+    # middle of these.
     (stage,) = timed_stages(run)
     number = min(run.num_micro_batches, MIDDLE + 1)
     queue, lengths = list[QueuePiece](), list[int]()
@@ -302,11 +290,9 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
 
 
 def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, known: Known) -> float:
-    """Return the seconds in which a step waits for its optimizer's state, out and back.
-
-    The blocks of the first forward hide the one, and those of the last backward the other, but for
-    the first one in it; of a pipeline those of the first rank.
-    """
+    """Return the seconds in which a step waits for the offload of its optimizer's state."""
+    # The blocks of the first forward hide the copy out. The blocks of the last backward, except the
+    # first of it, hide the copy back. In a pipeline these are the blocks of the first rank.
     numel = stored_bytes(run) // run.dtype.itemsize
     num_bytes = int(run.optimizer.offload_fraction * numel * state_bytes(run.optimizer, run.dtype))
     copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
@@ -325,10 +311,11 @@ def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, known: Know
 def _staged(
     run: TrainingRun, pieces: Pieces, table: CostTable, known: Known
 ) -> tuple[float, Parts, Timeline]:
-    """Return seconds, parts and the order of a step with stages."""
+    """Return seconds, parts and timeline of a step with stages."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
     passes = _passes_of(stages, pieces, table, known)
+    # Clipping and the optimizer follow the slowest pipeline rank.
     end_seconds, end_parts = _end(pieces, table)
     send = _send_seconds(run, table)
     timelines: dict[int, Timeline] = {}
@@ -353,17 +340,18 @@ def _staged(
 
 
 class _PlanCosts:
-    """What items of an order take.
-
-    Nothing of a pair is counted as hidden. With NCCL between two GPUs lanes hid 0.084 and 0.309 of
-    the exchanges, and steps took 1.08 and 1.01 of the time in turns
-    (benchmarks/results/pipeline/2026-11-23-2-x-nvidia-h200.jsonl). The larger shares there are of a
-    link that is a delay on one GPU. No run over a network has shown one.
+    """The costs of a schedule's items.
 
     Args:
-        passes: of each stage, pass and micro-batch of the step that was cut.
-        like: which of these each micro-batch is like.
+        passes: stage -> (pass, micro-batch of the dry run) -> seconds by part.
+        like: for each micro-batch of the step, the micro-batch of the dry run with equal costs.
     """
+
+    # A pair (`Overlap`) takes as long as its forward and its backward one after the other. With
+    # NCCL between two GPUs, pairs hid 0.084 and 0.309 of the exchanges, and steps took 1.08 and
+    # 1.01 of the time without pairs (benchmarks/results/pipeline/2026-11-23-2-x-nvidia-h200.jsonl).
+    # The larger shares in that file are of a link that is simulated as a delay on one GPU. No run
+    # over a network has shown a larger share.
 
     def __init__(
         self, passes: Mapping[int, Mapping[tuple[Pass, int], Parts]], like: Sequence[int]
@@ -396,7 +384,7 @@ def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
 def _passes_of(
     stages: Sequence[Stage], pieces: Pieces, table: CostTable, known: Known
 ) -> dict[int, dict[tuple[Pass, int], Parts]]:
-    """Return what `_passes` does of each stage, found once for those of the same pieces."""
+    """Return `_passes` of each stage, computed once for stages with equal pieces."""
     found = {}
     for stage in stages:
         key = tuple(piece.place.start for piece in pieces.of_stage(stage, "F", 0))
@@ -407,7 +395,7 @@ def _passes_of(
 
 
 def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Parts]:
-    """Return seconds by part of a stage's passes: a forward and a backward in turns."""
+    """Return seconds by part of a stage's passes, where forwards and backwards alternate."""
     found: dict[tuple[Pass, int], Parts] = {}
     queue: list[QueuePiece] = []
     ends: list[tuple[tuple[Pass, int], int]] = []
@@ -429,7 +417,7 @@ def _length(queue: Iterable[QueuePiece]) -> int:
 
 
 def _end(pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
-    """Return seconds and parts of what follows all gradients."""
+    """Return seconds and parts of clipping and the optimizer."""
     spans = run_queue(pieces.joined([pieces.end]), table)
     end = max(spans.ends, default=0.0)
     return end, exposed(spans, 0.0, end)
@@ -438,7 +426,7 @@ def _end(pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
 def _for_all(
     step: Callable[[int], tuple[float, Parts]], number: int, few: int, more: int
 ) -> tuple[float, Parts]:
-    """Return a step of so many micro-batches: beyond `more`, each takes what the last few did."""
+    """Return seconds and parts of `step(number)`, extrapolated from two steps beyond `more`."""
     if number <= more:
         return step(number)
     (seconds, parts), (before, others) = step(more), step(few)

@@ -1,16 +1,17 @@
-"""The loss scale of fp16: main and auxiliary losses times one number, gradients divided by it.
+"""LossScale: the factor of fp16's losses, by which gradients are divided.
 
-    scale(loss).backward()    the main loss
-    LoadTracker               auxiliary losses, in backward: `MoEState.set_loss_scale`
-    finish()                  norm and clipping divide by it, then `update`
+    scale(loss).backward()    the main loss times the scale
+    LoadTracker               auxiliary losses times the scale, in backward:
+                              `MoEState.set_loss_scale`
+    finish()                  norm and clipping divide gradients by the scale; then `update`
 
 An fp16 gradient less than 2^-24 is 0, and one of 65,520 or more is inf. So the scale is as large as
-it can be: an inf or nan on any rank drops the step and halves the scale on all ranks, and after
-`growth_interval` steps without one it doubles.
+possible: an inf or nan on any rank skips the step and halves the scale on all ranks; after
+`growth_interval` steps without an inf or nan the scale doubles.
 
-It is a tensor on the device that changes in place: nothing waits for it, and CUDA graphs read it
-where it lies. Scales are powers of two, so nothing is rounded by them: in fp32 and bf16 a scaled
-step equals one without a scale, bit for bit.
+The scale is a tensor on the device that changes in place: the host never waits for it, and a CUDA
+graph reads it at its address. A scale is a power of two, so it rounds no gradient: in fp32 and bf16
+a step with a scale equals one without, bit for bit.
 
 Source: https://arxiv.org/abs/1710.03740, section 3.2.
 """
@@ -29,8 +30,8 @@ from moecore.base.fields import Bound, Count, Rules, check_fields
 from moecore.parallel.attached import request_of
 from moecore.precision.apply import has_history
 
-SMALLEST = 1.0  # gradients that overflow without a scale are no matter of it
-LARGEST = 2.0**32  # with it fp16 holds gradients down to 2^-56
+SMALLEST = 1.0  # a smaller scale would be for gradients that overflow without one
+LARGEST = 2.0**32  # this scale lets fp16 hold gradients down to 2^-56
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +39,12 @@ class DynamicLossScale:
     """How the loss scale of a `TrainStep` starts and grows.
 
     Attributes:
-        initial: the first scale, a power of two; some steps are skipped where it is too large.
-        growth_interval: steps without an overflow, one after the other, after which it doubles.
+        initial: the first scale, a power of two. If it is too large, the first steps are skipped.
+        growth_interval: the number of consecutive steps without an overflow after which the scale
+            doubles.
 
     Raises:
-        ValueError: for a number that is not among these.
+        ValueError: when a number is out of range, or `initial` is no power of two.
     """
 
     initial: Annotated[float, Bound(">=", SMALLEST), Bound("<=", LARGEST)] = 2.0**16
@@ -57,10 +59,7 @@ class DynamicLossScale:
 
 
 class LossScale:
-    """The scale of one `TrainStep`, the same on every rank.
-
-    Args:
-        options: how it starts and grows.
+    """The scale of one `TrainStep`, equal on every rank.
 
     Attributes:
         value: fp32 scalar, changed in place.
@@ -74,11 +73,7 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, skipped: Tensor) -> None:
-        """End a step: halve, keep or double. No host sync.
-
-        Args:
-            skipped: bool scalar, the same on every rank.
-        """
+        """End a step: halve the scale if `skipped` (bool, equal on all ranks), or let it grow."""
         self.num_good.add_(1).masked_fill_(skipped, 0)
         grows = self.num_good >= self.options.growth_interval
         factor = 1.0 + grows.float() - 0.5 * skipped.float()
@@ -86,16 +81,12 @@ class LossScale:
         self.num_good.masked_fill_(grows, 0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of the scale and of its count, on the device."""
+        """Return copies of `value` and `num_good`, on the device."""
         return {"loss_scale": self.value.clone(), "loss_scale_num_good": self.num_good.clone()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, in place.
-
-        Raises:
-            ValueError: when it lacks either, or the scale is none.
-        """
+        """Load the values of `state_dict` in place; a ValueError if one is missing or invalid."""
         missing = [name for name in self.state_dict() if name not in state]
         if missing:
             raise ValueError(
@@ -113,13 +104,13 @@ class LossScale:
 
 
 def is_fp16(model: nn.Module) -> bool:
-    """Whether a parallelized model computes in fp16, and so needs a loss scale."""
+    """Return whether a parallelized model computes in fp16, which needs a loss scale."""
     request = request_of(model)
     return request is not None and request.fsdp.param_dtype == torch.float16
 
 
 def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> None:
-    """Raise for fp16 without a loss scale, and for what can not be scaled."""
+    """Raise for fp16 without a loss scale, and for a model that must not have one."""
     if loss_scale is None:
         if is_fp16(model):
             raise ValueError(

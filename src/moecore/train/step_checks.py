@@ -1,4 +1,4 @@
-"""What a `TrainStep` checks of its arguments when it is made, on this rank and between ranks."""
+"""Checks of a `TrainStep`'s arguments when it is made, on this rank and between ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def agree(
     loss_scale: DynamicLossScale | None,
     optimizers: Sequence[Optimizer],
 ) -> None:
-    """Raise on every rank when ranks differ: they would scale, clip, step or wait otherwise."""
+    """Raise on every rank when ranks differ: they would scale, clip, step or wait differently."""
     device_type, group = request.meshes.device_type, request.meshes.stage_group
     entries = {
         "TrainStep.max_norm": float(max_norm),

@@ -1,4 +1,4 @@
-"""StepResult: what a finished step was."""
+"""StepResult: norm, skip, metrics, learning rate and loss scale of a finished step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from moecore.parallel.shard.clip import GradientNorm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a finished step was. Tensors stay on the device until read.
+    """Numbers of a finished step. Tensors stay on the device until they are read.
 
     Attributes:
-        norm: the gradient before clipping, without the loss scale; None for a step without an
-            optimizer and `clip()`.
-        skipped: whether the gradient was not finite, or rows had no room, so that nothing has
-            changed.
-        metrics: what the MoE layers routed.
-        lr: with which the first group of the first optimizer stepped; None without one.
-        loss_scale: of this step; None without one.
+        norm: the gradient's norm before clipping, without the loss scale; None if the step had no
+            optimizer and no `clip()`.
+        skipped: whether the gradient was not finite or rows did not fit; no weight, state or bias
+            has changed then.
+        metrics: the routing of the MoE layers.
+        lr: the step's learning rate of the first optimizer's first group; None without an
+            optimizer.
+        loss_scale: the step's loss scale; None without one.
     """
 
     norm: GradientNorm | None
@@ -33,14 +34,13 @@ class StepResult:
     loss_scale: Tensor | None = None
 
     def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
-        """Return name -> number, for any logger: those of MoE and the fields of this record.
+        """Return name -> number for a logger: the numbers of `metrics` and of this record.
 
-        These are "grad_norm", "skipped", "lr" and "loss_scale", where they are not None.
-
-        One host sync; the copies after the first one wait for nothing.
+        The record's names are "grad_norm", "skipped", "lr" and "loss_scale"; a field that is None
+        has no entry. One host sync: after the first copy the others do not wait.
 
         Args:
-            per_expert: as in `MoEMetrics.to_dict`, whose names these are.
+            per_expert: as in `MoEMetrics.to_dict`.
         """
         numbers = self.metrics.to_dict(per_expert=per_expert)
         if self.norm is not None:

@@ -1,14 +1,14 @@
 """Causal attention of a transformers model without masks, which a CUDA graph can hold.
 
-To make a mask transformers looks in every forward, on the host, at positions and padding, to see
-whether a mask is needed at all. Here what attention needs to know comes with the call:
+To make a mask, transformers reads positions and padding on the host in every forward. Here the
+arguments of a call replace the mask:
 
-    rows of one sequence each      nothing: attention is causal by itself
+    rows of one sequence each      no argument: attention is causal
     packed documents               cu_seq_lens_q, as transformers' FlashAttention takes it
-    rows over cp ranks             the tokens that this one holds
-    sliding windows, sinks         of the layer
+    rows over cp ranks             the tokens of this rank
+    sliding windows, sinks         attributes of the layer
 
-`families/transformers/rows.py` reads what comes.
+`families/transformers/rows.py` reads the arguments of a forward.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ UNKNOWN = ("position_bias", "dropout")  # what `attend` does not compute
 
 
 def use_causal_attention(model: nn.Module) -> None:
-    """Make a transformers model (>= 5) attend without masks, to packed documents if they are given.
+    """Make a transformers model (>= 5) attend without masks; rows may hold packed documents.
 
-    In place. From then on a forward takes documents that are packed into the rows by the arguments
-    of transformers' FlashAttention: `cu_seq_lens_q`, int32 [n + 1], tokens counted row by row, and
-    `max_length_q` (those of `cu_seq_lens_k` and `max_length_k` are the same and not read). A batch
-    of `packing.PackedCollator` comes as it is, `model(**batch)`: its `padding_mask` is for MoE
-    layers, which route no padding then. `position_ids` may come along, and restart with each
-    document otherwise. Without documents every row is one sequence. Masks of attention are refused,
-    so padding must be a document of its own, or follow the tokens of its row with labels of -100.
-    Losses of sequences and drops by position in MoE layers are per document.
+    In place. A forward then takes packed documents by the arguments of transformers'
+    FlashAttention: `cu_seq_lens_q`, int32 [n + 1], with tokens counted row by row, and
+    `max_length_q`. `cu_seq_lens_k` and `max_length_k` are equal to these and not read. Without
+    documents every row is one sequence.
+
+    A batch of `packing.PackedCollator` is passed as `model(**batch)`; MoE layers do not route the
+    padding of its `padding_mask`. `position_ids` are optional and restart with each document by
+    default. Masks of attention are refused, so padding must be a document of its own, or follow the
+    tokens of its row with labels of -100. Losses of sequences and drops by position in MoE layers
+    are per document.
 
     Args:
         model: a causal language model of transformers, before or after `parallelize_moe`.
 
     Raises:
-        ValueError: for a model with attention in chunks; later, in a forward, when it gets a mask,
-            positions without documents, documents that are not those of the tokens or keys of an
-            earlier forward, or a layer's attention has a soft cap, a position bias or, with
-            documents, a window or sinks, dropout; documents for a model that mixes tokens beside
-            its attention.
+        ValueError: when the model has attention in chunks; later, when a forward gets a mask,
+            positions without documents, documents that do not fit the tokens, keys of an earlier
+            forward, or documents for a model that also mixes tokens outside of its attention; when
+            a layer's attention has a soft cap, or has a position bias or dropout together with
+            documents, a window or sinks.
     """
     check_arguments(use_causal_attention, locals())
     from transformers import AttentionInterface

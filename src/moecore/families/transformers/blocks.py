@@ -1,8 +1,10 @@
-"""Adapters of transformers (>= 5) MoE blocks whose rule `MoEConfig` has: moecore's router chooses.
+"""Adapters of transformers (>= 5) MoE blocks whose routing rule is one of `MoEConfig`.
 
-Blocks of all other families keep their router, see `experts.py`. Parameter names, shapes and the
-order of stored weights stay those of the model, so its checkpoints load and its optimizer sees what
-it knew. Blocks are found by class name: transformers is not imported here.
+    find_hf_adapter    block -> its adapter: (block, model) -> MoELayer with moecore's router
+
+Blocks of other families keep their own router: see `experts.py`. Parameter names, shapes and the
+order of stored weights stay as they are, so the model's checkpoints load and an optimizer that was
+made before holds the same parameters. Blocks are found by class name, without transformers.
 """
 
 from __future__ import annotations
@@ -98,10 +100,9 @@ def _deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
 
 
 def _option(block: Any, *names: str) -> Any:
-    """Return what forward reads: of the router, or of the block in early releases of 5.
-
-    Both hold copies of the config's, which forward never sees again.
-    """
+    """Return the value of an option that forward reads."""
+    # Forward reads the router's attribute, or the block's in early releases of 5. Both are copies
+    # of the config's value.
     owners = (block.gate, block, block.config)
     return next(getattr(o, n) for o in owners for n in names if hasattr(o, n))
 
@@ -122,7 +123,7 @@ def _llama4(block: Any, model: nn.Module) -> MoELayer:
 
 
 class _WithScores(MoELayer):
-    """Decoder layers of gpt-oss and Llama 4 expect (output, scores) and read the output only."""
+    """An MoELayer that returns (output, None): decoder layers of gpt-oss and Llama 4 expect two."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *args: Any, **kwargs: Any
@@ -133,7 +134,7 @@ class _WithScores(MoELayer):
 def _adopt_stacked(
     block: Any, layout: LayerLayout, layer_class: type[MoELayer] = MoELayer, **routing: Any
 ) -> MoELayer:
-    """Return a layer of a block's own parts; `routing` has the fields of `MoEConfig` on it."""
+    """Return a layer of a block's own parts; `routing` has the routing fields of `MoEConfig`."""
     router, experts = (block.get_submodule(n) for n in (layout.router, layout.experts))
     read = read_experts(experts, layout.expert_layout)
     layer = adopt(
@@ -155,7 +156,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
-    """DeepSeek-V2: softmax scores, of the best groups where asked for, shared experts."""
+    """DeepSeek-V2: softmax scores, group-limited top-k if the gate has it, shared experts."""
     refuse_customised(block, STACKED)
     gate = block.gate
     routing = {"top_k": gate.top_k, "normalize_weights": False}
@@ -165,7 +166,7 @@ def _deepseek_v2(block: Any, model: nn.Module) -> MoELayer:
     return _adopt_stacked(block, STACKED, **routing)
 
 
-# Blocks whose code, router included, is that of the function's family but for names.
+# Blocks whose code, router included, differs from that of the function's family in names only.
 _FORMS: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
     _softmax_block: (
         "FlexOlmoSparseMoeBlock",

@@ -1,8 +1,11 @@
-"""Experts modules of transformers, by structure: any class on its common experts interface.
+"""Adapters of transformers' experts modules: any class with its common experts interface.
 
-The interface (`transformers.integrations.moe`) is stacked matrices, an activation and a forward
-that is given ids and weights. Flags on the module have the order of the matrices. The module alone
-is replaced: router, shared experts and buffers of its block stay transformers' own code.
+    find_experts_adapter    experts module -> route_experts, or None
+    route_experts           experts module -> RoutedExperts with its parameters
+
+The interface (`transformers.integrations.moe`) is stacked matrices, an activation, and a forward
+with ids and weights as arguments. Flags on the module give the order of the matrices. Only this
+module is replaced: router, shared experts and buffers of its block stay transformers' own code.
 
 Legend: E experts, D model dim, F hidden dim of an expert, C columns of FC1 (2F with a gate).
 """
@@ -27,20 +30,20 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import OwnActivation
 from moecore.moe.routed import RoutedExperts
 
-FLAGS = ("is_transposed", "has_bias")  # which the interface sets on every module
-UNFLAGGED = ("Step3p7Experts",)  # the interface without its decorator
+FLAGS = ("is_transposed", "has_bias")  # attributes that the interface sets on every module
+UNFLAGGED = ("Step3p7Experts",)  # classes with the interface, but without its decorator
 ACTIVATION = "act_fn"
 SLOPES, LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 
 
 @dataclass(frozen=True, slots=True)
 class ReadExperts:
-    """What an experts module of transformers holds.
+    """Matrices, sizes and activation of an experts module of transformers.
 
     Attributes:
-        layout: names and order of its matrices.
-        fields: those of `MoEConfig` on experts: sizes, activation and biases.
-        own_activation: its activation where `MoEConfig` has none with the same values, or None.
+        layout: names and order of the matrices.
+        fields: the fields of `MoEConfig` on experts: sizes, activation and biases.
+        own_activation: the module's activation, if `MoEConfig` has none with equal values; or None.
     """
 
     layout: ExpertLayout
@@ -58,12 +61,9 @@ def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], Routed
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
     """Return moecore's routed experts with the parameters of a transformers experts module.
 
-    Args:
-        model: not used; part of an adapter's signature.
-
     Raises:
-        NotImplementedError: for a class that was changed, a norm on each expert's output, and an
-            activation with parameters or that mixes columns.
+        NotImplementedError: when the class was changed, each expert's output has a norm, or the
+            activation has parameters or mixes columns.
     """
     refuse_customised_experts(experts, children=(ACTIVATION,))
     gated = getattr(experts, "has_gate", True)
@@ -86,11 +86,8 @@ def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
 def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
     """Return sizes, activation and biases of an experts module.
 
-    Args:
-        layout: names and order of its matrices.
-
     Raises:
-        NotImplementedError: for an activation with parameters or that mixes columns.
+        NotImplementedError: when the activation has parameters or mixes columns.
     """
     num_experts, *sizes = getattr(experts, layout.w1).shape
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
@@ -121,7 +118,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
 
 
 def _activation_of(experts: Any, *, gated: bool) -> Callable[[Tensor], Tensor]:
-    """Return the module's own activation, [R, C] -> [R, F], without holding its matrices."""
+    """Return the module's own activation, [R, C] -> [R, F], without a reference to its matrices."""
     shell = copy.copy(experts)
     shell._parameters = {}
     act = shell._modules.get(ACTIVATION)
@@ -136,7 +133,7 @@ def _activation_of(experts: Any, *, gated: bool) -> Callable[[Tensor], Tensor]:
 
 
 def _gate(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) -> Tensor:
-    """What releases without a gate of the interface compute."""
+    """Return act_fn(gate) * up, as releases without `_apply_gate` compute it."""
     gate, up = h_RC.chunk(2, dim=-1)
     return act_fn(gate) * up
 
@@ -144,7 +141,7 @@ def _gate(act_fn: Callable[[Tensor], Tensor], h_RC: Tensor) -> Tensor:
 def _known_options(
     own: Callable[[Tensor], Tensor], experts: Any, gated: bool, interleaved: bool
 ) -> ActivationOptions | None:
-    """Return moecore's activation with the same values as the module's own, or None."""
+    """Return the activation of moecore whose values equal the module's own, or None."""
     h_RC = _samples(gated)
     expected = own(h_RC)
     limit, alpha = (_number_of(experts, names) for names in (LIMITS, SLOPES))
@@ -160,13 +157,13 @@ def _known_options(
 
 
 def _number_of(experts: Any, names: Sequence[str]) -> float | None:
-    """Return a clamp or a slope by the names that transformers has."""
+    """Return a clamp or a slope of a module, by the first of its names in transformers."""
     values = (getattr(experts, name, None) for name in names)
     return next((v for v in values if isinstance(v, int | float) and 0 < v < inf), None)
 
 
 def _is_elementwise(own: Callable[[Tensor], Tensor], gated: bool, interleaved: bool) -> bool:
-    """Whether columns have the same output without the columns beside them."""
+    """Return whether the output of a column does not depend on other columns."""
     h_RC = _samples(gated)
     if not gated:
         return torch.equal(own(h_RC[:, :3]), own(h_RC)[:, :3])

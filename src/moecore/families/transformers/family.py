@@ -1,4 +1,4 @@
-"""Transformers: models of transformers, modules that hold some, and peft's adapters in them."""
+"""Transformers: the family of models with modules of transformers, also with adapters of peft."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moecore.parallel.pipeline.stages import StagedModel
 
 
 class Transformers(Plain):
-    """A `Family`; what a model declares itself goes first."""
+    """A `Family`; methods that a model declares itself take precedence."""
 
     @override
     def unwrapped(self, model: nn.Module) -> nn.Module:

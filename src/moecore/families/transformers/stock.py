@@ -1,12 +1,8 @@
-"""Whether a transformers MoE block computes what it did when it was released.
+"""Checks that a transformers MoE block is stock: it computes what its released class computes.
 
-An adapter takes a block's tensors and computes what transformers' own classes compute. A
-subclass, a wrapper, a patched method or one more child would so become the stock maths without a
-word: `refuse_customised` finds them.
-
-Note "origin": a method is transformers' own when its code, and that of all it wraps, stands in a
-module of transformers or torch, whose decorators wrap forwards. Its globals identify a
-function; its `__module__` does not, because `functools.wraps` copies it.
+An adapter takes a block's tensors and computes what transformers' own class computes. It would
+silently drop the changes of a subclass, a wrapper, a patched method or a further child, so
+`refuse_customised` raises for them.
 """
 
 from __future__ import annotations
@@ -25,24 +21,19 @@ ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 
 
 def is_hf(module: nn.Module) -> bool:
-    """Whether a module is of a model of transformers."""
+    """Return whether a module's class is of a model of transformers."""
     return type(module).__module__.startswith("transformers.models.")
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether a module is a whole model of transformers, or a subclass of one."""
+    """Return whether a module is a whole model of transformers, or of a subclass of one."""
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__)
 
 
 def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
-    """Raise unless what a block computes is what transformers' own class does.
+    """Raise a NotImplementedError that names a part of a block that is not transformers' own.
 
-    Args:
-        block: of a class that an adapter knows by its name.
-        layout: the names of the children that the adapter takes over.
-
-    Raises:
-        NotImplementedError: names the part that is not transformers' own.
+    `layout` has the names of the children that the adapter takes over.
     """
     home = (type(block).__module__,)
     kind = type(block).__name__
@@ -119,7 +110,7 @@ def _refuse_extra(name: str, extra: str) -> None:
 
 
 def _own_methods(cls: type) -> Iterator[str]:
-    """Names of the methods that a module class adds to `nn.Module`, or overrides."""
+    """Yield the names of the methods that a module class adds to `nn.Module`, or overrides."""
     for base in cls.__mro__:
         if base is nn.Module:
             return
@@ -127,7 +118,9 @@ def _own_methods(cls: type) -> Iterator[str]:
 
 
 def is_stock(function: Any) -> bool:
-    """Whether a function is transformers' or torch's own: see the note "origin"."""
+    """Return whether a function, and every function that it wraps, is transformers' or torch's."""
+    # torch is an owner because its decorators wrap forwards. Globals identify a function;
+    # `__module__` does not, because `functools.wraps` copies it.
     while function is not None:
         module = getattr(function, "__globals__", {}).get("__name__", "")
         if module.partition(".")[0] not in OWNERS:
@@ -137,7 +130,7 @@ def is_stock(function: Any) -> bool:
 
 
 def _check_implementation(experts: nn.Module, kind: str) -> None:
-    """Check by which function transformers runs the experts: users can register their own."""
+    """Raise if transformers runs the experts by a function that a user has registered."""
     config = getattr(experts, "config", None)
     name = getattr(config, "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")

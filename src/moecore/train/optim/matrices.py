@@ -1,14 +1,14 @@
-"""Which parameters of a model Muon steps, and as which matrices.
+"""The parameters of a model that Muon steps, as matrices.
 
     assignment = assign_matrices(model)      # after parallelize_moe; print(assignment)
 
-A parameter is seen as [batch, rows, columns]: one matrix, or one per expert. A `Cut` names what is
-stored in one matrix but is several: gate and up, or queries, keys and values. Who is what follows
-from modules: experts and their layout, shared experts, latent projections, routers, linears.
+A parameter is viewed as [batch, rows, columns]: one matrix, or one per expert. A `Cut` names a
+stored matrix that is several: gate and up, or queries, keys and values. The module of a parameter
+decides: experts and their layout, shared experts, latent projections, routers, linears.
 
-Note "router": Moonlight steps embeddings, head and norms by AdamW, and all matrices besides them by
-Muon, routers too, whose singular values it found to spread most (arXiv:2502.16982, section 3.4).
-`overrides=(("*.router.weight", "adamw"),)` steps moecore's by AdamW.
+As in Moonlight (arXiv:2502.16982, section 3.4), AdamW steps embeddings, head and norms, and Muon
+all other matrices. These include routers, whose singular values Moonlight found to spread most;
+`overrides=(("*.router.weight", "adamw"),)` gives moecore's routers to AdamW.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Legend: b matrices of a parameter on this rank, R rows, C columns.
     gradient / scale -> momentum -> Nesterov -> [pieces to owners] -> Newton-Schulz
                                              -> [pieces back] -> weight
 
-Budget per step of a parameter that lies alone on its rank: read and write weight and momentum, read
-the gradient. Others send 2 bytes per element to owners and get 2 back ("bfloat16").
+Budget per step: weight and momentum are read and written, the gradient is read. Pieces of a sharded
+matrix take 2 bytes per element to its owner and 2 back, in bf16.
 
 Source: https://kellerjordan.github.io/posts/muon; scale and weight decay, arXiv:2502.16982.
 """
@@ -37,32 +37,32 @@ Momentum = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 NSDtype = Annotated[torch.dtype, OneOf((torch.bfloat16, torch.float32))]
 AdjustLR = Literal["match_rms_adamw", "original"]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz
-BATCH_NUMEL = 1 << 26  # of matrices that are multiplied at once
-CHUNK_NUMEL = 1 << 26  # elements of parameters that are stepped at once, where none travels
+BATCH_NUMEL = 1 << 26  # elements of the matrices that are multiplied at once
+CHUNK_NUMEL = 1 << 26  # elements that are stepped at once, of matrices that are whole on a rank
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of an assignment; `assignment.others` are for AdamW.
+    """Muon for the matrices of an assignment; AdamW steps `assignment.others`. No host sync.
 
-    Momentum, Nesterov, options and the state's name are those of `torch.optim.Muon`. State is
-    `momentum_buffer`, laid out like its parameter, in at least fp32. It clips and skips a step on
-    the device like `AdamW` of this package: no host sync. Every rank steps the same parameters.
+    Momentum, Nesterov, options and the state's name are those of `torch.optim.Muon`. The state is
+    `momentum_buffer`, laid out like its parameter, in fp32 or fp64. It clips and skips a step on
+    the device like `AdamW` of this package. Every rank steps the same parameters.
 
     Args:
-        assignment: of `assign_matrices`, after `parallelize_moe`.
-        lr: a tensor is read on its device.
-        weight_decay: times lr, the part of each weight that is taken off.
-        momentum: of the gradient's running mean, in [0, 1).
-        nesterov: orthogonalise the mean of gradient and momentum in place of momentum.
+        assignment: the result of `assign_matrices`, after `parallelize_moe`.
+        lr: the learning rate; a tensor is read on its device.
+        weight_decay: decoupled weight decay: a step subtracts lr * weight_decay of each weight.
+        momentum: the decay of the gradient's running mean, in [0, 1).
+        nesterov: whether the mean of gradient and momentum is orthogonalised instead of momentum.
         ns_coefficients: a, b and c of `orthogonalize`.
-        eps: least norm by which a matrix is divided.
-        ns_steps: of the iteration.
-        adjust_lr_fn: factor on lr per matrix. "match_rms_adamw" is 0.2 * sqrt(longer side), so that
-            lr and weight decay of AdamW fit; "original" is sqrt(outputs / inputs), at least 1.
-        ns_dtype: in which matrices travel and are multiplied. fp32 is for tests.
+        eps: the least norm by which a matrix is divided.
+        ns_steps: the number of Newton-Schulz iterations.
+        adjust_lr_fn: the factor on lr per matrix. "match_rms_adamw" is 0.2 * sqrt(longer side), for
+            lr and weight decay of AdamW; "original" is sqrt(outputs / inputs), at least 1.
+        ns_dtype: the dtype in which matrices are sent and multiplied. fp32 is for tests.
 
     Raises:
-        ValueError: for a value of another type or range, or an assignment without matrices.
+        ValueError: when a value has another type or range, or the assignment has no matrices.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
 
     def _forget(self) -> None:
-        """Drop what is made of layouts and groups of processes, and made again when needed."""
+        """Drop plans and process groups; `_plan` and `_group_of` make them when needed."""
         self._plans: dict[tuple[int, ...], MatrixPlan] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -107,13 +107,13 @@ class Muon(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, of matrices that the assignment has.
+        """Add a group of matrices of the assignment.
 
         Args:
             param_group: as in torch.
 
         Raises:
-            ValueError: for any other parameter.
+            ValueError: when the assignment has no matrices for a parameter.
         """
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
@@ -125,16 +125,16 @@ class Muon(torch.optim.Optimizer):
                 )
 
     def own_options(self) -> dict[str, Any]:
-        """Return the options that no group has: ranks must agree on them."""
+        """Return the options that are not in `param_groups`; ranks must agree on them."""
         return {"ns_dtype": self.ns_dtype, "layouts": list(self.layouts.values())}
 
     def moment_dtype_of(self, param: Tensor) -> torch.dtype:
-        """Return the dtype in which the momentum of a parameter is kept."""
+        """Return the dtype of a parameter's momentum."""
         return torch.promote_types(param.dtype, torch.float32)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Load what this `state_dict` or that of `torch.optim.Muon` gave.
+        """Load a state dict of this class or of `torch.optim.Muon`.
 
         Args:
             state_dict: as in torch.
@@ -156,7 +156,7 @@ class Muon(torch.optim.Optimizer):
             closure: computes and returns the loss, with gradients.
 
         Returns:
-            What the closure returned.
+            The closure's result; None without a closure.
         """
         loss = None
         if closure is not None:
@@ -169,7 +169,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _plan(self, params: list[nn.Parameter]) -> MatrixPlan:
-        """Return who does what; a new one where other parameters have gradients."""
+        """Return the plan of the parameters with gradients, made once for each set of them."""
         key = tuple(map(id, params))
         if key not in self._plans:
             layouts = [self.layouts[param] for param in params]
@@ -187,7 +187,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class _MatrixViews(NamedTuple):
-    """This rank's part of a parameter as [b, R, C]."""
+    """This rank's shard of a parameter as [b, R, C]."""
 
     weight: Tensor
     grad: Tensor
@@ -226,7 +226,7 @@ class _Step:
             self._step_together(one, process_group)
 
     def _chunks(self, plan: MatrixPlan) -> Iterator[list[tuple[int, slice, list[MatrixBlock]]]]:
-        """Yield parameters, or some matrices of one, that are stepped at once."""
+        """Yield whole matrices of this rank that are stepped at once, of one parameter or more."""
         chunk: list[tuple[int, slice, list[MatrixBlock]]] = []
         numel = 0
         for place, blocks in plan.alone.items():
@@ -272,7 +272,7 @@ class _Step:
             self._apply(views[block.place].weight, block, values, self.layouts[block.place])
 
     def _update_momentum(self, grad: Tensor, momentum: Tensor) -> Tensor:
-        """Move momentum towards a gradient, in place; return what is orthogonalised."""
+        """Move momentum towards a gradient, in place; return the update to orthogonalise."""
         return momentum_(
             grad,
             momentum,
@@ -286,7 +286,7 @@ class _Step:
     def _apply(
         self, weight: Tensor, block: MatrixBlock, values: Tensor, layout: MatrixLayout
     ) -> None:
-        """Take decay and update off the weights of a block, computed in at least fp32."""
+        """Subtract decay and update from the weights of a block, computed in fp32 or fp64."""
         factor = scale_of(layout, layout.shapes[block.part], self.group["adjust_lr_fn"])
         here = block._replace(place=0)
         old = here.read([weight])
@@ -309,7 +309,7 @@ def _views(param: nn.Parameter, layout: MatrixLayout, momentum: Tensor) -> _Matr
 
 
 def _momentum(optimizer: Muon, param: nn.Parameter) -> Tensor:
-    """Return the momentum of a parameter, new or as this optimizer keeps it, whoever set it."""
+    """Return the momentum of a parameter: new, or converted to this optimizer's dtype."""
     state: dict[str, Tensor] = optimizer.state[param]
     dtype = optimizer.moment_dtype_of(param)
     found = state.get("momentum_buffer")
@@ -332,15 +332,15 @@ def orthogonalize(
 ) -> Tensor:
     """Return x with its singular values moved to about 1, in its dtype; of zeros, zeros.
 
-    Newton-Schulz: a matrix U S V^T becomes about U V^T, by products alone. Each step is
-    X <- a X + (b A + c A A) X with A = X X^T, of the shorter side. With the usual coefficients
-    singular values end between 0.7 and 1.2, not at 1: they are chosen for the steepest start. Flops
-    of a step: 2 m^2 (2 l + m), m the shorter side, l the longer. Products add in fp32 and round to
+    Newton-Schulz turns a matrix U S V^T into about U V^T with matrix products only. Each step is
+    X <- a X + (b A + c A A) X with A = X X^T, a square of the shorter side. The usual coefficients
+    are chosen for the steepest start, so singular values end between 0.7 and 1.2, not at 1. A step
+    takes 2 m^2 (2 l + m) flops, m the shorter side, l the longer. Products add in fp32 and round to
     the dtype of x.
 
     Args:
         x_nRC: n finite matrices, any strides.
-        eps: least norm by which a matrix is divided.
+        eps: the least norm by which a matrix is divided.
     """
     a, b, c = coefficients
     is_tall = x_nRC.shape[1] > x_nRC.shape[2]
@@ -355,7 +355,7 @@ def orthogonalize(
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], **options: object) -> list[Tensor]:
-    """Return `orthogonalize` of each [n, R, C], those of one shape in as few products as fit."""
+    """Return `orthogonalize` of each [n, R, C]; matrices of one shape share products."""
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
         of_shape.setdefault(x.shape[1:], []).append(i)
