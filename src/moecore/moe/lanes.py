@@ -1,33 +1,20 @@
-"""Lanes: the forward of one micro-batch runs beside the backward of another.
+"""Pairs: a forward and a backward of two micro-batches alternate, to hide exchanges of tokens.
 
-    forward     attention, router, start to send | experts, start to send home | attention, ...
-    backward    .. experts, start to send home   | attention, start to send    | experts, ...
+    forward     attention, router, start dispatch | experts, start combine    | attention, ...
+    backward    ... experts, start combine        | attention, start dispatch | experts, ...
 
-Both run in threads of their own, and one of them at a time: that which holds the baton. It hands
-the baton over where it has started an exchange of tokens (`exchange`), so that the exchange runs
-beside what the other one computes, and waits for the exchange when the baton has come back. When
-one ends, the other one keeps the baton.
+`Lanes.run` gets a forward and a backward, and returns the forward's value when both have ended. The
+two sides run in threads of their own, one at a time: the side that holds the baton. When a side has
+started an exchange (`exchange`), it hands the baton over, so the other side computes during the
+exchange. The first side waits for its exchange after the baton has returned. When a side ends, the
+other side holds the baton until its own end.
 
-Where the host needs numbers of other ranks (`numbers_of`), it hands the baton over, too, and gets
-it back before the other one starts its next exchange. So the device has work while the host waits,
-and what is sent then starts beside that work: on a stream that has not waited for it (`ahead`).
+When the host needs numbers of other ranks (`numbers_of`), it hands the baton over too, and gets it
+back before the other side starts its next exchange. So the device computes while the host waits.
+The next exchange starts during that compute, on a stream that does not wait for it (`ahead`).
 
-Note "order": the baton goes over at exchanges and numbers alone. So the order of all collectives
+The baton is handed over only at exchanges and at `numbers_of`. So the order of all collectives
 follows from the two calls, never from time: ranks that run the same pairs have the same order.
-
-Note "streams": both compute on the stream of the caller. Exchanges run on the stream of their
-communicator, one after the other. A second stream of compute would not end earlier, because what
-stands behind an exchange waits for all exchanges before it. With one, tensors that both read or add
-to (parameters, gradients, buffers) need no events, and memory is freed as without lanes.
-
-Note "threads": autograd has one thread of a device, which the backward holds until it ends. So the
-forward must call no autograd but in its own thread (`set_multithreading_enabled(False)`).
-
-Note "dry runs": one side runs behind the other, in one thread, and exchanges are waited for. So
-what is held at once is that of a forward to its end, never less than a pair's.
-
-Note "random numbers": activation checkpointing sets the generators in backward. Each side finds
-them as it has left them, and the forward decides their state at the end.
 """
 
 from __future__ import annotations
@@ -49,7 +36,7 @@ class Lanes:
     """Runs pairs of a forward and a backward.
 
     Args:
-        resume: are called whenever one of them goes on after the other; True = the backward.
+        resume: functions that are called when a side gets the baton back; True = the backward.
     """
 
     def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
@@ -59,32 +46,42 @@ class Lanes:
 
     @property
     def are_open(self) -> bool:
-        """Whether a pair runs; no tracer may look into one."""
+        """Whether a pair runs; False under a tracer, which must not trace a pair."""
         return self._pair is not None and not torch.compiler.is_compiling()
 
     def run(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
-        """Return what the forward returns, when both have ended.
+        """Return the forward's value, when both have ended.
 
-        The forward begins, in this thread. The backward runs in another one, without contexts that
-        are of a thread, such as autocast. An exception in one ends the other one at its next
+        The forward begins, in this thread. The backward runs in another thread, without contexts of
+        this thread, such as autocast. An exception in one side ends the other side at its next
         exchange.
 
         Args:
-            forward: without a backward in it.
-            backward: `torch.autograd.backward`, or what calls it, of a graph that exists.
+            forward: a function that runs no backward.
+            backward: a function that calls `torch.autograd.backward` on an existing graph.
 
         Raises:
-            RuntimeError: within another pair.
-            Exception: that of the forward or of the backward.
+            RuntimeError: when another pair runs.
+            Exception: the first exception of the forward or of the backward.
         """
-        if is_dry():  # which is of this thread
+        # A dry run belongs to this thread, so one side follows the other and exchanges are waited
+        # for. The forward saves all its tensors before the backward frees any: the recorded peak is
+        # at least that of a pair.
+        if is_dry():
             value = forward()
             backward()
             return value
         if self._pair is not None:
             raise RuntimeError("a pair of forward and backward must not run within another one")
+        # Both sides compute on the caller's stream. Exchanges run on their communicator's stream,
+        # one after the other. A second compute stream would not end earlier, because work behind an
+        # exchange waits for all exchanges before it. With one stream, tensors that both sides read
+        # or add to (parameters, gradients, buffers) need no events, and memory is freed as without
+        # pairs.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         pair = self._pair = _LanePair(self._resume)
+        # Autograd has one thread per device, which the backward occupies until it ends. So the
+        # forward may call autograd only in its own thread (`set_multithreading_enabled(False)`).
         thread = Thread(target=pair.run_backward, args=(backward, stream), daemon=True)
         try:
             thread.start()
@@ -99,22 +96,22 @@ class Lanes:
         return value
 
     def hand_over(self, *, is_early: bool = False) -> None:
-        """Let the other one run until it hands the baton over, or ends.
+        """Hand the baton over; return when the other side has handed it back, or has ended.
 
         Args:
-            is_early: get the baton back before the other one starts an exchange.
+            is_early: whether the other side hands it back before it starts an exchange.
         """
         assert self._pair is not None
         self._pair.hand_over(is_early=is_early)
 
     def give_back(self) -> None:
-        """Let the other one run first if it has handed over early. Before an exchange."""
+        """Hand the baton back to a side that has handed it over early. Called before exchanges."""
         assert self._pair is not None
         self._pair.give_back()
 
     @contextmanager
     def ahead(self, *, waits: bool = False) -> Iterator[None]:
-        """Within, collectives wait for what was queued when it was last opened with `waits`."""
+        """Return a context in which collectives wait only for work queued at the last `waits`."""
         if not torch.cuda.is_initialized():
             yield
             return
@@ -130,9 +127,9 @@ class _Side:
     """The forward or the backward.
 
     Attributes:
-        is_early: whether it wants the baton before the other one starts an exchange.
-        is_running: whether it has not ended.
-        turn: is free when its turn comes.
+        is_early: whether this side gets the baton before the other side starts an exchange.
+        is_running: whether this side has not ended.
+        turn: lock that the other side releases to give this side the baton.
     """
 
     __slots__ = ("is_backward", "is_early", "is_running", "turn")
@@ -143,15 +140,15 @@ class _Side:
         self.turn.acquire()
 
 
-class _OtherFailed(Exception):  # behind which modules call their hooks
-    """Ends one side of a pair because of an exception in the other one."""
+class _OtherFailed(Exception):  # an Exception: modules call their always_call hooks after it
+    """Ends one side of a pair because of an exception in the other side."""
 
 
 class _LanePair:
-    """A forward and a backward that take turns.
+    """A forward and a backward that alternate.
 
     Attributes:
-        error: the first exception of the two.
+        error: the first exception of either side.
     """
 
     def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
@@ -159,10 +156,10 @@ class _LanePair:
         self._resume = resume
         self._forward, self._backward = _Side(is_backward=False), _Side(is_backward=True)
         self._holder = self._forward
-        self._changing = Lock()  # who holds the baton, and who runs
+        self._changing = Lock()  # guards `_holder`, `is_running` and `error`
 
     def run_forward(self, forward: Callable[[], T]) -> Any:
-        """Return what the forward returns and the generators behind it; None where it fails."""
+        """Return the forward's value and the generators' states after it; None if it fails."""
         try:
             return forward(), generators()
         except BaseException as error:
@@ -172,7 +169,7 @@ class _LanePair:
             self._end(self._forward)
 
     def run_backward(self, backward: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
-        """Run the backward, when its first turn comes."""
+        """Run the backward, when it first gets the baton."""
         side = self._backward
         side.turn.acquire()
         try:
@@ -185,18 +182,20 @@ class _LanePair:
             self._end(side)
 
     def give_back(self) -> None:
-        """As of `Lanes`."""
+        """Do what `Lanes.give_back` does."""
         if self._other(self._holder).is_early:
             self.hand_over()
 
     def hand_over(self, *, is_early: bool = False) -> None:
-        """As of `Lanes`. Whoever calls it holds the baton."""
+        """Do what `Lanes.hand_over` does; the caller holds the baton."""
         side = self._holder
         other = self._other(side)
         with self._changing:
             self._check()
             if not other.is_running:
                 return
+            # Activation checkpointing sets the generators in backward. Each side gets them back as
+            # it left them; after the pair they are as the forward left them.
             numbers = generators()
             side.is_early = is_early
             self._holder = other
@@ -223,7 +222,7 @@ class _LanePair:
         other = self._other(side)
         with self._changing:
             side.is_running = False
-            if self._holder is side and other.is_running:  # it is not after an interrupt
+            if self._holder is side and other.is_running:  # not so after an interrupt
                 self._holder = other
                 other.turn.release()
 
@@ -234,10 +233,10 @@ def exchange(
     """Run collectives that do not depend on each other.
 
     Args:
-        starts: they start one each, take `async_op` and return its work.
-        lanes: who runs until they are waited for; None = nobody.
-        is_ahead: they read nothing that was queued after the last `numbers_of`, and write memory
-            of `Lanes.ahead`.
+        starts: functions that start one collective each, take `async_op` and return its work.
+        lanes: pair whose other side runs during the collectives; None = no pair.
+        is_ahead: whether the collectives read nothing that was queued after the last `numbers_of`,
+            and write memory that was allocated within `Lanes.ahead`.
     """
     if lanes is None or not lanes.are_open:
         for start in starts:
@@ -255,8 +254,8 @@ def numbers_of(start: Callable[..., Any], numbers: Tensor, lanes: Lanes | None =
     """Return numbers that a collective writes, as a list on the host.
 
     Args:
-        start: as of `exchange`.
-        lanes: who runs until the host has them; None = nobody.
+        start: function that starts the collective, takes `async_op` and returns its work.
+        lanes: pair whose other side runs until the numbers are on the host; None = no pair.
     """
     if lanes is None or not lanes.are_open:
         start()
@@ -275,7 +274,7 @@ def numbers_of(start: Callable[..., Any], numbers: Tensor, lanes: Lanes | None =
 
 @contextmanager
 def _queueing_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Within, this thread queues work on a stream of another thread; None = there is no GPU."""
+    """Return a context in which this thread queues work on `stream`; None = there is no GPU."""
     if stream is None:
         yield
         return
@@ -292,7 +291,7 @@ def generators() -> list[Tensor]:
 
 
 def set_generators(states: Sequence[Tensor]) -> None:
-    """Set the states that `generators` has returned."""
+    """Set the states that `generators` returned."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state)

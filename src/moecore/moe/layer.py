@@ -1,10 +1,14 @@
-"""MoELayer: route -> dispatch -> experts -> combine. The only file that knows all four.
+"""MoELayer: routes tokens to experts and returns the weighted sum of each token's experts.
 
-`RoutedLayer` is what comes after a choice: dispatch, experts, combine and counts. `MoELayer` makes
-the choice with a router of its own; `RoutedExperts` (`moe/routed.py`) is given one.
+    x_TD -> router -> Routing -> dispatch -> source rows [S, L] -> experts -> combine -> y_TD
+    x_TD -> shared expert ------------------------------------------------ added to --> y_TD
+
+No other file calls all four stages. `RoutedLayer` has the stages after the router: dispatch,
+experts, combine and counts. `MoELayer` adds a router. `RoutedExperts` (`moe/routed.py`) gets ids
+and weights from the model's own router.
 
 Legend: T local tokens, D model dim, L dim of the routed experts (D, or the latent dim), S source
-rows held after dispatch.
+rows after dispatch.
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ class LayerLayout:
     """Names under which a model keeps the parts of its MoE block; the default is moecore's own.
 
     Attributes:
-        router, experts, shared: child module names; a dotted one lies in an empty module, or in
-            several.
+        router, experts, shared: child module names; a dotted name lies below one or more empty
+            modules.
         shared_gate: name of a child that maps [T, D] to the shared expert's gate logits [T, 1];
-            "" = none (moecore's own shared expert keeps its gate itself).
+            "" = none (moecore's own shared expert contains its gate).
         expert_bias: name of the router's selection bias buffer.
         expert_layout: names and order inside the experts module.
     """
@@ -56,12 +60,12 @@ class LayerLayout:
 
 
 class RoutedLayer(nn.Module):
-    """What a layer does once experts and weights are chosen: dispatch, experts, combine, counts.
+    """The stages after the router: dispatch, experts, combine, counts.
 
     Attributes:
-        dispatcher: how tokens travel; `parallelize_moe` sets another.
-        cloner: clones hot experts on other ranks; None = nobody does.
-        tracker: counts loads, and has the auxiliary losses.
+        dispatcher: exchanges tokens between ranks; `parallelize_moe` replaces the local one.
+        cloner: clones hot experts on other ranks; None = no clones.
+        tracker: counts loads and computes the auxiliary losses.
     """
 
     config: MoEConfig
@@ -70,15 +74,15 @@ class RoutedLayer(nn.Module):
     tracker: LoadTracker
 
     def name_of(self, role: str) -> str:
-        """Return the name, below this layer, of the part that plays a role; "" = the layer."""
+        """Return the name, below this layer, of the part with a role; "" = the layer itself."""
         raise NotImplementedError
 
     def part(self, role: str) -> Any:
-        """Return the part that plays "router", "experts" or "shared"; None without one."""
+        """Return the part with role "router", "experts" or "shared"; None if there is none."""
         raise NotImplementedError
 
     def check_config(self, name: str, config: MoEConfig) -> None:
-        """Raise a ValueError for a config that this layer, of that name, cannot follow."""
+        """Raise a ValueError if this layer, called `name`, cannot use a config."""
 
     def set_balance(self, balance: BalanceConfig) -> None:
         """Replace the balance config of this layer."""
@@ -86,9 +90,9 @@ class RoutedLayer(nn.Module):
         self.set_config(replace(self.config, balance=balance))
 
     def set_config(self, config: MoEConfig) -> None:
-        """Follow a config that differs in balance, capacity, router_dtype or router_jitter alone.
+        """Use a config that differs only in balance, capacity, router_dtype or router_jitter.
 
-        Those decide no parameter and no option of the kernels.
+        These fields decide no parameter and no option of the kernels.
         """
         self.config = config
         self.tracker.set_config(config)
@@ -97,22 +101,22 @@ class RoutedLayer(nn.Module):
                 owner.config = config
 
     def drop_step(self) -> None:
-        """Drop the counts since the last optimizer step, and weights that were cast for it."""
+        """Drop the counts since the last optimizer step, and the weights cast for that step."""
         self.tracker.reset()
         self.part("experts").reader.drop_copies()
         if self.cloner is not None:
             self.cloner.drop_step()
 
     def _compute(self, expert_input: ExpertInput) -> Any:
-        """Return what `Experts` do, in their unit."""
+        """Return the output of `Experts`, which runs in the unit that has their parameters."""
         raise NotImplementedError
 
     def _routed(self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False) -> Tensor:
         """Return the weighted sum over the chosen experts of each token, [T, L].
 
         Args:
-            rows_TL: in the dtype in which they travel.
-            is_kept: whether backward keeps `rows_TL` anyway.
+            rows_TL: tokens in the dtype of the exchange.
+            is_kept: whether another operation saves `rows_TL` for backward.
         """
         with mark("moecore::dispatch"):
             expert_input = self._dispatched(rows_TL, routing)
@@ -125,7 +129,7 @@ class RoutedLayer(nn.Module):
             return self.dispatcher.combine(y_SL, expert_input.plan)
 
     def _dispatched(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
-        """Return what the experts of this rank need, clones of others included."""
+        """Return the input of this rank's experts and of its clones of other ranks' experts."""
         if self.cloner is None:
             return self.dispatcher.dispatch(rows_TL, routing)
         routing, clones = self.cloner.place(routing, self.dispatcher.lanes)
@@ -134,7 +138,7 @@ class RoutedLayer(nn.Module):
     def _counted(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return the layer's output; while training, counts and auxiliary losses ride on it."""
+        """Return y; in training, count loads and attach the auxiliary losses to y's gradient."""
         if not self.training:
             if y.requires_grad and not torch.compiler.is_compiling():
                 y.register_hook(_warn_of_eval)
@@ -145,11 +149,11 @@ class RoutedLayer(nn.Module):
 class MoELayer(RoutedLayer):
     """A Mixture-of-Experts layer; a plain module in one process, CPU or GPU.
 
-    `parallelize_moe` gives it another dispatcher and shards its experts; its forward stays.
+    `parallelize_moe` replaces the dispatcher and shards the experts; the forward is the same.
 
     Args:
-        config: the layer.
-        layout: names of its parts.
+        config: sizes and options of the layer.
+        layout: names of the layer's parts.
         device: device of the parameters; "meta" allocates nothing.
         dtype: dtype of the parameters.
 
@@ -179,7 +183,7 @@ class MoELayer(RoutedLayer):
             self.latent = Latent(config, **where)
         if config.shared_hidden_dim:
             add_part(self, names.shared, SharedExpert(config, **where))
-        self.shared_stream: torch.cuda.Stream | None = None  # set by who owns it: see SharedRun
+        self.shared_stream: torch.cuda.Stream | None = None  # its owner sets it: see SharedRun
         self.dispatcher = LocalDispatcher(config.num_experts)
         self.tracker = LoadTracker(config)
         if not router.weight.is_meta:
@@ -206,11 +210,11 @@ class MoELayer(RoutedLayer):
             child.init_weights(std=std, key=f"{key}.{name}", seed=seed)
 
     def name_of(self, role: str) -> str:
-        """Return the name of the child that plays "router", "experts" or "shared"."""
+        """Return the name of the child with role "router", "experts" or "shared"."""
         return getattr(self.layout, role)
 
     def part(self, role: str) -> Any:
-        """Return the child that plays "router", "experts" or "shared"; None without one."""
+        """Return the child with role "router", "experts" or "shared"; None if there is none."""
         module: nn.Module | None = self
         for name in self.name_of(role).split("."):
             module = None if module is None else module._modules.get(name)
@@ -233,19 +237,20 @@ class MoELayer(RoutedLayer):
             x: [T, D] or [B, T, D]. Under tp, this rank's slice of each sequence.
             padding_mask: bool, shape of x without D, True = padding: the token goes to no routed
                 expert, uses no capacity and has no part in losses and counts. None = no padding.
-            cu_seqlens: int32 [n + 1] on the device, sequences that are packed into the rows:
-                sequence i is tokens cu_seqlens[i] : cu_seqlens[i + 1] of the whole rows of all cp
-                and tp ranks, row by row; the last is the number of tokens. The sequence loss and
-                drops by position are per sequence. None = every row is one.
-            cp: context parallel ranks of this forward, with `ContextOptions.dynamic`; None = those
-                of the meshes.
+            cu_seqlens: int32 [n + 1] on the device, bounds of the sequences packed into the rows.
+                Sequence i is tokens cu_seqlens[i] : cu_seqlens[i + 1] of the whole rows of all cp
+                and tp ranks, row by row; the last entry is the number of tokens. The sequence loss
+                and drops by position are per sequence. None = every row is one sequence.
+            cp: number of context parallel ranks of this forward, with `ContextOptions.dynamic`;
+                None = the cp degree of the meshes.
 
         Returns:
-            Same shape and dtype. Auxiliary losses ride on it: they change no value, and reach the
-            gradient in backward.
+            The output, in the shape and dtype of x. Auxiliary losses do not change the output;
+            its backward adds their gradients.
 
         Raises:
-            ValueError: for a mask or `cu_seqlens` of another shape or dtype, or a cp without group.
+            ValueError: when the mask or `cu_seqlens` has a wrong shape or dtype, or when no group
+                of `cp` ranks exists.
         """
         _check_sequences(cu_seqlens)
         groups = self.tracker.groups.of(cp)
@@ -273,12 +278,12 @@ class MoELayer(RoutedLayer):
         return self._counted(y, routing, micro_batch, self.part("router").selection_bias)
 
     def _rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """Return the rows that travel, [T, L], and the routing that their experts see."""
+        """Return the rows to dispatch, [T, L], and the routing for their experts."""
         rows_TL = self.latent.down(rows_TD) if self.config.latent_dim else rows_TD
         return weigh_input(rows_TL, routing) if self.config.weights_on_input else (rows_TL, routing)
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
-        """Return what every token gets, [T, D]; None without shared experts."""
+        """Return the shared expert's output, [T, D]; None without a shared expert."""
         shared = self.part("shared")
         if shared is None:
             return None
@@ -290,7 +295,7 @@ class MoELayer(RoutedLayer):
 
 
 def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
-    """Add a module under a name; for a dotted one in empty modules, which may be there already."""
+    """Add a module under a name; a dotted name is reached by empty modules, made if missing."""
     *holders, name = path.split(".")
     for holder in holders:
         if holder not in layer._modules:
@@ -300,7 +305,7 @@ def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
 
 
 def _held(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules of a layer's parts, those in empty modules too."""
+    """Yield names and modules of a layer's parts, including parts below empty modules."""
     for name, child in module.named_children():
         if type(child) is nn.Module:
             yield from _held(child, f"{prefix}{name}.")
@@ -309,7 +314,7 @@ def _held(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def _warn_of_eval(_: Tensor) -> None:
-    """Warn where backward reaches the output: without a balance loss the load would be 0 too."""
+    """Warn in backward: a layer in eval mode has no balance loss and counts no load."""
     warnings.warn(
         "a MoELayer in eval mode balances and counts nothing, but gets gradients: call "
         "model.train() before training (from_pretrained gives models in eval mode)",
@@ -344,6 +349,6 @@ def _check_sequences(cu_seqlens: Tensor | None) -> None:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """The dtype in which rows travel and are multiplied; the router reads x as it came."""
+    """Return x in autocast's dtype, for dispatch and experts; the router reads x as given."""
     dtype = autocast_dtype(x)
     return x if dtype is None else x.to(dtype)

@@ -1,17 +1,16 @@
 """Rank-deduplicated all-to-all over NCCL or gloo, with uneven splits.
 
-Legend: T local tokens, D model dim, K experts per token, P expert blocks (ep), G ranks of the
-group (ep * etp), M rows sent, S rows received, R expert rows.
+    x_TD, Routing -> dispatch -> ExpertInput (S source rows, R expert rows) -> experts
+                  -> combine  -> y_TD
 
     dispatch = gather the M rows to send -> all-to-all      backward: all-to-all -> sum
-    combine  = all-to-all back -> sum M partial sums home   backward: gather -> all-to-all
+    combine  = all-to-all -> sum of M partial sums          backward: gather -> all-to-all
 
-Sums run over the ranks in order, so the same bits come out in every run. One host sync per
-forward, none in backward: the split sizes (`_exchange_counts`).
+Legend: T local tokens, D model dim, K experts per token, P expert blocks (ep), G ranks of the
+group (ep * etp), M rows sent, S source rows (received), R expert rows.
 
-The order of what is sent is queued before the host waits, with room for as many rows as could be
-sent. With lanes, rows are gathered before that, too: then M is that number, and rows behind those
-that are sent have any value and are not read.
+Sums run over the ranks in order, so the same bits come out in every run. A forward has one host
+sync, for the split sizes (`_exchange_counts`); backward has none.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from moecore.moe.records import BalancedRows, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """What combine needs: where each token was sent, and the splits of the way out.
+    """Combine's record of a dispatch: the destinations of each token, and the splits.
 
     Attributes:
-        token_ids_M: int32, token of each sent row; by destination and then by token.
-        slots_TG: int32, sent row of each token and destination; -1 where it was not sent.
+        token_ids_M: int32, token of each sent row, ordered by destination and then by token.
+        slots_TG: int32, sent row of each token and destination; -1 = not sent there.
         send_splits: rows sent to each rank.
         receive_splits: rows received from each rank.
     """
@@ -55,12 +54,12 @@ class AllToAllPlan:
 
 
 class SendOrder(NamedTuple):
-    """What a rank sends.
+    """The rows that a rank sends, and their counts.
 
     Attributes:
-        token_ids_M: as of `AllToAllPlan`, and room behind them for as many as could be sent.
-        slots_TG: as of `AllToAllPlan`.
-        counts_G2: int64, tokens for each rank, and pairs of a token and an expert.
+        token_ids_M: ids as in `AllToAllPlan`, with M the most rows that could be sent.
+        slots_TG: slots as in `AllToAllPlan`.
+        counts_G2: int64, for each rank the number of tokens, and of their choices there.
     """
 
     token_ids_M: Tensor
@@ -72,7 +71,7 @@ class AllToAllDispatcher:
     """Sends each token once to every rank that owns at least one of its experts.
 
     Args:
-        placement: the dispatch group and who owns what.
+        placement: the dispatch group, and the experts that each rank owns.
     """
 
     waits_on_host = True
@@ -83,13 +82,14 @@ class AllToAllDispatcher:
         self._sizes = EqualSizes(placement.group)
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Where rows are padded to a capacity."""
+        """Return `pads`: only rows that are padded to a capacity may be unused."""
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks.
 
-        One host sync; 3 collectives. With `routing.pad` none after the first; 3, of equal splits.
+        One host sync; 3 collectives. With `routing.pad` no host sync after the first call, and 3
+        collectives with equal splits.
         """
         p, T, ids_TK = self.placement, x_TD.shape[0], routing.destinations_TK
         if routing.pad:
@@ -101,8 +101,11 @@ class AllToAllDispatcher:
             num_rows = p.most_rows(routing)
             sent = _rows_of(x_TD, routing, token_ids_M, slots_TG, used_M)
         else:
+            # The order is queued before the host waits for splits, with M the most rows.
             token_ids_M, slots_TG, counts_G2 = self.prepare(ids_TK)
-            if self.lanes is not None:  # what is sent is queued before the other one computes
+            # In a pair the rows are gathered before the other side computes. M stays the most rows:
+            # rows behind those that are sent have any value and are not read.
+            if self.lanes is not None:
                 sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
             if x_TD.is_meta:
                 splits = _balanced(p, *ids_TK.shape)
@@ -120,15 +123,15 @@ class AllToAllDispatcher:
             ids_SK, weights_SK, first=p.first_physical, num_local=p.num_physical, length=num_rows
         )
         balanced = None
-        if routing.pad and not torch.compiler.is_compiling():  # which would guard on their number
+        if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
             balanced = _balanced_rows(p, *routing.expert_ids_TK.shape)
         return ExpertInput(Rows(rows_SD), index, plan, balanced=balanced)
 
     def prepare(self, ids_TK: Tensor) -> SendOrder:
-        """Return what this rank sends, as its device knows it: no host sync, no communication.
+        """Return the rows that this rank sends. No host sync, no communication.
 
         Args:
-            ids_TK: int32, the physical expert of each choice; -1 = dropped.
+            ids_TK: int32, physical expert of each choice; -1 = dropped.
         """
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._owned(ids_TK)
@@ -138,13 +141,13 @@ class AllToAllDispatcher:
         return SendOrder(*order, torch.stack([needs_GT.sum(1), pairs_G], dim=1))
 
     def _owned(self, ids_TK: Tensor) -> Tensor:
-        """Return bool [P, T, K], whether an expert block has a choice's expert."""
+        """Return bool [P, T, K]: whether an expert block has the expert of a choice."""
         p = self.placement
         block_TK = torch.div(ids_TK, p.num_physical, rounding_mode="floor")
         return block_TK == torch.arange(p.ep, device=ids_TK.device)[:, None, None]
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
-        """Send partial sums home and add them in fp32. No host sync; 1 collective."""
+        """Return each token's partial sums, added in fp32. No host sync; 1 collective."""
         splits = (plan.send_splits, plan.receive_splits)
         M, S = plan.token_ids_M.shape[0], y_SD.shape[0]
         y_MD, _ = _AllToAll.apply(y_SD, None, (M, S), *splits, self.placement.group, self.lanes)
@@ -159,8 +162,8 @@ def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
         num_sent: M, at least the number of true entries.
 
     Returns:
-        token_ids_M int32, ordered by destination and then by token, 0 behind them; slots_TG int32,
-        -1 where not needed.
+        token_ids_M int32, ordered by destination and then by token, 0 behind the last token;
+        slots_TG int32, -1 where a rank does not need a token.
 
     Example, three tokens, two ranks, needs [[1, 0, 1], [0, 1, 1]]: token_ids_M [0, 2, 1, 2],
     slots_TG [[0, -1], [-1, 2], [1, 3]].
@@ -177,10 +180,10 @@ def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
 
 
 def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `send_order` does with `num_sent` rows to every rank, and which are used.
+    """Return the order of `send_order` with `num_sent` rows for every rank, and the used rows.
 
     Args:
-        needs_GT: bool, whether rank g needs token t; at most `num_sent` tokens for each.
+        needs_GT: bool, whether rank g needs token t; at most `num_sent` tokens for each rank.
 
     Returns:
         token_ids_M int32 (0 where unused), slots_TG int32, used_M bool; M = G * num_sent.
@@ -203,7 +206,7 @@ def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, 
 
 
 class _SentRows(NamedTuple):
-    """What travels to the experts: rows, and packed beside them ids and weights."""
+    """Rows to send, their ids and weights packed in one int32 tensor, and their weights."""
 
     rows_MD: Tensor
     packed: Tensor
@@ -217,7 +220,7 @@ def _rows_of(
     slots_TG: Tensor,
     used_M: Tensor | None = None,
 ) -> _SentRows:
-    """Return M rows in the order of their tokens; `used_M` = which have a token, None = all."""
+    """Return the M rows of `token_ids_M`; `used_M` = rows with a token, None = all rows."""
     rows_MD = gather_rows(x_TD, token_ids_M, slots_TG)
     weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
     ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
@@ -232,7 +235,7 @@ def _exchange_counts(
 ) -> tuple[list[int], list[int], int]:
     """Return send splits, receive splits and R. The one host sync of this dispatcher.
 
-    Collectives with uneven splits take them from the host, so the counts must come over.
+    Collectives with uneven splits take the splits from the host.
     """
     both_2G2 = counts_G2.repeat(2, 1, 1)
     sent_G2, received_G2 = both_2G2
@@ -242,13 +245,13 @@ def _exchange_counts(
 
 
 def _balanced(p: ExpertPlacement, T: int, K: int) -> tuple[list[int], list[int], int]:
-    """Return what `_exchange_counts` does, of balanced loads: on meta there are no counts."""
+    """Return the result of `_exchange_counts` for even loads: on meta counts have no values."""
     splits = [p.balanced_tokens(T, K)] * p.group.size()
     return splits, splits, p.balanced_rows(T, K)
 
 
 def _balanced_rows(p: ExpertPlacement, T: int, K: int) -> BalancedRows:
-    """Return the rows of a rank with even loads, when every rank has T tokens."""
+    """Return the rows of a rank with even loads, if every rank has T tokens."""
     return BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
 
 
@@ -262,9 +265,10 @@ def _all_to_all(
     *,
     is_ahead: bool = False,
 ) -> list[Any]:
-    """Return `length` rows for each tensor, the first of which came; they travel at one time.
+    """Exchange the first rows of each tensor at one time; return `length` rows for each.
 
-    The first rows of each are sent, as many as the splits have. `is_ahead` is that of `exchange`.
+    The splits have the numbers of rows that are sent and received. Returned rows behind the
+    received ones have any value. `is_ahead` is an argument of `exchange`.
     """
     is_ahead = is_ahead and lanes is not None and lanes.are_open
     with lanes.ahead() if is_ahead and lanes is not None else nullcontext():
@@ -289,7 +293,7 @@ def _all_to_all(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Two tensors of as many rows; `lengths` are those of what comes, and of what is given."""
+    """Exchanges two tensors with equal rows; `lengths` are the rows of the results and inputs."""
 
     @staticmethod
     def forward(
@@ -311,7 +315,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Rows, and in one collective beside theirs ids and weights; gradients come back."""
+    """Sends rows in one collective, packed ids and weights in another; backward returns gradients.
+
+    The two collectives run at one time.
+    """
 
     @staticmethod
     def forward(

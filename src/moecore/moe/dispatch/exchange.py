@@ -1,4 +1,8 @@
-"""A buffer that every rank of a group can write, operations over it, and what went wrong in it."""
+"""Exchange: the operations of dispatcher "nvlink" over a buffer that all ranks of a group write.
+
+`Exchange` starts the operations and raises the errors that they report. `MetaExchange` has the same
+shapes on meta, for plans, and records launches and bytes.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +35,13 @@ KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of
 
 
 class ExchangeError(RuntimeError):
-    """An exchange, or the pages of a stash, went wrong on this rank.
+    """An exchange, or the pages of a stash, failed on this rank.
 
     Attributes:
-        row_factor: the least that would have held this rank's expert rows; None = something else
-            went wrong.
-        stash_factor: the same of `StashOptions.factor` and the rows that this rank keeps. With
-            neither of them a rank did not come in time.
+        row_factor: the least `NVLinkOptions.row_factor` for this rank's expert rows; None = expert
+            rows were not the cause.
+        stash_factor: the least `StashOptions.factor` for the rows that this rank saves; None =
+            pages were not the cause. If both are None, a rank was late.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class ExchangeError(RuntimeError):
 def late_message(
     buffer: PeerBuffer, group: dist.ProcessGroup, code: int, kinds: Sequence[str]
 ) -> str:
-    """Return who came late to which of two kinds of operations."""
+    """Return the message for an error code: which rank was late for which kind of operation."""
     late = dist.get_global_rank(group, code // 2)
     me = dist.get_global_rank(group, buffer.rank)
     return (
@@ -61,13 +65,13 @@ def late_message(
 
 
 class Exchange:
-    """One rank's end of an exchange, and the operations over it (`kernels/exchange/operations.py`).
+    """One rank's end of an exchange, and its operations (`kernels/exchange/operations.py`).
 
-    All ranks of the group run the same operations in the same order; on one rank they are ordered
-    by their streams (one stream, or streams that wait for each other). No operation syncs.
+    All ranks of the group run the same operations in the same order. On one rank streams order the
+    operations: one stream, or streams that wait for each other. No operation syncs.
 
     Args:
-        balanced_rows: expert rows of a rank with balanced routing and C tokens on every rank.
+        balanced_rows: expert rows of a rank with even loads and C tokens on every rank.
     """
 
     def __init__(
@@ -82,12 +86,12 @@ class Exchange:
         self.group = group
         self.options = options
         self.balanced_rows = balanced_rows
-        self._stream: Stream | None = None  # of copies
+        self._stream: Stream | None = None  # stream of `start_copies`
         self._slot = SlotState.FREE
 
     @property
     def layout(self) -> ExchangeLayout:
-        """Sizes, the same on all ranks."""
+        """Sizes of the buffer, the same on all ranks."""
         return self.buffer.layout
 
     def spread_choices(
@@ -99,9 +103,10 @@ class Exchange:
         num_local: int,
         etp: int,
     ) -> kernels.SpreadChoices:
-        """Send tokens with their choices to the ranks that own the experts; return what came.
+        """Send tokens with their choices to the ranks that own the experts; return source rows.
 
-        Rows of any dtype, of at most the layout's `row_bytes`.
+        Args:
+            x_TD: rows of any dtype, of at most the layout's `row_bytes`.
         """
         sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._enter(SlotEvent.OPERATION)
@@ -110,7 +115,7 @@ class Exchange:
     def spread(
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
     ) -> Tensor:
-        """Send rows where their tokens went; return a copy for each slot, [R, D]."""
+        """Send rows to the ranks that got their tokens; return a copy for each slot, [R, D]."""
         where = (peers_T, places_S, slots_SN)
         self._enter(SlotEvent.OPERATION)
         return kernels.spread(self.buffer, x_TD.contiguous(), *where, num_rows)
@@ -123,9 +128,13 @@ class Exchange:
         slots_SN: Tensor,
         choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Add the rows of the slots, send the sums home; return their sums [T, D].
+        """Add the rows of each source row's slots; return sums over ranks to the tokens' ranks.
 
-        And the gradients [T, K] of `choices`, which are each expert row's and its slots.
+        Args:
+            choices: weight gradient of each expert row [R], and slots_SK; None = no gradients.
+
+        Returns:
+            The sums [T, D], and the gradients of the routing weights [T, K] or None.
         """
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
@@ -134,16 +143,17 @@ class Exchange:
         return kernels.reduce(self.buffer, y_RD.contiguous(), *where, choices)
 
     def can_copy(self) -> bool:
-        """Whether `start_copies` may come now, the same on all ranks."""
+        """Whether `start_copies` may be called now; the same on all ranks."""
         return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
     def _enter(self, event: SlotEvent) -> None:
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
-        """Begin to copy sums home on a stream of their own; they must live until `finish_copies`.
+        """Start to copy sums to the tokens' ranks, on a stream of copies, by copy engines alone.
 
-        No multiprocessor takes part.
+        Args:
+            sums_SD: sums that must live until `finish_copies`.
         """
         self._enter(SlotEvent.COPY)
         with on_stream(self._stream_after(sums_SD)):
@@ -156,13 +166,13 @@ class Exchange:
         places_S: Tensor,
         choices: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what `reduce` of the copied sums returns; the current stream waits for them."""
+        """Return the result of `reduce` of the copied sums; the current stream waits for copies."""
         self._wait_for_stream(sums_SD)
         self._enter(SlotEvent.READ)
         return self._reduce_copied(sums_SD, peers_T, places_S, choices)
 
     def _stream_after(self, x: Tensor) -> Stream:
-        """Return the stream of copies, which goes on when the current one has come to here."""
+        """Return the stream of copies, after a wait for the work queued on the current stream."""
         self._stream = self._stream or new_stream(x.device)
         assert self._stream is not None, "copies are on a GPU, or in a dry run"
         self._stream.wait_stream(current_stream(x.device))
@@ -183,16 +193,16 @@ class Exchange:
         return kernels.reduce(self.buffer, sums_SD, *where, choices, copied=True)
 
     def is_capturing(self) -> bool:
-        """Whether what runs now becomes part of a CUDA graph."""
+        """Whether a CUDA graph is being captured on this device."""
         return self.buffer.state.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
-        """Return the offsets cut at `num_rows`; more is a shortage."""
+        """Return the offsets, at most `num_rows`; larger ones are recorded as a shortage."""
         return limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
     @property
     def shortage(self) -> Shortage:
-        """The most expert rows that came, once some did not fit."""
+        """Reader of the most expert rows that a dispatch needed, if rows did not fit."""
         state, report = (
             words[NEEDED_WORD : NEEDED_WORD + 1]
             for words in (self.buffer.state, self.buffer.report)
@@ -200,13 +210,13 @@ class Exchange:
         return Shortage(state, report, self.balanced_rows)
 
     def poll(self) -> None:
-        """Raise for a late rank, as far as the host can see without waiting.
+        """Raise for a late rank, if the report has reached the host. No host sync.
 
-        It stays an error: the operations that it missed are not known, so nothing waits for it any
-        more, until `ExchangePool.close` and new buffers.
+        The error stays until `ExchangePool.close` and new buffers, because the operations that the
+        late rank missed are unknown. Until then no operation waits for any rank.
 
         Raises:
-            ExchangeError: when a rank did not come in time.
+            ExchangeError: when a rank was late.
         """
         error = int(self.buffer.report[ERROR_WORD])
         if error:
@@ -214,14 +224,14 @@ class Exchange:
 
 
 class MetaExchange(Exchange):
-    """The shapes of an exchange: nothing is allocated or sent, what would travel is recorded."""
+    """An exchange on meta: it allocates and sends nothing, and records launches and bytes."""
 
-    _num_sent = 0  # tokens to each other rank, of even loads
+    _num_sent = 0  # tokens sent to each other rank with even loads
 
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
-        """Return as many rows as can come."""
+        """Return S source rows."""
         (T, K), S = ids_TK.shape, self.layout.source_rows
         num_experts = num_local * self.layout.num_ranks // etp
         self._num_sent = balanced_tokens(T, K, num_experts, num_local)
@@ -242,7 +252,7 @@ class MetaExchange(Exchange):
         slots_SN: Tensor,
         choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums at home."""
+        """Return the sums [T, D], and gradients [T, K] if `choices` are given."""
         self._operate(REDUCE, y_RD)
         T = peers_T.shape[0]
         weights_TK = None if choices is None else choices[0].new_empty(T, choices[1].shape[1])
@@ -251,18 +261,18 @@ class MetaExchange(Exchange):
     def spread(
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
     ) -> Tensor:
-        """Return as many rows as have slots."""
+        """Return `num_rows` rows."""
         self._operate(SPREAD, x_TD)
         return x_TD.new_empty(num_rows, x_TD.shape[1])
 
     def _copy(self, sums_SD: Tensor) -> None:
-        """Record copies of all source rows, holes too."""
+        """Record copies of all source rows, including holes."""
         self._record(COPY, sums_SD, self.layout.max_tokens)
 
     def _reduce_copied(
         self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums at home, which are read from where the copies have put them."""
+        """Return the sums [T, D] and [T, K]; record a launch that reads the copied sums."""
         T, (dweights_R, slots_SK) = peers_T.shape[0], choices
         home_TD = sums_SD.new_empty(T, sums_SD.shape[1])
         record_launch("sum of copied rows", sums_SD, home_TD)
@@ -273,10 +283,10 @@ class MetaExchange(Exchange):
         self._record(name, rows)
 
     def _record(self, name: str, rows: Tensor, num_sent: int | None = None) -> None:
-        """Record an operation: as many bytes come from each other rank as go there."""
+        """Record an operation, which sends to each other rank as many bytes as it receives."""
         ranks, sent = self.layout.num_ranks, self._num_sent if num_sent is None else num_sent
         record_launch(name, ranks, 2 * (ranks - 1) * sent * rows.shape[1] * rows.itemsize)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
-        """Return the offsets."""
+        """Return the offsets unchanged."""
         return offsets_e

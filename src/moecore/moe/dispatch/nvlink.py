@@ -1,21 +1,22 @@
-"""Stores straight into the peers' memory: the dispatcher for one NVLink domain.
+"""The dispatcher for one NVLink domain: each rank stores tokens into its peers' memory.
 
-Legend: T local tokens, C the most tokens of any rank, D model dim, K experts per token, G ranks of
-the group (ep * etp), S = G * C source rows, R expert rows.
+    x_TD, Routing -> dispatch -> ExpertInput (source rows [S, D], R expert rows) -> experts
+                  -> combine  -> y_TD
 
     dispatch = spread of tokens and choices     backward: reduce of their gradients
     combine  = reduce of partial sums           backward: spread of the gradient
 
-Each operation is one launch that sends and receives (`kernels/exchange/operations.py`). Source row
-g * C + t is token t of rank g, or a hole where this rank does not need it. Sums run over the ranks
-in order. What is summed is one row per source row, or the expert rows of each, added on the way:
-then no sum is written and read, and backward's rows arrive in expert order. Where experts take part
-(`_Sender`) gradients are added first, and copied home beside the gradients of the weights.
-Received rows are copied out of the buffer, and backward finds the copy: so layers share one buffer.
-With `fp8_dispatch` tokens go out as FP8 rows (`_pack`), and stay that until experts gather them;
-all else is the same.
+Legend: T local tokens, C the most tokens of any rank, D model dim, K experts per token, G ranks of
+the group (ep * etp), S = G * C source rows, R expert rows.
 
+Each spread or reduce is one launch that sends and receives (`kernels/exchange/operations.py`).
+Source row g * C + t is token t of rank g, or a hole if this rank does not need the token. Source
+rows are copied out of the buffer, and backward reads the copy, so all layers share one buffer.
 Shapes are static and counts stay on the device, so a CUDA graph may hold any number of layers.
+
+A reduce sends one sum per source row, and adds the sums of the ranks in rank order. It reads these
+sums, or it reads expert rows and adds them as it sends. With expert rows no sum is written and read
+before, and the rows of combine's backward arrive in expert order.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from moecore.moe.records import BalancedRows, ExpertInput, Routing, UnsummedRows
 
 @dataclass(frozen=True, slots=True)
 class NVLinkPlan:
-    """What combine needs: the exchange, who needed which token, and which rows are added.
+    """Combine's record of a dispatch: the exchange, the tokens' ranks, and the rows to add.
 
     Attributes:
-        exchange: over which the tokens came.
-        dtype: of the tokens, and so of all sums.
-        num_tokens: of combine's output, zeros where the buffers did not hold a token.
-        peers_T: int32, bit g of each local token: rank g has it.
-        places_S: int32, the row's own number, -1 = a hole.
-        slots_SK: int32, expert rows of each source row, -1 = none.
+        exchange: exchange of the dispatch.
+        dtype: dtype of the tokens, and so of all sums.
+        num_tokens: rows of combine's output; tokens for which the buffers had no capacity get 0.
+        peers_T: int32, bit g of each local token: rank g got the token.
+        places_S: int32, the number of the source row itself; -1 = a hole.
+        slots_SK: int32, expert rows of each source row; -1 = none.
     """
 
     exchange: Exchange
@@ -69,11 +70,11 @@ class NVLinkDispatcher:
     """Sends each token once to every rank that owns at least one of its experts, by stores.
 
     Args:
-        placement: the dispatch group and who owns what.
-        exchanges: of the same group; shared by the layers of a model.
+        placement: the dispatch group, and the experts that each rank owns.
+        exchanges: pool of the same group's exchanges; the layers of a model share the pool.
     """
 
-    waits_on_host = False  # but with row_factor "exact", which a CUDA graph refuses by name
+    waits_on_host = False  # with row_factor "exact" it waits, but then `_count_rows` refuses graphs
 
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
@@ -83,34 +84,34 @@ class NVLinkDispatcher:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether backward keeps received rows; else they are sent once more."""
+        """Whether source rows are saved for backward; otherwise backward repeats their spread."""
         return self.exchanges.options.keep_rows
 
     @property
     def counts_rows(self) -> bool:
-        """Whether the host waits in each dispatch for how many expert rows come."""
+        """Whether each dispatch has a host sync, to read its number of expert rows."""
         return self.exchanges.options.row_factor == "exact"
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Always: S is that of all tokens."""
+        """Return True: S counts all tokens of all ranks, needed or not."""
         return True
 
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Bring tokens to their experts' ranks. No collective, and no host sync after the first.
+        """Bring tokens to their experts' ranks. No collective; no host sync after the first call.
 
-        But for one with a `NVLinkOptions.row_factor` "exact", and where `_goes_elsewhere`: then
-        rows travel by all-to-all, however many come.
+        With `NVLinkOptions.row_factor` "exact" each call has one host sync. Where `_goes_elsewhere`
+        is True, `AllToAllDispatcher` dispatches the tokens.
 
-        Holes of the rows are uninitialised; no slot names them.
+        Holes of the source rows are uninitialised; no slot names them.
 
         Raises:
-            ValueError: for rows that can not travel, or more tokens than there is room for.
-            RuntimeError: when an earlier operation went wrong (see `Exchange.poll`).
+            ValueError: for rows that stores cannot carry, or more tokens than the buffers hold.
+            RuntimeError: when an earlier operation failed (see `Exchange.poll`).
         """
         if self._goes_elsewhere(x_TD, routing):
             return self._elsewhere.dispatch(x_TD, routing)
-        # A plan on meta is that of a step.
+        # On meta a plan of a step is made, so its capacity is limited.
         is_limited = self.exchanges.watch is not None or x_TD.is_meta
         exchange = self.exchanges.get(x_TD, routing.destinations_TK.shape[1])
         if exchange.options.fp8_dispatch and x_TD.shape[1] % PACKED_COLUMNS:
@@ -120,7 +121,7 @@ class NVLinkDispatcher:
             )
         tokens = (x_TD, routing.weights_TK, routing.destinations_TK)
         num_tokens, most = x_TD.shape[0], exchange.layout.max_tokens
-        if num_tokens > most:  # the step runs again: `TokenCapacity`
+        if num_tokens > most:  # `TokenCapacity` reruns the step with larger buffers
             tokens = (tokens[0][:most], tokens[1][:most], tokens[2][:most])
         sender = _Sender(exchange) if exchange.layout.sums_slot else None
         came = _Outputs(*_Dispatch.apply(*tokens, exchange, self.placement, sender, is_limited))
@@ -142,11 +143,12 @@ class NVLinkDispatcher:
     def _goes_elsewhere(self, x_TD: Tensor, routing: Routing) -> bool:
         """Whether all-to-all carries these tokens; the same on all ranks.
 
-        It does where nobody looks at shortages of a limited capacity. Without
-        `ExchangePool.is_required` also what stores can not carry, and steps that do not run again.
+        With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no step
+        reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or if the
+        forward is part of no step that is rerun and of no CUDA graph.
 
         Raises:
-            ValueError: where stores are required and can not carry the tokens.
+            ValueError: when stores are required and cannot carry the tokens.
         """
         pool, problem = self.exchanges, find_row_problem(x_TD)
         if routing.weights_TK.dtype != torch.float32:
@@ -157,7 +159,7 @@ class NVLinkDispatcher:
         if problem is not None and pool.is_required:
             raise ValueError(problem)
         is_captured = x_TD.is_cuda and torch.cuda.is_current_stream_capturing()
-        watch = "graph" if x_TD.is_meta or is_captured else pool.watch  # plans are those of steps
+        watch = "graph" if x_TD.is_meta or is_captured else pool.watch  # plans are of steps
         if not pool.is_required:
             return problem is not None or watch not in ("reruns", "graph")
         return pool.factor is not None and watch is None
@@ -170,13 +172,13 @@ class NVLinkDispatcher:
 
     @torch.compiler.disable
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan | AllToAllPlan) -> Tensor:
-        """Send partial sums home and add them in fp32. No host sync, no collective.
+        """Return partial sums to the tokens' ranks; add them in fp32. No host sync, no collective.
 
         Args:
             y: sums of the source rows [S, D], or expert rows, which are added as they are sent.
 
         Raises:
-            ValueError: when y has another dtype than the tokens had.
+            ValueError: when the dtypes of y and of the tokens differ.
         """
         if isinstance(plan, AllToAllPlan):
             assert isinstance(y, Tensor), "without a handle experts add their rows"
@@ -198,7 +200,7 @@ class NVLinkDispatcher:
 def _index_of(
     came: SpreadChoices, exchange: Exchange, place: ExpertPlacement, *, is_limited: bool
 ) -> ExpertIndex:
-    """Return the index of the rows that came: room for any routing, or less if asked for."""
+    """Return the index; R has capacity for any routing, or the capacity of `row_factor`."""
     owned = dict(first=place.first_physical, num_local=place.num_physical)
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
     factor = exchange.options.row_factor
@@ -213,12 +215,12 @@ def _index_of(
 
 
 def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: int) -> int:
-    """Return how many choices are of experts [first, first + num_local). One host sync.
+    """Return the number of choices of experts [first, first + num_local). One host sync.
 
-    On meta there are no choices: those of even loads.
+    On meta choices have no values, so the number is that of even loads.
 
     Raises:
-        RuntimeError: while a CUDA graph is captured, whose sizes can not change.
+        RuntimeError: while a CUDA graph is captured, because its sizes cannot change.
     """
     if exchange.is_capturing():
         raise RuntimeError(
@@ -230,19 +232,19 @@ def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: in
 
 
 def _pack(exchange: Exchange, x_TD: Tensor) -> Tensor:
-    """Return the rows of a dispatch as they go out: as they are, or as FP8."""
+    """Return the rows that a dispatch sends: x_TD, or FP8 rows with `fp8_dispatch`."""
     return pack_rows(x_TD.contiguous()) if exchange.options.fp8_dispatch else x_TD
 
 
 def _arrived(exchange: Exchange, came_SN: Tensor, x_TD: Tensor) -> Rows:
-    """Return what came, from ranks whose tokens are like x_TD."""
+    """Return the source rows; FP8 rows stay packed until experts gather them."""
     if not exchange.options.fp8_dispatch:
         return Rows(came_SN)
     return Rows.from_packed(came_SN, x_TD.shape[1], x_TD.dtype)
 
 
 def _send_again(exchange: Exchange, x_TD: Tensor, peers_T: Tensor, places_S: Tensor) -> Rows:
-    """Send tokens where they went; return the same source rows once more."""
+    """Repeat the spread of a dispatch; return the same source rows."""
     where = (peers_T, places_S, places_S[:, None])
     num_rows = exchange.layout.source_rows
     return _arrived(exchange, exchange.spread(_pack(exchange, x_TD), *where, num_rows), x_TD)
@@ -250,7 +252,7 @@ def _send_again(exchange: Exchange, x_TD: Tensor, peers_T: Tensor, places_S: Ten
 
 @dataclass(frozen=True, slots=True)
 class _StoredRows:
-    """Gradients that are on their way home, with the versions that they had, and their sums."""
+    """Gradients whose sums are being copied, the gradients' versions, and the sums."""
 
     drows_RD: Tensor
     dweights_R: Tensor | None
@@ -259,13 +261,7 @@ class _StoredRows:
 
 
 class _Sender:
-    """The part of one dispatch in the experts' backward: a `GradientSender`.
-
-    It sends the dispatch's gradients home before its backward is asked for them.
-
-    Args:
-        exchange: over which the tokens came.
-    """
+    """A `GradientSender`: sends a dispatch's gradients while experts compute weight gradients."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -279,9 +275,9 @@ class _Sender:
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Add the gradients of each source row's expert rows and begin to copy the sums home.
+        """Add the gradients of each source row's expert rows; start copies to the tokens' ranks.
 
-        Does nothing where copies can not come now: then backward sends all of it.
+        If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
         """
         self._sent = None
         if self._exchange.can_copy():
@@ -292,13 +288,13 @@ class _Sender:
     def finish(
         self, came: tuple[Tensor | None, Tensor | None], where: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the sums at home, [T, D] and [T, K]; None where nothing was begun.
+        """Return the gradients of tokens and weights, [T, D] and [T, K]; None without copies.
 
         Args:
-            came: gradients of the expert rows and of their weights, which must be those of `start`.
+            came: gradients of the expert rows and of their weights: the tensors given to `start`.
 
         Raises:
-            RuntimeError: when they are others, or have changed.
+            RuntimeError: when these are other tensors, or have changed since `start`.
         """
         sent, self._sent = self._sent, None
         if sent is None:
@@ -323,10 +319,10 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 class _Outputs(NamedTuple):
-    """What `_Dispatch` returns, and their gradients.
+    """The outputs of `_Dispatch`, or their gradients.
 
-    rows_SN are the rows as they travelled; the others are named as in `UnsummedInput`, `NVLinkPlan`
-    and `ExpertIndex`.
+    rows_SN are source rows as sent, maybe packed. The other names are those of `UnsummedInput`,
+    `NVLinkPlan` and `ExpertIndex`.
     """
 
     rows_SN: Any
@@ -340,12 +336,12 @@ class _Outputs(NamedTuple):
 
     @property
     def expert_index(self) -> ExpertIndex:
-        """Both directions between source rows and expert rows."""
+        """Index from source rows to expert rows, and back."""
         return ExpertIndex(*self[4:])
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens out, rows in; the gradient comes back at the handle."""
+    """Sends tokens, returns source rows; the gradients of expert rows come to `handle_RD`."""
 
     @staticmethod
     def forward(
@@ -381,7 +377,7 @@ class _Dispatch(torch.autograd.Function):
         home = ctx.sender.finish((drows_RD, dweights_R), where) if ctx.sender else None
         if home is not None:
             return *home, *(None,) * 5
-        # Every rank takes part, whichever gradients it has.
+        # Every rank takes part in the reduce, so missing gradients become zeros.
         zeros = partial(torch.zeros, device=places_S.device)
         shape, dtype = ctx.rows_like
         if drows_RD is None:

@@ -1,38 +1,34 @@
-"""Engine: gathers, frees and reduces the units of a model as its modules run.
+"""Engine: all-gathers, reshards and reduces the units of a model as its modules run.
 
-    forward of a module        wait for its unit; begin to gather the units ahead; free it behind
-    gradient of its outputs    the same for backward
-    gradient of its inputs     reduce its unit's gradients; free it
-    end of backward            what is left of both; wait for all communication
+The engine gets a model and its units, and hooks the modules and the values between them:
 
-Outside of forward and backward modules hold their sharded parameters, so one rank alone may read
-them. Units that stay from forward to backward (`UnitOptions.stays`) keep their values meanwhile.
-All ranks free and reduce these by rules that they share, which are counts:
+    before a module's forward      wait for its unit's all-gather; prefetch the units ahead
+    after a module's forward       reshard the unit, unless it is resident
+    gradient of its outputs        wait for the all-gather; prefetch, as in forward
+    gradient of its inputs         reduce the unit's gradients; reshard the unit
+    end of backward                reduce the other units; reshard those not needed by the step;
+                                   wait for all communication
 
-    to come     forwards with gradients that a step has announced and that have not ended
-    waiting     forwards of a unit's modules whose backward has not ended
+Outside of forward and backward modules have their sharded parameters, so one rank alone may read
+them. A resident unit (`UnitOptions.stays`) stores its whole values until its backward. When it is
+reduced and resharded follows from two counts, which are equal on all ranks:
 
-A step's micro-batches share what stays whole, and run in any order: a unit is reduced and freed
-when nothing is to come and nothing of it waits, or at the end of the micro-batches. A forward that
-is not announced is a step of its own: it gathers anew, and any backward reduces and frees all.
+    `_to_come`        announced forwards with gradients that have not ended
+    `Unit.waiting`    forwards of the unit's modules whose backward has not ended
 
-A backward in two parts (`deferring`) leaves products of weight gradients for later:
+Micro-batches of a step share resident units, and run in any order. A resident unit is resharded
+when both counts are 0, or at the end of the micro-batches. One that accumulates is reduced then;
+one that does not is reduced by each backward. A forward that is not announced is a step of its own:
+it starts with new all-gathers, and any backward reduces and reshards all units.
 
-    D           backward: gradients of inputs, and what weight gradients autograd computes
-    W           `WeightGradients.run`: the products, unit by unit from the last to the first
+A backward in two parts (`deferring`) defers products of weight gradients:
 
-Each part reduces the gradients that it has computed: D as any backward does, W a unit behind its
-last product. So a unit that micro-batches reduce one by one is reduced twice, and holds nothing
-between D and W. One that accumulates is reduced once, when also no product of it is left. W reads
-no weight, so D frees a unit as any backward does. Products that are left at the end of a step's
-micro-batches are run there, in the order of their D's.
+    D    backward: gradients of inputs, and the weight gradients that autograd computes
+    W    `WeightGradients.run`: the deferred products, unit by unit from the last to the first
 
-Note "pairs": within `paired` one announced forward takes turns with one backward, which begins
-after it. What is of a forward (`_depth`, `_outer`, `runs[False]`, `forwards`) and of a backward
-(`_active`, `_in_backward`, `runs[True]`, `backwards`) is kept apart, and both see `waiting` and
-`_to_come`: a forward is to come until it has ended, for until then units do not wait for all of its
-backward. Who goes on finds its units whole again (`resume`): the other may have freed them, or
-taken their buffers; units that stay have their own.
+Each part reduces the gradients that it computes. So a unit that each micro-batch reduces is reduced
+twice, and has no sums between D and W. A unit that accumulates is reduced once, when no product of
+the unit is left. W reads no weight, so D reshards a unit as any backward does.
 """
 
 from __future__ import annotations
@@ -66,24 +62,28 @@ class Engine:
     """Runs the units of a model. Hooks the forwards of their modules.
 
     Args:
-        root: the model, one of the modules of its last unit.
-        units: all units in the order of forward, the root's last.
+        root: the model, one of the modules of the last unit.
+        units: all units in the order of forward; the root's unit is last.
 
     Attributes:
-        progress: of the step that owns the model.
+        progress: function that returns the progress of the model's `TrainStep`; None without one.
     """
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], streams: UnitStreams) -> None:
         self.units, self._root, self._streams = tuple(units), root, streams
-        self._depth = 0  # forwards of hooked modules that run, one in the other
-        self._outer: _ForwardRun | None = None  # of the outermost of these
-        self._in_step = False  # announced micro-batches share what stays whole
-        self._to_come = 0.0  # their forwards with gradients that have not ended
-        self._is_paired = False  # a forward and a backward take turns
-        self._step = 0  # how many have ended or were dropped
-        self._active: list[_ForwardRun] = []  # whose backward has begun
-        self._in_backward = False  # or in one that has failed
-        self._left: list[WeightGradients] = []  # in the order of their D's
+        # In a pair the forward uses `_depth`, `_outer`, and units' `runs[False]` and `forwards`.
+        # The backward uses `_active`, `_in_backward`, and units' `runs[True]` and `backwards`.
+        # Both read `waiting` and `_to_come`. A forward counts in `_to_come` until it has ended,
+        # because only then do all its units wait for its backward.
+        self._depth = 0  # nested forwards of hooked modules that run
+        self._outer: _ForwardRun | None = None  # run of the outermost of these forwards
+        self._in_step = False  # whether announced micro-batches share resident units
+        self._to_come = 0.0  # announced forwards with gradients that have not ended
+        self._is_paired = False  # whether a forward and a backward alternate
+        self._step = 0  # number of steps that have ended or were dropped
+        self._active: list[_ForwardRun] = []  # runs whose backward has begun
+        self._in_backward = False  # stays True after a backward that failed
+        self._left: list[WeightGradients] = []  # deferred products, in the order of their D's
         self.progress: Callable[[], Progress | None] = lambda: None
         for unit in units:
             for module in unit.modules:
@@ -92,7 +92,7 @@ class Engine:
                 module.register_forward_hook(after, always_call=True)
 
     def free(self) -> None:
-        """Free all units; no backward is waited for. No communication."""
+        """Reshard all units, also those whose backward has not ended. No communication."""
         self._depth, self._outer = 0, None
         for unit in self.units:
             unit.forwards = unit.backwards = 0
@@ -102,20 +102,20 @@ class Engine:
             unit.free()
 
     def start_micro_batches(self, *, to_come: float) -> None:
-        """Announce micro-batches that share what stays whole with the others of their step.
+        """Announce micro-batches, which share resident units with the others of their step.
 
         Args:
-            to_come: forwards of the model with gradients until the last of the step has begun;
-                `math.inf` = more will be announced, 0 = whatever runs now is the last micro-batch.
+            to_come: number of forwards with gradients until the last one of the step has begun;
+                `math.inf` = more will be announced, 0 = the micro-batch that runs now is the last.
         """
         if not self._in_step:
             self.free()
         self._in_step, self._to_come = True, to_come
 
     def end_micro_batches(self) -> None:
-        """End a step's micro-batches: run and reduce what is left of them, free all.
+        """End a step's micro-batches: compute deferred products, reduce and reshard all units.
 
-        Collective where weight gradients are left, and for a forward whose backward did not come.
+        Collective if products are left, or if a forward had no backward.
         """
         self._to_come = 0
         for later in self._left.copy():
@@ -127,12 +127,12 @@ class Engine:
         self.free()
 
     def end_step(self) -> None:
-        """Free all units before weights change; a backward of a forward until now will raise."""
+        """Reshard all units before weights change; backwards of earlier forwards raise."""
         self._step += 1
         self.free()
 
     def drop_step(self) -> None:
-        """Free all units, and drop their gradients and their step's micro-batches."""
+        """Reshard all units, and drop their gradients and their step's micro-batches."""
         self._in_step, self._to_come = False, 0
         progress = self.progress()
         if progress is not None:
@@ -146,13 +146,12 @@ class Engine:
 
     @contextmanager
     def deferring(self, later: WeightGradients) -> Iterator[None]:
-        """Return the context of backwards that leave products of weight gradients.
+        """Return a context in which every backward defers products of weight gradients.
 
-        The backwards run as of any loss, without `inputs`: gradients go to parameters. Any backward
-        within defers.
+        The backwards must be called without `inputs`: gradients go to parameters.
 
         Args:
-            later: takes them, of this engine alone.
+            later: record that gets the products; used with this engine only.
         """
         later.bind(partial(self._run_within_step, later))
         if later not in self._left:
@@ -171,7 +170,7 @@ class Engine:
             self._run(later)
 
     def _run(self, later: WeightGradients) -> None:
-        """Compute what backwards have left, and reduce its units."""
+        """Compute the deferred products of `later`, and reduce their units."""
         self._check_whole()
         self._in_backward = True
         for unit in reversed(self.units):
@@ -185,7 +184,7 @@ class Engine:
 
     @contextmanager
     def paired(self) -> Iterator[None]:
-        """Within, a forward and a backward of announced micro-batches take turns."""
+        """Return a context in which one announced forward alternates with one backward."""
         self._check_whole()
         self._is_paired = True
         try:
@@ -194,7 +193,8 @@ class Engine:
             self._is_paired = False
 
     def resume(self, is_backward: bool) -> None:
-        """Let what runs of a pair's forward, or of its backward, have its units again."""
+        """Make the units whole that a side of a pair uses, when that side gets the baton back."""
+        # The other side may have resharded them, or taken their buffers.
         for unit in self.units:
             if unit.runs[is_backward] or (is_backward and unit.backwards):
                 self._use(unit, ())
@@ -211,11 +211,11 @@ class Engine:
                 self._outer = run
             self._depth += 1
         unit.forwards += 1
-        unit.runs[is_again].append(run)  # from here on `_after` ends what has begun
+        unit.runs[is_again].append(run)  # from here on `_after` undoes these counts
         is_first = module is unit.modules[0] and not is_again
         self._use(unit, unit.ahead_in_forward if is_first else ())
-        # A recomputed forward is of a backward that runs. Reentrant checkpoints have no gradients
-        # in forward: there the whole forward waits.
+        # A recomputed forward belongs to a backward that runs, so it does not wait for one. In a
+        # reentrant checkpoint's forward gradients are off: the outermost run waits in its place.
         waits = None if is_again else run or self._outer
         if waits is not None:
             waits.wait_in(unit)
@@ -237,7 +237,7 @@ class Engine:
             for leaf in _leaves(output):
                 if _has_grad(leaf):
                     self._border(leaf).begins.append(run)
-        if is_again:  # behind a recomputed forward comes its backward
+        if is_again:  # the backward of a recomputed forward follows and reshards the unit
             return
         if not (unit.in_use or unit.options.stays):
             unit.free()
@@ -246,15 +246,15 @@ class Engine:
             self._end(module, has_failed=output is None)
 
     def _start(self) -> None:
-        """Begin a forward that is in no other: an optimizer, or the caller, may have written."""
+        """Begin an outermost forward: read parameters that an optimizer or the caller changed."""
         if not self._is_paired:
             self._check_whole()
         if not self._in_step:
             self.free()
-        with torch.no_grad():  # in which it costs a fifth to look at a DTensor's part
+        with torch.no_grad():  # reading a DTensor's local part takes a fifth of the time in it
             for unit in self.units:
                 if not self._in_backward:
-                    unit.drop_marks()  # the end of backward has waited for all of them
+                    unit.drop_marks()  # the end of backward has waited for all marks
                 unit.refresh()
         self._streams.start()
 
@@ -274,7 +274,7 @@ class Engine:
             )
 
     def _end(self, module: nn.Module, *, has_failed: bool) -> None:
-        """End a forward that is in no other: what stays whole is not for the caller to see."""
+        """End an outermost forward: modules get sharded parameters, which the caller may read."""
         self._outer = None
         if module is self._root and torch.is_grad_enabled():
             self._to_come = max(0, self._to_come - 1)
@@ -284,10 +284,10 @@ class Engine:
         for unit in self.units:
             unit.register(whole=False)
             if unit.state is State.GATHERING and not self._shares(unit):
-                unit.free()  # gathered for a module that did not run
+                unit.free()  # prefetched for a module that did not run
 
     def _use(self, unit: Unit, ahead: Sequence[Unit]) -> None:
-        """Let modules have a unit's whole parameters, and begin to gather others."""
+        """Give modules a unit's whole parameters, and prefetch other units."""
         unit.wait()
         unit.register(whole=True)
         for other in ahead:
@@ -295,7 +295,7 @@ class Engine:
                 other.gather()
 
     def _border(self, leaf: Tensor) -> _Border:
-        """Return what happens when the gradient of a value comes."""
+        """Return the border of a value, whose hook runs when its gradient is computed."""
         found: _Border | None = getattr(leaf, BORDER, None)
         if found is None or found.version != version(leaf) or found.engine is not self:
             found = _Border(self, version(leaf), is_leaf=leaf.is_leaf)
@@ -304,7 +304,7 @@ class Engine:
         return found
 
     def begin(self, run: _ForwardRun) -> None:
-        """Begin the backward of a forward: the gradient of one of its outputs has come."""
+        """Begin the backward of a forward: the gradient of one of its outputs is computed."""
         if torch.is_grad_enabled() and continues():
             raise NotImplementedError(
                 "create_graph (True) must be False for a model of parallelize_moe, whose gathered "
@@ -329,7 +329,7 @@ class Engine:
         self._use(run.unit, run.unit.ahead_in_backward if is_first else ())
 
     def end(self, run: _ForwardRun) -> None:
-        """End the backward of a forward, when the gradient of its last input has come."""
+        """End the backward of a forward, when the gradient of its last input is computed."""
         run.pending -= 1
         if run.pending or not run.is_active:
             return
@@ -366,7 +366,7 @@ class Engine:
         self._in_backward = False
 
     def _reduce(self, unit: Unit) -> None:
-        """Reduce gradients, or add them to those of the step where it will bring more."""
+        """Reduce a unit's gradients, or accumulate them if the step will add more."""
         accumulates = unit.options.accumulates and self._shares(unit)
         unit.gradients.reduces = not (
             accumulates and (self._gets_more(unit) or self._is_left(unit))
@@ -374,15 +374,15 @@ class Engine:
         unit.gradients.reduce()
 
     def _is_left(self, unit: Unit) -> bool:
-        """Whether backwards have left weight gradients of a unit."""
+        """Whether deferred products of a unit are left."""
         return any(later.holds(unit.gradients) for later in self._left)
 
     def _gets_more(self, unit: Unit) -> bool:
-        """Whether later backwards of a step need a unit as it is."""
+        """Whether later backwards of the step use a unit's whole parameters and add gradients."""
         return self._shares(unit) and bool(unit.waiting or self._to_come)
 
     def _shares(self, unit: Unit) -> bool:
-        """Whether forwards of a step share a unit."""
+        """Whether micro-batches of the step share a unit."""
         return self._in_step and unit.options.stays
 
 
@@ -390,9 +390,9 @@ class _ForwardRun:
     """One forward of a module with gradients.
 
     Attributes:
-        step: of the engine, in which it ran.
+        step: number of the engine's step in which the forward ran.
         is_active: whether its backward has begun and not ended.
-        pending: inputs whose gradient has not come in it.
+        pending: number of inputs whose gradient its backward has not computed.
     """
 
     __slots__ = ("_waits_in", "inputs", "is_active", "module", "pending", "step", "unit")
@@ -403,27 +403,31 @@ class _ForwardRun:
         self._waits_in: list[Unit] = []
 
     def wait_in(self, unit: Unit) -> None:
-        """Let a unit know that a backward of this forward is to come."""
+        """Add this run to a unit's `waiting`: its backward is expected."""
         unit.waiting.add(self)
         self._waits_in.append(unit)
 
     def end_waiting(self) -> None:
-        """Let units know that it has come."""
+        """Remove this run from the `waiting` of all units."""
         for unit in self._waits_in:
             unit.waiting.discard(self)
         self._waits_in.clear()
 
 
 class _Border:
-    """A value between modules. Its gradient ends the backward of what read it, and begins others.
+    """Hook of a value between modules.
+
+    The gradient of the value ends the backward of the runs that read the value (`ends`), and begins
+    the backward of the runs that returned it (`begins`).
 
     Attributes:
-        version: of the value, which a change in place would make another one.
-        is_leaf: whether forwards may share it: then each backward drops what waits for none.
+        version: version of the value; after a change in place the value gets a new border.
+        is_leaf: whether forwards may share the value; then a backward drops the runs that
+            wait for no backward.
     """
 
     __slots__ = ("begins", "ends", "engine", "is_leaf", "version")
-    __torch_unserializable__ = True  # a copy of the value has none, and nobody is warned
+    __torch_unserializable__ = True  # copies of the value have no border; no warning
 
     def __init__(self, engine: Engine, version: int, *, is_leaf: bool) -> None:
         self.engine, self.version, self.is_leaf = engine, version, is_leaf
@@ -462,12 +466,12 @@ def _differs(leaf: Any, dtype: torch.dtype) -> bool:
 
 
 def free_units(model: nn.Module) -> None:
-    """Free what the units of a model hold whole; nothing for a plain one."""
+    """Reshard all units of a model; a plain model has none."""
     for engine in engines_of(model):
         engine.free()
 
 
 def progress_of(model: nn.Module) -> Progress | None:
-    """Return where the step of a model is; None for one without a `TrainStep`."""
+    """Return the progress of a model's step; None for a model without a `TrainStep`."""
     found = (engine.progress() for engine in engines_of(model))
     return next((progress for progress in found if progress is not None), None)

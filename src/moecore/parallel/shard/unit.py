@@ -1,13 +1,16 @@
-"""Unit: parameters that are gathered, freed and reduced together, and the state that they are in.
+"""Unit: parameters that are all-gathered, resharded and reduced together, and their state.
 
     SHARDED --gather()--> GATHERING --wait()--> WHOLE --free()--> SHARDED
-    GATHERING --free()--> SHARDED      a prefetch that nobody used
+    GATHERING --free()--> SHARDED      a prefetch without a use
 
-A unit is in use between the start and the end of a forward of its modules, and from the gradient
-of such a forward's outputs to that of its inputs. No prefetch takes its buffer then. Another unit
-that runs takes it from one whose backward has not ended, as where no input needs a gradient. What
-autograd has saved of a unit that is SHARDED cannot be read: the versions of its whole parameters
-say that they were overwritten, and backward raises.
+A unit is made of modules and shards of their parameters. `wait` gives the modules whole parameters
+in a buffer, which units use in turn.
+
+A unit is in use during a forward of its modules, and in backward from the gradient of such a
+forward's outputs to the gradient of its inputs. A prefetch does not take the buffer of a unit in
+use. A unit whose module runs may take the buffer of a unit whose backward has not ended: where no
+input needs a gradient, no gradient ends the backward. While a unit is SHARDED, a backward that
+reads its saved parameters raises, because their versions count as changed.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from moecore.parallel.shard.transport import UnitTransport, transport_of
 
 
 class State(enum.Enum):
-    """Where the values of a unit are; see the module."""
+    """Whether a unit's values are in shards, on their way to its buffer, or in it."""
 
     SHARDED = enum.auto()
     GATHERING = enum.auto()
@@ -47,10 +50,10 @@ class UnitOptions:
     """How a unit computes and communicates.
 
     Attributes:
-        reduce_dtype: in which gradients are summed.
-        cast_inputs: to which floating inputs of its modules are cast; None = as they are.
-        stays: whether it stays whole from forward to backward.
-        accumulates: whether its gradients wait for the last micro-batch of a step.
+        reduce_dtype: dtype in which gradients are summed.
+        cast_inputs: dtype to which floating inputs of the modules are cast; None = no cast.
+        stays: whether the unit is resident.
+        accumulates: whether gradients of a step's micro-batches are added before one reduction.
     """
 
     name: str
@@ -62,12 +65,12 @@ class UnitOptions:
 
 
 class Unit:
-    """Modules whose parameters live together.
+    """Modules whose parameters are one unit.
 
     Args:
-        params: of one dtype and mesh.
-        shard_group: ranks that hold shards; None = this rank alone.
-        replicas: groups of ranks that hold the same shards.
+        params: parameters of one dtype and mesh.
+        shard_group: ranks that own the shards; None = this rank alone.
+        replicas: groups of ranks that own the same shards.
     """
 
     def __init__(
@@ -88,10 +91,10 @@ class Unit:
         self.ahead_in_backward: list[Unit] = []
         self._layout, self._format = layout, format
         self.state = State.SHARDED
-        # Of the forwards that run, the innermost last; recomputed ones, of a backward, apart.
+        # Runs of forwards that have not ended, innermost last: [0] first ones, [1] recomputed ones.
         self.runs: tuple[list[Any], list[Any]] = ([], [])
-        self.forwards = 0  # of its modules that run
-        self.backwards = 0
+        self.forwards = 0  # forwards of its modules that run
+        self.backwards = 0  # backwards of its modules that run
         self.waiting: set[Any] = set()  # runs whose backward has not ended
         self._streams = streams
         self._transport: UnitTransport | None = None
@@ -109,24 +112,24 @@ class Unit:
         )
         self._gathered = streams.mark()
         self._views: UnitViews | None = None
-        self._counting: list[Tensor] = []  # what counts changes of whole parameters
-        self._current: list[int] = []  # its versions while their values are there
-        self._overwritten: list[int] = []  # and while they are not
+        self._counting: list[Tensor] = []  # tensors whose versions autograd checks
+        self._current: list[int] = []  # their versions while the unit's values are in the buffer
+        self._overwritten: list[int] = []  # their versions while the unit is SHARDED
         self.buffer: Buffer[Unit] | None = None  # None = the shards are the whole parameters
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is gathered."""
+        """Dtype of the all-gathered values."""
         return self._format.dtype
 
     @property
     def is_sharded(self) -> bool:
-        """Whether other ranks hold parts of its parameters."""
+        """Whether other ranks own shards of its parameters."""
         return self._transport is not None
 
     @property
     def device(self) -> torch.device:
-        """Of its shards."""
+        """Device of its shards."""
         return self.params[0].shard.device
 
     @property
@@ -135,7 +138,7 @@ class Unit:
         return bool(self.forwards or self.backwards)
 
     def refresh(self) -> None:
-        """Take the sharded parameters that stand in the modules now, and which are trained."""
+        """Read from the modules their present sharded parameters, and which ones are trained."""
         if self.state is State.SHARDED:
             changed = [param.refresh() for param in self.params]
             if any(changed) and self.buffer is None:
@@ -144,16 +147,16 @@ class Unit:
             param.follow()
 
     def gather(self) -> None:
-        """Begin to make the parameters whole; nothing where they are. Collective.
+        """Start the all-gather of a SHARDED unit. Collective.
 
         Raises:
-            RuntimeError: when a unit in use has the buffer.
+            RuntimeError: when a forward that has not ended uses the buffer.
         """
         if self.state is not State.SHARDED:
             return
         self._take_buffer()
-        # Selective checkpointing must see the same operations in forward and in recomputation, of
-        # which one may find the unit gathered.
+        # Selective checkpointing must see equal operations in forward and in recomputation, but
+        # only one of the two may need this all-gather.
         with torch.no_grad(), no_dispatch_modes():
             self._gather()
         self.state = State.GATHERING
@@ -161,7 +164,7 @@ class Unit:
     def _gather(self) -> None:
         if not self._counting:
             self._make_wholes()
-            self._streams.start()  # the current stream may use what it has freed
+            self._streams.start()  # new memory: the current stream may still use it
         if self.buffer is not None and self._views is not None:
             with self._streams.gathering() if self.is_sharded else nullcontext():
                 self.buffer.mark.wait()
@@ -170,14 +173,14 @@ class Unit:
         set_versions(self._counting, self._current)
 
     def can_gather(self) -> bool:
-        """Whether no unit in use, or about to be, has its buffer."""
+        """Whether the buffer is in no other unit that is in use or GATHERING."""
         holder = None if self.buffer is None else self.buffer.holder
         if holder is None or holder is self:
             return True
         return not holder.in_use and holder.state is not State.GATHERING
 
     def wait(self) -> None:
-        """Gather what is not, and let the current stream wait for it."""
+        """Make the unit WHOLE; the current stream waits for its all-gather."""
         if self.state is State.SHARDED:
             self.gather()
         if self.state is State.GATHERING:
@@ -185,13 +188,13 @@ class Unit:
             self.state = State.WHOLE
 
     def register(self, *, whole: bool) -> None:
-        """Let modules have whole or sharded parameters."""
+        """Give the modules of a WHOLE unit its whole, or its sharded, parameters."""
         if self.state is State.WHOLE:
             for param in self.params:
                 param.register(param.whole if whole else param.sharded)  # type: ignore[arg-type]
 
     def free(self) -> None:
-        """Give the buffer to others. No communication."""
+        """Reshard: free the buffer for other units. No communication."""
         if self.state is State.SHARDED:
             return
         self.register(whole=False)
@@ -204,7 +207,7 @@ class Unit:
         self.state = State.SHARDED
 
     def drop_marks(self) -> None:
-        """Let nothing wait for what is done, which may be no part of a CUDA graph."""
+        """Clear marks of finished work, for which a CUDA graph must not wait."""
         if self.buffer is not None:
             self.buffer.mark.clear()
         self.gradients.drop_marks()
@@ -214,7 +217,7 @@ class Unit:
             return
         holder = self.buffer.holder
         if holder is not None and holder is not self:
-            # A forward that takes turns with this backward, or the other way, gathers again.
+            # In a pair the other side may have the buffer: `Engine.resume` repeats its all-gather.
             if holder.runs[is_recomputing()]:
                 raise RuntimeError(
                     f"{self.options.name} and {holder.options.name} must not run at one time, "
@@ -224,7 +227,7 @@ class Unit:
         self.buffer.holder = self
 
     def _make_wholes(self) -> None:
-        """Make the whole parameters, of the buffer or of the shards, which they are."""
+        """Make the whole parameters: views of the buffer, or without a buffer of the shards."""
         with torch.inference_mode(False):
             data = [param.shard for param in self.params]
             if self.buffer is not None:
@@ -238,7 +241,7 @@ class Unit:
         self._overwritten = [n + 1 for n in self._current]
 
     def _fill(self, views: UnitViews) -> None:
-        """Gather into the buffer; on the stream of gathers."""
+        """All-gather into the buffer; called on the stream of all-gathers."""
         params = self.params
         self._format.fill(params, views.own)
         if self._transport is None:
