@@ -229,10 +229,7 @@ def _kept_of(run: TrainingRun) -> ModelKept:
     model = Decoder(run.model, device="meta", dtype=run.dtype)
     tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
     with fake_world(run.num_gpus), quiet(), meta_as("cuda"):
-        meshes, how = (
-            build_meshes(run.parallel, "cpu"),
-            dict(precision=run.precision, fsdp=run.fsdp),
-        )
+        meshes = build_meshes(run.parallel, "cpu")
         how = dict(precision=run.precision, fsdp=run.fsdp)
         parallelize_moe(model, meshes, dispatcher="alltoall", **how)  # type: ignore[arg-type]
         return kept_bytes(
