@@ -155,9 +155,9 @@ class StageTransport:
 
     def _free(self, target: int, item: int) -> None:
         """Free the messages that another rank has read in its items up to `item`."""
-        # When a message from a rank has arrived, that rank has read the messages of all its items up
-        # to the sender's item. Without this a host far ahead of the GPU would hold sent tensors for
-        # a whole step.
+        # When a message from a rank has arrived, that rank has read the messages of all its items,
+        # up to the item that sent it. Without this a host far ahead of the GPU would hold sent
+        # tensors for a whole step.
         read = self._items[target].read
         self._wait_for(lambda sent: sent.target == target and read[sent.message] <= item)
 
