@@ -1,13 +1,13 @@
-"""Router(x_TD) -> Routing: which experts each token goes to, and with which weight.
+"""Router: chooses the experts of each token, and the weight of each choice.
+
+    x_TD -> jitter -> logits_TE -> choice -> weights_TK -> padding and capacity -> Routing
 
 Legend: T local tokens, N tokens of the whole micro-batch, D model dim, E experts, K experts per
-token (E where the experts choose).
+token (E if the experts choose).
 
-    jitter -> logits -> choice -> weights of the choice -> padding and capacity
-
-Logits, scores and weights are fp32 (or fp64), whatever the dtype of x: a rounded score picks
-another expert, which no later precision repairs. `parallelize_moe` keeps the router's weight out
-of mixed precision for the same reason. Among equal scores the lower expert id wins.
+Logits, scores and weights are fp32 (or fp64) for any dtype of x: a rounded score may choose another
+expert, and no later precision repairs that. `parallelize_moe` excludes the router's weight from
+mixed precision for the same reason. Of equal scores the lower expert id wins.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.options = _options(config)  # no field of it changes with `set_config`
+        self.options = _options(config)  # `set_config` changes no field of it
         self.expert_bias_name = expert_bias_name
         self.tape: ChoiceTape | None = None
-        # (T, E, K, device) -> int32 ids [T, K], whatever the scores; see moe/forced.py.
+        # (T, E, K, device) -> int32 ids [T, K] for any scores; see moe/forced.py.
         self.forced_ids: Callable[[int, int, int, torch.device], Tensor] | None = None
         E, D = config.num_experts, config.dim
         self.weight = nn.Parameter(torch.empty(E, D, device=device, dtype=dtype))
@@ -67,17 +67,17 @@ class Router(nn.Module):
 
     @property
     def selection_bias(self) -> Tensor | None:
-        """The fp32 [E] buffer added to the scores for selection, or None."""
+        """The fp32 [E] buffer that is added to the scores for the choice, or None."""
         return self._buffers.get(self.expert_bias_name)
 
     @property
     def chooses_alone(self) -> bool:
-        """Whether a token's experts depend on no other token: then no rank waits for others."""
+        """Whether a token's experts depend on no other token, so a forward has no collective."""
         is_own = self._factor() is None and self.config.assignment == "learned"
         return is_own and not (self.training and self.config.balance.bias_per_micro_batch)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
-        """Move like any module, but keep the selection bias in fp32: its steps are small."""
+        """Move like any module; the selection bias stays fp32, because its steps are small."""
         bias = self.selection_bias
         super()._apply(fn, recurse)
         moved = self.selection_bias
@@ -86,7 +86,7 @@ class Router(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load like any module; with assign=True, too, the selection bias stays in fp32."""
+        """Load like any module; the selection bias stays fp32, also with assign=True."""
         key = prefix + self.expert_bias_name
         if key in state_dict:
             state_dict[key] = state_dict[key].float()
@@ -103,12 +103,12 @@ class Router(nn.Module):
         """Route T tokens.
 
         Args:
-            x_TD: any float dtype.
-            micro_batch: where they stand; None = one sequence on this rank alone.
+            x_TD: tokens of any float dtype.
+            micro_batch: sequences and ranks of the tokens; None = one sequence on this rank alone.
 
         Returns:
-            The routing of these tokens; no host sync. Collective over `micro_batch.group` where
-            tokens are compared: capacity, Sinkhorn, expert choice, a bias per micro-batch.
+            The routing of the T tokens; no host sync. Collective over `micro_batch.group` if tokens
+            are compared: with a capacity, Sinkhorn, expert choice, or a bias per micro-batch.
         """
         micro_batch = micro_batch or MicroBatch()
         if self.config.router_jitter and self.training:
@@ -139,7 +139,7 @@ class Router(nn.Module):
         return router_logits(x_TD, weight_ED, bias_E)
 
     def _choose(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return int32 ids and fp32 weights [T, K], as given or of the router's own choice."""
+        """Return int32 ids and fp32 weights [T, K] of the tape's choice, or of the router's own."""
         if self.tape is not None:
             T, device = logits_TE.shape[0], logits_TE.device
             logits = logits_TE.detach()
@@ -149,7 +149,7 @@ class Router(nn.Module):
         return self._own(logits_TE, micro_batch)
 
     def _own(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return int32 ids and fp32 weights [T, K], from the scores or by rule."""
+        """Return int32 ids and fp32 weights [T, K] of the router's own choice."""
         options, choice = self.options, self.config.assignment
         if self.forced_ids is not None:
             T, E = logits_TE.shape
@@ -162,14 +162,14 @@ class Router(nn.Module):
         return ids_TK, route_weights(logits_TE, ids_TK, options)
 
     def _bias(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor | None:
-        """Return the bias under which these tokens choose: the layer's, or their own."""
+        """Return the bias of the choice: the layer's, or one for this micro-batch."""
         bias_E = self.selection_bias
         if bias_E is None or not (self.training and self.config.balance.bias_per_micro_batch):
             return bias_E
         return bias_of_micro_batch(logits_TE, bias_E, self.config, micro_batch)
 
     def _assign(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Return the ids of the rules that compare tokens."""
+        """Return ids [T, K] of Sinkhorn or expert choice, which compare tokens."""
         config, E, K = self.config, self.config.num_experts, self.config.top_k
         logits_NE, padding_N = micro_batch.gather(logits_TE), micro_batch.gather_padding()
         if config.assignment == "sinkhorn":
@@ -181,7 +181,7 @@ class Router(nn.Module):
     def _drop(
         self, ids_TK: Tensor, weights_TK: Tensor, micro_batch: MicroBatch
     ) -> tuple[Tensor, int | None]:
-        """Return the ids with -1 for what is over capacity, and the most that an expert takes."""
+        """Return the ids with -1 for dropped choices, and the most tokens per expert or None."""
         config, factor, K = self.config, self._factor(), self.config.top_k
         if factor is None:
             return ids_TK, None
@@ -189,7 +189,7 @@ class Router(nn.Module):
         N = ids_TK.shape[0] * micro_batch.num_ranks
         most, capacity = capacity_of(factor, N, K, config.num_experts, padding_N)
         if config.assignment == "expert_choice" and self.tape is None:
-            return ids_TK, most  # experts took no more than that; a replayed choice may have
+            return ids_TK, most  # experts chose at most that many; a tape's choice may have more
         tokens_N = position_order(
             N, micro_batch.num_sequences, padding_N, ids_TK.device, micro_batch.cu_seqlens
         )
@@ -204,7 +204,7 @@ class Router(nn.Module):
         return ids_TK.masked_fill(~micro_batch.own(stays_NK), -1), most
 
     def _factor(self) -> float | None:
-        """The capacity factor of this mode; None = no limit."""
+        """Return the capacity factor for training or eval; None = no limit."""
         capacity, experts_choose = self.config.capacity, self.config.assignment == "expert_choice"
         if capacity is None:
             return 1.0 if experts_choose else None
@@ -214,18 +214,18 @@ class Router(nn.Module):
 
 
 def _jittered(x_TD: Tensor, width: float) -> Tensor:
-    """Return x in fp32 (fp64 stays) times factors from [1 - width, 1 + width]."""
+    """Return x in fp32 (fp64 if x is) times random factors from [1 - width, 1 + width]."""
     x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
     return x_TD * torch.empty_like(x_TD).uniform_(1 - width, 1 + width)
 
 
 def best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
-    """Return int32 [T, K]: each token's best scores, without bias and group limits.
+    """Return int32 [T, K]: experts with each token's best scores, without bias and group limits.
 
-    One kernel, and one more with padding, whose ids are -1. No gradient.
+    Runs one kernel, and a second with padding, whose ids are -1. No gradient.
 
     Args:
-        padding_mask_T: bool, True = padding; None = none.
+        padding_mask_T: bool, True = padding; None = no padding.
     """
     options = replace(_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)

@@ -1,6 +1,9 @@
-"""The balance record of a model: what one optimizer step routed, and the expert biases' next step.
+"""MoEState, the balance record of a model: sums a step's loads, and moves the expert biases.
 
-Legend: E experts, X columns of one layer's counts.
+    loads of each layer's tracker -> one all-reduce -> MoEMetrics
+                                                    -> expert biases move
+
+Legend: L layers, E experts, X columns of one layer's margins.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ class MoEState:
     """The balance record that a parallelized model owns: `moe_state(model)`.
 
     Args:
-        layers: name -> layer, every RoutedLayer of the model; names of activation checkpointing's
-            wrappers are taken out.
+        layers: every RoutedLayer of the model by name; wrappers of activation checkpointing are
+            removed from the names.
         loss: "mean" or "sum", the loss convention of `parallelize_moe`.
-        check_parameters: raises when the model's gradients were not those of all ranks.
+        check_parameters: function that raises if gradients were not reduced over all ranks.
     """
 
     def __init__(
@@ -55,7 +58,8 @@ class MoEState:
     def set_num_micro_batches(self, num_micro_batches: int) -> None:
         """Set how many micro-batches one optimizer step accumulates.
 
-        Auxiliary losses are divided by it; no other factor on the main loss reaches them.
+        Auxiliary losses are divided by that number. No other factor of the main loss applies to
+        auxiliary losses, except `set_loss_scale`.
         """
         check_value("num_micro_batches", num_micro_batches, NumMicroBatches)
         self.num_micro_batches = num_micro_batches
@@ -67,44 +71,46 @@ class MoEState:
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """The loss scale that auxiliary losses get; None = 1."""
+        """The loss scale of auxiliary losses; None = 1."""
         return None if self._loss_scale is None else self._loss_scale()
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
-        """Set what auxiliary losses are multiplied by as the main loss is: `train/loss_scale.py`.
+        """Set the loss scale of the main loss for auxiliary losses: see `train/loss_scale.py`.
 
         Args:
-            scale: fp32 scalar on the device, read by each backward; it ends with its owner.
+            scale: fp32 scalar on the device, which each backward reads; referred to weakly.
         """
         self._loss_scale = None if scale is None else weakref.ref(scale)
         for layer in self.layers.values():
             layer.tracker.loss_scale = self._loss_scale
 
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
-        """Reduce the step's counts, move the expert biases, and start counting anew.
+        """Reduce the step's counts, move the expert biases, and clear the counts.
 
-        `TrainStep.finish` does it in two parts. Biases stay in a step that was `skipped`: a bool,
-        or a bool scalar on the device, for which nothing waits.
+        `TrainStep.finish` does this in two parts. In a skipped step biases do not move.
+
+        Args:
+            skipped: whether the step was skipped; a bool scalar on the device causes no host sync.
         """
         self.check_step()
         return self.reduce_step(skipped=skipped)
 
     def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
-        """Announce a micro-batch, or several in flight: those of a step share casts of weights."""
+        """Announce one micro-batch, or several in flight; those of a step share cast weights."""
         for layer in self.layers.values():
             layer.part("experts").reader.start_micro_batch(is_last=is_last)
             if in_flight:
                 layer.tracker.start_in_flight()
 
     def check_step(self) -> None:
-        """Raise before anything moves when gradients or losses of the step can not be right."""
+        """Raise if gradients or auxiliary losses of the step are wrong; biases have not moved."""
         if self._check_parameters is not None:
             self._check_parameters()
         self._check_micro_batches()
 
     @torch.no_grad()
     def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:
-        """Return what all ranks counted, move the biases, and start counting anew."""
+        """Return the counts of all ranks, move the biases, and clear the counts."""
         if not self.layers:
             return MoEMetrics()
         counts = {name: self._counts(layer) for name, layer in self.layers.items()}
@@ -120,12 +126,12 @@ class MoEState:
 
     @property
     def tapes(self) -> list[ChoiceTape]:
-        """What gives or takes the choices of one forward after the other."""
+        """Tapes that record or replay choices, one per router that has a tape."""
         routers = [layer.part("router") for layer in self.layers.values()]
         return [r.tape for r in routers if r is not None and r.tape is not None]
 
     def _check_micro_batches(self) -> None:
-        """Raise before anything moves when auxiliary losses had the wrong scale."""
+        """Raise if auxiliary losses had the wrong scale; biases have not moved."""
         trackers = {name: layer.tracker for name, layer in self.layers.items()}
         seen = {n: t.num_micro_batches for n, t in trackers.items() if t.config.balance.needs_loss}
         for name, count in seen.items():
@@ -139,11 +145,9 @@ class MoEState:
                 )
 
     def _sum_over_ranks(self, counts: Mapping[str, LoadCounts]) -> MoEMetrics:
-        """Return what all ranks counted. One collective, and few launches for all layers together.
-
-        Every rank packs every layer, counted or not: all reduce the same length. fp64 carries
-        counts exactly (to 2^53) beside the losses in one tensor.
-        """
+        """Return the counts of all ranks: one collective, and few launches for all layers."""
+        # Every rank packs every layer, counted or not, so the length is the same on all ranks. One
+        # fp64 tensor has the losses, and counts exactly up to 2^53.
         chosen = {name: c.chosen_E for name, c in counts.items()}
         losses = {name: c.losses for name, c in counts.items()}
         entropies = {name: c.entropy_2 for name, c in counts.items()}
@@ -162,7 +166,8 @@ class MoEState:
         all_chosen, all_losses, all_entropies, *others = packed.split([len(p) for p in parts])
         units_L, tokens_L = all_entropies.view(-1, 2).unbind(1)
         entropy_L = units_L * UNIT / tokens_L.clamp(min=1)
-        # As set, not as counted: replays of a CUDA graph run no Python, and the rest is checked.
+        # The number that was set, not the tracker's count: replays of a CUDA graph run no Python.
+        # Outside of graphs `_check_micro_batches` has compared the two.
         shares = self.num_micro_batches * self.groups.data_ranks
         metrics = MoEMetrics(
             tokens_per_expert=_split(all_chosen.long(), chosen),
@@ -188,7 +193,7 @@ class MoEState:
         chosen: Mapping[str, Tensor],
         skipped: bool | Tensor,
     ) -> None:
-        """Move the selection biases of layers that are alike, unless the step was skipped."""
+        """Move the selection biases of layers with equal options, unless the step was skipped."""
         config = self.layers[names[0]].config
         rate = config.balance.bias_update_rate
         biases = [self.layers[name].part("router").selection_bias for name in names]
@@ -212,7 +217,7 @@ class MoEState:
             layer.drop_step()
 
     def _counts(self, layer: Any) -> LoadCounts:
-        """The layer's counts of this step; zeros when it has none."""
+        """Return the layer's counts of this step; zeros if it has counted nothing."""
         tracker = layer.tracker
         if tracker.counts is not None:
             return tracker.counts
@@ -225,12 +230,12 @@ def _device_of(layer: Any) -> torch.device:
 
 
 def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts of one tensor by the names of what it was made of."""
+    """Split `flat` into parts with the names and lengths of `like`."""
     return dict(zip(like, flat.split([len(t) for t in like.values()]), strict=True))
 
 
 def _alike(layers: Mapping[str, Any]) -> list[list[str]]:
-    """Return the names of layers whose biases move, by what they have in common."""
+    """Return lists of names of layers whose biases move; each list has equal options."""
     groups: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         config = layer.config

@@ -1,4 +1,4 @@
-"""Attached: what `parallelize_moe` leaves on a model, in one record, and how it is found again."""
+"""Attached: the record that `parallelize_moe` stores on a model, and functions that find it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ ATTACHED = "_moecore_attached"  # attribute of a parallelized model
 
 @dataclass(kw_only=True, slots=True)
 class Attached:
-    """What is known of a parallelized model; each phase of `parallelize_moe` adds to it.
+    """The record of a parallelized model; each phase of `parallelize_moe` adds its results.
 
     Attributes:
-        layers: their MoE layers by name.
-        dtype: of the model's first parameter, before it was sharded.
-        layout: its pipeline stages; None = it is whole.
-        exchanges: of dispatcher "nvlink"; None with any other.
-        shared_by: who shares a micro-batch, for each cp of dynamic ones.
-        engine: when units are gathered and reduced; None = something else shards.
-        compiled: modules inside of what torch.compile runs.
-        offload: of activations; None = they stay.
-        stash: pages for rows; None = none.
-        state: the balance record, from the phase that makes it.
-        capacity: of exchanges and stash, likewise.
-        pipeline: the place among stages; None = it is whole.
-        all_stages: what the stages hold; None = it is whole.
+        layers: the model's MoE layers by name.
+        dtype: dtype of the model's first parameter, before it was sharded.
+        layout: layout of the pipeline stages; None = no stages.
+        exchanges: pool of dispatcher "nvlink"; None with any other dispatcher.
+        shared_by: group of ranks that share a micro-batch, by cp of dynamic context parallelism.
+        engine: engine that runs the units; None = the model is sharded without an engine.
+        compiled: modules inside of compiled modules.
+        offload: offload of saved tensors; None = no offload.
+        stash: pages for rows; None = no stash.
+        state: the balance record; None until its phase.
+        capacity: capacity of exchanges and stash; None until its phase.
+        pipeline: the rank's place among the stages; None = no stages.
+        all_stages: the stages that have each parameter; None = no stages.
     """
 
     request: Request
@@ -64,33 +64,33 @@ class Attached:
     all_stages: AllStages | None = None
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the blocks of the plan."""
+        """Return the modules of the plan's blocks."""
         return [model.get_submodule(name) for name in self.plan.blocks]
 
 
 def attached(model: nn.Module) -> Attached | None:
-    """Return the record of a model, or of the one in peft's wrapper; None = it has none."""
+    """Return the record of a model, or of the model in peft's wrapper; None without a record."""
     found: Attached | None = getattr(model, ATTACHED, None)
     return found
 
 
 def attached_in(model: nn.Module) -> list[Attached]:
-    """Return the records of the parallelized models that a model is or holds."""
+    """Return the record of a model, or the records of the parallelized models in it."""
     own = attached(model)
-    if own is not None:  # as is common; then nothing in it has been parallelized
+    if own is not None:  # then no module in it has a record
         return [own]
     found = (attached(module) for module in model.modules())
     return [record for record in found if record is not None]
 
 
 def request_of(model: nn.Module) -> Request | None:
-    """Return what `parallelize_moe` was asked for; None = the model has not been parallelized."""
+    """Return the request of `parallelize_moe`; None = the model has not been parallelized."""
     found = attached(model)
     return None if found is None else found.request
 
 
 def engines_of(model: nn.Module) -> list[Engine]:
-    """Return the engines of the parallelized models that a model is or holds."""
+    """Return the engine of a model, or the engines of the parallelized models in it."""
     return [found.engine for found in attached_in(model) if found.engine is not None]
 
 
@@ -110,7 +110,7 @@ def moe_state(model: nn.Module) -> MoEState:
 
 
 def capacity_of(model: nn.Module) -> Capacity:
-    """Return the holders of rows of a parallelized model, and what their shortage is."""
+    """Return the capacity record of a parallelized model."""
     found = attached(model)
     assert found is not None and found.capacity is not None, "its balance record was found"
     return found.capacity

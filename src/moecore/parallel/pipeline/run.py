@@ -1,18 +1,15 @@
-"""Runs a schedule on one rank: forwards and backwards of its stages, and what travels between.
+"""Runs a schedule on one rank: forwards and backwards of its stages, and their messages.
 
-    F   receive hidden states -> forward of the stage -> send its output; keep input and graph
+    F   receive hidden states -> forward of the stage -> send its output; store input and graph
     B   receive the gradient of that output -> backward -> send the gradient of the input
-    D   the same, but products that weight gradients are made of are kept
-    W   these products
+    D   B, with deferred products of weight gradients
+    W   the deferred products
 
-An `Overlap` is a forward beside a backward (`TrainStep.side_by_side`). What both have made leaves
-when both have ended, the output first: the order of messages is that of the schedule.
+Micro-batches of the model's arguments come in; their losses go out, on every rank.
 
-What is kept of a forward is its input and the edge of its graph: the output itself is freed when it
-has left. A loss is divided as `TrainStep` says before its backward.
-
-Where activations are offloaded, what the next item reads in backward starts to come back before an
-item runs, and what a forward has left to go out is freed when the item after it has run.
+An `Overlap` is a pair of a forward and a backward (`TrainStep.side_by_side`). With offload, the
+saved tensors of the next item's backward start to return before an item runs. Device memory of a
+forward's last block, if that is offloaded, is freed after the next item.
 """
 
 from __future__ import annotations
@@ -44,18 +41,18 @@ SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor 
 
 
 class StageOffload(Protocol):
-    """What keeps activations elsewhere between the forward of a stage and its backward."""
+    """Offloads the saved tensors of a stage's forward until its backward."""
 
     def chunk(self, *, leaves_whole: bool, held: Tensor | None) -> AbstractContextManager[Any]:
-        """Surround a forward; give what stands for it. What is held stays."""
+        """Return a context of a forward, which gives its chunk; `held` is not offloaded."""
         ...
 
     def bring_back(self, chunk: Any) -> None:
-        """Start to bring back what a forward has left: its backward is near."""
+        """Start to copy a forward's offloaded tensors back to the device."""
         ...
 
     def free(self, chunk: Any) -> None:
-        """Free what of a forward has gone elsewhere since it ended."""
+        """Free the device memory of the forward's last block, if it has been copied out."""
         ...
 
 
@@ -64,10 +61,10 @@ class Pipeline:
     """The place of a model among the stages of a pipeline.
 
     Attributes:
-        model: what runs this part's stages.
-        rank: of this part of it, among the pipeline ranks.
-        groups: see `StageTransport`.
-        offload: of this part's activations; None = they stay.
+        model: model that runs this rank's stages.
+        rank: this rank's index among the pipeline ranks.
+        groups: groups as in `StageTransport`.
+        offload: offload of this rank's saved tensors; None = no offload.
     """
 
     model: StagedModel
@@ -81,16 +78,16 @@ class Pipeline:
 
     @property
     def size(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return dist.get_world_size(self.groups[0])
 
     @property
     def num_chunks(self) -> int:
-        """Stages of each rank."""
+        """Number of stages of each rank."""
         return len(self.layout.stages) // self.size
 
     def schedule(self, num_micro_batches: int) -> Schedule:
-        """Return who does what in which order."""
+        """Return the order of forwards and backwards of every rank."""
         return make_schedule(
             self.config.schedule,
             pp=self.size,
@@ -110,8 +107,8 @@ def run_pipeline(
 
     Args:
         micro_batches: arguments of the whole model's forward, the same on all pipeline ranks.
-        scale: of a loss, before its backward.
-        side_by_side: as of `TrainStep`.
+        scale: function that scales a loss before its backward, as `TrainStep` divides losses.
+        side_by_side: `TrainStep.side_by_side`, which runs a pair.
     """
     schedule = pipeline.schedule(len(micro_batches))
     run = _ScheduleRun(model, pipeline, schedule, micro_batches, scale, side_by_side)
@@ -134,11 +131,12 @@ def forward_pipeline(
 
 @dataclass(slots=True)
 class _StageForward:
-    """What waits for its backward.
+    """A forward whose backward has not run. The output itself is freed when it is sent.
 
     Attributes:
-        edge: where its output comes from.
-        chunk: of `StageOffload`; None without.
+        hidden: input of the stage; None for tokens.
+        edge: edge of the graph that computed the output.
+        chunk: the forward's chunk of `StageOffload`; None without offload.
     """
 
     hidden: Tensor | None
@@ -174,7 +172,7 @@ class _ScheduleRun:
         self._later: dict[tuple[int, int], WeightGradients] = {}
         self._offload = pipeline.offload
         self._left: Any = None  # the chunk of this item's forward
-        self._leaves = False  # whether that leaves whole
+        self._leaves = False  # whether that chunk's last block is offloaded too
         self._losses = torch.zeros(len(micro_batches), dtype=torch.float32, device=pipeline.device)
         self._do: dict[str, Callable[[Action], Tensor | None]] = {
             "F": self._forward,
@@ -184,7 +182,7 @@ class _ScheduleRun:
         }
 
     def all(self, items: Sequence[Item]) -> None:
-        """Run a rank's part of the schedule, in order."""
+        """Run the items of a rank's order."""
         for item, ahead, leaves in zip(
             items, backwards_ahead(items), leaves_whole(items), strict=True
         ):
@@ -199,13 +197,13 @@ class _ScheduleRun:
         self._transport.finish()
 
     def _bring_back(self, ahead: Action | None) -> None:
-        """Start to bring back what the next item's backward reads, if its forward has run."""
+        """Start to bring back the saved tensors of the next item's backward, if they exist."""
         found = None if ahead is None else self._waiting.get((ahead.stage, ahead.micro_batch))
         if self._offload is not None and found is not None:
             self._offload.bring_back(found.chunk)
 
     def _run(self, item: Item) -> list[tuple[Action, Tensor | None]]:
-        """Return what leaves this rank's stages."""
+        """Return the actions of an item with the tensors to send, None = nothing to send."""
         if not isinstance(item, Overlap):
             return [(item, self._do[item.kind](item))]
         gradient: list[Tensor | None] = []
@@ -214,11 +212,12 @@ class _ScheduleRun:
             lambda: self._forward(item.forward),
             lambda: gradient.append(self._do[item.backward.kind](item.backward)),
         )
+        # Both are sent after the pair, the output first: messages have the order of the schedule.
         return [(item.forward, output), (item.backward, gradient[0])]
 
     def losses(self) -> Tensor:
         """Return the losses of the micro-batches. Collective over the pipeline ranks."""
-        dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros elsewhere
+        dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros on other ranks
         return self._losses
 
     def _forward(self, action: Action) -> Tensor | None:
@@ -244,13 +243,13 @@ class _ScheduleRun:
         return sent
 
     def _chunk(self, hidden: Tensor | None) -> AbstractContextManager[Any]:
-        """Surround the forward of a stage, whose input is held until backward."""
+        """Return the context of a stage's forward, whose input is not offloaded."""
         if self._offload is None or not torch.is_grad_enabled():
             return nullcontext()
         return self._offload.chunk(leaves_whole=self._leaves, held=hidden)
 
     def _checked(self, out: Tensor, action: Action) -> Tensor:
-        """Return hidden states that are what the next stage waits for."""
+        """Return hidden states, after a check of the shape and dtype that the next stage needs."""
         shape = self._shape_of(action.stage + 1, action.micro_batch)
         if out.dtype != self._pipeline.dtype or tuple(out.shape) != shape:
             raise ValueError(
@@ -275,6 +274,6 @@ class _ScheduleRun:
         self._later.pop((action.stage, action.micro_batch)).run()
 
     def _shape_of(self, stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Return the shape of what enters a stage; what enters an empty one enters the next."""
+        """Return the shape of a stage's input; an empty stage has the input of the next stage."""
         found = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
         return hidden_shape(self._pipeline.model, found, self._micro_batches[micro_batch])

@@ -1,22 +1,13 @@
-"""Hidden states up and their gradients down, between the ranks of neighbouring stages.
+"""Sends hidden states up and their gradients down, between the ranks of neighbouring stages.
 
-    forward of stage s, micro-batch m     its output   -> the rank of stage s + 1
-    backward of stage s, micro-batch m    its input's gradient -> the rank of stage s - 1
+    forward of stage s, micro-batch m     output               -> the rank of stage s + 1
+    backward of stage s, micro-batch m    gradient of its input -> the rank of stage s - 1
 
-Messages are sent as soon as they are there, and nobody waits for a send. A rank knows the whole
-schedule, so it knows in which order each other rank sends to it, and posts its receives in that
-order, when an action needs one. Messages that go up in rank and those that go down have a
-communicator each, so neither waits for the other.
-
-What was sent is freed when an answer has come: a message of a rank is an answer to all that it had
-read before. The host, far ahead of the GPU, would hold it for a step.
-
-Note "early receives": NCCL's kernels occupy a GPU until both sides are there. What waits for the
-whole GPU meanwhile (a new communicator, a kernel that is loaded) waits for the other rank. So
-communicators are made before the first message (`connect`), and no receive is posted before all
-that its sender may wait for has been launched. The host runs ahead of the GPU, so nothing is lost.
-
-A stage whose neighbour is on the same rank (the turn of a V) hands its tensors over.
+Each message is sent when its action has run, and no rank waits for its sends. From the schedule a
+rank derives the order in which each other rank sends to it. It posts its receives in that order,
+when an action needs one. Messages to higher ranks and to lower ranks have a communicator each, so
+neither direction waits for the other. Two neighbouring stages on one rank (the turn of a V) pass
+their tensors without a message.
 """
 
 from __future__ import annotations
@@ -35,16 +26,16 @@ from torch import Tensor
 from moecore.parallel.pipeline.orders import Action, actions_of
 from moecore.parallel.pipeline.schedule import Schedule
 
-Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # of `Meshes.pipeline_groups`
-ShapeOf = Callable[[int, int], tuple[int, ...]]  # of what enters a stage, for a micro-batch
+Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # result of `Meshes.pipeline_groups`
+ShapeOf = Callable[[int, int], tuple[int, ...]]  # (stage, micro-batch) -> shape of its input
 
 
 class PipelineError(RuntimeError):
-    """A neighbour of this rank's stage is gone, or did not answer in time."""
+    """Raised when the rank of a neighbouring stage is gone, or did not answer in time."""
 
 
 class _Message(NamedTuple):
-    """What leaves a stage: the output of its forward, or the gradient of its input."""
+    """Name of a tensor that a stage sends: its forward's output, or its input's gradient."""
 
     is_forward: bool
     stage: int
@@ -63,7 +54,7 @@ class _Received:
 
 @dataclass(frozen=True, slots=True)
 class _SentMessage:
-    tensor: Tensor  # until it has left
+    tensor: Tensor  # must live until it is sent
     work: dist.Work
     message: _Message
     target: int
@@ -71,7 +62,7 @@ class _SentMessage:
 
 @contextmanager
 def _reaching(what: str, rank: int) -> Iterator[None]:
-    """Say what has not come, and from whom, where another rank is gone."""
+    """Turn errors of communication into a `PipelineError` that names the message and the rank."""
     try:
         yield
     except RuntimeError as error:
@@ -84,10 +75,10 @@ class StageTransport:
     """The messages of one run of a schedule, on one rank.
 
     Args:
-        rank: this one among the pipeline ranks.
-        groups: for messages up in rank, and for those down.
-        shape_of: shape of the hidden states that enter a stage.
-        dtype: of hidden states and their gradients.
+        rank: this rank's index among the pipeline ranks.
+        groups: groups for messages to higher ranks, and for messages to lower ranks.
+        shape_of: function that returns the shape of the hidden states that enter a stage.
+        dtype: dtype of hidden states and their gradients.
     """
 
     def __init__(
@@ -107,12 +98,12 @@ class StageTransport:
             for source in set(schedule.rank_of) - {rank}
         }
         self._received: dict[_Message, _Received] = {}
-        self._here: dict[_Message, Tensor] = {}  # handed over on this rank
+        self._here: dict[_Message, Tensor] = {}  # for a neighbouring stage on this rank
         self._sends: list[_SentMessage] = []
         self._items = {source: _items_of(schedule, source) for source in self._to_come}
 
     def receive(self, action: Action) -> Tensor | None:
-        """Return what an action needs: hidden states or a gradient; None = nothing.
+        """Return the hidden states or the gradient that an action reads; None = it reads none.
 
         Raises:
             PipelineError: when the sender is gone.
@@ -123,6 +114,10 @@ class StageTransport:
         source = self._source(message)
         if source == self._rank:
             return self._here.pop(message)
+        # An NCCL kernel occupies the GPU until both ranks run it. Work that waits for the whole GPU
+        # meanwhile (a new communicator, the load of a kernel) waits for the other rank. So no
+        # receive is posted before all work that its sender may wait for has been launched. The host
+        # runs ahead of the GPU, so late posts cost no time.
         while message not in self._received:
             self._post(self._to_come[source].popleft(), source)
         found = self._received.pop(message)
@@ -132,7 +127,7 @@ class StageTransport:
         return found.tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Send what an action has made to who needs it.
+        """Send the result of an action to the rank that needs it.
 
         Raises:
             PipelineError: when the receiver is gone.
@@ -151,7 +146,7 @@ class StageTransport:
         self._sends = [sent for sent in self._sends if not sent.work.is_completed()]
 
     def finish(self) -> None:
-        """Wait until all that was sent has left.
+        """Let the current stream wait for all sends.
 
         Raises:
             PipelineError: when a receiver is gone.
@@ -159,12 +154,15 @@ class StageTransport:
         self._wait_for(lambda sent: True)
 
     def _free(self, target: int, item: int) -> None:
-        """Free what another rank has read in its items up to this one."""
+        """Free the messages that another rank has read in its items up to `item`."""
+        # When a message from a rank has arrived, that rank has read the messages of all its items,
+        # up to the item that sent it. Without this a host far ahead of the GPU would hold sent
+        # tensors for a whole step.
         read = self._items[target].read
         self._wait_for(lambda sent: sent.target == target and read[sent.message] <= item)
 
     def _wait_for(self, has_left: Callable[[_SentMessage], bool]) -> None:
-        """Let this stream go on behind some of what was sent, and free it."""
+        """Let the current stream wait for the sends that `has_left` selects, and free them."""
         for sent in filter(has_left, self._sends):
             with _reaching(f"{sent.message} for", sent.target):
                 sent.work.wait()
@@ -186,18 +184,19 @@ class StageTransport:
         return self._schedule.rank_of[message.stage]
 
     def _target(self, message: _Message) -> int | None:
-        """Return the rank that needs a message; None = nobody."""
+        """Return the rank that needs a message; None = no rank."""
         stage = message.stage + (1 if message.is_forward else -1)
         return self._schedule.rank_of[stage] if 0 <= stage < self._schedule.num_stages else None
 
 
 def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.device) -> None:
-    """Send one number over each way that messages take. Collective: see the note above.
+    """Send one number between all neighbouring ranks. Collective over the pipeline ranks.
 
     Args:
-        groups: as of `StageTransport`.
+        groups: groups as in `StageTransport`.
         rank_of: the rank of each stage.
     """
+    # This makes all communicators before the first message: see `StageTransport.receive`.
     neighbours = {pair for pair in pairwise(rank_of) if pair[0] != pair[1]}
     number = torch.zeros(1, device=device)
     for source, target in sorted(neighbours | {(b, a) for a, b in neighbours}):
@@ -207,7 +206,7 @@ def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.dev
         elif rank == target:
             dist.recv(number, group=group, group_src=source)
         if number.is_cuda:
-            number.item()  # it has come when this returns
+            number.item()  # host sync: the number has been received
 
 
 def _group_of(groups: Groups, source: int, target: int) -> dist.ProcessGroup:
@@ -216,7 +215,7 @@ def _group_of(groups: Groups, source: int, target: int) -> dist.ProcessGroup:
 
 
 class _Items(NamedTuple):
-    """In which item of its order a rank makes a message, and in which it reads one."""
+    """The item of a rank's order that makes each message, and the item that reads it."""
 
     made: Mapping[_Message, int]
     read: Mapping[_Message, int]
@@ -238,7 +237,7 @@ def _made_by(action: Action) -> _Message:
 
 
 def _needed_by(action: Action, num_stages: int) -> _Message | None:
-    """Return what an action needs from another stage; None = nothing."""
+    """Return the message that an action needs from another stage; None = no message."""
     is_forward = action.kind == "F"
     stage = action.stage + (-1 if is_forward else 1)
     if action.kind == "W" or not 0 <= stage < num_stages:
@@ -247,6 +246,6 @@ def _needed_by(action: Action, num_stages: int) -> _Message | None:
 
 
 def _sent(schedule: Schedule, rank: int) -> list[_Message]:
-    """Return the results of a rank in the order in which they leave its stages."""
+    """Return the messages of a rank's stages in the order in which they are sent."""
     actions = [action for item in schedule.orders[rank] for action in actions_of(item)]
     return [_made_by(action) for action in actions if action.kind != "W"]

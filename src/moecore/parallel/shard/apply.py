@@ -1,15 +1,7 @@
-"""A ShardPlan applied: the model's parameters become shards, its modules run units.
+"""Applies a ShardPlan to a model: parameters become shards, and an engine runs the units.
 
-Nothing is decided here: modules, placements, divisors and prefetch are the plan's.
-
-Note "gradient scale": every data rank r has its own loss L_r. In the "mean" convention a gradient
-is (1 / data_ranks) * sum_r dL_r/dw. Dense gradients sum over the dense FSDP ranks. Expert gradients
-need fewer hops: the dispatcher's backward has already brought the contributions of all ranks of
-the ep x etp group to the rank that owns the expert, so the sum over the expert FSDP ranks
-completes the same sum over data ranks; only the group's own size would be the wrong divisor. cp
-ranks, over which both meshes shard too, bring parts of one L_r. So every unit, dense or expert,
-gets the divisor data_ranks. In the "sum" convention the loss is already divided by the global token
-count, and every unit's divisor is 1.
+A model and its plan come in; the sharded model and its `Engine` go out. Modules, placements,
+divisors and prefetch are the plan's; this file decides nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +28,7 @@ from moecore.parallel.shard.plan import FlatLayout, ShardPlan, UnitPlan
 from moecore.parallel.shard.streams import UnitStreams
 from moecore.parallel.shard.unit import Unit, UnitOptions
 
-# Of a root without parameters, which casts inputs all the same.
+# Layout of a root without parameters, which only casts inputs.
 NOTHING = FlatLayout(
     dtype="float32",
     gathers="float32",
@@ -49,13 +41,13 @@ NOTHING = FlatLayout(
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
-    """Shard a model in place; return what runs its units. No communication.
+    """Shard a model in place; return the engine that runs its units. No communication.
 
     Args:
-        model: cut over tp, ep and etp.
+        model: a model that is already cut over tp, ep and etp.
     """
     streams, owners = UnitStreams(meshes.device_type), _owners(model)
-    join = cache(concatenate)  # milliseconds each, and parameters have few
+    join = cache(concatenate)  # a mesh takes milliseconds, and parameters share few
     made: dict[str, list[Unit]] = {}
     for planned in plan.units:
         modules: list[Any] = [model.get_submodule(name) for name in planned.modules]
@@ -77,7 +69,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
 
 
 def _owners(model: nn.Module) -> dict[str, Owners]:
-    """Return where each parameter stands, by the first of its names."""
+    """Return the modules and attributes that have each parameter, by the parameter's first name."""
     found: dict[nn.Parameter, Owners] = defaultdict(list)
     names: dict[nn.Parameter, str] = {}
     for prefix, module in model.named_modules():
@@ -125,14 +117,14 @@ def _unit(
 
 
 def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
-    """Return the data ranks that have a part in a unit; None = this rank alone, of experts."""
+    """Return the mesh of data ranks that share a unit; None = experts that this rank alone owns."""
     if unit.mesh == "dense":
         return meshes.dense_fsdp
     return None if is_whole(meshes) else meshes.expert_fsdp
 
 
 def _format(layout: FlatLayout, planned: UnitPlan, group: dist.ProcessGroup | None) -> Format:
-    """Return how a unit's shards become what is gathered."""
+    """Return the format that a unit's shards get for the all-gather."""
     if layout.recipe is None:
         return CastFormat(getattr(torch, layout.gathers))
     dtype = _dtype(planned.gather_dtype or layout.dtype)
@@ -141,7 +133,7 @@ def _format(layout: FlatLayout, planned: UnitPlan, group: dist.ProcessGroup | No
 
 
 def _share_buffers(plan: ShardPlan, made: dict[str, list[Unit]], streams: UnitStreams) -> None:
-    """Give units their memory, in which they may take turns."""
+    """Give units their buffers, which units may use in turn."""
     for planned in plan_buffers(plan):
         units = [made[name][i] for name, i in planned.places]
         if planned.holds == "weights":
@@ -155,7 +147,7 @@ def _share_buffers(plan: ShardPlan, made: dict[str, list[Unit]], streams: UnitSt
 
 
 def _move_buffers(model: nn.Module, device_type: str) -> None:
-    """Move buffers of modules to the meshes' device, where parameters are."""
+    """Move buffers of modules to the device of the meshes and the parameters."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -163,6 +155,6 @@ def _move_buffers(model: nn.Module, device_type: str) -> None:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a plan's name."""
+    """Return the dtype with a plan's name; None for None."""
     found: torch.dtype | None = None if name is None else getattr(torch, name)
     return found

@@ -1,7 +1,8 @@
-"""A model -> ShardPlan: every decision about units, placements and gradients, and its refusals.
+"""Makes a ShardPlan of a model: decides units, placements and divisors, and refuses bad requests.
 
-A copy of the model on meta is cut over tp, ep and etp as the model will be, and read: no rule about
-placements is written twice. Nothing communicates and the model stays as it is.
+A model, its MoE layers and a `Request` come in; a `ShardPlan` goes out. A copy of the model on meta
+is cut over tp, ep and etp by the code that cuts the model, and the plan is read from the copy. So
+no rule about placements is written twice. Nothing communicates, and the model does not change.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ Layers = Mapping[str, RoutedLayer]
 
 
 def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
-    """Return the plan of a model, which stays as it is. No communication.
+    """Return the plan of a model, which does not change. No communication.
 
     Args:
-        model: its MoE blocks are MoELayers; `request.check_layers` has taken it.
+        model: a model whose MoE blocks are MoELayers, after `request.check_layers`.
 
     Raises:
-        ValueError: for what tensor parallelism cannot cut, parameters that cannot be trained, and a
-            precision that reaches nothing in what is left.
+        ValueError: for modules that tensor parallelism cannot cut, parameters that cannot be
+            trained, and a precision that applies to no module after the cut.
     """
     copies = copy_modules(model, on_meta)
     twin = copies[model]
@@ -82,7 +83,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
 
 
 def cut_model(model: nn.Module, layers: Layers, meshes: Meshes) -> None:
-    """Keep this rank's part over tp, ep and etp of a model, in place. No communication.
+    """Reduce a model to this rank's part over tp, ep and etp, in place. No communication.
 
     Args:
         model: whole, or cut over tp already.
@@ -97,7 +98,7 @@ def cut_model(model: nn.Module, layers: Layers, meshes: Meshes) -> None:
 
 
 def is_whole(meshes: Meshes) -> bool:
-    """Whether a rank's experts are no other rank's."""
+    """Whether no two ranks share the parameters of an expert, or of its etp part."""
     return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
 
 
@@ -133,6 +134,13 @@ class _Maker:
     ) -> None:
         self.model, self.options, self.meshes = model, request.fsdp, request.meshes
         self.recipes, self.fp32 = recipes, fp32
+        # In the "mean" convention a gradient is (1 / data_ranks) * sum_r dL_r/dw, with the loss L_r
+        # of data rank r. Dense gradients are summed over the dense FSDP ranks. For an expert the
+        # dispatcher's backward has summed the contributions of the ep x etp group on the owner, so
+        # the sum over the expert FSDP ranks, a smaller group, completes the same sum over data
+        # ranks. The size of that group would be a wrong divisor. cp ranks, over which both meshes
+        # shard too, add parts of one L_r. So data_ranks is the divisor of dense and expert units.
+        # In the "sum" convention the loss is already divided by the global token count.
         self.divisor = float(self.meshes.data_ranks) if request.loss == "mean" else 1.0
         self.names = {module: name for name, module in model.named_modules()}
         self.places = {module: i for i, module in enumerate(self.names)}

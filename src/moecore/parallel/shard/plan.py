@@ -5,31 +5,11 @@
     json.dumps(dataclasses.asdict(plan))
 
 A plan has no module, tensor, group or mesh, and no rank: it is equal on every rank, so ranks can
-compare it. What a rank holds is a function of the plan and the rank's coordinate.
+compare it. The shards of a rank are a function of the plan and the rank's coordinate.
 
-Note "names": modules and parameters have the names of `named_modules()` and `named_parameters()`
-of the model with its MoE blocks swapped, the first of several. The root's is "". Mesh dims have
-theirs of `moecore.parallel.mesh`. Dtypes are "float32", "bfloat16" and so on.
-
-Note "flat buffers": where each parameter of a unit lies in the shard of a rank, and in the whole.
-
-    flat shard      | a: padded shard |..| b: padded shard |..|        .. alignment
-    flat whole      | a: rank 0 | a: rank 1 |..| b: rank 0 | b: rank 1 |..|
-
-Parameters are cut as FSDP2 cuts them, so that checkpoints and DTensors do not see which engine
-gathers: rank r has rows r * n to (r + 1) * n of dim 0, n = ceil(rows / ranks), and the last ranks
-what is left. An all-gather that has one entry per parameter puts each whole one in place: it is a
-view of the flat whole, with its padding behind it. One that is cut along another dim (few experts
-among many ranks) is not: its ranks' parts must be moved side by side.
-
-Shards begin at multiples of 128 elements, a line of a GPU's L2 (128 bytes) in a dtype of one byte,
-and so of whole lines in any dtype in which a unit is stored, gathered or reduced: offsets depend on
-no dtype. Kernels and NCCL then move 16 bytes at a time, TMA and grouped products find the alignment
-that they ask for, and no two parameters share a line that two kernels write. Offsets in the whole
-are a multiple of those, and as well aligned. It costs at most 127 elements of a parameter's shard.
-
-Example, 4 ranks, a [600, 2] and b [3]: a has 150 rows and 300 elements per shard, b 1 and 1. Shard
-offsets 0 and 384, whole offsets 0 and 1536, 512 elements of a shard, 2048 of the whole.
+Modules and parameters have the names of `named_modules()` and `named_parameters()` of the model
+with its MoE blocks swapped; of several names the first. The root's name is "". Mesh axes have their
+names in `moecore.parallel.mesh`. Dtypes are "float32", "bfloat16" and so on.
 """
 
 from __future__ import annotations
@@ -45,24 +25,29 @@ from moecore.base.options.fsdp import Strategy
 from moecore.base.options.precision import Recipe, Role
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 
-ALIGNMENT = 128  # elements: note "flat buffers"
+# Shards begin at multiples of 128 elements: one line of a GPU's L2 (128 bytes) in a dtype of one
+# byte, and whole lines in any dtype of a unit, so offsets depend on no dtype. Then kernels and NCCL
+# move 16 bytes at a time, TMA and grouped products have the alignment that they need, and no two
+# parameters share a line that two kernels write. Offsets in the flat whole are multiples of shard
+# offsets, so they are aligned too. It costs at most 127 elements of a parameter's shard.
+ALIGNMENT = 128
 T = TypeVar("T")
 View = Literal["dense", "expert"]
 UnitRole = Literal["root", "block", "routers", "experts", "head"]
-Coordinate = Mapping[str, int]  # of a rank, by mesh dim; a dim that is left out counts as 0
-# Mesh dims whose ranks bring gradients of different tokens to the same weights.
+Coordinate = Mapping[str, int]  # a rank's index by mesh axis; a missing axis counts as 0
+# Mesh axes whose ranks have gradients of different tokens for the same weights.
 DATA_AXES = ("dp_replicate", "dp_shard", "dp_shard_cp", "edp_replicate", "edp_shard")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisPlacement:
-    """What one mesh dim does to a parameter.
+    """How one mesh axis cuts or replicates a parameter.
 
     Attributes:
-        axis: the mesh dim.
-        size: its ranks.
-        dim: of the parameter, which is cut into `size` chunks; None = replicated.
-        pieces: equal parts of the dim (gate and up of one expert) of which each rank keeps a chunk.
+        axis: name of the mesh axis.
+        size: number of ranks of the axis.
+        dim: dim of the parameter that is cut into `size` chunks; None = replicated.
+        pieces: equal parts of the dim (gate and up of one expert); each rank has a chunk of each.
     """
 
     axis: str
@@ -73,19 +58,19 @@ class AxisPlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamPlan:
-    """One parameter and who holds which part of it.
+    """One parameter, and the part of it that each rank has.
 
     Attributes:
-        name: global.
+        name: global name.
         kind: "attention", "norms", "experts" and so on, as `explain` lists it.
-        shape: global.
-        dtype: in which it is stored.
+        shape: global shape.
+        dtype: dtype in which the parameter is stored.
         itemsize: bytes of one element of that dtype.
-        trainable: whether it has a gradient.
-        mesh: on which view it lives.
-        placements: one per axis of its DTensor's mesh. The last ones cut first: ep, etp and tp,
-            evenly; the one over data ranks cuts what they leave, as FSDP2 does: ceil(rows / ranks)
-            for each rank, and for the last ones what is left.
+        trainable: whether the parameter has a gradient.
+        mesh: the mesh over which the parameter is placed.
+        placements: one placement per axis of the DTensor's mesh. The last ones cut first and
+            evenly: ep, etp and tp. The placement over data ranks cuts the result as FSDP2 does: a
+            rank has ceil(rows / ranks) rows, and the last ranks have the rows that are left.
     """
 
     name: str
@@ -104,30 +89,30 @@ class ParamPlan:
 
     @property
     def data_placement(self) -> AxisPlacement | None:
-        """The placement that data ranks cut; None where each has all of it."""
+        """The placement that cuts over data ranks; None = each data rank has the whole."""
         found = (p for p in self.placements if p.axis in DATA_AXES and p.dim is not None)
         return next(found, None)
 
     @property
     def is_reduced(self) -> bool:
-        """Whether its gradient is summed over ranks; not of experts that one rank alone has."""
+        """Whether its gradient is summed over ranks; False for experts that one rank alone owns."""
         return any(p.axis in DATA_AXES and p.size > 1 for p in self.placements)
 
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
-        """Return the shape of a rank's part; by default of the first rank's, which is the largest.
+        """Return the shape of a rank's part; by default the first rank's part, which is largest.
 
         Args:
-            coordinate: of the rank, see `ShardPlan.coordinate`.
+            coordinate: coordinate of the rank, from `ShardPlan.coordinate`.
         """
         return _local_shape(self.shape, self.placements, coordinate or {})
 
     def computed_shape(self) -> tuple[int, ...]:
-        """Return the shape with which a rank computes: all-gathered over data ranks."""
+        """Return the shape that a rank computes with, all-gathered over data ranks."""
         inner = [p for p in self.placements if p.axis not in DATA_AXES]
         return _local_shape(self.shape, inner, {})
 
     def num_bytes(self, coordinate: Coordinate | None = None) -> int:
-        """Return the bytes of a rank's part, as `local_shape`."""
+        """Return the bytes of a rank's part, whose shape is `local_shape`."""
         return math.prod(self.local_shape(coordinate)) * self.itemsize
 
 
@@ -136,13 +121,13 @@ class FlatSlot:
     """The place of a parameter in a unit's flat buffers. Offsets and sizes are in elements.
 
     Attributes:
-        param: its name.
-        dim: over which data ranks cut it.
-        rows: of that dim in each shard, padded: ceil(rows / ranks), as FSDP2 cuts.
-        shard_offset: of its padded shard in the flat shard.
-        shard_numel: of its padded shard.
-        whole_offset: of all its padded shards, one after the other, in the flat unsharded buffer.
-        numel: of the whole parameter.
+        param: name of the parameter.
+        dim: dim that data ranks cut.
+        rows: size of that dim in each padded shard: ceil(rows / ranks), as FSDP2 cuts.
+        shard_offset: offset of the padded shard in the flat shard.
+        shard_numel: elements of the padded shard.
+        whole_offset: offset of all its padded shards, one after the other, in the flat whole.
+        numel: elements of the whole parameter.
     """
 
     param: str
@@ -156,16 +141,29 @@ class FlatSlot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatLayout:
-    """How a unit's parameters of one kind lie in flat buffers; see the note "flat buffers".
+    """Offsets of a unit's parameters in a rank's flat shard, and in the flat whole buffer.
+
+        flat shard      | a: padded shard |..| b: padded shard |..|        .. = alignment
+        flat whole      | a: rank 0 | a: rank 1 |..| b: rank 0 | b: rank 1 |..|
+
+    Parameters are cut as FSDP2 cuts them, so checkpoints and DTensors do not depend on the engine:
+    with n = ceil(rows / ranks), rank r has rows r * n to (r + 1) * n of dim 0, and the last ranks
+    have the rows that are left. An all-gather has one entry per parameter, so each whole parameter
+    is a view of the flat whole, with its padding behind it. A parameter that is cut along another
+    dim (few experts among many ranks) is no view: its ranks' parts are copied side by side.
+
+    Example, 4 ranks, a [600, 2] and b [3]: a shard of a has 150 rows and 300 elements, a shard of b
+    1 row and 1 element. Shard offsets are 0 and 384, whole offsets 0 and 1536. The flat shard has
+    512 elements, the flat whole 2048.
 
     Attributes:
-        dtype: in which they are stored.
-        gathers: in which they are gathered.
-        recipe: by which they are quantised for that; None = they are cast.
-        ranks: over which the unit is sharded.
-        slots: one per parameter, in the unit's order.
-        shard_numel: elements of the flat shard of a rank.
-        whole_numel: elements of the flat unsharded buffer, ranks * shard_numel.
+        dtype: dtype in which the parameters are stored.
+        gathers: dtype in which they are all-gathered.
+        recipe: recipe that quantises them for the all-gather; None = they are cast.
+        ranks: number of ranks over which the unit is sharded.
+        slots: one slot per parameter, in the unit's order.
+        shard_numel: elements of a rank's flat shard.
+        whole_numel: elements of the flat whole, ranks * shard_numel.
     """
 
     dtype: str
@@ -178,12 +176,12 @@ class FlatLayout:
 
     @property
     def has_buffer(self) -> bool:
-        """Whether whole parameters are not a rank's shards themselves."""
+        """Whether whole parameters need a buffer; if not, they are the rank's shards."""
         return bool(self.slots) and (self.ranks > 1 or self.gathers != self.dtype)
 
     @property
     def buffer_numel(self) -> int:
-        """Elements of its buffer: whole parameters that are cut along a dim > 0 lie behind all."""
+        """Elements of the buffer: the flat whole, then parameters that are cut along a dim > 0."""
         beside = sum(slot.numel for slot in self.slots if slot.dim > 0 and self.ranks > 1)
         return self.whole_numel + beside
 
@@ -193,23 +191,23 @@ class UnitPlan:
     """Parameters that are all-gathered and reduced together.
 
     Attributes:
-        name: of its first module; "" = the root.
-        role: what it is.
-        mesh: the view over whose data ranks it is sharded.
-        modules: the modules whose forward gathers it.
-        params: names, in the order of the model. Each parameter is in exactly one unit.
-        gather_dtype: in which it is computed with, and gathered but for layouts in FP8; None = each
-            parameter's own.
-        reduce_dtype: in which gradients are summed over ranks.
-        divisor: of the sum: see the note "gradient scale" in `parallel/shard/apply.py`.
-        casts_inputs: whether floating point inputs of its forward are cast to `gather_dtype`.
-        strategy: what is sharded, see `FSDPOptions`.
-        forward_prefetch: units that are gathered when it is used in forward, in order; () = none,
-            or with `FSDPOptions.prefetch_blocks` 0 the engine's own order.
-        backward_prefetch: the same for backward. Of a head that is not the last unit () stands for
-            what ran before it in forward.
-        layouts: of its flat buffers, one for each dtype of its parameters: several only where some
-            are frozen, whole experts, gathered in FP8, or stay fp32.
+        name: name of the unit's first module; "" = the root.
+        role: kind of the unit.
+        mesh: the mesh over whose data ranks the unit is sharded.
+        modules: names of the modules whose forward uses the unit.
+        params: names in the order of the model. Each parameter is in exactly one unit.
+        gather_dtype: dtype of compute, and of the all-gather unless a layout is in FP8; None = each
+            parameter's own dtype.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        divisor: number that divides the sum of gradients: data ranks, or 1 with loss "sum".
+        casts_inputs: whether floating point inputs of the modules are cast to `gather_dtype`.
+        strategy: which of parameters, gradients and states are sharded, see `FSDPOptions`.
+        forward_prefetch: units that the unit prefetches in forward, in order; () = none, or with
+            `FSDPOptions.prefetch_blocks` 0 the engine's own order.
+        backward_prefetch: units that it prefetches in backward. For a head that is not the last
+            unit, () means the units that ran before it in forward.
+        layouts: layouts of the flat buffers, one for each dtype of the parameters. Several exist
+            only if some are frozen, whole experts, all-gathered in FP8, or stay fp32.
     """
 
     name: str
@@ -228,12 +226,12 @@ class UnitPlan:
 
     @property
     def stays(self) -> bool:
-        """Whether its parameters stay whole from forward to backward."""
+        """Whether the unit is resident: whole from forward to backward."""
         return self.strategy != "optim_grads_params"
 
     @property
     def accumulates(self) -> bool:
-        """Whether its gradients are reduced by the last micro-batch of a step."""
+        """Whether gradients accumulate until the last micro-batch of a step reduces them."""
         return self.strategy in ("no_shard", "optim")
 
 
@@ -242,14 +240,14 @@ class LayerPlan:
     """One MoE layer.
 
     Attributes:
-        name: of the module.
-        experts: name of its experts, which is their unit's.
+        name: name of the module.
+        experts: name of its experts, and of their unit.
         num_experts: E.
-        top_k: experts of a token.
-        num_local: experts of a rank, E / ep: those of ep rank i begin at i * num_local.
-        hidden_dim: F, of which a rank computes F / etp.
-        recipes: precision of "experts" and, where the layer owns them, "shared_experts"; None =
-            that of their weights.
+        top_k: experts per token.
+        num_local: experts of a rank, E / ep; the first of ep rank i is i * num_local.
+        hidden_dim: F; a rank computes F / etp.
+        recipes: precision of "experts" and, if the layer owns them, of "shared_experts"; None =
+            the dtype of their weights.
     """
 
     name: str
@@ -263,20 +261,20 @@ class LayerPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPlan:
-    """What `parallelize_moe` does, as plain data; see the module's docstring.
+    """What `parallelize_moe` does, as plain data; equal on every rank.
 
     Attributes:
-        model: name of the class.
-        device_type: of the meshes.
-        parallel: the degrees of both views, resolved.
+        model: name of the model's class.
+        device_type: device type of the meshes.
+        parallel: the degrees of both meshes, resolved.
         layers: the MoE layers, in the order of the model.
-        linears: those in FP8 by name, without what wrappers add to it, and their recipes.
+        linears: names and recipes of linears in FP8; wrappers are left out of the names.
         params: all parameters, in the order of the model.
-        units: in the order of their first use in forward; the root is the first.
-        blocks: modules that `MemoryOptions` and torch.compile take one by one.
-        dispatcher: how tokens travel; "auto" where only the GPUs can tell whether nvlink works,
-            which applying the plan finds out.
-        dispatcher_reason: why that one.
+        units: all units, in the order of their first use in forward; the root is first.
+        blocks: names of the modules that `MemoryOptions` and torch.compile treat one by one.
+        dispatcher: name of the dispatcher; "auto" = it depends on whether nvlink works on the GPUs,
+            which is found out when the plan is applied.
+        dispatcher_reason: why that dispatcher was chosen.
     """
 
     model: str
@@ -292,28 +290,28 @@ class ShardPlan:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the world."""
+        """Number of ranks."""
         return math.prod(getattr(self.parallel, dim) for dim in DENSE_DIMS)
 
     @property
     def is_in_fp8(self) -> bool:
-        """Whether any products are."""
+        """Whether any product is in FP8."""
         recipes = [recipe for layer in self.layers for _, recipe in layer.recipes]
         return bool(self.linears) or any(recipe is not None for recipe in recipes)
 
     def param(self, name: str) -> ParamPlan:
-        """Return a parameter's plan; raises ValueError for a name that no parameter has."""
+        """Return a parameter's plan; raises ValueError for an unknown name."""
         return _only((param for param in self.params if param.name == name), name)
 
     def unit_of(self, param: str) -> UnitPlan:
-        """Return the unit of a parameter, by name; raises ValueError as `param`."""
+        """Return the unit of a parameter, by its name; raises ValueError for an unknown name."""
         return _only((unit for unit in self.units if param in unit.params), param)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return where a rank stands on each dim of both views and of their data meshes.
+        """Return a rank's index on each axis of both meshes and of their data meshes.
 
         Raises:
-            ValueError: for a rank that the world does not have.
+            ValueError: for a rank outside of the world.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(
@@ -329,7 +327,7 @@ class ShardPlan:
 
 
 def _only(found: Iterator[T], param: str) -> T:
-    """Return the first of what was found for a parameter."""
+    """Return the first entry found for a parameter; raises ValueError without one."""
     first = next(found, None)
     if first is None:
         raise ValueError(
@@ -358,12 +356,12 @@ def flat_layouts(
     recipes: Mapping[str, Recipe] | None = None,
     fp32: Set[str] = frozenset(),
 ) -> tuple[FlatLayout, ...]:
-    """Return where the parameters of a unit lie: a layout for those that are gathered alike.
+    """Return the layouts of a unit: one for all parameters with equal dtypes and recipe.
 
     Args:
-        gather_dtype: of floating ones; None = that in which they are stored.
-        recipes: of those that are gathered in FP8, by name.
-        fp32: names of those that are gathered as they are stored, whatever `gather_dtype`.
+        gather_dtype: dtype in which floating parameters are all-gathered; None = the stored dtype.
+        recipes: recipes by name, of the parameters that are all-gathered in FP8.
+        fp32: names of parameters that are all-gathered in their stored dtype in any case.
     """
     alike: dict[tuple[str, str, Recipe | None], list[ParamPlan]] = {}
     for param in params:

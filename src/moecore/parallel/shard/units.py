@@ -1,23 +1,10 @@
-"""Which modules of a model are sharded together, in which order, and what each parameter is.
+"""Units of a model: modules that are sharded together, their order, and the kind of a parameter.
 
-Functions of the structure alone: nothing is changed, and devices, ranks and values do not matter.
+A model and `FSDPOptions` come in; `Units`, prefetch orders and kinds of parameters go out. The
+functions read the structure of the model, not devices, ranks or values, and change nothing.
 
-    gathered    root (embedding, final norm) -> blocks -> head
-    reduced     head -> blocks, last to first -> root, when backward ends
-
-Note "routers": under mixed precision the routers of a list of blocks are a unit as well: their
-weights stay in their own dtype. A unit each would cost the host as much as the blocks do. They are
-gathered with the first block and reduced when backward has left it, or ended: until then their
-gradients are whole, 50 MB for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
-
-Note "head": as part of the root the head would be gathered before the first block and reduced after
-the last gradient, with nothing to hide behind. As a unit it is gathered while the last block runs,
-stays so until backward, as the root does, and is reduced first. A unit is gathered for the forward
-of its modules alone, and reduced behind the backward of the last one. So only a head is one
-whose weight nothing but its own forward reads: `moecore.models`' own. Any other model's stays with
-the root, since losses often read `lm_head.weight` themselves, and so does a head that is tied.
-Multi-token prediction runs the head again, which keeps it until the last of its backwards. A head
-declares itself by the attribute `is_fsdp_head`.
+    all-gathered    root (embedding, final norm) -> blocks -> head
+    reduced         head -> blocks, last to first -> root, when backward ends
 """
 
 from __future__ import annotations
@@ -37,20 +24,20 @@ from moecore.moe.params import clean_name
 from moecore.moe.router import Router
 
 WORDS = {"norm": "norms", "embedding": "embeddings", "attention": "attention", "mlp": "MLP"}
-Prefetch = Mapping[nn.Module, list[nn.Module]]  # a unit's first module -> those of others
+Prefetch = Mapping[nn.Module, list[nn.Module]]  # from and to the first modules of units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """What of a model becomes units; the root is one too, with all that is left.
+    """Modules of a model that become units; the root is the unit of all other parameters.
 
     Attributes:
-        blocks: what `find_blocks` returns.
-        groups: blocks that are one unit; [model] is the root.
-        routers: those that are one unit, apart from their blocks' units: all of a list of blocks
-            that have one dtype.
-        first_use: all units but the root, groups of them that are gathered together: a group of
-            blocks, or a head, and what of it begins there. In the order of forward.
+        blocks: result of `find_blocks`.
+        groups: lists of blocks; each list is one unit, and [model] is the root.
+        routers: lists of routers; each list is one unit, with all routers of one dtype in a list of
+            blocks.
+        first_use: first modules of all units but the root, in the order of forward. Each list is
+            all-gathered together: a group of blocks and the units that begin in it, or a head.
     """
 
     blocks: list[nn.Module]
@@ -85,13 +72,13 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that become units, in order.
+    """Return the blocks of a model, in order.
 
-    They are the entries of each outermost ModuleList, ModuleDict or Sequential that holds a
-    MoELayer anywhere (a decoder's layers, dense ones included), or of every one in a model without
-    MoE layers. MoE layers outside of any such container are units of their own. An entry that
-    shares a parameter with a module outside of it (an embedding tied to the head) is left to the
-    root unit: two units would train two copies.
+    Blocks are the entries of each outermost ModuleList, ModuleDict or Sequential that contains a
+    MoELayer (a decoder's layers, dense ones included). In a model without MoE layers, entries of
+    every such container are blocks. A MoE layer outside of the containers is a block of its own. An
+    entry that shares a parameter with a module outside of it (an embedding tied to the head) is no
+    block and belongs to the root unit, because two units would train two copies.
     """
     blocks: list[nn.Module] = []
     is_dense = not _layers([model])
@@ -113,15 +100,23 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     is_tied = find_ties(model)
-    # One that stands at two places is one unit.
+    # A block at two places of the model is one block.
     return [b for b in dict.fromkeys(blocks) if b is model or not is_tied(b)]
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the heads that are units of their own, in order: see the note "head".
+    """Return the heads that are units of their own, in order.
 
-    They come after a block, are in none, and share no parameter with another module.
+    Such a head has the attribute `is_fsdp_head`, stands after a block and in none, and shares no
+    parameter with another module.
     """
+    # In the root unit a head would be all-gathered before the first block and reduced after the
+    # last gradient, with no compute to hide either. A unit of its own is all-gathered while the
+    # last block runs, is resident as the root is, and is reduced first. With multi-token prediction
+    # the head runs more than once, and stays whole until the last of its backwards. A unit is whole
+    # only during the forward of its modules, and reduced after their backward. So nothing but the
+    # head's own forward may read its weight, as in `moecore.models`. Heads of other models belong
+    # to the root, because losses often read `lm_head.weight`; so does a tied head.
     heads: list[nn.Module] = []
     in_blocks = {module for block in blocks for module in block.modules()}
     after_a_block, is_tied = False, find_ties(model)
@@ -135,7 +130,7 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def find_ties(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return what tells whether a module's parameter is also one of a module reached without it."""
+    """Return a predicate: whether other modules, reached without a module, share its parameters."""
     holders, parents = Counter[int](), Counter[nn.Module]()
     for module in model.modules():
         holders.update(id(p) for p in module.parameters(recurse=False))
@@ -168,20 +163,20 @@ def _is_reached_without(block: nn.Module, model: nn.Module) -> bool:
 def keeps_precision(router: Router, options: FSDPOptions) -> bool:
     """Whether mixed precision would round the router's weight, and so change choices.
 
-    Such routers are a unit of their own, gathered and reduced in the dtype of their parameters.
+    Such routers are in units of routers, all-gathered and reduced in their parameters' dtype.
     """
     return options.param_dtype not in (None, router.weight.dtype)
 
 
 def forward_prefetch(model: nn.Module, units: Units, ahead: int) -> Prefetch:
-    """Return what each unit gathers early in forward: `ahead` groups, in the order of use.
+    """Return the units that each unit prefetches in forward: `ahead` groups, in the order of use.
 
-    Forward stays within one list of blocks and the head behind it. The next list may not run
-    (multi-token prediction without labels), and what is gathered for it would be in vain.
+    A prefetch stays within one list of blocks and the head behind it, because the next list may not
+    run (multi-token prediction without labels).
 
     Args:
-        units: of `find_units`, `first_use` without what is not gathered.
-        ahead: how many groups; each head counts as one more.
+        units: result of `find_units`, with only all-gathered units in `first_use`.
+        ahead: number of groups; a head is a group.
     """
     found: dict[nn.Module, list[nn.Module]] = {}
     list_of = _outermost_lists(model)
@@ -197,10 +192,10 @@ def forward_prefetch(model: nn.Module, units: Units, ahead: int) -> Prefetch:
 
 
 def backward_prefetch(units: Units, ahead: int) -> Prefetch:
-    """Do the same for backward, where a head runs again before each list of blocks behind it.
+    """Return the same for backward, in which a head may run once per list of blocks.
 
-    Such a head gathers what ran before it in forward, which the engine knows and this order does
-    not: it is left out.
+    A head that is not the last unit prefetches the units that ran before it in forward. Only the
+    engine has that order, so the result has no entry for such a head.
     """
     found: dict[nn.Module, list[nn.Module]] = {}
     backward = [[group[0], *reversed(group[1:])] for group in reversed(units.first_use)]
@@ -219,7 +214,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _group(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn.Module]]:
-    """Return neighbours of one list of blocks together, `size` at most."""
+    """Return the blocks in groups of at most `size` neighbours of one list of blocks."""
     list_of = _outermost_lists(model)
     groups: list[list[nn.Module]] = []
     for block in blocks:
@@ -232,7 +227,7 @@ def _group(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn
 
 
 def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return the outermost list of modules that each module stands in."""
+    """Return for each module the outermost list of modules that contains it."""
     list_of: dict[nn.Module, nn.Module] = {}
     for module in model.modules():  # outer ones first
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -242,7 +237,10 @@ def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[list[nn.Module]]:
-    """Return the routers that are no part of their blocks' units, those of one dtype together."""
+    """Return the routers that are not in their blocks' units, a list for each dtype."""
+    # A unit for each router would cost the host as much time as the blocks do. One unit is
+    # all-gathered with the first block, and reduced when backward has left that block, or ended.
+    # Until then its gradients are whole: 50 MB for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
     of_dtype: dict[torch.dtype, list[nn.Module]] = {}
     for router in (m.part("router") for m in layers):
         if router is not None and keeps_precision(router, options):
@@ -258,7 +256,7 @@ def _parts(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Mo
     """Return one module of each unit that begins in a group of blocks, in the order of first use.
 
     Args:
-        first_routers: the first of each unit of routers.
+        first_routers: the first router of each unit of routers.
     """
     layers = _layers(blocks)
     parts = [m.part("router") for m in layers if m.part("router") in first_routers]
@@ -266,7 +264,7 @@ def _parts(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Mo
 
 
 def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str], str]:
-    """Return what tells the kind of a parameter by its name, which `clean_name` has cleaned."""
+    """Return a function from a parameter's name, cleaned by `clean_name`, to its kind."""
     roles: dict[str, str] = {}
     for name, layer in layers.items():
         of_role = {"router": "router", "experts": "experts", "shared": "shared experts"}
@@ -293,7 +291,7 @@ def kinds(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> Callable[[str]
 
 
 def _kind_of_module(module: nn.Module | None, name: str) -> str | None:
-    """Return the kind of a module's parameters by its class, or None; a head may be a linear."""
+    """Return the kind of a module's parameters by its class; a head also by its name. Or None."""
     what = type(module).__name__.lower()
     if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):
         return "head"
