@@ -20,7 +20,7 @@ class Head(nn.Module):
     """The output matrix, and the loss on top of it. Without a weight of its own when tied.
 
     Attributes:
-        is_fsdp_head: nothing but its own forward reads its weight: note "head" of `find_units`.
+        is_fsdp_head: nothing but its own forward reads its weight: see `find_heads`.
     """
 
     is_fsdp_head = True
