@@ -38,12 +38,11 @@ from moecore.moe.shortage import Capacity
 from moecore.moe.state import MoEState
 from moecore.parallel.attached import ATTACHED, Attached
 from moecore.parallel.checks import check_layers, check_request
-from moecore.parallel.context import apply_context
-from moecore.parallel.dispatch import apply_layers, resolve_dispatcher
+from moecore.parallel.dispatch import apply_context, apply_layers, resolve_dispatcher
 from moecore.parallel.family import Adapter
 from moecore.parallel.mesh import Meshes
-from moecore.parallel.pipeline.apply import apply_pipeline, chunks_of, cut_stages
 from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.run import apply_pipeline, chunks_of, cut_stages
 from moecore.parallel.request import LossConvention, Request, model_entries
 from moecore.parallel.shard.apply import shard_model
 from moecore.parallel.shard.late_parameters import refuse_added

@@ -9,7 +9,7 @@ of the dispatch group, T local tokens, K experts per token.
 
 A clone lives for one forward and its backward. It is no parameter: checkpoints, optimizers and
 norms know experts alone. Which experts are cloned is a function of all ranks' choices, or of a plan
-that stays for some steps (`kept_plan.py`), so a forward that backward repeats makes the same
+that stays for some steps (`KeptPlan`), so a forward that backward repeats makes the same
 clones. They travel in one of two ways:
 
     Clones      collectives, whose sizes the host reads: one all-gather of E numbers and one host
@@ -35,9 +35,8 @@ from moecore.base.torch_names import all_gather_single, is_recomputing
 from moecore.kernels.exchange.clones import Places
 from moecore.kernels.routing.clones import ClonePlan, physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
-from moecore.moe.dispatch.clone_exchange import CloneExchange
+from moecore.moe.dispatch.exchange import CloneExchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
-from moecore.moe.kept_plan import KeptPlan
 from moecore.moe.lanes import Lanes, exchange
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
@@ -317,3 +316,85 @@ AnyClones = Clones | PeerClones
 def carried(tensor: Tensor) -> Tensor:
     """Return a tensor in a dtype that every communicator carries."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+class KeptPlan:
+    """The plan of a layer for some optimizer steps, made from the loads of one of them.
+
+    It is the same on all ranks. Each rank divides its own tokens by the plan's shares, so no rank
+    needs the counts of another rank. No checkpoint has it: a run that resumes has clones after its
+    first step. N is the number of places for clones.
+
+    Args:
+        num_steps: optimizer steps that use one plan.
+        least: argument of `plan_clones`.
+        is_read: whether the host reads each plan when it is made.
+    """
+
+    def __init__(
+        self, placement: ExpertPlacement, num_steps: int, *, least: float, is_read: bool
+    ) -> None:
+        self._placement, self._num_steps, self._least = placement, num_steps, least
+        self._is_read = is_read
+        self._left = 0  # steps
+        self._plan: ClonePlan | None = None  # stays where it is: CUDA graphs read it
+        self._loads_N: Tensor | None = None  # of the experts in the places
+        self.experts: list[int] = []  # by place, -1 = empty; written if `is_read`
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop the plan: the next step that ends makes one. No communication, no host sync."""
+        self._left = 0
+        self.experts = [-1] * (self._placement.ep * self._placement.num_clones)
+        if self._plan is not None:
+            self._plan.experts_N.fill_(-1)
+
+    def part_of(self, ids_TK: Tensor) -> ClonePlan:
+        """Return the plan of this rank's choices alone: the same shares of each expert's tokens.
+
+        No communication, no host sync.
+
+        Args:
+            ids_TK: int32, expert ids; -1 = dropped.
+
+        Example, a clone has tokens 6 to 9 of the nine that expert 0 had: of three choices here the
+        last goes to it.
+        """
+        plan, loads_N = self._tensors(ids_TK.device)
+        E = self._placement.num_experts
+        mine_1E = torch.zeros(1, E, dtype=torch.int64, device=ids_TK.device)
+        add_expert_counts(mine_1E, ids_TK)
+        mine_N = mine_1E[0, plan.experts_N.clamp(min=0).long()]
+        starts_N, stops_N = (
+            torch.div(t * mine_N, loads_N, rounding_mode="floor").int() for t in plan[1:]
+        )
+        return ClonePlan(plan.experts_N, starts_N, stops_N)
+
+    def end_step(self, loads_E: Tensor, *, skipped: bool | Tensor) -> None:
+        """Make a plan if it is time. No host sync, but where the host needs the plan.
+
+        Args:
+            loads_E: int64, choices of each expert in the step, over all ranks.
+            skipped: whether nothing moves; a bool scalar on the device is not waited for.
+        """
+        if skipped is True:
+            return
+        self._left -= 1
+        if self._left > 0:
+            return
+        self._left = self._num_steps
+        p, (plan, loads_N) = self._placement, self._tensors(loads_E.device)
+        sizes = dict(num_ranks=p.ep, num_clones=p.num_clones)
+        made = plan_clones(loads_E.int(), **sizes, least=self._least)
+        made_loads_N = loads_E[made.experts_N.clamp(min=0).long()].clamp(min=1)
+        for mine, new in zip((*plan, loads_N), (*made, made_loads_N), strict=True):
+            mine.copy_(new if skipped is False else torch.where(skipped, mine, new))
+        if self._is_read:
+            self.experts = plan.experts_N.tolist()
+
+    def _tensors(self, device: torch.device) -> tuple[ClonePlan, Tensor]:
+        if self._plan is None or self._loads_N is None:
+            empty_N = torch.full((len(self.experts),), -1, dtype=torch.int32, device=device)
+            self._plan = ClonePlan(empty_N, empty_N.clone(), empty_N.clone())
+            self._loads_N = torch.ones_like(empty_N, dtype=torch.int64)
+        return self._plan, self._loads_N

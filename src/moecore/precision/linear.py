@@ -4,7 +4,7 @@
     input gradient   dx = dy (over N, recipe's format)  @ weight (over N, e4m3)
     weight gradient  dw = dy (over T, recipe's format)  @ x      (over T, e4m3)
 
-Letters: T tokens, K input features, N output features.
+Letters: T tokens, K input features, N output features; M and N rows of the operands of `product`.
 
 **What is kept for backward.** x summed over tokens in FP8, one byte per element and its scales. The
 pass that makes the forward's operand makes it too. The weight is kept as it is, because units free
@@ -22,6 +22,7 @@ each rank multiplies its own tokens or features alone, and an exchange would wai
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -32,17 +33,17 @@ from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
 from moecore.base.regions import as_product
-from moecore.base.torch_names import autocast_dtype, is_plain_eager, unsafe_view, version
+from moecore.base.torch_names import autocast_dtype, is_plain_eager, scaled_mm, unsafe_view, version
+from moecore.kernels.common import has_hopper_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import amax, cast, operand
-from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both
+from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, product_ref
 from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
 from moecore.moe.linear import Gradients, LinearProducts, backward, linear
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
 from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
-from moecore.precision.products import product
 
 Parts = tuple[Tensor, Tensor]  # values as bytes, scales
 
@@ -336,3 +337,84 @@ def _parts(side: Any, like: Tensor | None = None) -> Parts:
         assert like is not None
         return like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.float32)
     return side.values.view(torch.uint8), side.scales
+
+
+# Of torch.nn.functional.ScalingType; the operator takes numbers.
+RECIPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
+
+
+def _has_scaled_product(device: torch.device, kind: str) -> bool:
+    """Return whether torch multiplies operands of this kind on the device's FP8 tensor cores."""
+    return has_hopper_kernels(device) if device.type == "meta" else _has_product(device, kind)
+
+
+@functools.cache
+def _has_product(device: torch.device, kind: str) -> bool:
+    if device.type != "cuda" or scaled_mm is None:
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    # cuBLASLt has blocks on Hopper alone.
+    return capability == (9, 0) if kind in ("tile", "block") else capability >= (8, 9)
+
+
+def _product(
+    a_MK: Tensor,
+    a_scales: Tensor,
+    a_kind: str,
+    a_fmt: str,
+    b_NK: Tensor,
+    b_scales: Tensor,
+    b_kind: str,
+    b_fmt: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    a = operand(a_MK, a_scales, a_kind, a_fmt)
+    b = operand(b_NK, b_scales, b_kind, b_fmt)
+    (M, K), N = a_MK.shape, b_NK.shape[0]
+    if not M * N * K or not _has_scaled_product(a_MK.device, a_kind):
+        with no_autocast(a_MK):
+            return product_ref(a, b).to(dtype)
+    # cuBLASLt sums "tile" and "block" operands in fp32 every 128 of K. It takes the scales of tiles
+    # with neighbouring rows side by side, and the scales of blocks in rows of a multiple of four.
+    # `cast.py` lays them out like this, so nothing is copied here.
+    return scaled_mm(
+        a.values,
+        b.values.T,
+        [_as_torch_takes_it(a, is_first=True)],
+        [RECIPES[a_kind]],
+        [],
+        [_as_torch_takes_it(b, is_first=False)],
+        [RECIPES[b_kind]],
+        [],
+        None,
+        dtype,
+    )
+
+
+def _as_torch_takes_it(side: Blocks, *, is_first: bool) -> Tensor:
+    """Return a view of an operand's scales."""
+    if side.kind == "row":
+        return side.scales if is_first else side.scales.T
+    return side.scales.reshape(1) if side.kind == "tensor" else side.scales.T
+
+
+def _product_fake(a_MK, a_scales, a_kind, a_fmt, b_NK, b_scales, b_kind, b_fmt, dtype):  # type: ignore[no-untyped-def]
+    return a_MK.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)
+
+
+_product_op = Op("fp8_product", _product, _product_fake)
+
+
+def product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
+    """Return a [M, K] @ b [N, K]^T with their padded sizes. Not differentiable, no host sync.
+
+    It is summed in fp32 and rounded once, to bf16, fp16 or fp32. GPUs run torch's scaled product.
+
+    Source: cuBLASLt's "scaling factors layouts", as torch's `_scaled_mm_v2` checks them.
+    """
+    sides = [(*_parts(side), side.kind, _format(side)) for side in (a, b)]
+    return _product_op(*sides[0], *sides[1], dtype)
+
+
+def _format(side: Blocks) -> str:
+    return "e5m2" if side.values.dtype == torch.float8_e5m2 else "e4m3"

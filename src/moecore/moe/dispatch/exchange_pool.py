@@ -26,8 +26,7 @@ from moecore.kernels.exchange.buffer import (
     ExchangeLayout,
     SymmetricBuffer,
 )
-from moecore.moe.dispatch.clone_exchange import CloneExchange
-from moecore.moe.dispatch.exchange import Exchange, ExchangeError, MetaExchange
+from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeError, MetaExchange
 from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
 from moecore.moe.shortage import Holder, Shortage
 

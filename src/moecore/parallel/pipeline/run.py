@@ -25,15 +25,24 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moecore.base.torch_names import mark
-from moecore.parallel.attached import engines_of
+from moecore.parallel.across import make_all_stages
+from moecore.parallel.attached import Attached, engines_of
+from moecore.parallel.checks import check_stages
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
-from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, run_stage
+from moecore.parallel.pipeline.stages import (
+    StagedModel,
+    hidden_shape,
+    num_parts,
+    run_stage,
+    take_stages,
+)
 from moecore.parallel.pipeline.timeline import mark_name
-from moecore.parallel.pipeline.transport import Groups, StageTransport
+from moecore.parallel.pipeline.transport import Groups, StageTransport, connect
+from moecore.parallel.request import Request
 from moecore.parallel.shard.weight_gradients import WeightGradients
 
 Inputs = Mapping[str, Any]  # keyword arguments of the model
@@ -277,3 +286,54 @@ class _ScheduleRun:
         """Return the shape of a stage's input; an empty stage has the input of the next stage."""
         found = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
         return hidden_shape(self._pipeline.model, found, self._micro_batches[micro_batch])
+
+
+def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | None, Sequence[Stage]]:
+    """Leave this rank's stages of a model; return those of all ranks, None without stages."""
+    pp = request.meshes.parallel.pp
+    if pp == 1 or request.pipeline is None:
+        return None, ()
+    staged = request.family.staged(model)
+    layout = request.pipeline.stages(pp, *num_parts(staged))
+    check_stages(len(layout.stages), request)
+    how = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
+    rank_of = make_schedule(request.pipeline.schedule, **how).rank_of
+    own = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
+    take_stages(staged, own)
+    return layout, own
+
+
+def apply_pipeline(model: nn.Module, found: Attached) -> None:
+    """Give a model its place among the stages, and what it shares with them. Collective."""
+    request, meshes = found.request, found.request.meshes
+    if found.layout is None:
+        return
+    assert request.pipeline is not None and meshes.pipeline_groups is not None
+    pipeline = found.pipeline = Pipeline(
+        model=request.family.staged(model),
+        config=request.pipeline,
+        layout=found.layout,
+        rank=meshes.pp_rank,
+        groups=meshes.pipeline_groups,
+        dtype=request.fsdp.param_dtype or found.dtype,
+        device=meshes.device,
+        offload=found.offload,
+    )
+    connect(pipeline.groups, pipeline.schedule(1).rank_of, pipeline.rank, pipeline.device)
+    found.all_stages = make_all_stages(model, meshes)
+
+
+def chunks_of(
+    model: nn.Module, blocks: Sequence[nn.Module], found: Attached
+) -> dict[int, list[nn.Module]] | None:
+    """Return the blocks that one forward runs, in order, by stage; None = all."""
+    if found.layout is None:
+        return None
+    staged = found.request.family.staged(model)
+    parts, chunks = staged.stage_parts(), {}
+    for stage in found.stages:
+        names = [f"{parts.layers}.{index}" for index in stage.layers]
+        names += [f"{parts.mtp}.{index}" for index in stage.mtp]
+        inside = {module for name in names for module in staged.get_submodule(name).modules()}
+        chunks[stage.index] = [block for block in blocks if block in inside]
+    return chunks

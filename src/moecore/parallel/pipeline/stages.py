@@ -174,24 +174,6 @@ def num_parts(model: StagedModel) -> tuple[int, int]:
     return _length(model, parts.layers), 0 if parts.mtp is None else _length(model, parts.mtp)
 
 
-def blocks_of(
-    model: StagedModel, blocks: Sequence[nn.Module], stages: Sequence[Stage]
-) -> dict[int, list[nn.Module]]:
-    """Return the blocks of each stage, by its index.
-
-    Args:
-        blocks: layers and multi-token prediction modules, or what lies in these, in order.
-    """
-    parts = model.stage_parts()
-    found = {}
-    for stage in stages:
-        names = [f"{parts.layers}.{index}" for index in stage.layers]
-        names += [f"{parts.mtp}.{index}" for index in stage.mtp]
-        inside = {module for name in names for module in model.get_submodule(name).modules()}
-        found[stage.index] = [block for block in blocks if block in inside]
-    return found
-
-
 def loss_of(output: Any) -> Tensor:
     """Return the loss in what a model's forward returns: itself, or transformers' `.loss`."""
     loss = output if isinstance(output, Tensor) else output.loss
