@@ -19,18 +19,12 @@ from moecore.base import __version__
 from moecore.base.agreement import check_equal_weights, check_same
 from moecore.base.copies import copy_modules, on_meta
 from moecore.base.fields import check_arguments
-from moecore.base.options import (
-    BalanceConfig,
-    CloneOptions,
-    ContextOptions,
-    DispatcherName,
-    FSDPOptions,
-    MemoryOptions,
-    NVLinkOptions,
-    Precision,
-    PrecisionName,
-    Recipe,
-)
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.layer import BalanceConfig
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.precision import Precision, PrecisionName, Recipe
 from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups

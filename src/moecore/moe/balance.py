@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +35,8 @@ from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import add_expert_counts, count_experts_and_tokens
 from moecore.kernels.routing.entropy import add_entropy_
-from moecore.kernels.routing.margins import add_margins_
+from moecore.kernels.routing.margins import NUM_BINS, add_margins_
 from moecore.moe.micro_batch import MicroBatch
-from moecore.moe.quantile import new_histogram
 from moecore.moe.records import Routing
 from moecore.moe.router import best_ids
 
@@ -106,13 +106,14 @@ class LoadCounts:
         drops = config.capacity is not None and config.assignment != "expert_choice"
         best = config.counts_best_scores and config.balance.global_batch_coef > 0
         quantile = config.balance.bias_update == "quantile"
+        zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         return cls(
-            chosen_E=torch.zeros(E, dtype=torch.int64, device=device),
-            kept_E=torch.zeros(E, dtype=torch.int64, device=device) if drops else None,
-            best_E=torch.zeros(E, dtype=torch.int64, device=device) if best else None,
+            chosen_E=zeros(E),
+            kept_E=zeros(E) if drops else None,
+            best_E=zeros(E) if best else None,
             losses=torch.zeros(len(LOSS_NAMES), device=device),
-            entropy_2=torch.zeros(2, dtype=torch.int64, device=device),
-            margins_EX=new_histogram(E, device) if quantile else None,
+            entropy_2=zeros(2),
+            margins_EX=zeros(E, NUM_BINS) if quantile else None,
         )
 
     def tensors(self) -> list[Tensor]:
@@ -227,9 +228,7 @@ class LoadTracker:
             routing.chosen_ids_TK,
             routing.expert_ids_TK,
             best_TK if config.balance.global_batch_coef else None,
-            None
-            if logits_TE is None
-            else logits_TE.detach(),  # the router's backward keeps it, too
+            None if logits_TE is None else logits_TE.detach(),  # the router saves it too
             bias_E if quantile else None,
             routing.padding_mask_T,
         )

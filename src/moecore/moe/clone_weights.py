@@ -213,7 +213,18 @@ def _extended(weights: ExpertWeights, joined: _Joined) -> ExpertWeights:
 @torch.no_grad()
 def _joined_pair(quantised: tuple[Both, Both], joined: _Joined) -> tuple[Both, Both]:
     """Return quantised matrices of experts and clones. Collective."""
-    leaves = [leaf for leaf in tree_leaves(quantised) if leaf is not None]
-    found = map(joined.join, leaves, joined.clones.fetch([leaf.contiguous() for leaf in leaves]))
-    pair: tuple[Both, Both] = tree_map_only(Tensor, lambda _: next(found), quantised)
+    # The scales of columns may be those of rows, transposed: one view of each memory is fetched.
+    leaves: dict[int, Tensor] = {}
+    for leaf in tree_leaves(quantised):
+        if leaf is not None:
+            leaves.setdefault(leaf.data_ptr(), leaf)
+    came = joined.clones.fetch([leaf.contiguous() for leaf in leaves.values()])
+    wholes = dict(zip(leaves, map(joined.join, leaves.values(), came), strict=True))
+
+    def whole_of(leaf: Tensor) -> Tensor:
+        whole = wholes[leaf.data_ptr()]
+        is_first = leaf.stride() == leaves[leaf.data_ptr()].stride()
+        return whole if is_first else whole.transpose(1, 2)
+
+    pair: tuple[Both, Both] = tree_map_only(Tensor, whole_of, quantised)
     return pair

@@ -302,7 +302,9 @@ class Experts(nn.Module):
     def _weights(self, dtype: torch.dtype) -> ExpertWeights:
         config = self.config
         w1_eCD, sink1 = self._fc1_eCD(dtype)
-        w2_eDF = self._as_stored_eDF(self._weight("w2", dtype))
+        w2_eDF = self._weight("w2", dtype)
+        if self.layout.transposed:
+            w2_eDF = w2_eDF.transpose(1, 2)
         return ExpertWeights(
             w1_eCD=w1_eCD,
             w2_eDF=w2_eDF,
@@ -339,7 +341,7 @@ class Experts(nn.Module):
         w1 = self._weight("w1", dtype)
         if self.is_separate:
             return torch.cat([w1, self._weight("w3", dtype)], dim=1), None
-        w1_eCD = self._as_stored_eCD(w1)
+        w1_eCD = w1.transpose(1, 2) if self.layout.transposed else w1.flatten(1, -2)
         return w1_eCD, self._sink("w1", w1_eCD)
 
     def _sink(self, role: str, matrices: Tensor) -> GradSink | None:
@@ -347,14 +349,6 @@ class Experts(nn.Module):
         if self.layout.transposed:
             return None
         return sink_of(getattr(self, getattr(self.layout, role)), matrices.shape)
-
-    def _as_stored_eCD(self, w1: Tensor) -> Tensor:
-        """View FC1 as [e, C, D]; split gate and up are neighbours in memory."""
-        return w1.transpose(1, 2) if self.layout.transposed else w1.flatten(1, -2)
-
-    def _as_stored_eDF(self, w2: Tensor) -> Tensor:
-        """View FC2 as [e, D, F]."""
-        return w2.transpose(1, 2) if self.layout.transposed else w2
 
     def _weight(self, role: str, dtype: torch.dtype) -> Tensor:
         """This rank's part of a parameter; cast only under autocast, where rows are cast too.

@@ -45,9 +45,9 @@ class Lanes:
         self._ahead: torch.cuda.Stream | None = None
 
     @property
-    def are_open(self) -> bool:
-        """Whether a pair runs; False under a tracer, which must not trace a pair."""
-        return self._pair is not None and not torch.compiler.is_compiling()
+    def open_pair(self) -> _LanePair | None:
+        """The pair that runs; None under a tracer, which must not trace a pair."""
+        return None if torch.compiler.is_compiling() else self._pair
 
     def run(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
         """Return the forward's value, when both have ended.
@@ -94,20 +94,6 @@ class Lanes:
         value, numbers = found
         set_generators(numbers)
         return value
-
-    def hand_over(self, *, is_early: bool = False) -> None:
-        """Hand the baton over; return when the other side has handed it back, or has ended.
-
-        Args:
-            is_early: whether the other side hands it back before it starts an exchange.
-        """
-        assert self._pair is not None
-        self._pair.hand_over(is_early=is_early)
-
-    def give_back(self) -> None:
-        """Hand the baton back to a side that has handed it over early. Called before exchanges."""
-        assert self._pair is not None
-        self._pair.give_back()
 
     @contextmanager
     def ahead(self, *, waits: bool = False) -> Iterator[None]:
@@ -182,12 +168,16 @@ class _LanePair:
             self._end(side)
 
     def give_back(self) -> None:
-        """Do what `Lanes.give_back` does."""
+        """Hand the baton back to a side that has handed it over early. Called before exchanges."""
         if self._other(self._holder).is_early:
             self.hand_over()
 
     def hand_over(self, *, is_early: bool = False) -> None:
-        """Do what `Lanes.hand_over` does; the caller holds the baton."""
+        """Hand the baton over; return when the other side has handed it back, or has ended.
+
+        The caller holds the baton. With `is_early` it gets the baton back before the other side
+        starts an exchange.
+        """
         side = self._holder
         other = self._other(side)
         with self._changing:
@@ -238,14 +228,15 @@ def exchange(
         is_ahead: whether the collectives read nothing that was queued after the last `numbers_of`,
             and write memory that was allocated within `Lanes.ahead`.
     """
-    if lanes is None or not lanes.are_open:
+    pair = None if lanes is None else lanes.open_pair
+    if lanes is None or pair is None:
         for start in starts:
             start()
         return
-    lanes.give_back()
+    pair.give_back()
     with lanes.ahead() if is_ahead else nullcontext():
         works = [start(async_op=True) for start in starts]
-    lanes.hand_over()
+    pair.hand_over()
     for work in works:
         work.wait()
 
@@ -257,7 +248,8 @@ def numbers_of(start: Callable[..., Any], numbers: Tensor, lanes: Lanes | None =
         start: function that starts the collective, takes `async_op` and returns its work.
         lanes: pair whose other side runs until the numbers are on the host; None = no pair.
     """
-    if lanes is None or not lanes.are_open:
+    pair = None if lanes is None else lanes.open_pair
+    if lanes is None or pair is None:
         start()
         return numbers.tolist()
     work = start(async_op=True)
@@ -266,7 +258,7 @@ def numbers_of(start: Callable[..., Any], numbers: Tensor, lanes: Lanes | None =
         on_host = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
         on_host.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
-    lanes.hand_over(is_early=True)
+    pair.hand_over(is_early=True)
     if arrived is not None:
         arrived.synchronize()
     return on_host.tolist()

@@ -280,7 +280,11 @@ class MoELayer(RoutedLayer):
     def _rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Return the rows to dispatch, [T, L], and the routing for their experts."""
         rows_TL = self.latent.down(rows_TD) if self.config.latent_dim else rows_TD
-        return weigh_input(rows_TL, routing) if self.config.weights_on_input else (rows_TL, routing)
+        if not self.config.weights_on_input:
+            return rows_TL, routing
+        weights_T1 = routing.weights_TK  # one per token; those of the experts' outputs become 1
+        rows_TL = (rows_TL * weights_T1).to(rows_TL.dtype)
+        return rows_TL, replace(routing, weights_TK=torch.ones_like(weights_T1))
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
         """Return the shared expert's output, [T, D]; None without a shared expert."""
@@ -320,13 +324,6 @@ def _warn_of_eval(_: Tensor) -> None:
         "model.train() before training (from_pretrained gives models in eval mode)",
         stacklevel=2,
     )
-
-
-def weigh_input(rows_TL: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-    """Return the rows times their one routing weight, and a routing whose weights are 1."""
-    weights_T1 = routing.weights_TK
-    rows_TL = (rows_TL * weights_T1).to(rows_TL.dtype)
-    return rows_TL, replace(routing, weights_TK=torch.ones_like(weights_T1))
 
 
 def _flat_mask(padding_mask: Tensor | None, x: Tensor) -> Tensor | None:

@@ -10,13 +10,14 @@ import hashlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
+from moecore.base.copies import as_part
 from moecore.base.saved import Handle, Kept, is_packing, packing
 from moecore.base.torch_names import local_of, storage_key, tree_leaves, version
 from moecore.kernels.rows.scaling import Blocks
@@ -72,10 +73,7 @@ class _Local(torch.autograd.Function):
         param = ctx.param
         if grad is None:
             return None
-        how: dict[str, Any] = dict(shape=param.shape, stride=param.stride())
-        return DTensor.from_local(
-            grad, param.device_mesh, grad_placements(param), run_check=False, **how
-        )
+        return as_part(grad, param.device_mesh, grad_placements(param), of=param)
 
 
 def has_values(local: Tensor) -> bool:
@@ -106,7 +104,7 @@ def grad_placements(param: Tensor) -> tuple[Placement, ...]:
 
 
 class StepCopies:
-    """Copies of weights (cast, quantised) that the micro-batches of a step share.
+    """Copies of quantised weights that the micro-batches of a step share.
 
     A copy is used while the announced micro-batches of a step last, and dropped by the last of
     them. Outside of a step every forward makes its own: fused optimizers, replayed graphs and
@@ -115,7 +113,7 @@ class StepCopies:
 
     def __init__(self) -> None:
         self.shares = False
-        self._found: dict[Hashable, _SavedCopy] = {}
+        self._found: dict[Hashable, tuple[tuple[int, ...], Any]] = {}  # what it was made of, copy
 
     def get(
         self,
@@ -128,28 +126,19 @@ class StepCopies:
         Args:
             params: which it is made of. What torch counts as a change of them ends a copy.
         """
-        found = self._found.pop(key, None)
+        before, copy = self._found.pop(key, (None, None))
         made_of = tuple(number for param in params for number in _made_of(param))
-        if found is None or found.made_of != made_of:
-            found = None  # freed before its successor is made
+        if before != made_of:
+            copy = None  # freed before its successor is made
             copy = make()
-        else:
-            copy = found.copy
         if self.shares:
-            self._found[key] = _SavedCopy(made_of, copy)
-        return copy
+            self._found[key] = made_of, copy
+        return cast(T, copy)
 
     def drop(self) -> None:
         """Drop all copies; the next forward is no announced micro-batch."""
         self._found.clear()
         self.shares = False
-
-
-class _SavedCopy(NamedTuple):
-    """A copy, and which values it was made of: addresses and versions."""
-
-    made_of: tuple[int, ...]
-    copy: Any
 
 
 @torch.no_grad()
@@ -372,8 +361,5 @@ def shard_parameter(
     if not local.is_meta:
         local = local.to(mesh.device_type)
     local = local.clone(memory_format=torch.contiguous_format)
-    sharded = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-    new = nn.Parameter(sharded, requires_grad=param.requires_grad)
-    module.register_parameter(name, new)
+    sharded = as_part(local, mesh, placements, of=param)
+    module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))

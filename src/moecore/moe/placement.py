@@ -51,11 +51,6 @@ class ExpertPlacement:
         return self.num_experts // self.ep
 
     @property
-    def first_local(self) -> int:
-        """Global id of this rank's first expert."""
-        return dist.get_rank(self.group) // self.etp * self.num_local
-
-    @property
     def num_physical(self) -> int:
         """Physical experts on each rank, e + c."""
         return self.num_local + self.num_clones

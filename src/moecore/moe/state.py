@@ -19,10 +19,10 @@ from torch import Tensor
 from moecore.base.fields import Count, check_value
 from moecore.base.torch_names import foreach_add_
 from moecore.kernels.routing.entropy import UNIT
+from moecore.kernels.routing.margins import even_bias
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.params import clean_name
-from moecore.moe.quantile import bias_move
 from moecore.moe.records import ChoiceTape
 
 NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer step"]
@@ -202,7 +202,8 @@ class MoEState:
             margins_LEX = torch.stack([counts[name].margins_EX for name in names])  # type: ignore[misc]
             if self.groups.global_batch is not None:
                 dist.all_reduce(margins_LEX, group=self.groups.global_batch)
-            move_LE = rate * bias_move(margins_LEX, bias_LE, config.top_k)
+            move_LE = even_bias(margins_LEX, bias_LE, config.top_k) - bias_LE
+            move_LE = rate * (move_LE - move_LE.mean(-1, keepdim=True))
         else:
             chosen_LE = torch.stack([chosen[name] for name in names]).double()
             move_LE = rate * torch.sign(chosen_LE.mean(1, keepdim=True) - chosen_LE).to(
@@ -218,15 +219,8 @@ class MoEState:
 
     def _counts(self, layer: Any) -> LoadCounts:
         """Return the layer's counts of this step; zeros if it has counted nothing."""
-        tracker = layer.tracker
-        if tracker.counts is not None:
-            return tracker.counts
-        return LoadCounts.zeros(tracker.config, _device_of(layer))
-
-
-def _device_of(layer: Any) -> torch.device:
-    device: torch.device = next(layer.part("experts").parameters()).device
-    return device
+        device = next(layer.part("experts").parameters()).device
+        return layer.tracker.counts or LoadCounts.zeros(layer.tracker.config, device)
 
 
 def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,9 +23,7 @@ from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
-from moecore.parallel.family import (
-    Family,
-)
+from moecore.parallel.family import Family
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.pipeline.config import PipelineConfig
 

@@ -221,7 +221,8 @@ class Fp8Products(LinearProducts):
         x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
         weight_amax = self._past("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
-            weight_amax = shared_amax(weight)
+            with torch.no_grad():  # over all ranks that it is cut over: see the header
+                weight_amax = max_over_cut(amax(local_param(weight)), weight)
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
         if has_values(weight_NK):
             how: dict[str, Any] = dict(power_of_two=self.recipe.power_of_two, amax=weight_amax)
@@ -246,7 +247,7 @@ class Fp8Products(LinearProducts):
             *kinds,
             self.recipe.grad_format,
             self.recipe.power_of_two,
-            _output_dtype(x),
+            autocast_dtype(x) or x.dtype,  # as of `nn.Linear`
         )
         y_TN = _linear_op(*inputs) if sink is None else linear(inputs, Fp8Products, sink)
         # No view, as of `nn.Linear`: what follows may change it in place.
@@ -272,15 +273,6 @@ class Fp8Products(LinearProducts):
     def weight_grad(dy: Blocks, x: Blocks, dtype: torch.dtype, target: GradTarget) -> Tensor:
         grad_NK = product(dy, x, dtype)
         return put_grad(grad_NK, target.out, target.adds, target.dtype, target.scale)
-
-
-@torch.no_grad()
-def shared_amax(weight: Tensor) -> Tensor:
-    """Return a weight's largest magnitude, fp32 [1], over the ranks that it is cut over.
-
-    A collective for a sharded DTensor: one all-reduce of one number per mesh dim that cuts it.
-    """
-    return max_over_cut(amax(local_param(weight)), weight)
 
 
 def why_not(weight: Tensor) -> str | None:
@@ -324,11 +316,6 @@ def _gathered_rows(weight: Tensor, weight_NK: Tensor, kind: str) -> Blocks:
         check_values(weight_NK)
     assert found is not None, "it has values"
     return as_operand(found)
-
-
-def _output_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that `nn.Linear` would return."""
-    return autocast_dtype(x) or x.dtype
 
 
 def _parts(side: Any, like: Tensor | None = None) -> Parts:

@@ -168,15 +168,8 @@ def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
     Example, three tokens, two ranks, needs [[1, 0, 1], [0, 1, 1]]: token_ids_M [0, 2, 1, 2],
     slots_TG [[0, -1], [-1, 2], [1, 3]].
     """
-    G, T = needs_GT.shape
-    slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(G, T)
-    tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
-    # What is not sent lands in one spare row past the end.
-    token_ids = tokens_T.new_zeros(num_sent + 1)
-    spare_GT = torch.where(needs_GT, slots_GT, num_sent)
-    token_ids.scatter_(0, spare_GT.flatten(), tokens_T.repeat(G))
-    slots_TG = torch.where(needs_GT, slots_GT, -1).T.to(torch.int32).contiguous()
-    return token_ids[:num_sent], slots_TG
+    slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
+    return _order(needs_GT, slots_GT, num_sent, unused=0)
 
 
 def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,18 +184,25 @@ def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, 
     Example, three tokens, two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M
     [0, 2, 1, 0], slots_TG [[0, -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
     """
-    G, T = needs_GT.shape
-    places_GT = needs_GT.cumsum(1) - 1
+    G = needs_GT.shape[0]
     starts_G1 = torch.arange(G, device=needs_GT.device)[:, None] * num_sent
-    slots_GT = torch.where(needs_GT, places_GT + starts_G1, -1)
+    slots_GT = needs_GT.cumsum(1) - 1 + starts_G1
+    token_ids_M, slots_TG = _order(needs_GT, slots_GT, G * num_sent, unused=-1)
+    return token_ids_M.clamp(min=0), slots_TG, token_ids_M >= 0
+
+
+def _order(
+    needs_GT: Tensor, slots_GT: Tensor, num_rows: int, *, unused: int
+) -> tuple[Tensor, Tensor]:
+    """Return int32 the token of each row, or `unused`, and int32 slots_TG, -1 where not needed."""
+    G, T = needs_GT.shape
     tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
     # What is not sent lands in one spare row past the end.
-    token_ids = tokens_T.new_full((G * num_sent + 1,), -1)
-    spare_GT = torch.where(needs_GT, slots_GT, G * num_sent)
+    token_ids = tokens_T.new_full((num_rows + 1,), unused)
+    spare_GT = torch.where(needs_GT, slots_GT, num_rows)
     token_ids.scatter_(0, spare_GT.flatten(), tokens_T.repeat(G))
-    token_ids_M = token_ids[:-1]
-    slots_TG = slots_GT.T.to(torch.int32).contiguous()
-    return token_ids_M.clamp(min=0), slots_TG, token_ids_M >= 0
+    slots_TG = torch.where(needs_GT, slots_GT, -1).T.to(torch.int32).contiguous()
+    return token_ids[:num_rows], slots_TG
 
 
 class _SentRows(NamedTuple):
@@ -270,7 +270,7 @@ def _all_to_all(
     The splits have the numbers of rows that are sent and received. Returned rows behind the
     received ones have any value. `is_ahead` is an argument of `exchange`.
     """
-    is_ahead = is_ahead and lanes is not None and lanes.are_open
+    is_ahead = is_ahead and lanes is not None and lanes.open_pair is not None
     with lanes.ahead() if is_ahead and lanes is not None else nullcontext():
         outs = [None if x is None else x.new_empty((length, *x.shape[1:])) for x in xs]
     how: dict[str, Any] = dict(

@@ -111,7 +111,7 @@ class StageTransport:
         message = _needed_by(action, self._schedule.num_stages)
         if message is None:
             return None
-        source = self._source(message)
+        source = self._schedule.rank_of[message.stage]
         if source == self._rank:
             return self._here.pop(message)
         # An NCCL kernel occupies the GPU until both ranks run it. Work that waits for the whole GPU
@@ -139,8 +139,9 @@ class StageTransport:
             self._here[message] = tensor
             return
         tensor = tensor.contiguous()
+        group = _group_of(self._groups, self._rank, target)
         with _reaching(f"{message} for", target):
-            work = dist.isend(tensor, group=self._group(self._rank, target), group_dst=target)
+            work = dist.isend(tensor, group=group, group_dst=target)
         assert work is not None
         self._sends.append(_SentMessage(tensor, work, message, target))
         self._sends = [sent for sent in self._sends if not sent.work.is_completed()]
@@ -172,16 +173,11 @@ class StageTransport:
         stage = message.stage + 1 if message.is_forward else message.stage
         shape = self._shape_of(stage, message.micro_batch)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        group = _group_of(self._groups, source, self._rank)
         with _reaching(f"{message} from", source):
-            work = dist.irecv(tensor, group=self._group(source, self._rank), group_src=source)
+            work = dist.irecv(tensor, group=group, group_src=source)
         assert work is not None
         self._received[message] = _Received(tensor, work)
-
-    def _group(self, source: int, target: int) -> dist.ProcessGroup:
-        return _group_of(self._groups, source, target)
-
-    def _source(self, message: _Message) -> int:
-        return self._schedule.rank_of[message.stage]
 
     def _target(self, message: _Message) -> int | None:
         """Return the rank that needs a message; None = no rank."""

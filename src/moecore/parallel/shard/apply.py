@@ -24,20 +24,12 @@ from moecore.parallel.shard.formats import BlockFormat, CastFormat, Format
 from moecore.parallel.shard.gradients import Gradients
 from moecore.parallel.shard.make import is_whole
 from moecore.parallel.shard.params import Owners, UnitParam
-from moecore.parallel.shard.plan import FlatLayout, ShardPlan, UnitPlan
+from moecore.parallel.shard.plan import FlatLayout, ShardPlan, UnitPlan, flat_layout
 from moecore.parallel.shard.streams import UnitStreams
 from moecore.parallel.shard.unit import Unit, UnitOptions
 
 # Layout of a root without parameters, which only casts inputs.
-NOTHING = FlatLayout(
-    dtype="float32",
-    gathers="float32",
-    recipe=None,
-    ranks=1,
-    slots=(),
-    shard_numel=0,
-    whole_numel=0,
-)
+NOTHING = flat_layout("float32", "float32", None, (), 1)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:

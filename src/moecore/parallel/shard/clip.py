@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import MaxNorm, check_arguments
-from moecore.base.torch_names import foreach_mul_, foreach_norm, mark
+from moecore.base.torch_names import foreach_mul_, foreach_norm, local_of, mark
 from moecore.parallel.across import AllStages, find_stages, lay_out_as_parameter
 from moecore.parallel.shard.late_parameters import refuse_added
 
@@ -272,23 +272,19 @@ def _squares(
 
 def _norms(params: list[nn.Parameter]) -> list[Tensor]:
     """Return the L2 norm of this rank's part of each gradient, in at least fp32; 0 = none."""
-    zero = torch.zeros((), dtype=torch.float32, device=_local(params[0]).device)
+    zero = torch.zeros((), dtype=torch.float32, device=local_of(params[0]).device)
     norms = [zero] * len(params)
     of_dtype: dict[torch.dtype, list[int]] = {}
     for i, param in enumerate(params):
-        if param.grad is not None and _local(param.grad).numel():
+        if param.grad is not None and local_of(param.grad).numel():
             of_dtype.setdefault(param.grad.dtype, []).append(i)
     for dtype, places in of_dtype.items():
-        grads = [_local(params[i].grad) for i in places]  # type: ignore[arg-type]
+        grads = [local_of(params[i].grad) for i in places]  # type: ignore[arg-type]
         found = foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
         for i, value in zip(places, found, strict=True):
             norms[i] = value
     # fp64 gradients keep their precision; all others are fp32 here.
     return [n.double() for n in norms] if torch.float64 in of_dtype else norms
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _num_shards(param: Tensor) -> int:
@@ -318,7 +314,7 @@ def _scale(
     if loss_scale is not None:
         factor /= loss_scale.item()
     if factor != 1.0:
-        grads = [_local(p.grad) for _, p in params if p.grad is not None]
+        grads = [local_of(p.grad) for _, p in params if p.grad is not None]
         foreach_mul_([g for g in grads if g.numel()], factor)
 
 

@@ -5,7 +5,7 @@ A new head, or an adapter beside a layer: every rank would train its own copy, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -40,7 +40,8 @@ def refuse_added(model: nn.Module) -> None:
     ]
     if not plain or not engines_of(model):
         return
-    reduced = set(_reduced(model))
+    wrapped = (m for m in model.modules() if isinstance(m, DistributedDataParallel | FSDPModule))
+    reduced = {param for module in wrapped for param in module.parameters()}
     added = {p for p in plain if p not in reduced and not has_accumulate_hooks(p)}
     if added:
         names = [name for name, param in model.named_parameters() if param in added]
@@ -74,10 +75,3 @@ def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
                 "parallelize_moe and to_empty have replaced: make it of model.parameters() "
                 "afterwards"
             )
-
-
-def _reduced(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield parameters that are no DTensors and are reduced nevertheless."""
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel | FSDPModule):
-            yield from module.parameters()

@@ -202,15 +202,15 @@ class _Maker:
         """Return how data ranks cut, and then how other ranks have cut already."""
         inner: list[AxisPlacement] = []
         if isinstance(param, DTensor):
-            axes = zip(_axes(param.device_mesh), param.placements, strict=True)
-            inner = [
-                AxisPlacement(axis=axis, size=size, dim=getattr(p, "dim", None), pieces=_pieces(p))
-                for (axis, size), p in axes
-            ]
+            for (axis, size), placement in zip(
+                _axes(param.device_mesh), param.placements, strict=True
+            ):
+                dim, pieces = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
+                inner.append(AxisPlacement(axis=axis, size=size, dim=dim, pieces=pieces))
         if experts is not None and is_whole(self.meshes):
             return tuple(inner)
         mesh: Any = self.meshes.dense_fsdp
-        dim: int | None = 0
+        dim = 0
         if experts is not None:
             mesh, dim = self.meshes.expert_fsdp, expert_dim(experts, param, self.meshes)
         *replicates, (axis, size) = _axes(mesh)
@@ -356,11 +356,6 @@ def _prefetch(
 def _axes(mesh: Any) -> list[tuple[str, int]]:
     """Return names and sizes of a mesh's dims."""
     return [(name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)]
-
-
-def _pieces(placement: Any) -> int:
-    """Return into how many equal parts a strided placement cuts its dim first."""
-    return int(getattr(placement, "split_factor", 1))
 
 
 GATHER = "FSDPOptions.fp8_param_gather (True)"

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from moecore.base.copies import as_part
 from moecore.base.torch_names import (
     StridedShard,
     call_accumulate_hooks,
@@ -70,16 +70,13 @@ class UnitParam:
         self._inner = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
         data = local_of(param.detach())
         self.shape = data.shape
-        self._inner_shape, self._inner_stride = param.shape, param.stride()
         self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
         start = min(self.rank * chunk, self.shape[dim])
         own = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
         own = own.to(device_type) if not own.is_meta else own
         shard = own.clone(memory_format=torch.contiguous_format)
         place = _placements(param, dim if is_cut else None, mesh, join)
-        sharded = DTensor.from_local(
-            shard, *place, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        sharded = as_part(shard, *place, of=param)
         self.sharded = nn.Parameter(sharded, requires_grad=param.requires_grad)
         self.shard = local_of(self.sharded)
         self.whole: nn.Parameter | None = None
@@ -133,13 +130,7 @@ class UnitParam:
         """
         local = data.data
         if self._inner is not None:
-            local = DTensor.from_local(
-                local,
-                *self._inner,
-                run_check=False,
-                shape=self._inner_shape,
-                stride=self._inner_stride,
-            )
+            local = as_part(local, *self._inner, of=self.sharded)
         self.whole = nn.Parameter(local, requires_grad=self.sharded.requires_grad)
         return [self.whole] if self._inner is None else [self.whole, local_of(self.whole)]
 
@@ -169,9 +160,7 @@ class UnitParam:
         assert whole is not None, "a forward has made it"
         grad = grad.view(self.shape)
         if self._inner is not None:
-            how: dict[str, Any] = dict(shape=self._inner_shape, stride=self._inner_stride)
-            places = grad_placements(whole)
-            grad = DTensor.from_local(grad, self._inner[0], places, run_check=False, **how)
+            grad = as_part(grad, self._inner[0], grad_placements(whole), of=whole)
         whole.grad = grad if whole.grad is None else whole.grad + grad
 
     def put_grad(self, grad: Tensor) -> None:
