@@ -28,15 +28,12 @@ class Region(Protocol):
     @property
     def is_multiplying(self) -> bool:
         """Whether a product of it runs."""
-        ...
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a product and keep its result; in a second run, return that."""
-        ...
 
     def draw(self, generator: torch.Generator) -> None:
         """Note that what runs draws from a generator of its own."""
-        ...
 
 
 class _ThisThread(threading.local):

@@ -28,7 +28,6 @@ class Handle(Protocol):
 
     def unpack(self) -> Tensor:
         """Return the tensor as it was saved. A retained graph asks more than once."""
-        ...
 
 
 Packer = Callable[[Tensor], Handle | None]

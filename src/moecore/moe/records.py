@@ -77,15 +77,12 @@ class ChoiceTape(Protocol):
         `own()` gives the router's choice, for what is not given; collective where tokens are
         compared.
         """
-        ...
 
     def took(self, ids_TK: Tensor) -> None:
         """See the choice of this forward, before capacity."""
-        ...
 
     def rewinder(self) -> Callable[[], None]:
         """Return what undoes all forwards from here on, for a step that runs again."""
-        ...
 
 
 class BalancedRows(NamedTuple):
@@ -163,18 +160,15 @@ class Dispatcher(Protocol):
         Args:
             pads: whether `Routing.pad` is on.
         """
-        ...
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring every token to each rank that owns at least one of its experts, once."""
-        ...
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
         """Send each partial sum home once and add over ranks in fp32; returns y_TD.
 
         y_SD is a tensor, or `UnsummedRows` where the experts' input was `unsummed`.
         """
-        ...
 
 
 class _HandleRows(torch.autograd.Function):

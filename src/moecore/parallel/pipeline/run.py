@@ -54,15 +54,12 @@ class StageOffload(Protocol):
 
     def chunk(self, *, leaves_whole: bool, held: Tensor | None) -> AbstractContextManager[Any]:
         """Return a context of a forward, which gives its chunk; `held` is not offloaded."""
-        ...
 
     def bring_back(self, chunk: Any) -> None:
         """Start to copy a forward's offloaded tensors back to the device."""
-        ...
 
     def free(self, chunk: Any) -> None:
         """Free the device memory of the forward's last block, if it has been copied out."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

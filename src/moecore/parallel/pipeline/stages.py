@@ -73,23 +73,18 @@ class StagedModel(Protocol):
 
     def stage_parts(self) -> StageParts:
         """Return what stages are made of, the same before and after `take_stages`."""
-        ...
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of what enters a stage; see `hidden_shape`."""
-        ...
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the model by its name."""
-        ...
 
     def set_submodule(self, target: str, module: nn.Module) -> None:
         """Put a module in the place of one of the model."""
-        ...
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run one stage; see `run_stage`."""
-        ...
 
 
 def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:

@@ -50,7 +50,6 @@ class Format(Protocol):
             params: of the unit.
             data: memory of each, of its shape.
         """
-        ...
 
     def fill(self, params: Sequence[UnitParam], own: Sequence[Tensor]) -> None:
         """Write this rank's part of what is gathered, on the current stream. Maybe collective.
@@ -59,7 +58,6 @@ class Format(Protocol):
             params: of the unit.
             own: memory of each shard, flat.
         """
-        ...
 
 
 class CastFormat:

@@ -32,7 +32,6 @@ class UnitTransport(Protocol):
             regions: [ranks * n] each.
             shards: [n] each; they may be this rank's part of the region.
         """
-        ...
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
         """Fill each shard with the sum over ranks of its part of the region.
@@ -41,7 +40,6 @@ class UnitTransport(Protocol):
             shards: [n] each.
             regions: [ranks * n] each.
         """
-        ...
 
 
 class Coalesced:
