@@ -45,11 +45,7 @@ Computation = Callable[[ExpertInput, ExpertWeights, ActivationOptions], Tensor]
 
 
 def check_backend(name: str, spec: ExpertSpec) -> None:
-    """Raise a ValueError for a backend that does not exist or cannot compute these experts.
-
-    Args:
-        spec: what is known of the experts.
-    """
+    """Raise a ValueError for a backend that does not exist or cannot compute these experts."""
     if name not in get_args(ExpertBackend):
         shown = ", ".join(repr(n) for n in get_args(ExpertBackend))
         raise ValueError(f"expert_backend ({name!r}) must be one of {shown}")
@@ -64,9 +60,7 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
 def separate_computation(name: str, *, has_more: bool) -> Computation | None:
     """Return what computes the experts in place of `expert_mlp`; None = nothing does.
 
-    Args:
-        has_more: whether there is more than two matrices and an activation of `MoEConfig`: biases,
-            low-rank updates, an activation of the model's own.
+    `has_more` tells of biases, low-rank updates or an activation of the model's own.
     """
     if name == "sequential":
         return _sequential

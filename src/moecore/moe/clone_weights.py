@@ -32,11 +32,7 @@ from moecore.moe.clones import AnyClones, carried
 
 @contextmanager
 def with_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[ExpertWeights]:
-    """Give the weights of e + n experts; within, what is saved of them is joined again.
-
-    Args:
-        clones: of the forward; None = there are none, and the weights stay as they are.
-    """
+    """Give the weights of e + n experts; within, what is saved of them is joined again."""
     if clones is None:
         yield weights
         return
@@ -126,15 +122,10 @@ class _Extend(torch.autograd.Function):
 
 
 class _How(NamedTuple):
-    """Of a tensor of weights.
+    """How a tensor of weights is used."""
 
-    Attributes:
-        has_values: whether products read it; False for what was quantised.
-        sink: what may bring its gradient home in the experts' backward.
-    """
-
-    has_values: bool = True
-    sink: _HomeSink | None = None
+    has_values: bool = True  # products read it; False for what was quantised
+    sink: _HomeSink | None = None  # may return its gradient in the experts' backward
 
 
 class _HomeSink:

@@ -48,7 +48,6 @@ class Cloner:
     Args:
         placement: of the layer's experts, with room for clones.
         group: ranks of the dispatch group that have this rank's part of their experts, in order.
-        options: how many clones, and when.
         exchanges: of dispatcher "nvlink"; None with any other.
     """
 
@@ -95,15 +94,9 @@ class Cloner:
 
     @torch.compiler.disable
     def place(self, routing: Routing, lanes: Lanes | None) -> tuple[Routing, AnyClones | None]:
-        """Return the routing with its physical experts, and the clones that this forward needs.
-
-        On meta nobody has clones.
-
-        Returns:
-            None where no rank has a clone.
-        """
+        """Return the routing with its physical experts, and this forward's clones; None = none."""
         p, ids_TK = self._placement, routing.expert_ids_TK
-        if ids_TK.is_meta:
+        if ids_TK.is_meta:  # loads are even, so nobody has clones
             return replace(routing, physical_TK=p.physical_ids(ids_TK)), None
         plan, before_E = self._plan(ids_TK, lanes)
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
@@ -136,10 +129,7 @@ class Cloner:
         return PeerClones(self._exchanges.clones(experts_N.device), places)
 
     def _by_sizes(self, experts_N: Tensor, lanes: Lanes | None) -> Clones | None:
-        """Return clones that collectives bring, None without any.
-
-        One host sync, but for a plan that stays.
-        """
+        """Return clones that collectives bring; None = none. One host sync, unless a plan stays."""
         experts = experts_N.tolist() if self._kept is None else self._kept.experts
         return None if max(experts) < 0 else Clones.of(experts, self._placement, self._group, lanes)
 
@@ -172,22 +162,14 @@ class Cloner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clones:
-    """The clones of one forward of a layer, as one rank sees them.
-
-    Attributes:
-        lanes: that take turns while weights travel.
-        sent: this rank's experts that are cloned, by destination and then by place, repeated.
-        send_splits: how many of them go to each rank.
-        receive_splits: how many come from each rank.
-        order: which of those that came is in each place, in order.
-    """
+    """The clones of one forward of a layer, as one rank sees them."""
 
     group: dist.ProcessGroup
-    lanes: Lanes | None
-    sent: tuple[int, ...]
-    send_splits: tuple[int, ...]
-    receive_splits: tuple[int, ...]
-    order: tuple[int, ...]
+    lanes: Lanes | None  # take turns while weights travel
+    sent: tuple[int, ...]  # cloned experts of this rank, by destination and then place, repeated
+    send_splits: tuple[int, ...]  # how many of them go to each rank
+    receive_splits: tuple[int, ...]  # how many clones come from each rank
+    order: tuple[int, ...]  # which received clone is in each place
 
     @classmethod
     def of(
@@ -197,10 +179,7 @@ class Clones:
         group: dist.ProcessGroup,
         lanes: Lanes | None = None,
     ) -> Clones:
-        """Return a rank's view of a plan.
-
-        Args:
-            experts: the expert in each place for a clone, rank by rank; -1 = empty.
+        """Return a rank's view of a plan: the expert in each place, rank by rank; -1 = empty.
 
         Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2, so its
@@ -228,11 +207,7 @@ class Clones:
         return len(self.order)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the clones' part of each tensor, [n, ...]. Collective over the group.
-
-        Args:
-            tensors: [e, ...], this rank's experts.
-        """
+        """Return the clones' part [n, ...] of tensors [e, ...] of own experts. Collective."""
         found = self._travel([t[list(self.sent)] for t in tensors], self.num_here, is_home=False)
         return found if self._is_in_order else [t[list(self.order)] for t in found]
 
@@ -240,10 +215,8 @@ class Clones:
     def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Add the clones' gradients to those of their experts, in place; return these, [e, ...].
 
-        Added in fp32 and rounded once. Collective over the group.
-
-        Args:
-            grads: [e + n, ...], this rank's experts and then its clones.
+        Gradients [e + n, ...] are those of this rank's experts and then of its clones. They are
+        added in fp32 and rounded once. Collective over the group.
         """
         e = [grad.shape[0] - self.num_here for grad in grads]
         outward = [grad[number:] for grad, number in zip(grads, e, strict=True)]
@@ -286,14 +259,10 @@ class Clones:
 
 @dataclass(frozen=True, slots=True)
 class PeerClones:
-    """The clones of one forward of a layer over peers' memory. No host sync.
-
-    Attributes:
-        places: the plan, on the device.
-    """
+    """The clones of one forward of a layer over peers' memory. No host sync."""
 
     exchange: CloneExchange
-    places: Places
+    places: Places  # the plan, on the device
 
     @property
     def num_here(self) -> int:
@@ -352,10 +321,7 @@ class KeptPlan:
     def part_of(self, ids_TK: Tensor) -> ClonePlan:
         """Return the plan of this rank's choices alone: the same shares of each expert's tokens.
 
-        No communication, no host sync.
-
-        Args:
-            ids_TK: int32, expert ids; -1 = dropped.
+        `ids_TK` are int32 expert ids, -1 = dropped. No communication, no host sync.
 
         Example, a clone has tokens 6 to 9 of the nine that expert 0 had: of three choices here the
         last goes to it.
@@ -371,11 +337,9 @@ class KeptPlan:
         return ClonePlan(plan.experts_N, starts_N, stops_N)
 
     def end_step(self, loads_E: Tensor, *, skipped: bool | Tensor) -> None:
-        """Make a plan if it is time. No host sync, but where the host needs the plan.
+        """Make a plan of the step's loads, if it is time. Host sync only if `is_read`.
 
-        Args:
-            loads_E: int64, choices of each expert in the step, over all ranks.
-            skipped: whether nothing moves; a bool scalar on the device is not waited for.
+        A skipped step changes nothing; a bool scalar on the device is not waited for.
         """
         if skipped is True:
             return

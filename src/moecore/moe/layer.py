@@ -60,18 +60,12 @@ class LayerLayout:
 
 
 class RoutedLayer(nn.Module):
-    """The stages after the router: dispatch, experts, combine, counts.
-
-    Attributes:
-        dispatcher: exchanges tokens between ranks; `parallelize_moe` replaces the local one.
-        cloner: clones hot experts on other ranks; None = no clones.
-        tracker: counts loads and computes the auxiliary losses.
-    """
+    """The stages after the router: dispatch, experts, combine, counts."""
 
     config: MoEConfig
-    dispatcher: Dispatcher
-    cloner: Cloner | None = None
-    tracker: LoadTracker
+    dispatcher: Dispatcher  # `parallelize_moe` replaces the local one
+    cloner: Cloner | None = None  # clones hot experts on other ranks
+    tracker: LoadTracker  # counts loads and computes the auxiliary losses
 
     def name_of(self, role: str) -> str:
         """Return the name, below this layer, of the part with a role; "" = the layer itself."""
@@ -90,10 +84,8 @@ class RoutedLayer(nn.Module):
         self.set_config(replace(self.config, balance=balance))
 
     def set_config(self, config: MoEConfig) -> None:
-        """Use a config that differs only in balance, capacity, router_dtype or router_jitter.
-
-        These fields decide no parameter and no option of the kernels.
-        """
+        """Use a config that differs only in balance, capacity, router_dtype or router_jitter."""
+        # These fields decide no parameter and no option of the kernels.
         self.config = config
         self.tracker.set_config(config)
         for owner in (self.part("router"), self.part("experts")):
@@ -114,9 +106,7 @@ class RoutedLayer(nn.Module):
     def _routed(self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False) -> Tensor:
         """Return the weighted sum over the chosen experts of each token, [T, L].
 
-        Args:
-            rows_TL: tokens in the dtype of the exchange.
-            is_kept: whether another operation saves `rows_TL` for backward.
+        `rows_TL` have the dtype of the exchange; with `is_kept` another operation saves them.
         """
         with mark("moecore::dispatch"):
             expert_input = self._dispatched(rows_TL, routing)

@@ -39,14 +39,7 @@ def clean_name(name: str) -> str:
 def local_param(param: Tensor, *, reads: bool = True) -> Tensor:
     """Return this rank's part of a parameter as a plain tensor, differentiably.
 
-    A replicated DTensor is read by ranks that hold different tokens (tensor parallel ranks with
-    sequence parallelism), so its gradient is a partial sum, and is marked as one.
-
-    Args:
-        reads: its values; False for what reads `gathered_blocks`, and gives it a gradient.
-
-    Raises:
-        NotImplementedError: when the values are read of a parameter that was gathered in FP8.
+    `reads` is False where `gathered_blocks` are read in place of values: see `check_values`.
     """
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
@@ -98,6 +91,8 @@ def gathered_blocks(param: Tensor) -> Blocks | None:
 
 def grad_placements(param: Tensor) -> tuple[Placement, ...]:
     """Return how the gradient of `local_param` is placed; () for a plain tensor."""
+    # Ranks that have a parameter replicated hold different tokens (tensor parallel ranks with
+    # sequence parallelism), so its gradient is a partial sum.
     if not isinstance(param, DTensor):
         return ()
     return tuple(Partial() if p.is_replicate() else p for p in param.placements)
@@ -121,11 +116,7 @@ class StepCopies:
         params: Sequence[nn.Parameter],
         make: Callable[[], T],
     ) -> T:
-        """Return a copy, made anew unless micro-batches share it.
-
-        Args:
-            params: which it is made of. What torch counts as a change of them ends a copy.
-        """
+        """Return a copy, made anew unless micro-batches share it and torch counts no change."""
         before, copy = self._found.pop(key, (None, None))
         made_of = tuple(number for param in params for number in _made_of(param))
         if before != made_of:
@@ -143,10 +134,8 @@ class StepCopies:
 
 @torch.no_grad()
 def _made_of(param: Tensor) -> tuple[int, ...]:
-    """Return what changes with a parameter's values: address and versions.
-
-    An operation on a DTensor counts at the DTensor, one on its part at the part.
-    """
+    """Return what changes with a parameter's values: address and versions."""
+    # An operation on a DTensor counts at the DTensor, an operation on its part at the part.
     local = param.to_local() if isinstance(param, DTensor) else param
     return local.data_ptr(), version(local), version(param)
 
@@ -167,12 +156,7 @@ class ParamReader:
         self._made: dict[int, Tensor] = {}
 
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
-        """Return the part as a plain tensor, differentiably.
-
-        Args:
-            cast: to the dtype of the products, if the reader has one; else it may be one that was
-                gathered in FP8, and has no values.
-        """
+        """Return the part, differentiably; `cast` is False for a part that may have no values."""
         local = local_param(param, reads=cast)
         if not torch.compiler.is_compiling():
             self._made[storage_key(local)] = local
@@ -188,12 +172,7 @@ class ParamReader:
     def quantised(
         self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]
     ) -> T | None:
-        """Return quantised weights that forward and backward share; None = each makes its own.
-
-        Args:
-            key: of these weights and their recipe.
-            params: which they are made of.
-        """
+        """Return quantised weights that forward and backward share; None = each makes its own."""
         if not self.keep:
             return None
         with torch.no_grad():
@@ -233,24 +212,14 @@ def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
     drawn from a generator seeded by (seed, key, b). A rank draws only the blocks that its shard
     touches, so a model larger than one rank's memory can be initialised. No communication.
 
-    Args:
-        param: a tensor or DTensor on its final device, any dtype.
-        key: name of the parameter; different keys give independent values.
-        seed: seed of the whole model.
-
-    Note: CPU and CUDA draw different values from the same seed.
+    Different keys give independent values, and CPU and CUDA draw different values from one seed.
     """
-    _draw(param, key, seed, lambda values, generator: values.normal_(0.0, std, generator=generator))
+    _draw(param, key, seed, lambda values, how: values.normal_(0.0, std, generator=how))
 
 
 def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> None:
     """Fill a parameter with U(-bound, bound), in the same way as `init_normal_`."""
-    _draw(
-        param,
-        key,
-        seed,
-        lambda values, generator: values.uniform_(-bound, bound, generator=generator),
-    )
+    _draw(param, key, seed, lambda values, how: values.uniform_(-bound, bound, generator=how))
 
 
 @torch.no_grad()
@@ -283,10 +252,7 @@ def _draw(
 
 
 def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
-    """Return, per dim, which global indices a rank's local shard holds, in local order.
-
-    Args:
-        coordinate: of the rank in the DTensor's mesh; None = this rank.
+    """Return, per dim, which global indices a rank's shard (None = this rank's) holds, in order.
 
     Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
     Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
@@ -343,9 +309,6 @@ def shard_parameter(
     A real parameter must hold the same values on every rank; a meta one stays on meta. Sharded
     dims must divide evenly. `_StridedShard(dim, split_factor=n)` cuts each of n equal parts of the
     dim (gate and up of one expert) and keeps one piece of each.
-
-    Args:
-        name: its name in the module.
     """
     param = getattr(module, name)
     coordinate = mesh.get_coordinate()

@@ -101,15 +101,10 @@ class Router(nn.Module):
                 nn.init.zeros_(tensor)
 
     def forward(self, x_TD: Tensor, micro_batch: MicroBatch | None = None) -> Routing:
-        """Route T tokens.
+        """Return the routing of T tokens of any float dtype; no host sync.
 
-        Args:
-            x_TD: tokens of any float dtype.
-            micro_batch: sequences and ranks of the tokens; None = one sequence on this rank alone.
-
-        Returns:
-            The routing of the T tokens; no host sync. Collective over `micro_batch.group` if tokens
-            are compared: with a capacity, Sinkhorn, expert choice, or a bias per micro-batch.
+        Collective over `micro_batch.group` if tokens are compared: with a capacity, Sinkhorn,
+        expert choice, or a bias per micro-batch. None = one sequence on this rank alone.
         """
         micro_batch = micro_batch or MicroBatch()
         if self.config.router_jitter and self.training:
@@ -242,9 +237,6 @@ def best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None
     """Return int32 [T, K]: experts with each token's best scores, without bias and group limits.
 
     Runs one kernel, and a second with padding, whose ids are -1. No gradient.
-
-    Args:
-        padding_mask_T: bool, True = padding; None = no padding.
     """
     options = replace(_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)

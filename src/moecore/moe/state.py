@@ -32,8 +32,7 @@ class MoEState:
     """The balance record that a parallelized model owns: `moe_state(model)`.
 
     Args:
-        layers: every RoutedLayer of the model by name; wrappers of activation checkpointing are
-            removed from the names.
+        layers: every RoutedLayer of the model by name.
         loss: "mean" or "sum", the loss convention of `parallelize_moe`.
         check_parameters: function that raises if gradients were not reduced over all ranks.
     """
@@ -56,10 +55,9 @@ class MoEState:
         self.set_num_micro_batches(1)
 
     def set_num_micro_batches(self, num_micro_batches: int) -> None:
-        """Set how many micro-batches one optimizer step accumulates.
+        """Set how many micro-batches a step accumulates, which divides auxiliary losses.
 
-        Auxiliary losses are divided by that number. No other factor of the main loss applies to
-        auxiliary losses, except `set_loss_scale`.
+        No other factor of the main loss applies to auxiliary losses, except `set_loss_scale`.
         """
         check_value("num_micro_batches", num_micro_batches, NumMicroBatches)
         self.num_micro_batches = num_micro_batches
@@ -75,11 +73,7 @@ class MoEState:
         return None if self._loss_scale is None else self._loss_scale()
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
-        """Set the loss scale of the main loss for auxiliary losses: see `train/loss_scale.py`.
-
-        Args:
-            scale: fp32 scalar on the device, which each backward reads; referred to weakly.
-        """
+        """Set the loss scale: fp32 scalar on the device, referred to weakly; backwards read it."""
         self._loss_scale = None if scale is None else weakref.ref(scale)
         for layer in self.layers.values():
             layer.tracker.loss_scale = self._loss_scale
@@ -87,10 +81,8 @@ class MoEState:
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
         """Reduce the step's counts, move the expert biases, and clear the counts.
 
-        `TrainStep.finish` does this in two parts. In a skipped step biases do not move.
-
-        Args:
-            skipped: whether the step was skipped; a bool scalar on the device causes no host sync.
+        `TrainStep.finish` does this in two parts. In a skipped step biases do not move; a bool
+        scalar on the device causes no host sync.
         """
         self.check_step()
         return self.reduce_step(skipped=skipped)
@@ -206,9 +198,8 @@ class MoEState:
             move_LE = rate * (move_LE - move_LE.mean(-1, keepdim=True))
         else:
             chosen_LE = torch.stack([chosen[name] for name in names]).double()
-            move_LE = rate * torch.sign(chosen_LE.mean(1, keepdim=True) - chosen_LE).to(
-                bias_LE.dtype
-            )
+            below_LE = torch.sign(chosen_LE.mean(1, keepdim=True) - chosen_LE)
+            move_LE = rate * below_LE.to(bias_LE.dtype)
         if isinstance(skipped, Tensor):
             move_LE = move_LE.masked_fill(skipped, 0.0)
         foreach_add_(biases, list(move_LE))

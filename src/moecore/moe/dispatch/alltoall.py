@@ -38,41 +38,24 @@ from moecore.moe.records import BalancedRows, ExpertInput, Routing
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """Combine's record of a dispatch: the destinations of each token, and the splits.
+    """Combine's record of a dispatch: the destinations of each token, and the splits."""
 
-    Attributes:
-        token_ids_M: int32, token of each sent row, ordered by destination and then by token.
-        slots_TG: int32, sent row of each token and destination; -1 = not sent there.
-        send_splits: rows sent to each rank.
-        receive_splits: rows received from each rank.
-    """
-
-    token_ids_M: Tensor
-    slots_TG: Tensor
-    send_splits: list[int]
-    receive_splits: list[int]
+    token_ids_M: Tensor  # int32, token of each sent row, ordered by destination and then by token
+    slots_TG: Tensor  # int32, sent row of each token and destination; -1 = not sent there
+    send_splits: list[int]  # rows sent to each rank
+    receive_splits: list[int]  # rows received from each rank
 
 
 class SendOrder(NamedTuple):
-    """The rows that a rank sends, and their counts.
+    """The rows that a rank sends, as in `AllToAllPlan`, and their counts."""
 
-    Attributes:
-        token_ids_M: ids as in `AllToAllPlan`, with M the most rows that could be sent.
-        slots_TG: slots as in `AllToAllPlan`.
-        counts_G2: int64, for each rank the number of tokens, and of their choices there.
-    """
-
-    token_ids_M: Tensor
+    token_ids_M: Tensor  # M is the most rows that could be sent
     slots_TG: Tensor
-    counts_G2: Tensor
+    counts_G2: Tensor  # int64, for each rank the number of tokens, and of their choices there
 
 
 class AllToAllDispatcher:
-    """Sends each token once to every rank that owns at least one of its experts.
-
-    Args:
-        placement: the dispatch group, and the experts that each rank owns.
-    """
+    """Sends each token once to every rank that owns at least one of its experts."""
 
     waits_on_host = True
 
@@ -128,11 +111,7 @@ class AllToAllDispatcher:
         return ExpertInput(Rows(rows_SD), index, plan, balanced=balanced)
 
     def prepare(self, ids_TK: Tensor) -> SendOrder:
-        """Return the rows that this rank sends. No host sync, no communication.
-
-        Args:
-            ids_TK: int32, physical expert of each choice; -1 = dropped.
-        """
+        """Return the rows to send, of physical ids, -1 = dropped. No host sync or communication."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._owned(ids_TK)
         needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
@@ -155,15 +134,9 @@ class AllToAllDispatcher:
 
 
 def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
-    """Return the token of each row to send, and the row of each token and rank; no host sync.
+    """Return token_ids_M, 0 behind the last token, and slots_TG of an `AllToAllPlan`; no host sync.
 
-    Args:
-        needs_GT: bool, whether rank g needs token t.
-        num_sent: M, at least the number of true entries.
-
-    Returns:
-        token_ids_M int32, ordered by destination and then by token, 0 behind the last token;
-        slots_TG int32, -1 where a rank does not need a token.
+    `needs_GT` tells whether rank g needs token t; it has at most `num_sent` true entries.
 
     Example, three tokens, two ranks, needs [[1, 0, 1], [0, 1, 1]]: token_ids_M [0, 2, 1, 2],
     slots_TG [[0, -1], [-1, 2], [1, 3]].
@@ -175,11 +148,7 @@ def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
 def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the order of `send_order` with `num_sent` rows for every rank, and the used rows.
 
-    Args:
-        needs_GT: bool, whether rank g needs token t; at most `num_sent` tokens for each rank.
-
-    Returns:
-        token_ids_M int32 (0 where unused), slots_TG int32, used_M bool; M = G * num_sent.
+    M is G * num_sent, token_ids_M is 0 where unused, and used_M is bool.
 
     Example, three tokens, two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M
     [0, 2, 1, 0], slots_TG [[0, -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
@@ -233,10 +202,7 @@ def _rows_of(
 def _exchange_counts(
     counts_G2: Tensor, group: dist.ProcessGroup, lanes: Lanes | None = None
 ) -> tuple[list[int], list[int], int]:
-    """Return send splits, receive splits and R. The one host sync of this dispatcher.
-
-    Collectives with uneven splits take the splits from the host.
-    """
+    """Return send splits, receive splits and R. The one host sync: splits are on the host."""
     both_2G2 = counts_G2.repeat(2, 1, 1)
     sent_G2, received_G2 = both_2G2
     start = partial(dist.all_to_all_single, received_G2, sent_G2, group=group)
@@ -267,8 +233,7 @@ def _all_to_all(
 ) -> list[Any]:
     """Exchange the first rows of each tensor at one time; return `length` rows for each.
 
-    The splits have the numbers of rows that are sent and received. Returned rows behind the
-    received ones have any value. `is_ahead` is an argument of `exchange`.
+    Returned rows behind the received ones have any value. `is_ahead` is an argument of `exchange`.
     """
     is_ahead = is_ahead and lanes is not None and lanes.open_pair is not None
     with lanes.ahead() if is_ahead and lanes is not None else nullcontext():

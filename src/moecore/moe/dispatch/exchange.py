@@ -103,19 +103,9 @@ class Exchange:
         return self.buffer.layout
 
     def spread_choices(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        num_local: int,
-        etp: int,
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
-        """Send tokens with their choices to the ranks that own the experts; return source rows.
-
-        Args:
-            x_TD: rows of any dtype, of at most the layout's `row_bytes`.
-        """
+        """Send tokens with their choices to the ranks that own the experts; return source rows."""
         sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._enter(SlotEvent.OPERATION)
         return kernels.spread_choices(self.buffer, *sent, num_local=num_local, etp=etp)
@@ -138,11 +128,8 @@ class Exchange:
     ) -> tuple[Tensor, Tensor | None]:
         """Add the rows of each source row's slots; return sums over ranks to the tokens' ranks.
 
-        Args:
-            choices: weight gradient of each expert row [R], and slots_SK; None = no gradients.
-
-        Returns:
-            The sums [T, D], and the gradients of the routing weights [T, K] or None.
+        `choices` are the weight gradient of each expert row [R], and slots_SK. Returns the sums
+        [T, D], and with `choices` the gradients of the routing weights [T, K].
         """
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
@@ -160,8 +147,7 @@ class Exchange:
     def start_copies(self, sums_SD: Tensor) -> None:
         """Start to copy sums to the tokens' ranks, on a stream of copies, by copy engines alone.
 
-        Args:
-            sums_SD: sums that must live until `finish_copies`.
+        The sums must live until `finish_copies`.
         """
         self._enter(SlotEvent.COPY)
         with on_stream(self._stream_after(sums_SD)):
@@ -315,10 +301,7 @@ class CloneExchange:
         return [clone_kernels.fetch(self.buffer, tensor, places) for tensor in tensors]
 
     def bring_home_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Add the clones' gradients to those of their experts; return these, [e, ...].
-
-        In place, where they are contiguous.
-        """
+        """Return gradients [e, ...] with their clones' added, in place where contiguous."""
         return [clone_kernels.bring_home_(self.buffer, grad.contiguous(), places) for grad in grads]
 
     def poll(self) -> None:

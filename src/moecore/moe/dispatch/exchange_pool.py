@@ -45,9 +45,6 @@ class ExchangePool(Holder):
             multiprocessor.
         is_required: whether tokens that stores can not carry are an error; else all-to-all carries
             them, and all that is not part of a step which runs again or of a CUDA graph.
-
-    Attributes:
-        tokens: how many tokens of a rank the buffers hold.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -101,15 +98,8 @@ class ExchangePool(Holder):
     def get(self, x_TD: Tensor, top_k: int, *, lane: int = 0) -> Exchange:
         """Return the exchange for these tokens; made, by all ranks together, at first use.
 
-        Args:
-            top_k: K.
-            lane: whose buffers; micro-batches that run at the same time need one each.
-
-        Raises:
-            ValueError: for a dtype or a row size that can not travel, for ranks that disagree, and
-                for more tokens than there is room for in a step that can not run again, before
-                anything is sent.
-            RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
+        Micro-batches that run at the same time need the buffers of a `lane` each. What cannot
+        travel, and an earlier operation that failed, raise before anything is sent.
         """
         problem = find_row_problem(x_TD)
         if problem is not None:
@@ -133,11 +123,7 @@ class ExchangePool(Holder):
         return exchange
 
     def clones(self, device: torch.device) -> CloneExchange:
-        """Return the exchange of clones; made, by all ranks together, at first use.
-
-        Raises:
-            RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
-        """
+        """Return the exchange of clones; made, by all ranks together, at first use."""
         if self._clones is None:
             self._clones = self._make_clones(device)
         self._clones.poll()
@@ -159,11 +145,7 @@ class ExchangePool(Holder):
         return (*self.entries, *([] if self._clones is None else [self._clones]))
 
     def poll(self, *, is_error: bool = True) -> None:
-        """Raise what has gone wrong on this rank, as far as the host can see without waiting.
-
-        Raises:
-            ExchangeError: when a rank did not come in time, or expert rows did not fit.
-        """
+        """Raise an `ExchangeError` for a late rank or a shortage that the host sees. No sync."""
         for one in self.held:
             one.poll()
         super().poll(is_error=is_error)
@@ -175,11 +157,7 @@ class ExchangePool(Holder):
                 torch.cuda.synchronize(one.buffer.state.device)
 
     def close(self) -> None:
-        """Free all buffers; collective. A later `get` makes new ones, of other sizes if need be.
-
-        Raises:
-            RuntimeError: when an operation went wrong; the buffers are free then, too.
-        """
+        """Free all buffers, and raise what went wrong; collective. A later `get` makes new ones."""
         try:
             self.check()
         finally:
@@ -217,14 +195,8 @@ class ExchangePool(Holder):
         most = self.options.max_tokens or x_TD.shape[0]
         layout = self._layout(x_TD, top_k, most, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
-        buffer = SymmetricBuffer(
-            layout=layout,
-            rank=dist.get_rank(self.group),
-            bases=none,
-            state=none,
-            report=none,
-            timeout_ns=0,
-        )
+        words: Any = dict(bases=none, state=none, report=none, timeout_ns=0)
+        buffer = SymmetricBuffer(layout=layout, rank=dist.get_rank(self.group), **words)
         return MetaExchange(buffer, self.group, self.options, balanced_rows=self._balanced(layout))
 
     def _layout(self, x_TD: Tensor, top_k: int, most: int, programs: int) -> ExchangeLayout:
@@ -242,11 +214,7 @@ class ExchangePool(Holder):
         return layout.source_rows * layout.top_k // self.ep
 
     def _agree(self, x_TD: Tensor, top_k: int, programs: int) -> int:
-        """Return the most tokens of any rank. One collective and host sync.
-
-        Raises:
-            ValueError: when something else is not the same on all ranks.
-        """
+        """Return the most tokens of any rank; refuse other differences. A collective, host sync."""
         options, (T, D) = self.options, x_TD.shape
         choices = (options.overlap_weight_grads, options.keep_rows, options.fp8_dispatch)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
@@ -269,7 +237,7 @@ class ExchangePool(Holder):
 
 
 class TokenCapacity(Holder):
-    """The most tokens of one rank and forward, which the buffers of a pool are as long as.
+    """The most tokens of one rank and forward, as many as the buffers of a pool hold.
 
     A longer forward sends its first tokens alone, and then the step runs again with longer buffers:
     `Reruns`. Where the host waits for no capacity (`NVLinkOptions.row_factor` is no number), or
@@ -345,10 +313,7 @@ def _refuse_capture() -> None:
 
 
 def divide(programs: int) -> dict[str, int]:
-    """Return how an operation divides its programs into pushing and receiving ones, and its tokens.
-
-    As `ExchangeLayout` takes it, and as `bench_dispatch --sweep` found it fastest.
-    """
+    """Return the fields of `ExchangeLayout` that `bench_dispatch --sweep` found fastest."""
     is_few = programs < FEW_PROGRAMS
     push = max(1, programs * 5 // 12) if is_few else programs // 2
     return dict(num_push=push, num_receive=programs - push, rounds=16 if is_few else 8)
