@@ -35,11 +35,7 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
 def check_request(model: nn.Module, request: Request) -> None:
-    """Raise for arguments that do not fit each other, the meshes or the model as it came.
-
-    Raises:
-        ValueError, NotImplementedError: as `parallelize_moe` documents.
-    """
+    """Raise for arguments that do not fit each other, the meshes or the model as it came."""
     _check_arguments(request)
     _check_fresh(model)
     _check_degrees(model, request)
@@ -57,14 +53,7 @@ def check_stages(num_stages: int, request: Request) -> None:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise for MoE layers that cannot be sharded as requested.
-
-    Args:
-        model: its MoE blocks are MoELayers.
-
-    Raises:
-        ValueError, NotImplementedError: as `parallelize_moe` documents.
-    """
+    """Raise for MoE layers of a model, swapped already, that cannot be sharded as requested."""
     if not layers:
         _check_dense(request)
     owners: dict[nn.Module, str] = {}

@@ -32,11 +32,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Return the dispatcher and why; "auto" where only the GPUs of the group can tell.
-
-    Raises:
-        ValueError: when nvlink is asked for by name and cannot work.
-    """
+    """Return the dispatcher and why; "auto" where only the GPUs of the group can tell."""
     meshes, name = request.meshes, request.dispatcher
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
     if num_ranks == 1:
@@ -57,11 +53,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
 
 
 def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
-    """Put the dispatcher that this machine allows into the plan. Collective where it is asked.
-
-    Raises:
-        ValueError: when nvlink is asked for by name and cannot work here.
-    """
+    """Put the dispatcher that this machine allows into the plan. Collective where it is asked."""
     request, plan = found.request, found.plan
     meshes, group = request.meshes, request.meshes.dispatch_group
     if group is None:

@@ -40,11 +40,7 @@ class Family(Protocol):
         """Return the names of parameters that stay fp32 where a model computes in a dtype."""
 
     def staged(self, model: nn.Module) -> StagedModel:
-        """Return what runs pipeline stages of a model.
-
-        Raises:
-            NotImplementedError: for a model that cannot be cut.
-        """
+        """Return what runs pipeline stages; NotImplementedError for a model that cannot be cut."""
 
     def context(self, model: nn.Module) -> Any:
         """Return what may be a `ContextParallelModel` or a `DynamicContextModel` for a model."""
@@ -52,10 +48,8 @@ class Family(Protocol):
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         """Refuse or warn of calls that a parallelized model cannot follow.
 
-        Args:
-            model: parallelized.
-            wrapper: the caller's module, of which `unwrapped` returned the model.
-            drops_cache: whether keys and values that forwards cache defeat an option.
+        `wrapper` is the caller's module, of which `unwrapped` returned the model. `drops_cache`
+        tells whether keys and values that forwards cache defeat an option.
         """
 
 

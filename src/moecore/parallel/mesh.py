@@ -228,11 +228,7 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
 def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the group of `cp` neighbouring data ranks, and the cp x tp ranks, cp-major.
 
-    Collective: every rank calls it.
-
-    Args:
-        meshes: of one cp rank and pipeline stage.
-        cp: at least 2, a divisor of the data ranks.
+    The meshes have one cp rank and pipeline stage; cp >= 2 divides the data ranks. Collective.
     """
     size, tp = dist.get_world_size(), meshes.parallel.tp
     view = _fold(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
@@ -244,13 +240,9 @@ def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.Pro
 def split_context(
     meshes: Meshes, cp: int, inner: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups of cp ranks that are neighbours, and of those that stand `inner` apart.
+    """Return the groups of `inner` neighbouring cp ranks, and of cp ranks that are `inner` apart.
 
-    Collective: every rank calls it.
-
-    Args:
-        cp: at least 2.
-        inner: how many neighbours, a divisor of cp.
+    `inner` divides cp. Collective.
     """
     tp, size = meshes.parallel.tp, dist.get_world_size()
     sizes = (size // (cp * tp), cp // inner, inner, tp)
@@ -261,8 +253,7 @@ def split_context(
 def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
     """Return the mesh of all dims of several views of one world, in order. No communication.
 
-    Args:
-        meshes: in which this rank is, with no dim of more than one rank in common.
+    This rank is in the meshes, which have no dim of more than one rank in common.
     """
     ranks, own = torch.zeros((), dtype=torch.int), dist.get_rank()
     for mesh in meshes:  # the steps along the dims of one view are the same everywhere

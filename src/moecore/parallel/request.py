@@ -112,11 +112,7 @@ class Request:
 
 
 def model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
-    """Return what else must be the same on every rank: tensors and MoE layers.
-
-    Args:
-        layers: its MoE layers by name.
-    """
+    """Return what else must be the same on every rank: tensors and MoE layers, by name."""
     params = dict(model.named_parameters())
     tensors = params | dict(model.named_buffers())
     configs: dict[str, Any] = {}

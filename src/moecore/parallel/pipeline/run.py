@@ -64,23 +64,16 @@ class StageOffload(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """The place of a model among the stages of a pipeline.
+    """The place of a model among the stages of a pipeline."""
 
-    Attributes:
-        model: model that runs this rank's stages.
-        rank: this rank's index among the pipeline ranks.
-        groups: groups as in `StageTransport`.
-        offload: offload of this rank's saved tensors; None = no offload.
-    """
-
-    model: StagedModel
+    model: StagedModel  # runs this rank's stages
     config: PipelineConfig
     layout: PipelineLayout
-    rank: int
+    rank: int  # among the pipeline ranks
     groups: Groups
     dtype: torch.dtype
     device: torch.device
-    offload: StageOffload | None = None
+    offload: StageOffload | None = None  # of this rank's saved tensors
 
     @property
     def size(self) -> int:
@@ -111,10 +104,8 @@ def run_pipeline(
 ) -> Tensor:
     """Run forward and backward of all micro-batches; return their losses, fp32 [n], on every rank.
 
-    Args:
-        micro_batches: arguments of the whole model's forward, the same on all pipeline ranks.
-        scale: function that scales a loss before its backward, as `TrainStep` divides losses.
-        side_by_side: `TrainStep.side_by_side`, which runs a pair.
+    Micro-batches are arguments of the whole model's forward, the same on all pipeline ranks.
+    `scale` is applied to a loss before its backward. `side_by_side` runs a pair.
     """
     schedule = pipeline.schedule(len(micro_batches))
     run = _ScheduleRun(model, pipeline, schedule, micro_batches, scale, side_by_side)
@@ -137,17 +128,11 @@ def forward_pipeline(
 
 @dataclass(slots=True)
 class _StageForward:
-    """A forward whose backward has not run. The output itself is freed when it is sent.
+    """A forward whose backward has not run. The output itself is freed when it is sent."""
 
-    Attributes:
-        hidden: input of the stage; None for tokens.
-        edge: edge of the graph that computed the output.
-        chunk: the forward's chunk of `StageOffload`; None without offload.
-    """
-
-    hidden: Tensor | None
-    edge: GradientEdge
-    chunk: Any
+    hidden: Tensor | None  # input of the stage; None for tokens
+    edge: GradientEdge  # of the graph that computed the output
+    chunk: Any  # of `StageOffload`; None without offload
 
 
 class _ScheduleRun:

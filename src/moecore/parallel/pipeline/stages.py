@@ -31,16 +31,11 @@ from moecore.parallel.pipeline.layout import Stage
 
 
 class Elsewhere(nn.Module):
-    """Stands for a module that another rank has. No parameters.
-
-    Args:
-        module: in whose place it stands. Its strings are kept: models of transformers read a
-            layer's kind from it.
-    """
+    """Stands for a module that another rank has. No parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(module).items():
+        for name, value in vars(module).items():  # models of transformers read a layer's kind
             if isinstance(value, str) and not name.startswith("_"):
                 setattr(self, name, value)
 
@@ -51,20 +46,14 @@ class Elsewhere(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageParts:
-    """What of a model stages are made of, by name of module.
-
-    Attributes:
-        layers: the ModuleList of transformer layers.
-        mtp: the ModuleList of multi-token prediction modules; None = the model has none.
-        tied: whether the head reads the embedding table.
-    """
+    """What of a model stages are made of, by name of module."""
 
     embedding: str
-    layers: str
+    layers: str  # the ModuleList of transformer layers
     norm: str
     head: str
-    mtp: str | None = None
-    tied: bool = False
+    mtp: str | None = None  # the ModuleList of multi-token prediction modules
+    tied: bool = False  # whether the head reads the embedding table
 
 
 @runtime_checkable
@@ -90,13 +79,8 @@ class StagedModel(Protocol):
 def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     """Keep of a model what these stages need, in place; call it before `parallelize_moe`.
 
-    Every other part becomes an `Elsewhere` of the same name. No communication.
-
-    Args:
-        model: of `Family.staged`, on any device.
-
-    Raises:
-        ValueError: for layers or modules that the model lacks, or that were taken before.
+    Every other part becomes an `Elsewhere` of the same name. No communication. A ValueError names
+    layers or modules that the model lacks, or that were taken before.
     """
     check_arguments(take_stages, locals())
     parts = model.stage_parts()
@@ -125,18 +109,12 @@ def run_stage(
     """Run the forward of one stage, through the model's `__call__`.
 
     Args:
-        model: of `take_stages`, or whole.
-        hidden: what the stage before has returned: this rank's tokens; None where the stage has the
-            embedding.
-        inputs: arguments of the model's forward by name, the same in every stage. Their labels are
-            read by the stages that compute a loss.
+        hidden: this rank's tokens, as the stage before returned them; None with the embedding.
+        inputs: arguments of the model's forward by name, the same in every stage. Stages that
+            compute a loss read the labels.
 
     Returns:
-        Hidden states for the next stage; of a stage with the head the loss, or the logits without
-        labels.
-
-    Raises:
-        ValueError: for hidden states that are not those of the stage, and parts that are elsewhere.
+        Hidden states for the next stage; with the head the loss, or the logits without labels.
     """
     return model(**inputs, hidden=hidden, stage=stage)
 
@@ -144,16 +122,7 @@ def run_stage(
 def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the shape of what enters a stage on this rank. No communication.
 
-    Args:
-        model: see `run_stage`.
-        stage: not the first, and not empty: what enters an empty one is what enters the next.
-        inputs: see `run_stage`.
-
-    Returns:
-        [B, t, D], with MTP modules behind the norm [1 + k, B, t, D]; t = T / (cp * tp).
-
-    Raises:
-        ValueError: for a stage that nothing enters, or an empty one.
+    It is [B, t, D], with MTP modules behind the norm [1 + k, B, t, D]; t = T / (cp * tp).
     """
     if stage.embedding or not (stage.layers or stage.mtp or stage.loss):
         raise ValueError(
@@ -181,12 +150,7 @@ def runs_norm(stage: Stage, num_mtp: int) -> bool:
 
 
 def check_held(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
-    """Raise ValueError when a part of a stage is elsewhere. Under torch.compile nothing is checked.
-
-    Args:
-        model: that is to run the stage.
-        num_mtp: MTP modules of the model.
-    """
+    """Raise ValueError when a part of a stage is elsewhere, but not under torch.compile."""
     if torch.compiler.is_compiling():
         return
     for name, module in _needed(model, parts, stage, num_mtp):
@@ -198,11 +162,7 @@ def check_held(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 
 
 def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
-    """Raise ValueError for hidden states that are not those that enter a stage.
-
-    Args:
-        stage: to run; into an empty one may come a stack too.
-    """
+    """Raise ValueError for hidden states that are not those that enter a stage."""
     if (hidden is None) != stage.embedding:
         shown = None if hidden is None else tuple(hidden.shape)
         raise ValueError(
@@ -211,7 +171,7 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
         )
     if hidden is None:
         return
-    is_empty = not (stage.layers or stage.mtp or stage.loss)
+    is_empty = not (stage.layers or stage.mtp or stage.loss)  # a stack may enter it too
     found = hidden.shape[-len(shape) :] if is_empty else hidden.shape
     if found != shape or not hidden.is_floating_point():
         raise ValueError(
