@@ -20,11 +20,7 @@ def copy_modules(
 ) -> dict[nn.Module, nn.Module]:
     """Return a copy of each module of a model. What is no module, parameter or hook is shared.
 
-    Args:
-        model: plain or parallelized, on any device.
-        new_parameter: makes a parameter of the copy, once of each.
-        unwrapped: whether hooks, and forwards that were put in the place of the class's own, stay
-            behind.
+    With `unwrapped` copies have no hooks, nor forwards put in the place of the class's own.
     """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
     params = {param: new_parameter(param) for param in model.parameters()}

@@ -53,12 +53,7 @@ def is_in_region() -> bool:
 
 @contextmanager
 def finding_products(region: Region, *, has_products: bool) -> Iterator[None]:
-    """Within, a region runs, and its products come to it.
-
-    Args:
-        region: that runs; no other does.
-        has_products: whether torch's own are looked for, which costs host time.
-    """
+    """Within, a region runs alone; `has_products` finds products of torch, at host time."""
     _here.region = region
     try:
         with _FindProducts() if has_products else nullcontext():

@@ -34,26 +34,15 @@ ROUTED = frozenset(("experts",))
 
 
 class LinearPrecision(NamedTuple):
-    """What `apply_precision` decided about one linear.
+    """What `apply_precision` decided about one linear."""
 
-    Attributes:
-        role: None = none of the roles.
-        recipe: None = it stays as it is.
-        reason: why it does, or None.
-    """
-
-    role: Role | None
-    recipe: Recipe | None
-    reason: str | None
+    role: Role | None  # None = none of the roles
+    recipe: Recipe | None  # None = it stays as it is
+    reason: str | None  # why it stays as it is
 
 
 def role_of(name: str, module: nn.Module) -> Role | None:
-    """Return the role of a linear by its qualified name; None = it is never quantised.
-
-    Args:
-        name: such as "model.layers.0.self_attn.q_proj".
-        module: the linear; what it is called decides alone.
-    """
+    """Return the role of a linear by its qualified name alone; None = it is never quantised."""
     *parents, leaf = name.split(".")
     if leaf in ATTENTION:
         return "attention"
@@ -72,18 +61,7 @@ def apply_precision(
     Parameters, their names, hooks and state dict stay what they are, on meta too. Call it after
     tensor parallelism, whose cut must leave multiples of 16, and before sharding and compiling. To
     call it once more replaces recipes and drops histories. Linears under one parent that get the
-    same input quantise it once.
-
-    Args:
-        precision: roles, recipes and overrides; names are those without wrappers' prefixes.
-        roles_of: the role of a linear; None = none.
-
-    Returns:
-        What became of each linear, by name.
-
-    Raises:
-        ValueError: for an override with a recipe that matches nothing, or nothing that can be
-            quantised; raised before anything changes.
+    same input quantise it once. Names, those of the result too, are without wrappers' prefixes.
     """
     linears, table = _linears(model), check_precision(model, precision, roles_of)
     inputs: dict[tuple[str, int, Recipe], InputCast] = {}

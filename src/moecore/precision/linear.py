@@ -148,12 +148,7 @@ class InputCast:
         return InputCast, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> Both:
-        """Return what `cast_input` returns, of the flat input.
-
-        Args:
-            x: [..., K].
-            columns: whether backward will read the operand that is summed over tokens.
-        """
+        """Return what `cast_input` returns of the flat input [..., K]."""
         both = self._both
         is_same = self._input is not None and self._input() is x and self._version == version(x)
         if both is None or not is_same or user in self._users or (columns and not both.columns):
@@ -185,22 +180,14 @@ def cast_input(
 class Fp8Products(LinearProducts):
     """The products of one weight in FP8, and what is kept between calls.
 
-    Differentiable once in all three. No host sync. The dtype is that of x, or autocast's.
-
-    Args:
-        inputs: shared with other weights that multiply the same input; None = with none.
-
-    Attributes:
-        history: of delayed scaling; None without it.
-
-    Raises:
-        ValueError: in a call, when sizes (N and K must be multiples of 16) or kinds of tensors do
-            not fit.
+    Differentiable once in all three. No host sync. The dtype is that of x, or autocast's. N and K
+    are multiples of 16. Weights that multiply the same input share `inputs`.
     """
 
     def __init__(self, recipe: Recipe, inputs: InputCast | None = None) -> None:
         self.recipe = recipe
         self.inputs = inputs or InputCast()
+        # Of delayed scaling.
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
 
     @override
@@ -278,8 +265,7 @@ class Fp8Products(LinearProducts):
 def why_not(weight: Tensor) -> str | None:
     """Return why a weight's products cannot be in FP8, or None; the same on every rank.
 
-    Args:
-        weight: parameter [N, K], whole or cut by tensor parallelism, not yet over data ranks.
+    The weight [N, K] is whole or cut by tensor parallelism, not yet over data ranks.
     """
     sizes = list(weight.shape)
     if isinstance(weight, DTensor):

@@ -33,11 +33,7 @@ NOTHING = flat_layout("float32", "float32", None, (), 1)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
-    """Shard a model in place; return the engine that runs its units. No communication.
-
-    Args:
-        model: a model that is already cut over tp, ep and etp.
-    """
+    """Shard a model, cut over tp, ep and etp, in place; return its engine. No communication."""
     streams, owners = UnitStreams(meshes.device_type), _owners(model)
     join = cache(concatenate)  # a mesh takes milliseconds, and parameters share few
     made: dict[str, list[Unit]] = {}

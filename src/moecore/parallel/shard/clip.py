@@ -132,9 +132,6 @@ def unscale_and_clip_(
             so no warning names the parameters: `GradientNorm.non_finite` does.
         is_wrong: bool on the device: whether this rank's gradients are none; None = they are right.
             Where any are none the norm is nan on every rank.
-
-    Returns:
-        The norm before clipping, without the loss scale, the same on every rank.
     """
     refuse_added(model)
     owner, stages = find_stages(model)
@@ -155,18 +152,8 @@ def step_clipped(
 ) -> GradientNorm:
     """Clip, and step the optimizers. No host sync where all of them are fused.
 
-    Fused ones scale the gradients while they read them, or skip the step.
-
-    Args:
-        model: parallelized; the same on every rank.
-        max_norm: > 0; `math.inf` only measures.
-        loss_scale: as in `unscale_and_clip_`.
-
-    Returns:
-        The norm before clipping, without the loss scale, the same on every rank.
-
-    Raises:
-        ValueError: when no optimizer holds a parameter that has a gradient.
+    Fused ones scale the gradients while they read them, or skip the step. Arguments and result are
+    those of `unscale_and_clip_`.
     """
     signals: dict[str, Tensor] = {}
     with mark("moecore::clip"):
@@ -216,11 +203,9 @@ def _check_holds(
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return what may have a gradient, the same on every rank of a pipeline stage.
-
-    One without a gradient counts 0. One that was frozen after backward has a gradient, and
-    optimizers step it.
-    """
+    """Return what may have a gradient, the same on every rank of a pipeline stage."""
+    # One without a gradient counts 0. One that was frozen after backward has a gradient, and
+    # optimizers step it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
 
 

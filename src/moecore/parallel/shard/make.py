@@ -52,12 +52,8 @@ Layers = Mapping[str, RoutedLayer]
 def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
     """Return the plan of a model, which does not change. No communication.
 
-    Args:
-        model: a model whose MoE blocks are MoELayers, after `request.check_layers`.
-
-    Raises:
-        ValueError: for modules that tensor parallelism cannot cut, parameters that cannot be
-            trained, and a precision that applies to no module after the cut.
+    The MoE layers have passed `check_layers`. A ValueError names modules that tensor parallelism
+    cannot cut, parameters that cannot be trained, and a precision without modules after the cut.
     """
     copies = copy_modules(model, on_meta)
     twin = copies[model]
@@ -84,12 +80,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
 
 
 def cut_model(model: nn.Module, layers: Layers, meshes: Meshes) -> None:
-    """Reduce a model to this rank's part over tp, ep and etp, in place. No communication.
-
-    Args:
-        model: whole, or cut over tp already.
-        layers: its MoE layers by name.
-    """
+    """Reduce a model to this rank's part over tp, ep and etp, in place. No communication."""
     p = meshes.parallel
     if p.tp > 1 and not is_cut(model):
         cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
@@ -119,10 +110,8 @@ def _layer(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
 class _Maker:
     """Makes the plans of units and parameters.
 
-    Args:
-        layers: its MoE layers by name.
-        recipes: of the parameters that are gathered in FP8, by name.
-        fp32: names of parameters that are gathered in their own dtype, as routers are.
+    `recipes` are of parameters that are gathered in FP8, `fp32` names parameters that are gathered
+    in their own dtype, as routers are.
     """
 
     def __init__(
@@ -291,9 +280,7 @@ def check_parameters(
 ) -> None:
     """Raise for parameters without dims, and trainable ones that are empty or of mixed dtypes.
 
-    Args:
-        owned: units, their roles and own parameters.
-        whole: whether experts are reduced over no rank.
+    With `whole` experts are reduced over no rank.
     """
     for param, name in name_of.items():
         if not param.ndim:
@@ -340,11 +327,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _prefetch(
     model: nn.Module, found: Units, options: FSDPOptions, whole: Set[nn.Module]
 ) -> tuple[Prefetch, Prefetch]:
-    """Return what each unit gathers early in forward and in backward.
-
-    Args:
-        whole: experts that are not gathered.
-    """
+    """Return what each unit gathers early in forward and in backward, without whole experts."""
     if not options.prefetch_blocks:
         return {}, {}
     gathered = [[unit for unit in group if unit not in whole] for group in found.first_use]
@@ -370,13 +353,7 @@ def gathered_recipes(
 ) -> dict[str, Recipe]:
     """Return the recipes of the parameters that are gathered in FP8, by name; {} without it.
 
-    Args:
-        model: cut over tp, ep and etp.
-        layers: its MoE layers, by name.
-        linears: recipes of its linears in FP8, by name without what wrappers add.
-
-    Raises:
-        ValueError: when there are none, or what else reads or keeps one of them cannot.
+    `linears` has the recipes of linears in FP8, by names without what wrappers add.
     """
     if not request.fsdp.fp8_param_gather:
         return {}

@@ -26,20 +26,10 @@ class UnitTransport(Protocol):
     """How the shard ranks of a unit communicate. On the current stream."""
 
     def gather(self, regions: list[Tensor], shards: list[Tensor]) -> None:
-        """Fill each region with the shards of all ranks.
-
-        Args:
-            regions: [ranks * n] each.
-            shards: [n] each; they may be this rank's part of the region.
-        """
+        """Fill each region [ranks * n] with the shards [n] of all ranks, maybe parts of it."""
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """Fill each shard with the sum over ranks of its part of the region.
-
-        Args:
-            shards: [n] each.
-            regions: [ranks * n] each.
-        """
+        """Fill each shard [n] with the sum over ranks of its part of the region [ranks * n]."""
 
 
 class Coalesced:
