@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
-from typing import Annotated, Any, ParamSpec, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import nn
@@ -126,11 +126,10 @@ def _with_arguments_of(
 ) -> Callable[[Callable[..., T]], Callable[P, T]]:
     """Return a decorator that shows another function's arguments as a function's own."""
 
-    def decorate(function: Callable[..., T]) -> Callable[P, T]:
-        shown: Any = function
+    def decorate(function: Any) -> Any:
         returns = get_type_hints(function)["return"]
-        shown.__signature__ = signature(other).replace(return_annotation=returns)
-        return cast(Callable[P, T], shown)
+        function.__signature__ = signature(other).replace(return_annotation=returns)
+        return function
 
     return decorate
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,9 +34,10 @@ from moecore.base.torch_names import all_gather_single, is_recomputing
 from moecore.kernels.exchange.clones import Places
 from moecore.kernels.routing.clones import ClonePlan, physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
+from moecore.moe.dispatch.collectives import exchange_all
 from moecore.moe.dispatch.exchange import CloneExchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
-from moecore.moe.lanes import Lanes, exchange
+from moecore.moe.lanes import Lanes
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
 
@@ -150,7 +150,7 @@ class Cloner:
         if self._exchanges is not None:
             return self._exchanges.clones(ids_TK.device).gather(mine_1E)
         counts_GE = mine_1E.new_empty(p.group.size(), p.num_experts)
-        exchange([partial(all_gather_single, counts_GE, mine_1E, group=p.group)], lanes)
+        exchange_all(all_gather_single, [counts_GE], [mine_1E], lanes, group=p.group)
         return counts_GE
 
     def cut(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
@@ -247,13 +247,8 @@ class Clones:
         how: dict[str, Any] = dict(
             output_split_sizes=receive, input_split_sizes=send, group=self.group
         )
-        exchange(
-            [
-                partial(dist.all_to_all_single, carried(out), carried(t.contiguous()), **how)
-                for out, t in zip(outs, sent, strict=True)
-            ],
-            self.lanes,
-        )
+        inward, outward = list(map(carried, outs)), [carried(t.contiguous()) for t in sent]
+        exchange_all(dist.all_to_all_single, inward, outward, self.lanes, **how)
         return outs
 
 

@@ -98,7 +98,17 @@ class MoEState:
         """Raise if gradients or auxiliary losses of the step are wrong; biases have not moved."""
         if self._check_parameters is not None:
             self._check_parameters()
-        self._check_micro_batches()
+        trackers = {name: layer.tracker for name, layer in self.layers.items()}
+        seen = {n: t.num_micro_batches for n, t in trackers.items() if t.config.balance.needs_loss}
+        for name, count in seen.items():
+            if count not in (0, self.num_micro_batches):
+                self._reset()
+                raise ValueError(
+                    f"num_micro_batches ({self.num_micro_batches}) must equal the backwards of a "
+                    f"step, but {name} saw {count}: set TrainStep.num_micro_batches, and run one "
+                    "forward and backward in each; a layer that runs twice in one forward can have "
+                    "no auxiliary loss"
+                )
 
     @torch.no_grad()
     def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:
@@ -121,20 +131,6 @@ class MoEState:
         """Tapes that record or replay choices, one per router that has a tape."""
         routers = [layer.part("router") for layer in self.layers.values()]
         return [r.tape for r in routers if r is not None and r.tape is not None]
-
-    def _check_micro_batches(self) -> None:
-        """Raise if auxiliary losses had the wrong scale; biases have not moved."""
-        trackers = {name: layer.tracker for name, layer in self.layers.items()}
-        seen = {n: t.num_micro_batches for n, t in trackers.items() if t.config.balance.needs_loss}
-        for name, count in seen.items():
-            if count not in (0, self.num_micro_batches):
-                self._reset()
-                raise ValueError(
-                    f"num_micro_batches ({self.num_micro_batches}) must equal the backwards of a "
-                    f"step, but {name} saw {count}: set TrainStep.num_micro_batches, and run one "
-                    "forward and backward in each; a layer that runs twice in one forward can have "
-                    "no auxiliary loss"
-                )
 
     def _sum_over_ranks(self, counts: Mapping[str, LoadCounts]) -> MoEMetrics:
         """Return the counts of all ranks: one collective, and few launches for all layers."""
@@ -159,7 +155,7 @@ class MoEState:
         units_L, tokens_L = all_entropies.view(-1, 2).unbind(1)
         entropy_L = units_L * UNIT / tokens_L.clamp(min=1)
         # The number that was set, not the tracker's count: replays of a CUDA graph run no Python.
-        # Outside of graphs `_check_micro_batches` has compared the two.
+        # Outside of graphs `check_step` has compared the two.
         shares = self.num_micro_batches * self.groups.data_ranks
         metrics = MoEMetrics(
             tokens_per_expert=_split(all_chosen.long(), chosen),

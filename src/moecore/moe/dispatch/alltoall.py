@@ -26,12 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.streams import wait_on_host
-from moecore.base.torch_names import is_silent
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import EqualSizes, needed, unneeded
-from moecore.moe.lanes import Lanes, exchange, numbers_of
+from moecore.moe.dispatch.collectives import EqualSizes, exchange_all, needed, unneeded
+from moecore.moe.lanes import Lanes, numbers_of
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, ExpertInput, Routing
 
@@ -107,7 +106,9 @@ class AllToAllDispatcher:
         )
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
-            balanced = _balanced_rows(p, *routing.expert_ids_TK.shape)
+            T, K = routing.expert_ids_TK.shape
+            source = p.group.size() * p.balanced_tokens(T, K)
+            balanced = BalancedRows(source, p.balanced_rows(T, K))
         return ExpertInput(Rows(rows_SD), index, plan, balanced=balanced)
 
     def prepare(self, ids_TK: Tensor) -> SendOrder:
@@ -216,11 +217,6 @@ def _balanced(p: ExpertPlacement, T: int, K: int) -> tuple[list[int], list[int],
     return splits, splits, p.balanced_rows(T, K)
 
 
-def _balanced_rows(p: ExpertPlacement, T: int, K: int) -> BalancedRows:
-    """Return the rows of a rank with even loads, if every rank has T tokens."""
-    return BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
-
-
 def _all_to_all(
     xs: Sequence[Tensor | None],
     length: int,
@@ -241,16 +237,9 @@ def _all_to_all(
     how: dict[str, Any] = dict(
         output_split_sizes=receive_splits, input_split_sizes=send_splits, group=group
     )
-    num_sent, num_received = sum(send_splits), sum(receive_splits)
-    exchange(
-        [
-            partial(dist.all_to_all_single, out[:num_received], x[:num_sent].contiguous(), **how)
-            for out, x in zip(outs, xs, strict=True)
-            if out is not None and x is not None and not is_silent(out)
-        ],
-        lanes,
-        is_ahead=is_ahead,
-    )
+    received = [None if out is None else out[: sum(receive_splits)] for out in outs]
+    sent = [None if x is None else x[: sum(send_splits)] for x in xs]
+    exchange_all(dist.all_to_all_single, received, sent, lanes, is_ahead=is_ahead, **how)
     for out in outs:
         if is_ahead and out is not None and out.is_cuda:
             out.record_stream(torch.cuda.current_stream())

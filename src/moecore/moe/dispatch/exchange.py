@@ -186,10 +186,6 @@ class Exchange:
         where = (peers_T, places_S, places_S[:, None])
         return kernels.reduce(self.buffer, sums_SD, *where, choices, copied=True)
 
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured on this device."""
-        return self.buffer.state.is_cuda and torch.cuda.is_current_stream_capturing()
-
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets, at most `num_rows`; larger ones are recorded as a shortage."""
         return limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)

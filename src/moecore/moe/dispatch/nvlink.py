@@ -192,7 +192,7 @@ def _index_of(
 
 def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: int) -> int:
     """Return the number of choices of experts [first, first + num_local). One host sync."""
-    if exchange.is_capturing():
+    if ids_SK.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "NVLinkOptions.row_factor ('exact') must be a number while a CUDA graph is captured"
         )

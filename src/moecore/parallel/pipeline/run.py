@@ -37,7 +37,6 @@ from moecore.parallel.pipeline.stages import (
     StagedModel,
     hidden_shape,
     num_parts,
-    run_stage,
     take_stages,
 )
 from moecore.parallel.pipeline.timeline import mark_name
@@ -217,7 +216,7 @@ class _ScheduleRun:
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
         with self._chunk(hidden) as chunk:
-            out = run_stage(self._pipeline.model, stage, hidden, inputs)
+            out = self._pipeline.model(hidden=hidden, stage=stage, **inputs)
         sent = None if stage.loss else self._checked(out.detach(), action)
         if stage.loss:
             if out.ndim:

@@ -3,7 +3,7 @@
 Legend: B sequences, T tokens of a sequence, D model dim, k multi-token prediction modules.
 
     take_stages    the model -> the parts of this rank's stages; `Elsewhere` in place of the others
-    run_stage      tokens, labels, ..  -> embedding -> layers -> norm -> mtp -> head -> loss
+    __call__       tokens, labels, ..  -> embedding -> layers -> norm -> mtp -> head -> loss
                    hidden [B, T, D]    ------------>|                 |      |
                    hidden [1 + k, B, T, D] -------------------------->|      |
                                                     hidden of the next stage
@@ -73,7 +73,16 @@ class StagedModel(Protocol):
         """Put a module in the place of one of the model."""
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
-        """Run one stage; see `run_stage`."""
+        """Run the forward of one stage.
+
+        Args:
+            hidden: this rank's tokens, as the stage before returned them; None with the embedding.
+            inputs: arguments of the model's forward by name, the same in every stage. Stages that
+                compute a loss read the labels.
+
+        Returns:
+            Hidden states for the next stage; with the head the loss, or the logits without labels.
+        """
 
 
 def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
@@ -83,11 +92,10 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     layers or modules that the model lacks, or that were taken before.
     """
     check_arguments(take_stages, locals())
-    parts = model.stage_parts()
-    num_mtp = 0 if parts.mtp is None else _length(model, parts.mtp)
+    parts, (num_layers, num_mtp) = model.stage_parts(), num_parts(model)
     kept: dict[str, nn.Module] = {}
     for stage in stages:
-        _check_range(stage, "layers", stage.layers, _length(model, parts.layers))
+        _check_range(stage, "layers", stage.layers, num_layers)
         _check_range(stage, "mtp", stage.mtp, num_mtp)
         kept |= dict(_needed(model, parts, stage, num_mtp))
     for name, module in kept.items():
@@ -101,22 +109,6 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     for name in (parts.embedding, *entries, parts.norm, parts.head):
         if name not in kept:
             model.set_submodule(name, Elsewhere(model.get_submodule(name)))
-
-
-def run_stage(
-    model: StagedModel, stage: Stage, hidden: Tensor | None, inputs: Mapping[str, Any]
-) -> Tensor:
-    """Run the forward of one stage, through the model's `__call__`.
-
-    Args:
-        hidden: this rank's tokens, as the stage before returned them; None with the embedding.
-        inputs: arguments of the model's forward by name, the same in every stage. Stages that
-            compute a loss read the labels.
-
-    Returns:
-        Hidden states for the next stage; with the head the loss, or the logits without labels.
-    """
-    return model(**inputs, hidden=hidden, stage=stage)
 
 
 def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
