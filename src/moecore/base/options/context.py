@@ -76,9 +76,10 @@ class ContextOptions:
 def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
     """Return the number of ranks of an all-to-all, a divisor of cp and heads, that sends least."""
     most = math.gcd(cp, kv_heads)
-    # With H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A of H + h heads of
-    # a token each way, queries, keys, values and results together. A ring of cp / A ranks passes h
-    # heads on cp / A - 1 times in forward and in backward, and so their gradients, twice as wide.
+    # With H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A of H + h heads
+    # of a token each way, queries, keys, values and results together. A ring of cp / A ranks passes
+    # h heads on cp / A - 1 times in forward and in backward, and so their gradients, which are
+    # twice as wide.
 
     def numbers(A: int) -> float:
         return (A - 1) / A * (num_heads + kv_heads) + 2 * (cp // A - 1) * kv_heads
