@@ -102,7 +102,7 @@ def check_fields(record: Any, rules: Callable[[], Rules] | None = None) -> None:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise for the first argument, in `locals()`, of the wrong type or range: a first line.
+    """Raise for the first of `locals()` of the wrong type or range; the first line of a function.
 
     Under torch.compile nothing is checked.
     """

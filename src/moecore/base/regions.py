@@ -53,7 +53,7 @@ def is_in_region() -> bool:
 
 @contextmanager
 def finding_products(region: Region, *, has_products: bool) -> Iterator[None]:
-    """Within, a region runs alone; `has_products` finds products of torch, at host time."""
+    """Within, one region runs; `has_products` also finds torch's own products, in host time."""
     _here.region = region
     try:
         with _FindProducts() if has_products else nullcontext():

@@ -86,7 +86,7 @@ class Queues:
     def __init__(self) -> None:
         self.num_streams = 0
         self.current = DryStream(self)  # gets what is queued
-        self.host_behind: frozenset[int] = frozenset()  # host waits since it queued something
+        self.host_behind: frozenset[int] = frozenset()  # waited for since the host queued something
         self.length = 0  # how much has been queued
 
     def put(self) -> tuple[frozenset[int], frozenset[int]]:

@@ -150,8 +150,9 @@ class LoadTracker:
     def attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y with the auxiliary losses and the counts riding on it; `bias_E` chose.
+        """Return y with the auxiliary losses and the counts riding on it.
 
+        `bias_E` is the bias with which tokens chose.
         Without gradients it is y itself, and nothing is counted. Without auxiliary losses nothing
         is launched here, and two kernels in backward. No host sync.
         """

@@ -45,7 +45,7 @@ class AllStages:
         return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
 
     def place(self, names: list[str], values: Tensor) -> Tensor:
-        """Return one value per parameter of the whole model: 0 without one of this rank's names."""
+        """Return one value per parameter of the whole model, 0 for those of other stages."""
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor([order[clean_name(name)] for name in names], dtype=torch.int64)
         found = values.new_zeros(len(order))

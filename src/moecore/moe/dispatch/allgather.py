@@ -48,7 +48,7 @@ class AllGatherDispatcher:
         return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Gather all tokens of the group; 4 collectives, one host sync; with `pad` in the first."""
+        """Gather all tokens; 4 collectives. One host sync, with `routing.pad` in the first call."""
         p, T = self.placement, x_TD.shape[0]
         if routing.pad:
             self._sizes.check(T, x_TD.device)

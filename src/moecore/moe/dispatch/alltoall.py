@@ -203,7 +203,8 @@ def _rows_of(
 def _exchange_counts(
     counts_G2: Tensor, group: dist.ProcessGroup, lanes: Lanes | None = None
 ) -> tuple[list[int], list[int], int]:
-    """Return send splits, receive splits and R. The one host sync: splits are on the host."""
+    """Return send splits, receive splits and R. The one host sync of this dispatcher."""
+    # Collectives with uneven splits take the splits from the host.
     both_2G2 = counts_G2.repeat(2, 1, 1)
     sent_G2, received_G2 = both_2G2
     start = partial(dist.all_to_all_single, received_G2, sent_G2, group=group)

@@ -26,6 +26,7 @@ from moecore.kernels.exchange.buffer import (
     ExchangeLayout,
     SymmetricBuffer,
 )
+from moecore.moe.dispatch.collectives import gather_ranks
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeError, MetaExchange
 from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
 from moecore.moe.shortage import Holder, Shortage
@@ -219,12 +220,7 @@ class ExchangePool(Holder):
         choices = (options.overlap_weight_grads, options.keep_rows, options.fp8_dispatch)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
         mine = (*sizes, *map(int, choices))
-        ranks = [
-            torch.empty(len(mine), dtype=torch.int64, device=x_TD.device)
-            for _ in range(self.group.size())
-        ]
-        dist.all_gather(ranks, torch.tensor(mine, device=x_TD.device), group=self.group)
-        rows = torch.stack(ranks).tolist()
+        rows = gather_ranks(torch.tensor([mine], device=x_TD.device), self.group).tolist()
         for g, row in enumerate(rows):
             if row[1:] != rows[0][1:]:
                 other, first = (dist.get_global_rank(self.group, i) for i in (g, 0))
