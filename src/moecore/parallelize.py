@@ -121,9 +121,7 @@ def parallelize_moe(
     return model
 
 
-def _with_arguments_of(
-    other: Callable[P, Any],
-) -> Callable[[Callable[..., T]], Callable[P, T]]:
+def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
     """Return a decorator that shows another function's arguments as a function's own."""
 
     def decorate(function: Any) -> Any:
@@ -266,10 +264,7 @@ def _balance(model: nn.Module, found: Attached) -> None:
         by_cp=found.shared_by,
     )
     found.state = MoEState(
-        found.layers,
-        groups,
-        loss=found.request.loss,
-        check_parameters=partial(refuse_added, model),
+        found.layers, groups, loss=found.request.loss, check_parameters=partial(refuse_added, model)
     )
     tokens = None if found.exchanges is None else found.exchanges.tokens
     found.capacity = Capacity(found.exchanges, tokens, found.stash, device=meshes.device)

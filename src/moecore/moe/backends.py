@@ -28,12 +28,7 @@ from torch.nn.functional import grouped_mm
 
 from moecore.base.streams import wait_on_host
 from moecore.kernels.common import warn_plain
-from moecore.kernels.experts.contract import (
-    ExpertSpec,
-    ExpertWeights,
-    LowRankUpdate,
-    ProductsName,
-)
+from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, LowRankUpdate, ProductsName
 from moecore.kernels.experts.products import refuse_recipe, why_not
 from moecore.kernels.rows.activation import ActivationOptions, activation, weighted_activation
 from moecore.kernels.rows.index import ExpertIndex

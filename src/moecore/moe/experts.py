@@ -88,11 +88,7 @@ class Experts(nn.Module):
             self.register_parameter(name, parameter)
 
     def set_backend(
-        self,
-        backend: ExpertBackend,
-        *,
-        recompute_fc1: bool = False,
-        recipe: Recipe | None = None,
+        self, backend: ExpertBackend, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
         """Choose how the matrices are multiplied, by a name from `moe/backends.py`.
 

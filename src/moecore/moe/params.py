@@ -110,12 +110,7 @@ class StepCopies:
         self.shares = False
         self._found: dict[Hashable, tuple[tuple[int, ...], Any]] = {}  # what it was made of, copy
 
-    def get(
-        self,
-        key: Hashable,
-        params: Sequence[nn.Parameter],
-        make: Callable[[], T],
-    ) -> T:
+    def get(self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]) -> T:
         """Return a copy, made anew unless micro-batches share it and torch counts no change."""
         before, copy = self._found.pop(key, (None, None))
         made_of = tuple(number for param in params for number in _made_of(param))

@@ -52,9 +52,7 @@ def role_of(name: str, module: nn.Module) -> Role | None:
 
 
 def apply_precision(
-    model: nn.Module,
-    precision: Precision,
-    roles_of: RolesOf = role_of,
+    model: nn.Module, precision: Precision, roles_of: RolesOf = role_of
 ) -> dict[str, LinearPrecision]:
     """Let a model's linears compute in FP8, in place: each becomes a `ProductLinear`.
 

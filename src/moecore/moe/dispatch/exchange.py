@@ -154,11 +154,7 @@ class Exchange:
             self._copy(sums_SD)
 
     def finish_copies(
-        self,
-        sums_SD: Tensor,
-        peers_T: Tensor,
-        places_S: Tensor,
-        choices: tuple[Tensor, Tensor],
+        self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the result of `reduce` of the copied sums; the current stream waits for copies."""
         self._wait_for_stream(sums_SD)

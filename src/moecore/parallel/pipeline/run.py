@@ -33,12 +33,7 @@ from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
-from moecore.parallel.pipeline.stages import (
-    StagedModel,
-    hidden_shape,
-    num_parts,
-    take_stages,
-)
+from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, num_parts, take_stages
 from moecore.parallel.pipeline.timeline import mark_name
 from moecore.parallel.pipeline.transport import Groups, StageTransport, connect
 from moecore.parallel.request import Request

@@ -119,11 +119,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm) -> GradientNorm:
 
 @torch.no_grad()
 def unscale_and_clip_(
-    model: nn.Module,
-    max_norm: float,
-    loss_scale: Tensor | None,
-    *,
-    is_wrong: Tensor | None = None,
+    model: nn.Module, max_norm: float, loss_scale: Tensor | None, *, is_wrong: Tensor | None = None
 ) -> GradientNorm:
     """Do what `clip_grad_norm_` does, with gradients that are first divided by the loss scale.
 
@@ -225,10 +221,7 @@ def _measure(
 
 
 def _squares(
-    names: list[str],
-    params: list[nn.Parameter],
-    stages: AllStages | None,
-    is_wrong: Tensor | None,
+    names: list[str], params: list[nn.Parameter], stages: AllStages | None, is_wrong: Tensor | None
 ) -> Tensor:
     """Return fp64 [parameters of all stages]: the squared norm of each gradient over all ranks."""
     if stages is None and not params:

@@ -25,11 +25,7 @@ from torch import Tensor
 
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.scaling import Blocks
-from moecore.kernels.rows.shard_blocks import (
-    PartOfMatrix,
-    block_amax_,
-    quantise_blocks_,
-)
+from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
 from moecore.moe.params import GATHERED
 from moecore.parallel.shard.params import UnitParam, copy_all
 
