@@ -98,54 +98,30 @@ def grad_placements(param: Tensor) -> tuple[Placement, ...]:
     return tuple(Partial() if p.is_replicate() else p for p in param.placements)
 
 
-class StepCopies:
-    """Copies of quantised weights that the micro-batches of a step share.
-
-    A copy is used while the announced micro-batches of a step last, and dropped by the last of
-    them. Outside of a step every forward makes its own: fused optimizers, replayed graphs and
-    writes to `.data` change a weight and count nowhere, so no copy may wait for a later step.
-    """
-
-    def __init__(self) -> None:
-        self.shares = False
-        self._found: dict[Hashable, tuple[tuple[int, ...], Any]] = {}  # what it was made of, copy
-
-    def get(self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]) -> T:
-        """Return a copy, made anew unless micro-batches share it and torch counts no change."""
-        before, copy = self._found.pop(key, (None, None))
-        made_of = tuple(number for param in params for number in _made_of(param))
-        if before != made_of:
-            copy = None  # freed before its successor is made
-            copy = make()
-        if self.shares:
-            self._found[key] = made_of, copy
-        return cast(T, copy)
-
-    def drop(self) -> None:
-        """Drop all copies; the next forward is no announced micro-batch."""
-        self._found.clear()
-        self.shares = False
-
-
 @torch.no_grad()
 def _made_of(param: Tensor) -> tuple[int, ...]:
     """Return what changes with a parameter's values: address and versions."""
     # An operation on a DTensor counts at the DTensor, an operation on its part at the part.
-    local = param.to_local() if isinstance(param, DTensor) else param
+    local = local_of(param)
     return local.data_ptr(), version(local), version(param)
 
 
 class ParamReader:
-    """How a module gets at this rank's part of its parameters.
+    """How a module gets at this rank's part of its parameters, and at quantised copies of them.
+
+    A copy is used while the announced micro-batches of a step last, and dropped by the last of
+    them. Outside of a step every forward makes its own: fused optimizers, replayed graphs and
+    writes to `.data` change a weight and count nowhere, so no copy may wait for a later step.
 
     Args:
-        keep: whether what is made of weights (quantised ones) is kept for backward and shared by
-            the micro-batches of a step; else forward and backward make it again each.
+        keep: whether copies are saved for backward and shared by the micro-batches of a step; else
+            forward and backward make them again each.
     """
 
     def __init__(self, *, keep: bool = True) -> None:
         self.keep = keep
-        self.copies = StepCopies()
+        self._shares = False  # whether later micro-batches of the step use the copies
+        self._copies: dict[Hashable, tuple[tuple[int, ...], Any]] = {}  # what it was made of, copy
         # Storage -> weights and what was made of them, while they are read: held, so that no
         # key becomes another storage's.
         self._made: dict[int, Tensor] = {}
@@ -170,11 +146,17 @@ class ParamReader:
         """Return quantised weights that forward and backward share; None = each makes its own."""
         if not self.keep:
             return None
-        with torch.no_grad():
-            found = self.copies.get(key, params, make)
-        for tensor in tree_leaves(found):
+        before, copy = self._copies.pop(key, (None, None))
+        made_of = tuple(number for param in params for number in _made_of(param))
+        if before != made_of:
+            copy = None  # freed before its successor is made
+            with torch.no_grad():
+                copy = make()
+        if self._shares:
+            self._copies[key] = made_of, copy
+        for tensor in tree_leaves(copy):
             self._made[storage_key(tensor)] = tensor
-        return found
+        return cast(T, copy)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -193,11 +175,12 @@ class ParamReader:
 
     def start_micro_batch(self, *, is_last: bool) -> None:
         """Announce a forward and backward, and whether an optimizer step follows them."""
-        self.copies.shares = self.keep and not is_last
+        self._shares = self.keep and not is_last
 
     def drop_copies(self) -> None:
         """Drop what was made of weights, which change now, or for a graph that makes its own."""
-        self.copies.drop()
+        self._copies.clear()
+        self._shares = False
 
 
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
@@ -221,7 +204,7 @@ def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> No
 def _draw(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
-    local = param.to_local() if isinstance(param, DTensor) else param
+    local = local_of(param)
     if local.numel() == 0:
         return
     indices = global_indices(param)
