@@ -34,7 +34,7 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices
-from moecore.kernels.rows.activation import ActivationOptions, activation
+from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.scaling import Both
 from moecore.kernels.rows.shard_blocks import as_matrices
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
@@ -393,8 +393,3 @@ def activation_options(
         interleaved=interleaved,
         function=function,
     )
-
-
-def activate(h_RF: Tensor, config: MoEConfig, *, interleaved: bool = False) -> Tensor:
-    """Return the activated hidden rows [R, F] in fp32, in plain PyTorch."""
-    return activation(h_RF, activation_options(config, interleaved=interleaved))

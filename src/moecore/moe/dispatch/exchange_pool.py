@@ -1,6 +1,6 @@
 """The buffers that every rank of a group can write, and who owns them.
 
-`ExchangePool` belongs to a model: all its layers share one `Exchange` per (row bytes, K, lane).
+`ExchangePool` belongs to a model: all its layers share one `Exchange` per (row bytes, K).
 Each is made at first use, by all ranks together. Its buffer lives until `close()`, or until the
 last user of the pool is gone. Only the making and `check` wait for the device.
 
@@ -65,8 +65,8 @@ class ExchangePool(Holder):
         self.is_required = is_required
         self.tokens = TokenCapacity(self)
         self._programs = programs
-        self._entries: dict[tuple[int, int, int], Exchange] = {}
-        self._planned: dict[tuple[int, int, int], Exchange] = {}  # on meta
+        self._entries: dict[tuple[int, int], Exchange] = {}
+        self._planned: dict[tuple[int, int], Exchange] = {}  # on meta
         self._clones: CloneExchange | None = None
 
     @property
@@ -96,17 +96,16 @@ class ExchangePool(Holder):
             row_factor=least,
         )
 
-    def get(self, x_TD: Tensor, top_k: int, *, lane: int = 0) -> Exchange:
+    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
         """Return the exchange for these tokens; made, by all ranks together, at first use.
 
-        Micro-batches that run at the same time need the buffers of a `lane` each. What cannot
-        travel, and an earlier operation that failed, raise before anything is sent.
+        What cannot travel, and an earlier operation that failed, raise before anything is sent.
         """
         problem = find_row_problem(x_TD)
         if problem is not None:
             raise ValueError(problem)
         T, D = x_TD.shape
-        key = (D * x_TD.itemsize, top_k, lane)
+        key = (D * x_TD.itemsize, top_k)
         if x_TD.is_meta:
             if key not in self._planned:
                 self._planned[key] = self._on_meta(x_TD, top_k)
