@@ -6,7 +6,7 @@ Nothing here changes a model or communicates.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -73,7 +73,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
                 "experts live on a mesh of their own: untie them"
             )
         _check_compute(name, layer, request)
-    _check_routers(model, layers, request.fsdp)
+    _check_routers(layers, is_tied, request.fsdp)
 
 
 def _check_arguments(request: Request) -> None:
@@ -292,12 +292,11 @@ def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
 
 
 def _check_routers(
-    model: nn.Module, layers: Mapping[str, RoutedLayer], options: FSDPOptions
+    layers: Mapping[str, RoutedLayer], is_tied: Callable[[nn.Module], bool], options: FSDPOptions
 ) -> None:
     """A router that keeps its precision is a unit: two of them would train two copies."""
     owned = {name: layer.part("router") for name, layer in layers.items()}
     routers = {name: router for name, router in owned.items() if router is not None}
-    is_tied = find_ties(model)
     for name, router in routers.items():
         is_shared = list(routers.values()).count(router) > 1 or is_tied(router)
         if is_shared and keeps_precision(router, options):

@@ -276,10 +276,10 @@ def _fold(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> D
 
 def _view(mesh: DeviceMesh) -> str:
     """Return the dims of a mesh that are not 1, and this rank's places."""
-    names = [name for name in mesh.mesh_dim_names or () if mesh.size(_dim(mesh, name)) > 1]
+    names = [name for name in mesh.mesh_dim_names or () if _size(mesh, name) > 1]
     if not names:
         return "one rank"
-    sizes = " ".join(f"{name}={mesh.size(_dim(mesh, name))}" for name in names)
+    sizes = " ".join(f"{name}={_size(mesh, name)}" for name in names)
     return f"{sizes}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in names)}"
 
 
@@ -297,7 +297,7 @@ def _ensure_process_group(device_type: str) -> None:
 
 def _trim(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
     """Slice (replicate, shard), without the replicate dim when it is 1."""
-    names = (replicate, shard) if mesh.size(_dim(mesh, replicate)) > 1 else (shard,)
+    names = (replicate, shard) if _size(mesh, replicate) > 1 else (shard,)
     return mesh[names]
 
 
@@ -312,7 +312,7 @@ def _dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
 
 def _joined_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
     """Group over the two innermost dims of a view, first-major; None when it is one rank."""
-    sizes = [view.size(_dim(view, name)) for name in names]
+    sizes = [_size(view, name) for name in names]
     if sizes == [1, 1]:
         return None
     if 1 in sizes:
@@ -336,7 +336,5 @@ def _stages(
     return view.get_group("stage"), (up, down)
 
 
-def _dim(mesh: DeviceMesh, name: str) -> int:
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return names.index(name)
+def _size(mesh: DeviceMesh, name: str) -> int:
+    return mesh.size((mesh.mesh_dim_names or ()).index(name))

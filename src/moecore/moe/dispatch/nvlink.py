@@ -117,7 +117,7 @@ class NVLinkDispatcher:
         unsummed = UnsummedInput(came.handle_RD, sender, refetch)
         return ExpertInput(
             _arrived(exchange, came.rows_SN, x_TD),
-            came.expert_index,
+            ExpertIndex(*came[4:]),
             plan,
             unsummed,
             self._balanced(exchange),
@@ -291,15 +291,10 @@ class _Outputs(NamedTuple):
     handle_RD: Any
     peers_T: Any
     places_S: Any
-    row_ids_R: Any
+    row_ids_R: Any  # from here on an `ExpertIndex`
     weights_R: Any
     slots_SK: Any
     offsets_e: Any
-
-    @property
-    def expert_index(self) -> ExpertIndex:
-        """Index from source rows to expert rows, and back."""
-        return ExpertIndex(*self[4:])
 
 
 class _Dispatch(torch.autograd.Function):

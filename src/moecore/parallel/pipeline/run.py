@@ -5,7 +5,8 @@
     D   B, with deferred products of weight gradients
     W   the deferred products
 
-Micro-batches of the model's arguments come in; their losses go out, on every rank.
+Micro-batches of the model's arguments come in; their losses go out, on every rank. Before that
+`parallelize_moe` has cut the model (`cut_stages`) and given it its place (`apply_pipeline`).
 
 An `Overlap` is a pair of a forward and a backward (`TrainStep.side_by_side`). With offload, the
 saved tensors of the next item's backward start to return before an item runs. Device memory of a
