@@ -25,7 +25,7 @@ from moecore.parallel.shard.gradients import Gradients
 from moecore.parallel.shard.make import is_whole
 from moecore.parallel.shard.params import Owners, UnitParam
 from moecore.parallel.shard.plan import FlatLayout, ShardPlan, UnitPlan, flat_layout
-from moecore.parallel.shard.streams import UnitStreams
+from moecore.parallel.shard.transport import UnitStreams
 from moecore.parallel.shard.unit import Unit, UnitOptions
 
 # Layout of a root without parameters, which only casts inputs.

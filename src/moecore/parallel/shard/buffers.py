@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moecore.parallel.shard.plan import ShardPlan, UnitPlan
-from moecore.parallel.shard.streams import StreamMark
+from moecore.parallel.shard.transport import StreamMark
 
 Holder = TypeVar("Holder")  # a unit, or its gradients
 SUMS = 2

@@ -51,7 +51,7 @@ from moecore.base.torch_names import (
 )
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.progress import Progress
-from moecore.parallel.shard.streams import UnitStreams
+from moecore.parallel.shard.transport import UnitStreams
 from moecore.parallel.shard.unit import State, Unit
 from moecore.parallel.shard.weight_gradients import WeightGradients
 

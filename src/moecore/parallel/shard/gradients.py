@@ -31,8 +31,7 @@ from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
 from moecore.parallel.shard.buffers import Buffer
 from moecore.parallel.shard.params import UnitParam, UnitViews, copy_all, cut_views
 from moecore.parallel.shard.plan import FlatLayout
-from moecore.parallel.shard.streams import UnitStreams
-from moecore.parallel.shard.transport import UnitTransport
+from moecore.parallel.shard.transport import UnitStreams, UnitTransport
 from moecore.parallel.shard.weight_gradients import WeightGradients, WeightProduct
 
 

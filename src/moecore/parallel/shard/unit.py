@@ -33,8 +33,7 @@ from moecore.parallel.shard.formats import Format
 from moecore.parallel.shard.gradients import Gradients
 from moecore.parallel.shard.params import UnitParam, UnitViews, cut_views
 from moecore.parallel.shard.plan import FlatLayout
-from moecore.parallel.shard.streams import UnitStreams
-from moecore.parallel.shard.transport import UnitTransport, transport_of
+from moecore.parallel.shard.transport import UnitStreams, UnitTransport, transport_of
 
 
 class State(enum.Enum):
