@@ -5,19 +5,6 @@
     weight gradient  dw = dy (over T, recipe's format)  @ x      (over T, e4m3)
 
 Letters: T tokens, K input features, N output features; M and N rows of the operands of `product`.
-
-**What is kept for backward.** x summed over tokens in FP8, one byte per element and its scales. The
-pass that makes the forward's operand makes it too. The weight is kept as it is, because units free
-and gather it, and to quantise it again takes little beside a product. Where no gradient of the
-weight is wanted, x is not kept at all.
-
-**When the weight is quantised.** Once per forward and once per backward. No copy is kept: gathers
-and fused optimizers put new values into the same memory without a new version. A weight that was
-gathered in FP8 has no values; forward reads what was gathered, and backward transposes it.
-
-**What ranks share.** The largest magnitude of a weight that tensor parallelism cuts, so that
-"tensorwise" quantises it as one rank would. Activations and gradients have their own on every rank:
-each rank multiplies its own tokens or features alone, and an exchange would wait for the slowest.
 """
 
 from __future__ import annotations
@@ -80,6 +67,9 @@ def _linear_fake(x_TK, weight_NK, *rest):  # type: ignore[no-untyped-def]
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_TK, weight_NK, bias_N = inputs[:3]
+    # Of x the operand that is summed over tokens, in FP8, which the pass that makes the forward's
+    # operand makes too; nothing where no gradient of the weight is wanted. The weight as it is,
+    # because units free and gather it, and to quantise it again takes little beside a product.
     ctx.save_for_backward(weight_NK, *inputs[5:7], *inputs[9:11])
     # A unit holds what it has gathered; with the weight autograd checks that it is still there.
     ctx.gathered = None if has_values(weight_NK) else inputs[7:9]
@@ -208,9 +198,15 @@ class Fp8Products(LinearProducts):
         x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
         weight_amax = self._past("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
-            with torch.no_grad():  # over all ranks that it is cut over: see the header
+            # Over the ranks that tensor parallelism cuts it over, so that it is quantised as one rank
+            # would. Activations and gradients have their own on every rank: each rank multiplies
+            # its own tokens or features alone, and an exchange would wait for the slowest.
+            with torch.no_grad():
                 weight_amax = max_over_cut(amax(local_param(weight)), weight)
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
+        # Once per forward and once per backward. No copy is kept: gathers and fused optimizers put
+        # new values into the same memory without a new version. A weight that was gathered in FP8
+        # has no values: forward reads what was gathered, and backward transposes it.
         if has_values(weight_NK):
             how: dict[str, Any] = dict(power_of_two=self.recipe.power_of_two, amax=weight_amax)
             weight_rows = cast(
