@@ -198,9 +198,10 @@ class Fp8Products(LinearProducts):
         x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
         weight_amax = self._past("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
-            # Over the ranks that tensor parallelism cuts it over, so that it is quantised as one rank
-            # would. Activations and gradients have their own on every rank: each rank multiplies
-            # its own tokens or features alone, and an exchange would wait for the slowest.
+            # Over the ranks that tensor parallelism cuts it over, so that it is quantised as one
+            # rank would. Activations and gradients have their own on every rank: each rank
+            # multiplies its own tokens or features alone, and an exchange would wait for the
+            # slowest.
             with torch.no_grad():
                 weight_amax = max_over_cut(amax(local_param(weight)), weight)
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
