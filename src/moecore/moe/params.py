@@ -204,7 +204,7 @@ def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> No
 def _draw(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
-    local = local_of(param)
+    local = param.to_local() if isinstance(param, DTensor) else param
     if local.numel() == 0:
         return
     indices = global_indices(param)
