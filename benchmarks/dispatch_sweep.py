@@ -59,7 +59,7 @@ class FixedExchangePool(ExchangePool):
 
     exchange: Exchange
 
-    def get(self, x_TD: Tensor, top_k: int, *, lane: int = 0) -> Exchange:
+    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
         return self.exchange
 
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
-from typing import Annotated, Any, ParamSpec, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import nn
@@ -19,18 +19,12 @@ from moecore.base import __version__
 from moecore.base.agreement import check_equal_weights, check_same
 from moecore.base.copies import copy_modules, on_meta
 from moecore.base.fields import check_arguments
-from moecore.base.options import (
-    BalanceConfig,
-    CloneOptions,
-    ContextOptions,
-    DispatcherName,
-    FSDPOptions,
-    MemoryOptions,
-    NVLinkOptions,
-    Precision,
-    PrecisionName,
-    Recipe,
-)
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.layer import BalanceConfig
+from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.precision import Precision, PrecisionName, Recipe
 from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
@@ -38,12 +32,11 @@ from moecore.moe.shortage import Capacity
 from moecore.moe.state import MoEState
 from moecore.parallel.attached import ATTACHED, Attached
 from moecore.parallel.checks import check_layers, check_request
-from moecore.parallel.context import apply_context
-from moecore.parallel.dispatch import apply_layers, resolve_dispatcher
+from moecore.parallel.dispatch import apply_context, apply_layers, resolve_dispatcher
 from moecore.parallel.family import Adapter
 from moecore.parallel.mesh import Meshes
-from moecore.parallel.pipeline.apply import apply_pipeline, chunks_of, cut_stages
 from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.run import apply_pipeline, chunks_of, cut_stages
 from moecore.parallel.request import LossConvention, Request, model_entries
 from moecore.parallel.shard.apply import shard_model
 from moecore.parallel.shard.late_parameters import refuse_added
@@ -128,16 +121,13 @@ def parallelize_moe(
     return model
 
 
-def _with_arguments_of(
-    other: Callable[P, Any],
-) -> Callable[[Callable[..., T]], Callable[P, T]]:
+def _with_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
     """Return a decorator that shows another function's arguments as a function's own."""
 
-    def decorate(function: Callable[..., T]) -> Callable[P, T]:
-        shown: Any = function
+    def decorate(function: Any) -> Any:
         returns = get_type_hints(function)["return"]
-        shown.__signature__ = signature(other).replace(return_annotation=returns)
-        return cast(Callable[P, T], shown)
+        function.__signature__ = signature(other).replace(return_annotation=returns)
+        return function
 
     return decorate
 
@@ -274,10 +264,7 @@ def _balance(model: nn.Module, found: Attached) -> None:
         by_cp=found.shared_by,
     )
     found.state = MoEState(
-        found.layers,
-        groups,
-        loss=found.request.loss,
-        check_parameters=partial(refuse_added, model),
+        found.layers, groups, loss=found.request.loss, check_parameters=partial(refuse_added, model)
     )
     tokens = None if found.exchanges is None else found.exchanges.tokens
     found.capacity = Capacity(found.exchanges, tokens, found.stash, device=meshes.device)

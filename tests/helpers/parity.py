@@ -48,8 +48,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.models.block import Block
 from moecore.moe.balance import LOSS_NAMES
 from moecore.moe.clones import Clones
-from moecore.moe.dispatch.clone_exchange import CloneExchange
-from moecore.moe.dispatch.exchange import Exchange
+from moecore.moe.dispatch.exchange import CloneExchange, Exchange
 from moecore.moe.experts import Experts
 from moecore.moe.forced import force_even_load
 from moecore.moe.placement import ExpertPlacement

@@ -26,8 +26,7 @@ from moecore.kernels.exchange.copies import SlotEvent
 from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
 from moecore.kernels.rows.move import sum_rows_ref
 from moecore.moe.clones import carried
-from moecore.moe.dispatch.clone_exchange import CloneExchange
-from moecore.moe.dispatch.exchange import Exchange
+from moecore.moe.dispatch.exchange import CloneExchange, Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 
 

@@ -7,6 +7,7 @@ Gradients over whole compositions are in `tests/test_parity.py`, in FP8 in
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,11 +27,14 @@ from moecore import (
     ParallelConfig,
     build_meshes,
 )
+from moecore.base.options.precision import Recipe
+from moecore.base.torch_names import tree_leaves
 from moecore.kernels.exchange.clones import Places
 from moecore.kernels.experts.contract import ExpertWeights
+from moecore.kernels.experts.products import quantise_matrices
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clone_weights import with_clones
-from moecore.moe.clones import AnyClones, Cloner, Clones, PeerClones
+from moecore.moe.clones import AnyClones, Cloner, Clones, PeerClones, carried
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.low_rank import LowRank
@@ -86,9 +90,9 @@ def travel() -> list[Any]:
     meshes, place = placed(2)
     group = meshes.expert.get_group("ep")
     clones = Clones.of(EXPERTS, place, group)
-    own = torch.tensor([float(place.first_local + i) for i in range(2)])
-    (there,) = clones.fetch([own])
     block = dist.get_rank(group)
+    own = torch.tensor([2.0 * block, 2.0 * block + 1])
+    (there,) = clones.fetch([own])
     places = torch.tensor([10.0 ** (block * 2 + j) for j in range(clones.num_here)])
     (home,) = clones.bring_home_([torch.cat([own, places])])
     how = (clones.sent, clones.send_splits, clones.receive_splits, clones.order)
@@ -358,3 +362,35 @@ def test_busy_ranks_give_tokens_away(results: dict[str, Any]) -> None:
     assert sum(plain) == sum(cloned)
     assert max(plain) > 1.4 * sum(plain) / EP
     assert max(cloned) <= 1.01 * sum(plain) / EP + 1
+
+
+class OneClone:
+    """Clones of a rank that has one, with these tensors, in place of what ranks send."""
+
+    num_here = 1
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors, self.fetched = tensors, list[Tensor]()
+
+    def fetch(self, tensors: list[Tensor]) -> list[Tensor]:
+        self.fetched = tensors
+        return self.tensors
+
+
+@pytest.mark.parametrize(("scaling", "number"), [("blockwise", 6), ("rowwise", 8)])
+def test_what_rows_and_columns_share_is_fetched_once(scaling: Any, number: int) -> None:
+    torch.manual_seed(0)
+    own, others = (tuple(torch.randn(n, 256, 384) for _ in range(2)) for n in (2, 1))
+    quantise = partial(quantise_matrices, recipe=Recipe(scaling=scaling))
+    sent: dict[int, Tensor] = {}
+    for leaf in tree_leaves(tuple(map(quantise, others))):
+        sent.setdefault(leaf.data_ptr(), leaf.contiguous())
+    clones: Any = OneClone(list(sent.values()))
+    w1, w2 = own
+    weights = ExpertWeights(w1_eCD=w1, w2_eDF=w2, quantised=(quantise(w1), quantise(w2)))
+    with with_clones(weights, clones) as joined:
+        found = tree_leaves(joined.quantised)
+    whole = (quantise(torch.cat(pair)) for pair in zip(own, others, strict=True))
+    for leaf, expected in zip(found, tree_leaves(tuple(whole)), strict=True):
+        assert torch.equal(carried(leaf), carried(expected))
+    assert len(clones.fetched) == number

@@ -245,7 +245,8 @@ def traffic() -> dict[str, Any]:
             home_TD = dispatcher.combine(torch.ones_like(inp.rows.values), inp.plan)
 
         group = dist.get_process_group_ranks(place.group)
-        local = range(place.first_local, place.first_local + place.num_local)
+        first = dist.get_rank(place.group) // place.etp * place.num_local
+        local = range(first, first + place.num_local)
         wanted = [
             (100 * r + t, [int(e) for e in ids[r][t] if int(e) in local])
             for r in group
@@ -255,7 +256,7 @@ def traffic() -> dict[str, Any]:
         rows = [float(v) for v in inp.rows.values[:, 0]]
         stops = inp.index.offsets_e.tolist()
         pairs = [
-            (float(inp.rows.values[inp.index.row_ids_R[i], 0]), place.first_local + e)
+            (float(inp.rows.values[inp.index.row_ids_R[i], 0]), first + e)
             for e in range(place.num_local)
             for i in range(([0, *stops])[e], stops[e])
         ]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moecore import CloneOptions
 from moecore.kernels.routing.clones import physical_ids
-from moecore.moe.kept_plan import KeptPlan
+from moecore.moe.clones import KeptPlan
 from moecore.moe.placement import ExpertPlacement
 
 

@@ -208,8 +208,6 @@ def test_more_tokens_than_room_are_refused_before_anything_is_sent(
     assert exchanges.get(torch.zeros(0, 16), 2) is made, "one exchange for all layers"
     assert exchanges.get(torch.zeros(8, 16), 3) is not made
     assert exchanges.get(torch.zeros(8, 32, dtype=torch.bfloat16), 2) is made, "as many bytes"
-    other = exchanges.get(torch.zeros(8, 16), 2, lane=1)
-    assert other is not made and exchanges.get(torch.zeros(8, 16), 2, lane=1) is other
     with pytest.raises(ValueError, match=r"number of tokens \(9\) must be <= .*exchange \(8\)"):
         exchanges.get(torch.zeros(9, 16), 2)
     exchanges.close()

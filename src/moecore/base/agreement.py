@@ -30,9 +30,6 @@ def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = N
             the same order. A mapping among the values is opened to name what in it differs: an
             entry before it must have compared its keys.
         group: the ranks that share the entries; every rank calls it with its own group.
-
-    Raises:
-        ValueError: names the first entry that differs, and its value on this rank.
     """
     names, problem = _differing(entries, device_type, group), None
     if names:
@@ -60,9 +57,7 @@ def trained_entries(
 ) -> dict[str, Any]:
     """Return what of a training must be the same on the ranks that share parameters.
 
-    Args:
-        model: as the ranks train it.
-        optimizers: of any parameters. `own_options()`, if there, has what their groups lack.
+    `own_options()` of an optimizer, if it has the method, returns what its groups lack.
     """
     params = dict(model.named_parameters())
     names = {param: name for name, param in params.items()}
@@ -98,12 +93,7 @@ def check_equal_weights(
 ) -> None:
     """Raise on every rank when real weights differ: they would be mixed shard by shard.
 
-    Args:
-        tensors: parameters and buffers, with the same names and shapes on every rank.
-        group: the ranks that share them; every rank calls it with its own group.
-
-    Raises:
-        ValueError: names the first parameter or buffer that differs.
+    Names and shapes are the same on every rank of the group; every rank calls it with its own.
     """
     # Of what is cut over tp already every rank holds another part.
     whole = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
@@ -122,9 +112,8 @@ def differing_tensors(
 ) -> list[str]:
     """Return the names of tensors that are not the same on all ranks of a group. Collective.
 
-    Args:
-        tensors: plain, with the same names, shapes and dtypes on every rank of the group; those on
-            meta are left out.
+    The tensors are plain, with the same names, shapes and dtypes on every rank. Tensors on meta are
+    left out.
     """
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
     if not real or not _has_others(group):
@@ -135,13 +124,10 @@ def differing_tensors(
 
 
 def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) -> None:
-    """Raise a ValueError on every rank of the world when some have a problem.
+    """Raise a ValueError on every rank of the world when some have a problem, in one line.
 
-    Args:
-        problem: of this rank, in one line; None = it has none.
-        device_type: of the default group's collectives.
-        group: the ranks that have a problem together, if at all. All ranks of the world need no
-            communication, parts of it one all-reduce and a host sync.
+    The ranks of `group` have it together, if at all. All ranks of the world need no communication,
+    parts of it one all-reduce and a host sync.
     """
     if dist.is_initialized() and dist.get_world_size(group) < dist.get_world_size():
         found = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from moecore.base.torch_names import HOOKS
 
@@ -19,11 +20,7 @@ def copy_modules(
 ) -> dict[nn.Module, nn.Module]:
     """Return a copy of each module of a model. What is no module, parameter or hook is shared.
 
-    Args:
-        model: plain or parallelized, on any device.
-        new_parameter: makes a parameter of the copy, once of each.
-        unwrapped: whether hooks, and forwards that were put in the place of the class's own, stay
-            behind.
+    With `unwrapped` copies have no hooks, nor forwards put in the place of the class's own.
     """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
     params = {param: new_parameter(param) for param in model.parameters()}
@@ -45,15 +42,16 @@ def on_meta(param: nn.Parameter) -> nn.Parameter:
     local = param.to_local() if isinstance(param, DTensor) else param
     empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
     if isinstance(param, DTensor):
-        empty = DTensor.from_local(
-            empty,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+        empty = as_part(empty, param.device_mesh, param.placements, of=param)
     return nn.Parameter(empty, requires_grad=param.requires_grad)
+
+
+def as_part(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, of: Tensor
+) -> DTensor:
+    """Return a DTensor of this rank's part with the global sizes of a tensor, differentiably."""
+    sizes: Any = dict(shape=of.shape, stride=of.stride())
+    return DTensor.from_local(local, mesh, placements, run_check=False, **sizes)
 
 
 def _shadows(module: Any, name: str) -> bool:

@@ -88,12 +88,7 @@ def check_fields(record: Any, rules: Callable[[], Rules] | None = None) -> None:
     """Raise for the first field of the wrong type or range, or the first broken rule.
 
     Under torch.compile nothing is checked: what a compiled region builds, a checked record gave.
-
-    Args:
-        rules: yields a field, dotted for one of a record inside, and the relation that it breaks.
-
-    Raises:
-        ValueError: of one line, with the field, its value, the relation and the fix.
+    `rules` yields a field, dotted for one of a record inside, and the relation that it breaks.
     """
     if torch.compiler.is_compiling():
         return
@@ -107,15 +102,9 @@ def check_fields(record: Any, rules: Callable[[], Rules] | None = None) -> None:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise for the first argument of the wrong type or range: the first line of a function.
+    """Raise for the first of `locals()` of the wrong type or range; the first line of a function.
 
     Under torch.compile nothing is checked.
-
-    Args:
-        arguments: its `locals()`.
-
-    Raises:
-        ValueError: of one line, with the argument, its value, what it must be and the fix.
     """
     if torch.compiler.is_compiling():
         return

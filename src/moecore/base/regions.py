@@ -28,15 +28,12 @@ class Region(Protocol):
     @property
     def is_multiplying(self) -> bool:
         """Whether a product of it runs."""
-        ...
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a product and keep its result; in a second run, return that."""
-        ...
 
     def draw(self, generator: torch.Generator) -> None:
         """Note that what runs draws from a generator of its own."""
-        ...
 
 
 class _ThisThread(threading.local):
@@ -56,12 +53,7 @@ def is_in_region() -> bool:
 
 @contextmanager
 def finding_products(region: Region, *, has_products: bool) -> Iterator[None]:
-    """Within, a region runs, and its products come to it.
-
-    Args:
-        region: that runs; no other does.
-        has_products: whether torch's own are looked for, which costs host time.
-    """
+    """Within, one region runs; `has_products` also finds torch's own products, in host time."""
     _here.region = region
     try:
         with _FindProducts() if has_products else nullcontext():

@@ -3,10 +3,8 @@
 Autograd hands every tensor that an operation saves to one function. Here that function asks the
 packers of the running code, the innermost first, and the first that answers decides: a weight is
 kept, an activation is computed again (`recompute.py`) or lies in host memory. What nobody takes is
-kept too.
-
-Note "other hooks": torch asks the innermost pair of hooks alone. Under hooks of the caller's own
-(activation checkpointing, `save_on_cpu`) nothing is packed here: those decide.
+kept too. torch asks the innermost pair of hooks alone: under hooks of the caller's own (activation
+checkpointing, `save_on_cpu`) nothing is packed here.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ class Handle(Protocol):
 
     def unpack(self) -> Tensor:
         """Return the tensor as it was saved. A retained graph asks more than once."""
-        ...
 
 
 Packer = Callable[[Tensor], Handle | None]
@@ -43,24 +40,18 @@ def changed_in_place(shape: torch.Size, now: int, then: int) -> RuntimeError:
 
 
 class Kept:
-    """The tensor itself; a change in place before backward is an error, as without hooks.
-
-    Of what has a node its alias without: an operation that saves its own output would hold itself,
-    and a graph that is dropped would stay.
-    """
+    """The tensor itself; a change in place before backward is an error, as without hooks."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
+        # An alias without the node: an operation that saves its own output would hold itself, and
+        # a graph that is dropped would stay.
         self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self._version = version(tensor)
 
     def unpack(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: when it was changed in place since forward.
-        """
+        """Return the tensor; raises RuntimeError when it was changed in place since forward."""
         if version(self._tensor) != self._version:
             raise changed_in_place(self._tensor.shape, version(self._tensor), self._version)
         return self._tensor
@@ -68,22 +59,13 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class UsedRows:
-    """Which rows of a matrix are in use, where only the device knows.
-
-    What lies in the others means nothing, and need not come back.
-
-    Attributes:
-        num_rows: 0-dim int32 on the device: the first so many; None = those that have a slot.
-        slots: int32 [length, K] on the device: a row all of whose slots are negative has none.
-        balanced: how many rows that are with even loads; None = nobody has planned for them.
-        storage: `storage_key` of the only matrix that is meant; None = all of this length.
-    """
+    """Which rows of a matrix are in use, where only the device knows; others need not come back."""
 
     length: int
-    num_rows: Tensor | None = None
-    slots: Tensor | None = None
-    balanced: int | None = None
-    storage: int | None = None
+    num_rows: Tensor | None = None  # 0-dim int32: the first so many; None = those with a slot
+    slots: Tensor | None = None  # int32 [length, K]: negative in all of a row = it has no slot
+    balanced: int | None = None  # how many rows with even loads; None = nobody has planned for them
+    storage: int | None = None  # `storage_key` of the only matrix; None = all of this length
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether a tensor's storage is a matrix with these rows, of which it holds columns."""
@@ -112,7 +94,6 @@ def packing(packer: Packer, *, is_first: bool = False, rows_alone: bool = False)
     """Within, ask a packer about each tensor that an operation saves.
 
     Args:
-        packer: returns a handle, or None for a tensor that it leaves to the next one.
         is_first: ask it before all that are on within, too; else inner ones are asked before it.
         rows_alone: it takes nothing but what is saved within `counting_rows`: elsewhere nobody is
             asked because of it, which would take the host longer.
@@ -135,11 +116,7 @@ def packing(packer: Packer, *, is_first: bool = False, rows_alone: bool = False)
 
 @contextmanager
 def counting_rows(*rows: UsedRows) -> Iterator[None]:
-    """Within, saved matrices have rows that are not in use.
-
-    Args:
-        rows: of the matrices; of several that are of one matrix the first counts.
-    """
+    """Within, saved matrices have rows that are not in use; the first `rows` of a matrix count."""
     before, _here.rows = _here.rows, rows
     try:
         with _asking():

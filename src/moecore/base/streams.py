@@ -41,17 +41,12 @@ class Stream(Protocol):
 
 
 class DryStream:
-    """A stream whose work is numbers: the last ones it comes behind.
-
-    Attributes:
-        number: of the streams of a dry run.
-        behind: what it has held, and its own last work.
-    """
+    """A stream whose work is numbers: the last ones it comes behind."""
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
         self.number, queues.num_streams = queues.num_streams, queues.num_streams + 1
-        self.behind: frozenset[int] = frozenset()
+        self.behind: frozenset[int] = frozenset()  # what it has waited for, and its own last work
 
     def record_event(self) -> frozenset[int]:
         """Return what it comes behind."""
@@ -86,19 +81,13 @@ class DryEvent:
 
 
 class Queues:
-    """The streams of a dry run.
-
-    Attributes:
-        current: the stream that gets what is queued.
-        host_behind: what the host has waited for since it queued something.
-        length: how much has been queued.
-    """
+    """The streams of a dry run."""
 
     def __init__(self) -> None:
         self.num_streams = 0
-        self.current = DryStream(self)
-        self.host_behind: frozenset[int] = frozenset()
-        self.length = 0
+        self.current = DryStream(self)  # gets what is queued
+        self.host_behind: frozenset[int] = frozenset()  # waited for since the host queued something
+        self.length = 0  # how much has been queued
 
     def put(self) -> tuple[frozenset[int], frozenset[int]]:
         """Queue work, numbered in turn; return what it comes behind, and what its launch does."""

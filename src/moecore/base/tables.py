@@ -14,17 +14,11 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class TableRow:
-    """Parameters that are alike, of all layers.
+    """Parameters that are alike, of all layers."""
 
-    Attributes:
-        kind: attention, router, experts and so on.
-        shapes: global, and of this rank's part.
-        placement: which mesh dims cut which dims.
-    """
-
-    kind: str
-    shapes: tuple[Shape, Shape]
-    placement: str
+    kind: str  # attention, router, experts and so on
+    shapes: tuple[Shape, Shape]  # global, and of this rank's part
+    placement: str  # which mesh dims cut which dims
     names: list[str] = field(default_factory=list)
     number: int = 0
     num_bytes: int = 0

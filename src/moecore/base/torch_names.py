@@ -234,11 +234,7 @@ def is_recomputing() -> bool:
 
 
 def run_backward(outputs: Sequence[Any], grads: Sequence[Tensor]) -> None:
-    """Run a backward as `torch.autograd.backward` does, past function modes, which see inside.
-
-    Args:
-        outputs: tensors, or edges of the graph.
-    """
+    """Run a backward of tensors or edges as `torch.autograd.backward`, past function modes."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(tuple(outputs), tuple(grads), False, False, (), True, accumulate_grad=True)
 
@@ -349,13 +345,10 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, the same object each time; else the tensor.
-
-    0.3 us of a host without gradients, 1.5 us with.
-    """
+    """Return this rank's part of a DTensor, the same object each time; else the tensor."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # 0.3 us of a host, else 1.5 us
         return tensor.to_local()
     with torch.no_grad():
         return tensor.to_local()

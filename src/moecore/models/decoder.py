@@ -5,7 +5,7 @@ Legend: B sequences, T tokens of a sequence, N = B * T, D model dim, V vocabular
     tokens_BT -> embedding -> [norm, attention, add, norm, MLP or MoE, add] x L -> norm -> head
                                                                                      +-> mtp -> head
 
-A pipeline stage runs a part of this line (`run_stage`); the whole of it is one stage.
+A pipeline stage runs a part of this line (`StagedModel`); the whole of it is one stage.
 
 Parameter names follow Hugging Face decoders (model.layers.0.self_attn.q_proj.weight), except
 inside an MoE layer, which keeps moecore's own (model.layers.0.mlp.experts.w1), and for multi-token

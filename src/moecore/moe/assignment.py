@@ -42,9 +42,7 @@ def expert_choice_ids(
 ) -> Tensor:
     """Return int64 [N, E]: column e holds e where expert e takes the token, else -1.
 
-    Args:
-        capacity: tokens that each expert takes; fewer where there are no more.
-        padding_mask_N: bool, True = never taken; None = no padding.
+    Each expert takes `capacity` tokens, fewer where there are no more, and no padding.
 
     Example, capacity 1: scores [[.9, .4], [.8, .6]] give [[0, -1], [-1, 1]].
 
@@ -73,12 +71,8 @@ def within_capacity(
 ) -> Tensor:
     """Return bool [N, K]: the choices that stay when each expert takes at most `capacity`.
 
-    Args:
-        ids_NK: expert ids; -1 = no choice, which never stays.
-        weights_NK: routing weights, read by "probability".
-        num_experts: E.
-        drop: "probability" keeps the highest weights, "position" the first tokens.
-        tokens_N: int64, the tokens from the first to the last, which decides among equals, too.
+    `drop` "probability" keeps the highest weights, "position" the first of `tokens_N`, int64, whose
+    order decides among equal weights, too. No choice, -1, never stays.
 
     Example, capacity 1, ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" keeps
     tokens 1 and 2, "position" 0 and 2.

@@ -28,12 +28,7 @@ from torch.nn.functional import grouped_mm
 
 from moecore.base.streams import wait_on_host
 from moecore.kernels.common import warn_plain
-from moecore.kernels.experts.contract import (
-    ExpertSpec,
-    ExpertWeights,
-    LowRankUpdate,
-    ProductsName,
-)
+from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, LowRankUpdate, ProductsName
 from moecore.kernels.experts.products import refuse_recipe, why_not
 from moecore.kernels.rows.activation import ActivationOptions, activation, weighted_activation
 from moecore.kernels.rows.index import ExpertIndex
@@ -45,11 +40,7 @@ Computation = Callable[[ExpertInput, ExpertWeights, ActivationOptions], Tensor]
 
 
 def check_backend(name: str, spec: ExpertSpec) -> None:
-    """Raise a ValueError for a backend that does not exist or cannot compute these experts.
-
-    Args:
-        spec: what is known of the experts.
-    """
+    """Raise a ValueError for a backend that does not exist or cannot compute these experts."""
     if name not in get_args(ExpertBackend):
         shown = ", ".join(repr(n) for n in get_args(ExpertBackend))
         raise ValueError(f"expert_backend ({name!r}) must be one of {shown}")
@@ -64,9 +55,7 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
 def separate_computation(name: str, *, has_more: bool) -> Computation | None:
     """Return what computes the experts in place of `expert_mlp`; None = nothing does.
 
-    Args:
-        has_more: whether there is more than two matrices and an activation of `MoEConfig`: biases,
-            low-rank updates, an activation of the model's own.
+    `has_more` tells of biases, low-rank updates or an activation of the model's own.
     """
     if name == "sequential":
         return _sequential
@@ -156,24 +145,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _add_rows(grads[0], ctx.saved_tensors[0], ctx.num_rows), None
-
-
-class _SumRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(ids_R)
-        return _add_rows(y_RD, ids_R, num_rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
-
-
-def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-    dtype = torch.promote_types(y_RD.dtype, torch.float32)
-    out = torch.zeros(num_rows, *y_RD.shape[1:], dtype=dtype, device=y_RD.device)
-    return out.index_add_(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)
+        return sum_plain(grads[0], ctx.saved_tensors[0], ctx.num_rows), None
 
 
 def gather_plain(x_SD: Tensor, ids_R: Tensor) -> Tensor:
@@ -186,4 +158,6 @@ def sum_plain(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
 
     Not bit-reproducible on CUDA: the adds are atomic.
     """
-    return _SumRows.apply(y_RD, ids_R, num_rows)
+    dtype = torch.promote_types(y_RD.dtype, torch.float32)
+    out = torch.zeros(num_rows, *y_RD.shape[1:], dtype=dtype, device=y_RD.device)
+    return out.index_add(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +35,8 @@ from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import add_expert_counts, count_experts_and_tokens
 from moecore.kernels.routing.entropy import add_entropy_
-from moecore.kernels.routing.margins import add_margins_
+from moecore.kernels.routing.margins import NUM_BINS, add_margins_
 from moecore.moe.micro_batch import MicroBatch
-from moecore.moe.quantile import new_histogram
 from moecore.moe.records import Routing
 from moecore.moe.router import best_ids
 
@@ -45,30 +45,18 @@ LOSS_NAMES = ("micro_batch", "sequence", "global_batch", "z")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceGroups:
-    """Who counts tokens together.
+    """Who counts tokens together; None = this rank alone."""
 
-    Attributes:
-        micro_batch: ranks that hold parts of one data rank's micro-batch; None = this rank alone.
-        global_batch: all ranks of the pipeline stage; None = this rank alone.
-        data_ranks: number of data ranks in `global_batch`.
-        cp: context parallel ranks in `micro_batch`, which is cp-major.
-        by_cp: `micro_batch` of forwards that `cp` data ranks share, for each other cp.
-        weight: data ranks for which the auxiliary losses of a micro-batch count.
-    """
-
-    micro_batch: dist.ProcessGroup | None = None
-    global_batch: dist.ProcessGroup | None = None
-    data_ranks: int = 1
-    cp: int = 1
+    micro_batch: dist.ProcessGroup | None = None  # has parts of one data rank's micro-batch
+    global_batch: dist.ProcessGroup | None = None  # all ranks of the pipeline stage
+    data_ranks: int = 1  # in `global_batch`
+    cp: int = 1  # context parallel ranks in `micro_batch`, which is cp-major
+    # `micro_batch` of forwards that `cp` data ranks share, for each other cp.
     by_cp: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
-    weight: int = 1
+    weight: int = 1  # data ranks for which the auxiliary losses of a micro-batch count
 
     def of(self, cp: int | None) -> BalanceGroups:
-        """Return who counts in a forward of cp ranks; None = `cp`.
-
-        Raises:
-            ValueError: for a cp that has no group.
-        """
+        """Return who counts in a forward of cp ranks; None = `self.cp`."""
         if cp in (None, self.cp):
             return self
         if cp not in self.by_cp:
@@ -80,24 +68,16 @@ class BalanceGroups:
 
 @dataclass(slots=True)
 class LoadCounts:
-    """What one layer has counted since the last optimizer step; tensors are changed in place.
+    """What one layer has counted since the last optimizer step: int64, changed in place."""
 
-    Attributes:
-        chosen_E: int64, choices of each expert.
-        kept_E: int64, those within capacity; None where nothing can be dropped.
-        best_E: int64, how often each expert was among a token's best scores; None where the
-            global-batch loss does not count that.
-        losses: fp32, in the order of `LOSS_NAMES`.
-        entropy_2: int64, of the router over all tokens in units of `entropy.UNIT`, and the tokens.
-        margins_EX: int64, histograms of quantile balancing; None without it.
-    """
-
-    chosen_E: Tensor
-    kept_E: Tensor | None
+    chosen_E: Tensor  # choices of each expert
+    kept_E: Tensor | None  # choices within capacity; None where nothing can be dropped
+    # How often each expert was among a token's best scores; None where the global-batch loss does
+    # not count that.
     best_E: Tensor | None
-    losses: Tensor
-    entropy_2: Tensor
-    margins_EX: Tensor | None
+    losses: Tensor  # fp32, in the order of `LOSS_NAMES`
+    entropy_2: Tensor  # of the router over all tokens in units of `entropy.UNIT`, and the tokens
+    margins_EX: Tensor | None  # histograms of quantile balancing; None without it
 
     @classmethod
     def zeros(cls, config: MoEConfig, device: torch.device) -> LoadCounts:
@@ -106,13 +86,14 @@ class LoadCounts:
         drops = config.capacity is not None and config.assignment != "expert_choice"
         best = config.counts_best_scores and config.balance.global_batch_coef > 0
         quantile = config.balance.bias_update == "quantile"
+        zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         return cls(
-            chosen_E=torch.zeros(E, dtype=torch.int64, device=device),
-            kept_E=torch.zeros(E, dtype=torch.int64, device=device) if drops else None,
-            best_E=torch.zeros(E, dtype=torch.int64, device=device) if best else None,
+            chosen_E=zeros(E),
+            kept_E=zeros(E) if drops else None,
+            best_E=zeros(E) if best else None,
             losses=torch.zeros(len(LOSS_NAMES), device=device),
-            entropy_2=torch.zeros(2, dtype=torch.int64, device=device),
-            margins_EX=new_histogram(E, device) if quantile else None,
+            entropy_2=zeros(2),
+            margins_EX=zeros(E, NUM_BINS) if quantile else None,
         )
 
     def tensors(self) -> list[Tensor]:
@@ -160,11 +141,9 @@ class LoadTracker:
         self.reset()
 
     def start_in_flight(self) -> None:
-        """Announce several forwards before their backwards, until `reset`.
-
-        A global-batch loss then counts those that began before, whether their backward has run or
-        not: in the order of forwards it is that of micro-batches that run one after the other.
-        """
+        """Announce several forwards before their backwards, until `reset`."""
+        # A global-batch loss then counts the forwards that began before, whether their backward has
+        # run or not, as of micro-batches that run one after the other.
         if self.config.balance.global_batch_coef:
             self._seen_E = torch.zeros(self.config.num_experts, dtype=torch.int64)
 
@@ -173,15 +152,9 @@ class LoadTracker:
     ) -> Tensor:
         """Return y with the auxiliary losses and the counts riding on it.
 
+        `bias_E` is the bias with which tokens chose.
         Without gradients it is y itself, and nothing is counted. Without auxiliary losses nothing
         is launched here, and two kernels in backward. No host sync.
-
-        Args:
-            bias_E: the bias with which they chose; None = none.
-
-        Raises:
-            NotImplementedError: for a recomputed forward that could differ from its first run.
-            ValueError: when a CUDA graph captures it before any backward.
         """
         if torch.is_grad_enabled() and y.requires_grad:
             return self._attach(y, routing, micro_batch, bias_E)
@@ -223,24 +196,20 @@ class LoadTracker:
                 sequences_T=sequences_T,
             )
         quantile = config.balance.bias_update == "quantile"
+        # None = there is none. A global-batch loss alone counts ids of the best scores.
         observed = (
             routing.chosen_ids_TK,
             routing.expert_ids_TK,
             best_TK if config.balance.global_batch_coef else None,
-            None
-            if logits_TE is None
-            else logits_TE.detach(),  # the router's backward keeps it, too
+            None if logits_TE is None else logits_TE.detach(),  # the router saves it too
             bias_E if quantile else None,
             routing.padding_mask_T,
         )
         return _Attach.apply(y, losses, self, seen_E, *observed)
 
     def _see(self, ids_TK: Tensor) -> Tensor:
-        """Return the counts of the forwards before this one, and count it.
-
-        One that is computed again has seen what it saw at first. It is the oldest that waits.
-        """
-        if is_recomputing():
+        """Return the counts of the forwards before this one, and count it."""
+        if is_recomputing():  # it has seen what it saw at first; it is the oldest that waits
             self._repeated = self._priors[0]
             return self._repeated
         assert self._seen_E is not None
@@ -266,11 +235,9 @@ class LoadTracker:
             )
 
     def _check_recompute(self) -> None:
-        """Count forwards, and refuse one that could not repeat what it did the first time.
-
-        Activation checkpointing repeats a forward inside backward. "global_batch" reads the counts
-        so far, which are those of its first run only if no other micro-batch came in between.
-        """
+        """Count forwards, and refuse one that could not repeat what it did the first time."""
+        # Activation checkpointing repeats a forward inside backward. "global_batch" reads the
+        # counts so far, which are those of its first run only if no micro-batch came in between.
         if not is_recomputing():
             self.num_in_flight += 1
         elif (
@@ -314,9 +281,7 @@ class LoadTracker:
         Args:
             losses: fp32, in the order of `LOSS_NAMES`; None = no auxiliary loss is on.
             seen_E: counts of the forwards before it, where several are in flight.
-            observed: chosen ids, kept ids, ids of the best scores where a global-batch loss
-                counts them (int32 [T, K]), the logits of moecore's router, for quantile balancing
-                the bias, and the padding mask; None = there is none.
+            observed: the last arguments of `_Attach`.
         """
         chosen_TK, kept_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
@@ -405,11 +370,9 @@ def balance_losses(
     loss. Coefficients are applied. One small all-reduce per scope that needs one; no host sync.
 
     Args:
-        ids_TK: int32, what is counted: their choices or best scores; -1 is not.
-        num_sequences: the tokens are of this many sequences.
-        prior_counts_E: this rank's counts of the like in earlier micro-batches of the step.
-        sequences_T: int64, the sequence of each token; None = they are of equal length, one after
-            the other.
+        ids_TK: int32, the choices or best scores that are counted; -1 is not.
+        prior_counts_E: this rank's counts of such ids in earlier micro-batches of the step.
+        sequences_T: see `MicroBatch.sequences`.
     """
     assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
     balance, E, K = config.balance, config.num_experts, config.top_k

@@ -32,11 +32,7 @@ from moecore.moe.clones import AnyClones, carried
 
 @contextmanager
 def with_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[ExpertWeights]:
-    """Give the weights of e + n experts; within, what is saved of them is joined again.
-
-    Args:
-        clones: of the forward; None = there are none, and the weights stay as they are.
-    """
+    """Give the weights of e + n experts; within, what is saved of them is joined again."""
     if clones is None:
         yield weights
         return
@@ -126,15 +122,10 @@ class _Extend(torch.autograd.Function):
 
 
 class _How(NamedTuple):
-    """Of a tensor of weights.
+    """How a tensor of weights is used."""
 
-    Attributes:
-        has_values: whether products read it; False for what was quantised.
-        sink: what may bring its gradient home in the experts' backward.
-    """
-
-    has_values: bool = True
-    sink: _HomeSink | None = None
+    has_values: bool = True  # products read it; False for what was quantised
+    sink: _HomeSink | None = None  # may return its gradient in the experts' backward
 
 
 class _HomeSink:
@@ -213,7 +204,18 @@ def _extended(weights: ExpertWeights, joined: _Joined) -> ExpertWeights:
 @torch.no_grad()
 def _joined_pair(quantised: tuple[Both, Both], joined: _Joined) -> tuple[Both, Both]:
     """Return quantised matrices of experts and clones. Collective."""
-    leaves = [leaf for leaf in tree_leaves(quantised) if leaf is not None]
-    found = map(joined.join, leaves, joined.clones.fetch([leaf.contiguous() for leaf in leaves]))
-    pair: tuple[Both, Both] = tree_map_only(Tensor, lambda _: next(found), quantised)
+    # The scales of columns may be those of rows, transposed: one view of each memory is fetched.
+    leaves: dict[int, Tensor] = {}
+    for leaf in tree_leaves(quantised):
+        if leaf is not None:
+            leaves.setdefault(leaf.data_ptr(), leaf)
+    came = joined.clones.fetch([leaf.contiguous() for leaf in leaves.values()])
+    wholes = dict(zip(leaves, map(joined.join, leaves.values(), came), strict=True))
+
+    def whole_of(leaf: Tensor) -> Tensor:
+        whole = wholes[leaf.data_ptr()]
+        is_first = leaf.stride() == leaves[leaf.data_ptr()].stride()
+        return whole if is_first else whole.transpose(1, 2)
+
+    pair: tuple[Both, Both] = tree_map_only(Tensor, whole_of, quantised)
     return pair

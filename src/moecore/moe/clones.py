@@ -9,7 +9,7 @@ of the dispatch group, T local tokens, K experts per token.
 
 A clone lives for one forward and its backward. It is no parameter: checkpoints, optimizers and
 norms know experts alone. Which experts are cloned is a function of all ranks' choices, or of a plan
-that stays for some steps (`kept_plan.py`), so a forward that backward repeats makes the same
+that stays for some steps (`KeptPlan`), so a forward that backward repeats makes the same
 clones. They travel in one of two ways:
 
     Clones      collectives, whose sizes the host reads: one all-gather of E numbers and one host
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +34,10 @@ from moecore.base.torch_names import all_gather_single, is_recomputing
 from moecore.kernels.exchange.clones import Places
 from moecore.kernels.routing.clones import ClonePlan, physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
-from moecore.moe.dispatch.clone_exchange import CloneExchange
+from moecore.moe.dispatch.collectives import exchange_all
+from moecore.moe.dispatch.exchange import CloneExchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
-from moecore.moe.kept_plan import KeptPlan
-from moecore.moe.lanes import Lanes, exchange
+from moecore.moe.lanes import Lanes
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
 
@@ -49,7 +48,6 @@ class Cloner:
     Args:
         placement: of the layer's experts, with room for clones.
         group: ranks of the dispatch group that have this rank's part of their experts, in order.
-        options: how many clones, and when.
         exchanges: of dispatcher "nvlink"; None with any other.
     """
 
@@ -96,15 +94,9 @@ class Cloner:
 
     @torch.compiler.disable
     def place(self, routing: Routing, lanes: Lanes | None) -> tuple[Routing, AnyClones | None]:
-        """Return the routing with its physical experts, and the clones that this forward needs.
-
-        On meta nobody has clones.
-
-        Returns:
-            None where no rank has a clone.
-        """
+        """Return the routing with its physical experts, and this forward's clones; None = none."""
         p, ids_TK = self._placement, routing.expert_ids_TK
-        if ids_TK.is_meta:
+        if ids_TK.is_meta:  # loads are even, so nobody has clones
             return replace(routing, physical_TK=p.physical_ids(ids_TK)), None
         plan, before_E = self._plan(ids_TK, lanes)
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
@@ -137,10 +129,7 @@ class Cloner:
         return PeerClones(self._exchanges.clones(experts_N.device), places)
 
     def _by_sizes(self, experts_N: Tensor, lanes: Lanes | None) -> Clones | None:
-        """Return clones that collectives bring, None without any.
-
-        One host sync, but for a plan that stays.
-        """
+        """Return clones that collectives bring; None = none. One host sync, unless a plan stays."""
         experts = experts_N.tolist() if self._kept is None else self._kept.experts
         return None if max(experts) < 0 else Clones.of(experts, self._placement, self._group, lanes)
 
@@ -161,7 +150,7 @@ class Cloner:
         if self._exchanges is not None:
             return self._exchanges.clones(ids_TK.device).gather(mine_1E)
         counts_GE = mine_1E.new_empty(p.group.size(), p.num_experts)
-        exchange([partial(all_gather_single, counts_GE, mine_1E, group=p.group)], lanes)
+        exchange_all(all_gather_single, [counts_GE], [mine_1E], lanes, group=p.group)
         return counts_GE
 
     def cut(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
@@ -173,22 +162,14 @@ class Cloner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clones:
-    """The clones of one forward of a layer, as one rank sees them.
-
-    Attributes:
-        lanes: that take turns while weights travel.
-        sent: this rank's experts that are cloned, by destination and then by place, repeated.
-        send_splits: how many of them go to each rank.
-        receive_splits: how many come from each rank.
-        order: which of those that came is in each place, in order.
-    """
+    """The clones of one forward of a layer, as one rank sees them."""
 
     group: dist.ProcessGroup
-    lanes: Lanes | None
-    sent: tuple[int, ...]
-    send_splits: tuple[int, ...]
-    receive_splits: tuple[int, ...]
-    order: tuple[int, ...]
+    lanes: Lanes | None  # take turns while weights travel
+    sent: tuple[int, ...]  # cloned experts of this rank, by destination and then place, repeated
+    send_splits: tuple[int, ...]  # how many of them go to each rank
+    receive_splits: tuple[int, ...]  # how many clones come from each rank
+    order: tuple[int, ...]  # which received clone is in each place
 
     @classmethod
     def of(
@@ -198,10 +179,7 @@ class Clones:
         group: dist.ProcessGroup,
         lanes: Lanes | None = None,
     ) -> Clones:
-        """Return a rank's view of a plan.
-
-        Args:
-            experts: the expert in each place for a clone, rank by rank; -1 = empty.
+        """Return a rank's view of a plan: the expert in each place, rank by rank; -1 = empty.
 
         Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
         rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2, so its
@@ -229,11 +207,7 @@ class Clones:
         return len(self.order)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the clones' part of each tensor, [n, ...]. Collective over the group.
-
-        Args:
-            tensors: [e, ...], this rank's experts.
-        """
+        """Return the clones' part [n, ...] of tensors [e, ...] of own experts. Collective."""
         found = self._travel([t[list(self.sent)] for t in tensors], self.num_here, is_home=False)
         return found if self._is_in_order else [t[list(self.order)] for t in found]
 
@@ -241,10 +215,8 @@ class Clones:
     def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Add the clones' gradients to those of their experts, in place; return these, [e, ...].
 
-        Added in fp32 and rounded once. Collective over the group.
-
-        Args:
-            grads: [e + n, ...], this rank's experts and then its clones.
+        Gradients [e + n, ...] are those of this rank's experts and then of its clones. They are
+        added in fp32 and rounded once. Collective over the group.
         """
         e = [grad.shape[0] - self.num_here for grad in grads]
         outward = [grad[number:] for grad, number in zip(grads, e, strict=True)]
@@ -275,26 +247,17 @@ class Clones:
         how: dict[str, Any] = dict(
             output_split_sizes=receive, input_split_sizes=send, group=self.group
         )
-        exchange(
-            [
-                partial(dist.all_to_all_single, carried(out), carried(t.contiguous()), **how)
-                for out, t in zip(outs, sent, strict=True)
-            ],
-            self.lanes,
-        )
+        inward, outward = list(map(carried, outs)), [carried(t.contiguous()) for t in sent]
+        exchange_all(dist.all_to_all_single, inward, outward, self.lanes, **how)
         return outs
 
 
 @dataclass(frozen=True, slots=True)
 class PeerClones:
-    """The clones of one forward of a layer over peers' memory. No host sync.
-
-    Attributes:
-        places: the plan, on the device.
-    """
+    """The clones of one forward of a layer over peers' memory. No host sync."""
 
     exchange: CloneExchange
-    places: Places
+    places: Places  # the plan, on the device
 
     @property
     def num_here(self) -> int:
@@ -317,3 +280,80 @@ AnyClones = Clones | PeerClones
 def carried(tensor: Tensor) -> Tensor:
     """Return a tensor in a dtype that every communicator carries."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+class KeptPlan:
+    """The plan of a layer for some optimizer steps, made from the loads of one of them.
+
+    It is the same on all ranks. Each rank divides its own tokens by the plan's shares, so no rank
+    needs the counts of another rank. No checkpoint has it: a run that resumes has clones after its
+    first step. N is the number of places for clones.
+
+    Args:
+        num_steps: optimizer steps that use one plan.
+        least: argument of `plan_clones`.
+        is_read: whether the host reads each plan when it is made.
+    """
+
+    def __init__(
+        self, placement: ExpertPlacement, num_steps: int, *, least: float, is_read: bool
+    ) -> None:
+        self._placement, self._num_steps, self._least = placement, num_steps, least
+        self._is_read = is_read
+        self._left = 0  # steps
+        self._plan: ClonePlan | None = None  # stays where it is: CUDA graphs read it
+        self._loads_N: Tensor | None = None  # of the experts in the places
+        self.experts: list[int] = []  # by place, -1 = empty; written if `is_read`
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop the plan: the next step that ends makes one. No communication, no host sync."""
+        self._left = 0
+        self.experts = [-1] * (self._placement.ep * self._placement.num_clones)
+        if self._plan is not None:
+            self._plan.experts_N.fill_(-1)
+
+    def part_of(self, ids_TK: Tensor) -> ClonePlan:
+        """Return the plan of this rank's choices alone: the same shares of each expert's tokens.
+
+        `ids_TK` are int32 expert ids, -1 = dropped. No communication, no host sync.
+
+        Example, a clone has tokens 6 to 9 of the nine that expert 0 had: of three choices here the
+        last goes to it.
+        """
+        plan, loads_N = self._tensors(ids_TK.device)
+        E = self._placement.num_experts
+        mine_1E = torch.zeros(1, E, dtype=torch.int64, device=ids_TK.device)
+        add_expert_counts(mine_1E, ids_TK)
+        mine_N = mine_1E[0, plan.experts_N.clamp(min=0).long()]
+        starts_N, stops_N = (
+            torch.div(t * mine_N, loads_N, rounding_mode="floor").int() for t in plan[1:]
+        )
+        return ClonePlan(plan.experts_N, starts_N, stops_N)
+
+    def end_step(self, loads_E: Tensor, *, skipped: bool | Tensor) -> None:
+        """Make a plan of the step's loads, if it is time. Host sync only if `is_read`.
+
+        A skipped step changes nothing; a bool scalar on the device is not waited for.
+        """
+        if skipped is True:
+            return
+        self._left -= 1
+        if self._left > 0:
+            return
+        self._left = self._num_steps
+        p, (plan, loads_N) = self._placement, self._tensors(loads_E.device)
+        sizes = dict(num_ranks=p.ep, num_clones=p.num_clones)
+        made = plan_clones(loads_E.int(), **sizes, least=self._least)
+        made_loads_N = loads_E[made.experts_N.clamp(min=0).long()].clamp(min=1)
+        for mine, new in zip((*plan, loads_N), (*made, made_loads_N), strict=True):
+            mine.copy_(new if skipped is False else torch.where(skipped, mine, new))
+        if self._is_read:
+            self.experts = plan.experts_N.tolist()
+
+    def _tensors(self, device: torch.device) -> tuple[ClonePlan, Tensor]:
+        if self._plan is None or self._loads_N is None:
+            empty_N = torch.full((len(self.experts),), -1, dtype=torch.int32, device=device)
+            self._plan = ClonePlan(empty_N, empty_N.clone(), empty_N.clone())
+            self._loads_N = torch.ones_like(empty_N, dtype=torch.int64)
+        return self._plan, self._loads_N

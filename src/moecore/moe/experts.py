@@ -34,13 +34,13 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices
-from moecore.kernels.rows.activation import ActivationOptions, activation
+from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.scaling import Both
 from moecore.kernels.rows.shard_blocks import as_matrices
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.clone_weights import with_clones
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
-from moecore.moe.low_rank import LowRank
+from moecore.moe.low_rank import LowRank, OwnPart
 from moecore.moe.params import ParamReader, check_values, init_normal_, shard_parameter
 from moecore.moe.records import ExpertInput, UnsummedRows
 
@@ -55,13 +55,9 @@ class Experts(nn.Module):
     [E, 2, F] or [E, F]; with `fc2_bias` b2 [E, D]. `lora` has the low-rank updates of w1
     and w2 that `adapt` adds, by the matrix's name.
 
-    Args:
-        backend: how the matrices are multiplied.
-        layout: names and order of the stored weights.
-        own_activation: FC1's output [R, C] in fp32 -> [R, F], element by element, in place of the
-            config's activation, which then tells whether there is a gate. Differentiable torch,
-            no parameters; `expert_mlp`'s kernels do not know it.
-        device: device of the parameters; "meta" allocates nothing.
+    `own_activation` maps FC1's output [R, C] in fp32 to [R, F], element by element, in place of the
+    config's activation, which then tells whether there is a gate. It is differentiable torch
+    without parameters; `expert_mlp`'s kernels do not know it.
     """
 
     def __init__(
@@ -92,23 +88,13 @@ class Experts(nn.Module):
             self.register_parameter(name, parameter)
 
     def set_backend(
-        self,
-        backend: ExpertBackend,
-        *,
-        recompute_fc1: bool = False,
-        recipe: Recipe | None = None,
+        self, backend: ExpertBackend, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
-        """Choose how the matrices are multiplied.
+        """Choose how the matrices are multiplied, by a name from `moe/backends.py`.
 
         Args:
-            backend: a name from `moe/backends.py`.
-            recompute_fc1: keep X alone for backward instead of X and H, and run FC1 again there
-                ("triton" and "torch", experts without biases).
+            recompute_fc1: save X alone for backward instead of X and H, and recompute FC1 there.
             recipe: in which FP8; None = in the dtype of rows and weights.
-
-        Raises:
-            ValueError: for an unknown name, experts that the backend cannot compute, or when
-                nothing can be recomputed.
         """
         self.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
         self.backend = backend
@@ -119,7 +105,7 @@ class Experts(nn.Module):
     def check_backend(
         self, backend: str, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
-        """Raise what `set_backend` raises; change nothing."""
+        """Raise ValueError for a backend that cannot compute or recompute these experts."""
         check_backend(backend, self.spec(recipe=recipe))
         if recompute_fc1 and recipe is not None and recipe.keep_hidden == "fp8":
             raise ValueError(
@@ -135,15 +121,7 @@ class Experts(nn.Module):
             )
 
     def adapt(self, name: str, update: LowRank) -> None:
-        """Add low-rank updates to a matrix.
-
-        Args:
-            name: of the matrix, w1 or w2 of the layout.
-
-        Raises:
-            ValueError: for a name that is no matrix which can be updated, and with FC1 in two
-                parameters.
-        """
+        """Add low-rank updates to a matrix, w1 or w2 of the layout by its name."""
         names = (self.layout.w1, self.layout.w2)
         if name not in names or self.is_separate:
             raise ValueError(
@@ -159,10 +137,7 @@ class Experts(nn.Module):
 
         ep cuts the expert dim; etp cuts the hidden dim of both matrices, so that the output of FC2
         is a partial sum. b2 is cut along D instead, so that the sum over etp counts it once.
-
-        Args:
-            mesh: dims "ep" and "etp"; one of size 1 leaves no trace in the placements, but for "ep"
-                where both are.
+        A dim of size 1 leaves no trace in the placements, except "ep" where both are of size 1.
         """
         names = mesh.mesh_dim_names or ()
         kept = tuple(n for n in names if mesh.size(names.index(n)) > 1) or ("ep",)
@@ -220,11 +195,7 @@ class Experts(nn.Module):
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
     def spec(self, **known: Any) -> ExpertSpec:
-        """Return what decides which backend can compute these experts.
-
-        Args:
-            known: fields of `ExpertSpec` beyond the layer's own: sizes, dtypes, device.
-        """
+        """Return what decides which backend can compute these experts; `known` adds fields."""
         return ExpertSpec(
             gated=self.config.gated,
             interleaved=self._is_interleaved,
@@ -239,13 +210,9 @@ class Experts(nn.Module):
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
         """Return y_SD, the weighted sum over the local experts of each source row.
 
-        Returns:
-            dtype of `inp.rows`; added in fp32, rounded once. Under etp and ep a partial sum.
-            Expert rows not yet summed where `inp.unsummed` is set ("triton" and "torch" without
-            biases).
-
-        Raises:
-            ValueError: when the backend cannot multiply these matrices.
+        It has the dtype of `inp.rows`, is added in fp32 and rounded once, and is a partial sum
+        under ep and etp. Expert rows are not summed where `inp.unsummed` is set ("triton" and
+        "torch" without biases).
         """
         activation = activation_options(
             self.config, interleaved=self._is_interleaved, function=self.own_activation
@@ -302,7 +269,9 @@ class Experts(nn.Module):
     def _weights(self, dtype: torch.dtype) -> ExpertWeights:
         config = self.config
         w1_eCD, sink1 = self._fc1_eCD(dtype)
-        w2_eDF = self._as_stored_eDF(self._weight("w2", dtype))
+        w2_eDF = self._weight("w2", dtype)
+        if self.layout.transposed:
+            w2_eDF = w2_eDF.transpose(1, 2)
         return ExpertWeights(
             w1_eCD=w1_eCD,
             w2_eDF=w2_eDF,
@@ -339,7 +308,7 @@ class Experts(nn.Module):
         w1 = self._weight("w1", dtype)
         if self.is_separate:
             return torch.cat([w1, self._weight("w3", dtype)], dim=1), None
-        w1_eCD = self._as_stored_eCD(w1)
+        w1_eCD = w1.transpose(1, 2) if self.layout.transposed else w1.flatten(1, -2)
         return w1_eCD, self._sink("w1", w1_eCD)
 
     def _sink(self, role: str, matrices: Tensor) -> GradSink | None:
@@ -348,21 +317,10 @@ class Experts(nn.Module):
             return None
         return sink_of(getattr(self, getattr(self.layout, role)), matrices.shape)
 
-    def _as_stored_eCD(self, w1: Tensor) -> Tensor:
-        """View FC1 as [e, C, D]; split gate and up are neighbours in memory."""
-        return w1.transpose(1, 2) if self.layout.transposed else w1.flatten(1, -2)
-
-    def _as_stored_eDF(self, w2: Tensor) -> Tensor:
-        """View FC2 as [e, D, F]."""
-        return w2.transpose(1, 2) if self.layout.transposed else w2
-
     def _weight(self, role: str, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a parameter; cast only under autocast, where rows are cast too.
-
-        With a recipe as it is: it is quantised.
-        """
+        """This rank's part of a parameter; cast only under autocast, where rows are cast too."""
         param = getattr(self, getattr(self.layout, role))
-        if self.recipe is not None:
+        if self.recipe is not None:  # it is quantised as it is
             return self.reader.read(param, cast=False)
         return self.reader.read(param).to(dtype)
 
@@ -371,18 +329,15 @@ class Experts(nn.Module):
         name: str,
         dtype: torch.dtype,
         *,
-        inputs: Callable[[Tensor], Tensor] = lambda a_erI: a_erI,
-        outputs: Callable[[Tensor], Tensor] = lambda b_eOr: b_eOr,
+        inputs: OwnPart = lambda a_erI: a_erI,
+        outputs: OwnPart = lambda b_eOr: b_eOr,
     ) -> LowRankUpdate | None:
         """What is added to a matrix on this rank."""
         if name not in self.updates:
             return None
-
-        def read(param: nn.Parameter) -> Tensor:
-            return self.reader.read(param).to(dtype)
-
-        update = self.updates[name]
-        return update.update(read, inputs=inputs, outputs=outputs)
+        return self.updates[name].update(
+            lambda param: self.reader.read(param).to(dtype), inputs=inputs, outputs=outputs
+        )
 
     def _own_columns(self, b_eCr: Tensor) -> Tensor:
         """This etp rank's rows of FC1's B, in the order of its part of w1."""
@@ -402,14 +357,12 @@ class Experts(nn.Module):
 
 
 def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
-    """Return a context in which saved matrices of R and S rows have those that are in use.
+    """Return a context that marks the rows in use of saved matrices of R and S rows.
 
-    Where only the device knows how many these are. Matrices are told apart by their lengths. Where
-    R is S the source rows are known by their storage, unless experts keep quantised ones instead.
-
-    Args:
-        is_quantised: whether experts may keep the source rows in a format of their own.
+    Only the device knows how many rows these are.
     """
+    # Lengths tell matrices apart. Where R is S the source rows are known by their storage, unless
+    # experts save quantised rows instead.
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():
         return nullcontext()
     values, index, used = inp.rows.values, inp.index, list[UsedRows]()
@@ -440,8 +393,3 @@ def activation_options(
         interleaved=interleaved,
         function=function,
     )
-
-
-def activate(h_RF: Tensor, config: MoEConfig, *, interleaved: bool = False) -> Tensor:
-    """Return the activated hidden rows [R, F] in fp32, in plain PyTorch."""
-    return activation(h_RF, activation_options(config, interleaved=interleaved))

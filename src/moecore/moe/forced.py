@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +13,16 @@ from moecore.moe.layer import MoELayer
 
 
 def force_even_load(model: nn.Module) -> None:
-    """Deal experts out in turn in every MoE layer, so that a rank's loads differ by one at most.
+    """Deal experts out in turn in every MoELayer, in place: a rank's loads differ by one at most.
 
     Weights still come from the scores. The choice reads no selection bias, so none moves. Layers
-    whose experts choose are even already and stay.
-
-    Args:
-        model: with `MoELayer`s, before or after `parallelize_moe`. In place.
+    whose experts choose are even already and stay. Before or after `parallelize_moe`.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.config.assignment != "expert_choice":
             layer.part("router").forced_ids = even_ids
-            layer.set_balance(
-                replace(
-                    layer.config.balance,
-                    bias_update_rate=0.0,
-                    bias_update="sign",
-                    bias_per_micro_batch=False,
-                )
-            )
+            off: Any = dict(bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False)
+            layer.set_balance(replace(layer.config.balance, **off))
 
 
 def even_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:

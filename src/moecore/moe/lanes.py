@@ -35,8 +35,7 @@ T = TypeVar("T")
 class Lanes:
     """Runs pairs of a forward and a backward.
 
-    Args:
-        resume: functions that are called when a side gets the baton back; True = the backward.
+    `resume` functions are called when a side gets the baton back, with True for the backward.
     """
 
     def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
@@ -45,24 +44,16 @@ class Lanes:
         self._ahead: torch.cuda.Stream | None = None
 
     @property
-    def are_open(self) -> bool:
-        """Whether a pair runs; False under a tracer, which must not trace a pair."""
-        return self._pair is not None and not torch.compiler.is_compiling()
+    def open_pair(self) -> _LanePair | None:
+        """The pair that runs; None under a tracer, which must not trace a pair."""
+        return None if torch.compiler.is_compiling() else self._pair
 
     def run(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
         """Return the forward's value, when both have ended.
 
-        The forward begins, in this thread. The backward runs in another thread, without contexts of
-        this thread, such as autocast. An exception in one side ends the other side at its next
-        exchange.
-
-        Args:
-            forward: a function that runs no backward.
-            backward: a function that calls `torch.autograd.backward` on an existing graph.
-
-        Raises:
-            RuntimeError: when another pair runs.
-            Exception: the first exception of the forward or of the backward.
+        The forward begins, in this thread, and runs no backward. The backward of an existing graph
+        runs in another thread, without contexts of this thread, such as autocast. The first
+        exception of either side is raised; it ends the other side at its next exchange.
         """
         # A dry run belongs to this thread, so one side follows the other and exchanges are waited
         # for. The forward saves all its tensors before the backward frees any: the recorded peak is
@@ -95,20 +86,6 @@ class Lanes:
         set_generators(numbers)
         return value
 
-    def hand_over(self, *, is_early: bool = False) -> None:
-        """Hand the baton over; return when the other side has handed it back, or has ended.
-
-        Args:
-            is_early: whether the other side hands it back before it starts an exchange.
-        """
-        assert self._pair is not None
-        self._pair.hand_over(is_early=is_early)
-
-    def give_back(self) -> None:
-        """Hand the baton back to a side that has handed it over early. Called before exchanges."""
-        assert self._pair is not None
-        self._pair.give_back()
-
     @contextmanager
     def ahead(self, *, waits: bool = False) -> Iterator[None]:
         """Return a context in which collectives wait only for work queued at the last `waits`."""
@@ -124,19 +101,14 @@ class Lanes:
 
 
 class _Side:
-    """The forward or the backward.
-
-    Attributes:
-        is_early: whether this side gets the baton before the other side starts an exchange.
-        is_running: whether this side has not ended.
-        turn: lock that the other side releases to give this side the baton.
-    """
+    """The forward or the backward."""
 
     __slots__ = ("is_backward", "is_early", "is_running", "turn")
 
     def __init__(self, *, is_backward: bool) -> None:
-        self.is_backward, self.is_running, self.turn = is_backward, True, Lock()
-        self.is_early = False
+        self.is_backward, self.is_running = is_backward, True
+        self.is_early = False  # whether it gets the baton before the other side starts an exchange
+        self.turn = Lock()  # the other side releases it to give this side the baton
         self.turn.acquire()
 
 
@@ -145,14 +117,10 @@ class _OtherFailed(Exception):  # an Exception: modules call their always_call h
 
 
 class _LanePair:
-    """A forward and a backward that alternate.
-
-    Attributes:
-        error: the first exception of either side.
-    """
+    """A forward and a backward that alternate."""
 
     def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # the first exception of either side
         self._resume = resume
         self._forward, self._backward = _Side(is_backward=False), _Side(is_backward=True)
         self._holder = self._forward
@@ -182,12 +150,16 @@ class _LanePair:
             self._end(side)
 
     def give_back(self) -> None:
-        """Do what `Lanes.give_back` does."""
+        """Hand the baton back to a side that has handed it over early. Called before exchanges."""
         if self._other(self._holder).is_early:
             self.hand_over()
 
     def hand_over(self, *, is_early: bool = False) -> None:
-        """Do what `Lanes.hand_over` does; the caller holds the baton."""
+        """Hand the baton over; return when the other side has handed it back, or has ended.
+
+        The caller holds the baton. With `is_early` it gets the baton back before the other side
+        starts an exchange.
+        """
         side = self._holder
         other = self._other(side)
         with self._changing:
@@ -230,22 +202,22 @@ class _LanePair:
 def exchange(
     starts: Sequence[Callable[..., Any]], lanes: Lanes | None = None, *, is_ahead: bool = False
 ) -> None:
-    """Run collectives that do not depend on each other.
+    """Run collectives that do not depend on each other; in a pair the other side runs meanwhile.
 
     Args:
         starts: functions that start one collective each, take `async_op` and return its work.
-        lanes: pair whose other side runs during the collectives; None = no pair.
         is_ahead: whether the collectives read nothing that was queued after the last `numbers_of`,
             and write memory that was allocated within `Lanes.ahead`.
     """
-    if lanes is None or not lanes.are_open:
+    pair = None if lanes is None else lanes.open_pair
+    if lanes is None or pair is None:
         for start in starts:
             start()
         return
-    lanes.give_back()
+    pair.give_back()
     with lanes.ahead() if is_ahead else nullcontext():
         works = [start(async_op=True) for start in starts]
-    lanes.hand_over()
+    pair.hand_over()
     for work in works:
         work.wait()
 
@@ -253,11 +225,10 @@ def exchange(
 def numbers_of(start: Callable[..., Any], numbers: Tensor, lanes: Lanes | None = None) -> Any:
     """Return numbers that a collective writes, as a list on the host.
 
-    Args:
-        start: function that starts the collective, takes `async_op` and returns its work.
-        lanes: pair whose other side runs until the numbers are on the host; None = no pair.
+    `start` is as of `exchange`. In a pair the other side runs until the numbers are on the host.
     """
-    if lanes is None or not lanes.are_open:
+    pair = None if lanes is None else lanes.open_pair
+    if lanes is None or pair is None:
         start()
         return numbers.tolist()
     work = start(async_op=True)
@@ -266,7 +237,7 @@ def numbers_of(start: Callable[..., Any], numbers: Tensor, lanes: Lanes | None =
         on_host = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
         on_host.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
-    lanes.hand_over(is_early=True)
+    pair.hand_over(is_early=True)
     if arrived is not None:
         arrived.synchronize()
     return on_host.tolist()

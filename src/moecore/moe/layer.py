@@ -60,18 +60,12 @@ class LayerLayout:
 
 
 class RoutedLayer(nn.Module):
-    """The stages after the router: dispatch, experts, combine, counts.
-
-    Attributes:
-        dispatcher: exchanges tokens between ranks; `parallelize_moe` replaces the local one.
-        cloner: clones hot experts on other ranks; None = no clones.
-        tracker: counts loads and computes the auxiliary losses.
-    """
+    """The stages after the router: dispatch, experts, combine, counts."""
 
     config: MoEConfig
-    dispatcher: Dispatcher
-    cloner: Cloner | None = None
-    tracker: LoadTracker
+    dispatcher: Dispatcher  # `parallelize_moe` replaces the local one
+    cloner: Cloner | None = None  # clones hot experts on other ranks
+    tracker: LoadTracker  # counts loads and computes the auxiliary losses
 
     def name_of(self, role: str) -> str:
         """Return the name, below this layer, of the part with a role; "" = the layer itself."""
@@ -90,10 +84,8 @@ class RoutedLayer(nn.Module):
         self.set_config(replace(self.config, balance=balance))
 
     def set_config(self, config: MoEConfig) -> None:
-        """Use a config that differs only in balance, capacity, router_dtype or router_jitter.
-
-        These fields decide no parameter and no option of the kernels.
-        """
+        """Use a config that differs only in balance, capacity, router_dtype or router_jitter."""
+        # These fields decide no parameter and no option of the kernels.
         self.config = config
         self.tracker.set_config(config)
         for owner in (self.part("router"), self.part("experts")):
@@ -114,9 +106,7 @@ class RoutedLayer(nn.Module):
     def _routed(self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False) -> Tensor:
         """Return the weighted sum over the chosen experts of each token, [T, L].
 
-        Args:
-            rows_TL: tokens in the dtype of the exchange.
-            is_kept: whether another operation saves `rows_TL` for backward.
+        `rows_TL` have the dtype of the exchange; with `is_kept` another operation saves them.
         """
         with mark("moecore::dispatch"):
             expert_input = self._dispatched(rows_TL, routing)
@@ -280,7 +270,11 @@ class MoELayer(RoutedLayer):
     def _rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Return the rows to dispatch, [T, L], and the routing for their experts."""
         rows_TL = self.latent.down(rows_TD) if self.config.latent_dim else rows_TD
-        return weigh_input(rows_TL, routing) if self.config.weights_on_input else (rows_TL, routing)
+        if not self.config.weights_on_input:
+            return rows_TL, routing
+        weights_T1 = routing.weights_TK  # one per token; those of the experts' outputs become 1
+        rows_TL = (rows_TL * weights_T1).to(rows_TL.dtype)
+        return rows_TL, replace(routing, weights_TK=torch.ones_like(weights_T1))
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
         """Return the shared expert's output, [T, D]; None without a shared expert."""
@@ -320,13 +314,6 @@ def _warn_of_eval(_: Tensor) -> None:
         "model.train() before training (from_pretrained gives models in eval mode)",
         stacklevel=2,
     )
-
-
-def weigh_input(rows_TL: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-    """Return the rows times their one routing weight, and a routing whose weights are 1."""
-    weights_T1 = routing.weights_TK
-    rows_TL = (rows_TL * weights_T1).to(rows_TL.dtype)
-    return rows_TL, replace(routing, weights_TK=torch.ones_like(weights_T1))
 
 
 def _flat_mask(padding_mask: Tensor | None, x: Tensor) -> Tensor | None:

@@ -34,21 +34,15 @@ Gradients = tuple[Tensor | None, tuple[Any, ...] | None, Tensor | None]
 
 
 class LinearProducts(ABC):
-    """Multiplies by one weight. `linear` calls the static methods of a class of products.
+    """Multiplies by one weight. `linear` calls the static methods of a class of products."""
 
-    Attributes:
-        defers: whether the weight's sink may compute its gradient later: see `GradSink.defer`.
-        forward: forward(x, weight, bias, *others) -> y.
-        save: save(ctx, (x, weight, bias, *others), y), as an `autograd.Function`'s `setup_context`.
-        gradients: gradients(ctx, dy) -> dx, the operands of `weight_grad`, and dbias; None for each
-            that is not wanted.
-        weight_grad: weight_grad(*operands, target) puts dweight at a `GradTarget` and returns it.
-    """
-
-    defers = False
-    forward: ClassVar[Callable[..., Tensor]]
+    defers = False  # whether the weight's sink may compute its gradient later: `GradSink.defer`
+    forward: ClassVar[Callable[..., Tensor]]  # (x, weight, bias, *others) -> y
+    # save(ctx, (x, weight, bias, *others), y), as an `autograd.Function`'s `setup_context`.
     save: ClassVar[Callable[..., None]]
+    # gradients(ctx, dy) -> dx, the operands of `weight_grad`, and dbias; None = not wanted.
     gradients: ClassVar[Callable[..., Gradients]]
+    # weight_grad(*operands, target) puts dweight at a `GradTarget` and returns it.
     weight_grad: ClassVar[Callable[..., Tensor]]
 
     @abstractmethod

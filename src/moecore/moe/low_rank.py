@@ -20,17 +20,11 @@ from moecore.kernels.experts.contract import LowRankUpdate
 
 ALIGNMENT = 16  # bytes of a row, which grouped products ask for
 Read = Callable[[nn.Parameter], Tensor]
+OwnPart = Callable[[Tensor], Tensor]
 
 
 class LowRank(nn.Module):
-    """The updates of one stack of matrices: any number of adapters by name.
-
-    Parameters, by adapter: lora_A [E, r, I] and lora_B [E, O, r].
-
-    Args:
-        pairs: adapter -> A and B.
-        scaling: adapter -> s.
-    """
+    """The updates of one stack of matrices: adapter -> A [E, r, I] and B [E, O, r], and s."""
 
     def __init__(
         self, pairs: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scaling: Mapping[str, float]
@@ -45,19 +39,11 @@ class LowRank(nn.Module):
         """The adapters that forward adds, in order."""
         return list(self.lora_A)
 
-    def update(
-        self,
-        read: Read,
-        *,
-        inputs: Callable[[Tensor], Tensor],
-        outputs: Callable[[Tensor], Tensor],
-    ) -> LowRankUpdate | None:
+    def update(self, read: Read, *, inputs: OwnPart, outputs: OwnPart) -> LowRankUpdate | None:
         """Return what forward adds on this rank; None = nothing.
 
-        Args:
-            read: returns this rank's part of a parameter, differentiably.
-            inputs: returns of [e, r, I] what belongs to this rank's part of I.
-            outputs: returns of [e, O, r] what belongs to this rank's part of O.
+        `read` returns this rank's part of a parameter, `inputs` of [e, r, I] and `outputs` of
+        [e, O, r] what belongs to this rank's parts of I and O, all differentiably.
         """
         pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
         if not pairs:

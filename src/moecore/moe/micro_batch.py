@@ -26,23 +26,18 @@ ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """The tokens that are routed together.
+    """The tokens that are routed together."""
 
-    Attributes:
-        num_sequences: this rank's tokens are so many slices of equal length, one per row. Rows are
-            sequences, unless `cu_seqlens` has others.
-        group: ranks that hold the slices of each sequence, in order; None = this rank alone.
-        cp: context parallel ranks, a divisor of the group's size; the group is cp-major.
-        padding_mask_T: bool, True = padding, which uses no capacity and has no part in losses and
-            statistics; None = no padding.
-        cu_seqlens: int32 [n + 1], the first token of each sequence among the N tokens of the
-            micro-batch, row by row, and N; None = every row is a sequence.
-    """
-
+    # This rank has so many slices of equal length, one per row; rows are sequences, unless
+    # `cu_seqlens` has others.
     num_sequences: int = 1
+    # Ranks that have the slices of each sequence, in order; None = this rank alone.
     group: dist.ProcessGroup | None = None
-    cp: int = 1
+    cp: int = 1  # context parallel ranks, a divisor of the size of the group, which is cp-major
+    # bool, True = padding, which uses no capacity and has no part in losses and statistics.
     padding_mask_T: Tensor | None = None
+    # int32 [n + 1]: the first token of each sequence among the N tokens, row by row, and N. None =
+    # every row is a sequence.
     cu_seqlens: Tensor | None = None
 
     @property
@@ -97,12 +92,9 @@ class MicroBatch:
         return self.gather(self.padding_mask_T.to(torch.uint8)).bool()
 
     def sequences(self, num_tokens: int) -> tuple[int, Tensor | None]:
-        """Return how many sequences there are, and int64 [T] with that of each own token.
+        """Return how many sequences there are, and int64 [T] the sequence of each own token.
 
-        The latter is None where they are consecutive tokens of equal number.
-
-        Args:
-            num_tokens: T.
+        The latter is None where sequences are consecutive tokens of equal number.
         """
         if self.cu_seqlens is None:
             return self.num_sequences, None
@@ -121,13 +113,9 @@ def position_order(
 
     A position counts the real tokens before it in its sequence; padding stands anywhere.
 
-    Example, two sequences of two tokens: 0 2 1 3; with token 2 as padding 2 0 3 1.
+    `cu_seqlens`, int32 [n + 1], replaces `num_sequences` sequences of equal number.
 
-    Args:
-        num_tokens: N.
-        num_sequences: B; sequences are consecutive tokens of equal number.
-        padding_mask_N: bool, True = padding; None = none.
-        cu_seqlens: int32 [n + 1], where sequences start, in place of `num_sequences`.
+    Example, two sequences of two tokens: 0 2 1 3; with token 2 as padding 2 0 3 1.
     """
     if cu_seqlens is not None:
         return _document_order(num_tokens, cu_seqlens, padding_mask_N)
@@ -153,16 +141,8 @@ def capacity_of(
 ) -> tuple[int, Tensor | int]:
     """Return the capacity of an expert: the most it can be, and what it is without the padding.
 
-    Args:
-        factor: capacity over the even load.
-        num_tokens: N, padding included.
-        top_k: K.
-        num_experts: E.
-        padding_mask_N: bool, True = padding; None = none.
-
-    Returns:
-        ceil(factor * N * K / E) as an int for buffers, and the same with the real tokens as N: a
-        0-dim int64 tensor with a mask (no host sync), else the int.
+    The first is ceil(factor * N * K / E), for buffers. The second has the real tokens as N: a 0-dim
+    int64 tensor with a mask (no host sync), else the same int.
     """
     per_token = factor * top_k / num_experts
     most = math.ceil(num_tokens * per_token - ROUNDING)

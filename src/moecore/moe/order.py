@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import Count, check_arguments
@@ -90,7 +90,8 @@ def reorder_experts(
             f"({layer.config.num_groups}) for another order, which would mix groups"
         )
     router, experts = layer.part("router"), layer.part("experts")
-    tensors = [t for owner in (router, experts) for t in _tensors(owner)]
+    # All of them have one entry per expert in dim 0.
+    tensors = [t for one in (router, experts) for t in (*one.parameters(), *one.buffers())]
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise ValueError(
             "layer (MoELayer) must be whole for another order of its experts: call "
@@ -98,8 +99,3 @@ def reorder_experts(
         )
     for tensor in tensors:
         tensor.copy_(tensor[order_E.to(tensor.device)])
-
-
-def _tensors(owner: nn.Module) -> list[Tensor]:
-    """Return what has one entry per expert in dim 0."""
-    return [*owner.parameters(), *owner.buffers()]

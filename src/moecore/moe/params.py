@@ -10,13 +10,14 @@ import hashlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
+from moecore.base.copies import as_part
 from moecore.base.saved import Handle, Kept, is_packing, packing
 from moecore.base.torch_names import local_of, storage_key, tree_leaves, version
 from moecore.kernels.rows.scaling import Blocks
@@ -38,14 +39,7 @@ def clean_name(name: str) -> str:
 def local_param(param: Tensor, *, reads: bool = True) -> Tensor:
     """Return this rank's part of a parameter as a plain tensor, differentiably.
 
-    A replicated DTensor is read by ranks that hold different tokens (tensor parallel ranks with
-    sequence parallelism), so its gradient is a partial sum, and is marked as one.
-
-    Args:
-        reads: its values; False for what reads `gathered_blocks`, and gives it a gradient.
-
-    Raises:
-        NotImplementedError: when the values are read of a parameter that was gathered in FP8.
+    `reads` is False where `gathered_blocks` are read in place of values: see `check_values`.
     """
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
@@ -72,10 +66,7 @@ class _Local(torch.autograd.Function):
         param = ctx.param
         if grad is None:
             return None
-        how: dict[str, Any] = dict(shape=param.shape, stride=param.stride())
-        return DTensor.from_local(
-            grad, param.device_mesh, grad_placements(param), run_check=False, **how
-        )
+        return as_part(grad, param.device_mesh, grad_placements(param), of=param)
 
 
 def has_values(local: Tensor) -> bool:
@@ -100,90 +91,43 @@ def gathered_blocks(param: Tensor) -> Blocks | None:
 
 def grad_placements(param: Tensor) -> tuple[Placement, ...]:
     """Return how the gradient of `local_param` is placed; () for a plain tensor."""
+    # Ranks that have a parameter replicated hold different tokens (tensor parallel ranks with
+    # sequence parallelism), so its gradient is a partial sum.
     if not isinstance(param, DTensor):
         return ()
     return tuple(Partial() if p.is_replicate() else p for p in param.placements)
 
 
-class StepCopies:
-    """Copies of weights (cast, quantised) that the micro-batches of a step share.
-
-    A copy is used while the announced micro-batches of a step last, and dropped by the last of
-    them. Outside of a step every forward makes its own: fused optimizers, replayed graphs and
-    writes to `.data` change a weight and count nowhere, so no copy may wait for a later step.
-    """
-
-    def __init__(self) -> None:
-        self.shares = False
-        self._found: dict[Hashable, _SavedCopy] = {}
-
-    def get(
-        self,
-        key: Hashable,
-        params: Sequence[nn.Parameter],
-        make: Callable[[], T],
-    ) -> T:
-        """Return a copy, made anew unless micro-batches share it.
-
-        Args:
-            params: which it is made of. What torch counts as a change of them ends a copy.
-        """
-        found = self._found.pop(key, None)
-        made_of = tuple(number for param in params for number in _made_of(param))
-        if found is None or found.made_of != made_of:
-            found = None  # freed before its successor is made
-            copy = make()
-        else:
-            copy = found.copy
-        if self.shares:
-            self._found[key] = _SavedCopy(made_of, copy)
-        return copy
-
-    def drop(self) -> None:
-        """Drop all copies; the next forward is no announced micro-batch."""
-        self._found.clear()
-        self.shares = False
-
-
-class _SavedCopy(NamedTuple):
-    """A copy, and which values it was made of: addresses and versions."""
-
-    made_of: tuple[int, ...]
-    copy: Any
-
-
 @torch.no_grad()
 def _made_of(param: Tensor) -> tuple[int, ...]:
-    """Return what changes with a parameter's values: address and versions.
-
-    An operation on a DTensor counts at the DTensor, one on its part at the part.
-    """
-    local = param.to_local() if isinstance(param, DTensor) else param
+    """Return what changes with a parameter's values: address and versions."""
+    # An operation on a DTensor counts at the DTensor, an operation on its part at the part.
+    local = local_of(param)
     return local.data_ptr(), version(local), version(param)
 
 
 class ParamReader:
-    """How a module gets at this rank's part of its parameters.
+    """How a module gets at this rank's part of its parameters, and at quantised copies of them.
+
+    A copy is used while the announced micro-batches of a step last, and dropped by the last of
+    them. Outside of a step every forward makes its own: fused optimizers, replayed graphs and
+    writes to `.data` change a weight and count nowhere, so no copy may wait for a later step.
 
     Args:
-        keep: whether what is made of weights (quantised ones) is kept for backward and shared by
-            the micro-batches of a step; else forward and backward make it again each.
+        keep: whether copies are saved for backward and shared by the micro-batches of a step; else
+            forward and backward make them again each.
     """
 
     def __init__(self, *, keep: bool = True) -> None:
         self.keep = keep
-        self.copies = StepCopies()
+        self._shares = False  # whether later micro-batches of the step use the copies
+        self._copies: dict[Hashable, tuple[tuple[int, ...], Any]] = {}  # what it was made of, copy
         # Storage -> weights and what was made of them, while they are read: held, so that no
         # key becomes another storage's.
         self._made: dict[int, Tensor] = {}
 
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
-        """Return the part as a plain tensor, differentiably.
-
-        Args:
-            cast: to the dtype of the products, if the reader has one; else it may be one that was
-                gathered in FP8, and has no values.
-        """
+        """Return the part, differentiably; `cast` is False for a part that may have no values."""
         local = local_param(param, reads=cast)
         if not torch.compiler.is_compiling():
             self._made[storage_key(local)] = local
@@ -199,19 +143,20 @@ class ParamReader:
     def quantised(
         self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]
     ) -> T | None:
-        """Return quantised weights that forward and backward share; None = each makes its own.
-
-        Args:
-            key: of these weights and their recipe.
-            params: which they are made of.
-        """
+        """Return quantised weights that forward and backward share; None = each makes its own."""
         if not self.keep:
             return None
-        with torch.no_grad():
-            found = self.copies.get(key, params, make)
-        for tensor in tree_leaves(found):
+        before, copy = self._copies.pop(key, (None, None))
+        made_of = tuple(number for param in params for number in _made_of(param))
+        if before != made_of:
+            copy = None  # freed before its successor is made
+            with torch.no_grad():
+                copy = make()
+        if self._shares:
+            self._copies[key] = made_of, copy
+        for tensor in tree_leaves(copy):
             self._made[storage_key(tensor)] = tensor
-        return found
+        return cast(T, copy)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -230,11 +175,12 @@ class ParamReader:
 
     def start_micro_batch(self, *, is_last: bool) -> None:
         """Announce a forward and backward, and whether an optimizer step follows them."""
-        self.copies.shares = self.keep and not is_last
+        self._shares = self.keep and not is_last
 
     def drop_copies(self) -> None:
         """Drop what was made of weights, which change now, or for a graph that makes its own."""
-        self.copies.drop()
+        self._copies.clear()
+        self._shares = False
 
 
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
@@ -244,24 +190,14 @@ def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
     drawn from a generator seeded by (seed, key, b). A rank draws only the blocks that its shard
     touches, so a model larger than one rank's memory can be initialised. No communication.
 
-    Args:
-        param: a tensor or DTensor on its final device, any dtype.
-        key: name of the parameter; different keys give independent values.
-        seed: seed of the whole model.
-
-    Note: CPU and CUDA draw different values from the same seed.
+    Different keys give independent values, and CPU and CUDA draw different values from one seed.
     """
-    _draw(param, key, seed, lambda values, generator: values.normal_(0.0, std, generator=generator))
+    _draw(param, key, seed, lambda values, how: values.normal_(0.0, std, generator=how))
 
 
 def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> None:
     """Fill a parameter with U(-bound, bound), in the same way as `init_normal_`."""
-    _draw(
-        param,
-        key,
-        seed,
-        lambda values, generator: values.uniform_(-bound, bound, generator=generator),
-    )
+    _draw(param, key, seed, lambda values, how: values.uniform_(-bound, bound, generator=how))
 
 
 @torch.no_grad()
@@ -294,10 +230,7 @@ def _draw(
 
 
 def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
-    """Return, per dim, which global indices a rank's local shard holds, in local order.
-
-    Args:
-        coordinate: of the rank in the DTensor's mesh; None = this rank.
+    """Return, per dim, which global indices a rank's shard (None = this rank's) holds, in order.
 
     Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
     Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
@@ -354,9 +287,6 @@ def shard_parameter(
     A real parameter must hold the same values on every rank; a meta one stays on meta. Sharded
     dims must divide evenly. `_StridedShard(dim, split_factor=n)` cuts each of n equal parts of the
     dim (gate and up of one expert) and keeps one piece of each.
-
-    Args:
-        name: its name in the module.
     """
     param = getattr(module, name)
     coordinate = mesh.get_coordinate()
@@ -372,8 +302,5 @@ def shard_parameter(
     if not local.is_meta:
         local = local.to(mesh.device_type)
     local = local.clone(memory_format=torch.contiguous_format)
-    sharded = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-    new = nn.Parameter(sharded, requires_grad=param.requires_grad)
-    module.register_parameter(name, new)
+    sharded = as_part(local, mesh, placements, of=param)
+    module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))

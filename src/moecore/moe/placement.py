@@ -21,39 +21,32 @@ from moecore.moe.records import Routing
 
 
 def balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
-    """Return how many tokens go to a rank of `num_local` experts when each chooses at random."""
+    """Return how many tokens go to a rank of `num_local` experts when each chooses at random.
+
+    That is T times one minus the chance that no choice is among a rank's e of E experts, rounded.
+    """
     E, e = num_experts, num_local
     return round(num_tokens * (1 - math.comb(E - e, top_k) / math.comb(E, top_k)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertPlacement:
-    """Which rank of a dispatch group owns which experts: a function of the mesh alone.
+    """Which rank of a dispatch group owns which experts.
 
     Group rank g = ep_rank * etp + etp_rank. Every etp rank of an ep rank owns the same experts,
     1 / etp of each, so it needs the same tokens; adding over ranks in `combine` adds the parts.
-
-    Attributes:
-        group: the ep x etp ranks.
-        num_experts: E of the whole layer.
-        etp: number of ranks that share a block.
     """
 
-    group: dist.ProcessGroup
-    num_experts: int
+    group: dist.ProcessGroup  # the ep x etp ranks
+    num_experts: int  # E of the whole layer
     ep: int
-    etp: int
-    num_clones: int = 0
+    etp: int  # ranks that share a block of experts
+    num_clones: int = 0  # c
 
     @property
     def num_local(self) -> int:
         """Experts on each rank."""
         return self.num_experts // self.ep
-
-    @property
-    def first_local(self) -> int:
-        """Global id of this rank's first expert."""
-        return dist.get_rank(self.group) // self.etp * self.num_local
 
     @property
     def num_physical(self) -> int:
@@ -81,10 +74,7 @@ class ExpertPlacement:
         return num_tokens * top_k * self.etp
 
     def balanced_tokens(self, num_tokens: int, top_k: int) -> int:
-        """Return how many of T tokens go to one rank, rounded, when each chooses at random.
-
-        That is T times one minus the chance that no choice is among a rank's e of E experts.
-        """
+        """Return how many of T tokens go to one rank when each chooses at random."""
         return balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
 
     def most_rows(self, routing: Routing) -> int:

@@ -72,31 +72,24 @@ class ChoiceTape(Protocol):
     def given(
         self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
     ) -> Tensor | None:
-        """Return int32 [T, K] ids for this forward, or None where the router is to choose.
+        """Return int32 [T, K] ids for this forward; None = the router chooses.
 
-        `own()` gives the router's choice, for what is not given; collective where tokens are
-        compared.
+        `own()` gives the router's choice, for ids that are not given; collective where the router
+        compares tokens.
         """
-        ...
 
     def took(self, ids_TK: Tensor) -> None:
         """See the choice of this forward, before capacity."""
-        ...
 
     def rewinder(self) -> Callable[[], None]:
         """Return what undoes all forwards from here on, for a step that runs again."""
-        ...
 
 
 class BalancedRows(NamedTuple):
-    """Rows in use with even loads, where only the device knows which of S and R are.
-
-    Attributes:
-        expert: of the expert rows; None where R is exact.
-    """
+    """Rows in use with even loads, where only the device knows which of S and R are."""
 
     source: int
-    expert: int | None
+    expert: int | None  # None where R is exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +126,9 @@ class ExpertInput:
 
 @dataclass(frozen=True, slots=True)
 class UnsummedRows:
-    """What experts may return for an `unsummed` input; `combine` adds.
+    """What experts may return for an `unsummed` input; `combine` adds."""
 
-    Attributes:
-        y_RD: weighted output of each expert row; those past `num_rows` are uninitialised.
-    """
-
-    y_RD: Tensor
+    y_RD: Tensor  # weighted output of each expert row; rows past `num_rows` are uninitialised
 
 
 class Dispatcher(Protocol):
@@ -163,18 +152,15 @@ class Dispatcher(Protocol):
         Args:
             pads: whether `Routing.pad` is on.
         """
-        ...
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring every token to each rank that owns at least one of its experts, once."""
-        ...
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
         """Send each partial sum home once and add over ranks in fp32; returns y_TD.
 
         y_SD is a tensor, or `UnsummedRows` where the experts' input was `unsummed`.
         """
-        ...
 
 
 class _HandleRows(torch.autograd.Function):
@@ -196,11 +182,7 @@ class _HandleRows(torch.autograd.Function):
 
 
 def summed_input(inp: ExpertInput) -> ExpertInput:
-    """Return the same input with wide differentiable rows, for experts that gather and sum.
-
-    Raises:
-        ValueError: when backward is to fetch rows once more, which these experts keep.
-    """
+    """Return the same input with wide differentiable rows, for experts that gather and sum."""
     if inp.unsummed is None:
         return inp
     if inp.unsummed.refetch is not None:

@@ -47,14 +47,8 @@ class RoutedExperts(RoutedLayer, Experts):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_arguments(RoutedExperts.__init__, locals())
-        Experts.__init__(
-            self,
-            config,
-            layout=layout,
-            own_activation=own_activation,
-            device=device,
-            dtype=dtype,
-        )
+        how: Any = dict(own_activation=own_activation, device=device, dtype=dtype)
+        Experts.__init__(self, config, layout=layout, **how)
         self.dispatcher = LocalDispatcher(config.num_experts)
         self.tracker = LoadTracker(config)
 

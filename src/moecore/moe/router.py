@@ -17,10 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
 from moecore.kernels.common import no_autocast
+from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions, route
 from moecore.kernels.routing.route_weights import route_weights
 from moecore.kernels.routing.router_logits import router_logits, router_logits_ref
@@ -28,7 +30,6 @@ from moecore.kernels.routing.scores import scores_ref
 from moecore.moe.assignment import expert_choice_ids, sinkhorn_ids, within_capacity
 from moecore.moe.micro_batch import MicroBatch, capacity_of, position_order
 from moecore.moe.params import init_normal_, local_param
-from moecore.moe.quantile import bias_of_micro_batch
 from moecore.moe.records import ChoiceTape, Routing
 
 
@@ -100,15 +101,10 @@ class Router(nn.Module):
                 nn.init.zeros_(tensor)
 
     def forward(self, x_TD: Tensor, micro_batch: MicroBatch | None = None) -> Routing:
-        """Route T tokens.
+        """Return the routing of T tokens of any float dtype; no host sync.
 
-        Args:
-            x_TD: tokens of any float dtype.
-            micro_batch: sequences and ranks of the tokens; None = one sequence on this rank alone.
-
-        Returns:
-            The routing of the T tokens; no host sync. Collective over `micro_batch.group` if tokens
-            are compared: with a capacity, Sinkhorn, expert choice, or a bias per micro-batch.
+        Collective over `micro_batch.group` if tokens are compared: with a capacity, Sinkhorn,
+        expert choice, or a bias per micro-batch. None = one sequence on this rank alone.
         """
         micro_batch = micro_batch or MicroBatch()
         if self.config.router_jitter and self.training:
@@ -219,13 +215,28 @@ def _jittered(x_TD: Tensor, width: float) -> Tensor:
     return x_TD * torch.empty_like(x_TD).uniform_(1 - width, 1 + width)
 
 
+@torch.compiler.disable
+@torch.no_grad()
+def bias_of_micro_batch(
+    logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
+) -> Tensor:
+    """Return fp32 [E]: the bias that evens out the loads of one micro-batch without its padding.
+
+    The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One all-reduce
+    of their histogram where ranks share the micro-batch; no host sync.
+    """
+    histogram_EX = logits_TE.new_zeros(config.num_experts, NUM_BINS, dtype=torch.int64)
+    how = (config.top_k, config.score_function)
+    add_margins_(histogram_EX, logits_TE, bias_E, *how, micro_batch.padding_mask_T)
+    if micro_batch.group is not None:
+        dist.all_reduce(histogram_EX, group=micro_batch.group)
+    return even_bias(histogram_EX, bias_E, config.top_k)
+
+
 def best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
     """Return int32 [T, K]: experts with each token's best scores, without bias and group limits.
 
     Runs one kernel, and a second with padding, whose ids are -1. No gradient.
-
-    Args:
-        padding_mask_T: bool, True = padding; None = no padding.
     """
     options = replace(_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)

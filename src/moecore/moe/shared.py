@@ -28,13 +28,8 @@ class SharedExpert(nn.Module):
     Their matrices stand side by side and are multiplied as one. Expert i owns hidden columns
     [i * F / n, (i + 1) * F / n); with a gated activation all n gates come before all n ups.
 
-    Parameters: `w1` [2F or F, D], `w2` [D, F], and `gate` [n, D] with `config.shared_gate`.
-
-    Args:
-        config: the layer; F is `num_shared_experts * shared_hidden_dim`.
-
-    Attributes:
-        products: those by w1 and by w2; the gate is never quantised.
+    Parameters: `w1` [2F or F, D], `w2` [D, F], and `gate` [n, D] with `config.shared_gate`; F is
+    `num_shared_experts * shared_hidden_dim`.
     """
 
     def __init__(
@@ -53,6 +48,7 @@ class SharedExpert(nn.Module):
         self.w2 = nn.Parameter(torch.empty(D, F_, device=device, dtype=dtype))
         gate = torch.empty(n, D, device=device, dtype=dtype) if config.shared_gate else None
         self.gate = None if gate is None else nn.Parameter(gate)
+        # By w1 and by w2; the gate is never quantised.
         self.products: tuple[LinearProducts, LinearProducts] = (PlainProducts(), PlainProducts())
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
@@ -79,14 +75,8 @@ class SharedRun:
     """The shared experts at work: now, or on a stream of their own while tokens travel.
 
     On a stream of its own their backward runs there too, because autograd keeps an operation's
-    stream. Who made the stream owns it; all layers may use one.
-
-    Args:
-        forward: x_TD -> y_TD, or None where there are no shared experts.
-        stream: where to run; None = on the current stream.
-
-    Attributes:
-        y_TD: the output; read it through `wait`.
+    stream. Who made the stream owns it; all layers may use one. None = the current stream.
+    `forward` returns None where there are no shared experts. Read `y_TD` through `wait`.
     """
 
     def __init__(

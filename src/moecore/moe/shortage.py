@@ -33,16 +33,12 @@ Watch = Literal["reruns", "skips", "graph"]  # what follows where rows find no p
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Shortage:
-    """The most that a buffer should have held, in units of even loads.
+    """The most that a buffer should have held, in units of even loads."""
 
-    Attributes:
-        words: int32 on the device: first the most that was wanted, last what is not 0 once
-            something found no place.
-        report: the same in memory that the host sees, written once something found no place.
-    """
-
+    # int32 on the device: first the most that was wanted, last what is not 0 once something found
+    # no place.
     words: Tensor
-    report: Tensor
+    report: Tensor  # the same in memory that the host sees, written once something found no place
     even: float
 
     def needed(self) -> Tensor:
@@ -68,14 +64,10 @@ class Shortage:
 
 
 class Holder(ABC):
-    """Buffers whose capacity is an option, in units of `Shortage.even`.
-
-    Attributes:
-        watch: what the step of the present forwards does with a shortage; None = nobody looks.
-    """
+    """Buffers whose capacity is an option, in units of `Shortage.even`."""
 
     option: str
-    watch: Watch | None = None
+    watch: Watch | None = None  # what the running step does with a shortage; None = ignores it
 
     @property
     @abstractmethod
@@ -124,10 +116,7 @@ class Holder(ABC):
 
 
 class SkippedSteps:
-    """Which steps were skipped, read while the next one runs, so that the host waits for nothing.
-
-    The same on every rank at the same step.
-    """
+    """Which steps were skipped, equal on all ranks; the host reads it while the next step runs."""
 
     def __init__(self) -> None:
         self._flags: deque[tuple[Any, Any]] = deque()
@@ -153,22 +142,15 @@ class SkippedSteps:
 
 
 class Capacity:
-    """The holders of a model, and what their shortage is.
-
-    Args:
-        holders: of expert rows, of tokens to send, and of pages; None = the model has none.
-
-    Attributes:
-        skips: whether steps with a shortage are skipped, as the last one would have been; else a
-            shortage is an error.
-        is_graphed: whether a step is one of a CUDA graph, which waits for nothing.
-        graph_steps: which steps were skipped since there is such a graph, whose buffers stay as
-            they are; None = there is none.
-    """
+    """The holders of a model (of expert rows, tokens to send, pages), and what a shortage is."""
 
     def __init__(self, *holders: Holder | None, device: torch.device) -> None:
         self.holders = holders
-        self.skips = self.is_graphed = False
+        # Whether steps with a shortage are skipped, as the last one would have been; else a
+        # shortage is an error.
+        self.skips = False
+        self.is_graphed = False  # whether a step is one of a CUDA graph, which waits for nothing
+        # Which steps were skipped since there is such a graph, whose buffers stay as they are.
         self.graph_steps: SkippedSteps | None = None
         self._device = device
 
@@ -232,8 +214,8 @@ class Capacity:
     def is_outgrown(self) -> bool:
         """Whether steps of the captured graph were skipped because of a shortage of any rank.
 
-        Of all steps but the last one, whose end nobody waits for. Collective, with a host sync,
-        behind a skipped step; else neither.
+        The last step, whose end nobody waits for, does not count. Collective with a host sync after
+        a skipped step, else neither.
         """
         holders = [holder for holder in self._found if holder.factor is not None]
         if self.graph_steps is None or not self.graph_steps.pop() or not holders:

@@ -19,10 +19,10 @@ from torch import Tensor
 from moecore.base.fields import Count, check_value
 from moecore.base.torch_names import foreach_add_
 from moecore.kernels.routing.entropy import UNIT
+from moecore.kernels.routing.margins import even_bias
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.params import clean_name
-from moecore.moe.quantile import bias_move
 from moecore.moe.records import ChoiceTape
 
 NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer step"]
@@ -32,8 +32,7 @@ class MoEState:
     """The balance record that a parallelized model owns: `moe_state(model)`.
 
     Args:
-        layers: every RoutedLayer of the model by name; wrappers of activation checkpointing are
-            removed from the names.
+        layers: every RoutedLayer of the model by name.
         loss: "mean" or "sum", the loss convention of `parallelize_moe`.
         check_parameters: function that raises if gradients were not reduced over all ranks.
     """
@@ -56,10 +55,9 @@ class MoEState:
         self.set_num_micro_batches(1)
 
     def set_num_micro_batches(self, num_micro_batches: int) -> None:
-        """Set how many micro-batches one optimizer step accumulates.
+        """Set how many micro-batches a step accumulates, which divides auxiliary losses.
 
-        Auxiliary losses are divided by that number. No other factor of the main loss applies to
-        auxiliary losses, except `set_loss_scale`.
+        No other factor of the main loss applies to auxiliary losses, except `set_loss_scale`.
         """
         check_value("num_micro_batches", num_micro_batches, NumMicroBatches)
         self.num_micro_batches = num_micro_batches
@@ -75,11 +73,7 @@ class MoEState:
         return None if self._loss_scale is None else self._loss_scale()
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
-        """Set the loss scale of the main loss for auxiliary losses: see `train/loss_scale.py`.
-
-        Args:
-            scale: fp32 scalar on the device, which each backward reads; referred to weakly.
-        """
+        """Set the loss scale: fp32 scalar on the device, referred to weakly; backwards read it."""
         self._loss_scale = None if scale is None else weakref.ref(scale)
         for layer in self.layers.values():
             layer.tracker.loss_scale = self._loss_scale
@@ -87,10 +81,8 @@ class MoEState:
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
         """Reduce the step's counts, move the expert biases, and clear the counts.
 
-        `TrainStep.finish` does this in two parts. In a skipped step biases do not move.
-
-        Args:
-            skipped: whether the step was skipped; a bool scalar on the device causes no host sync.
+        `TrainStep.finish` does this in two parts. In a skipped step biases do not move; a bool
+        scalar on the device causes no host sync.
         """
         self.check_step()
         return self.reduce_step(skipped=skipped)
@@ -106,7 +98,17 @@ class MoEState:
         """Raise if gradients or auxiliary losses of the step are wrong; biases have not moved."""
         if self._check_parameters is not None:
             self._check_parameters()
-        self._check_micro_batches()
+        trackers = {name: layer.tracker for name, layer in self.layers.items()}
+        seen = {n: t.num_micro_batches for n, t in trackers.items() if t.config.balance.needs_loss}
+        for name, count in seen.items():
+            if count not in (0, self.num_micro_batches):
+                self._reset()
+                raise ValueError(
+                    f"num_micro_batches ({self.num_micro_batches}) must equal the backwards of a "
+                    f"step, but {name} saw {count}: set TrainStep.num_micro_batches, and run one "
+                    "forward and backward in each; a layer that runs twice in one forward can have "
+                    "no auxiliary loss"
+                )
 
     @torch.no_grad()
     def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:
@@ -129,20 +131,6 @@ class MoEState:
         """Tapes that record or replay choices, one per router that has a tape."""
         routers = [layer.part("router") for layer in self.layers.values()]
         return [r.tape for r in routers if r is not None and r.tape is not None]
-
-    def _check_micro_batches(self) -> None:
-        """Raise if auxiliary losses had the wrong scale; biases have not moved."""
-        trackers = {name: layer.tracker for name, layer in self.layers.items()}
-        seen = {n: t.num_micro_batches for n, t in trackers.items() if t.config.balance.needs_loss}
-        for name, count in seen.items():
-            if count not in (0, self.num_micro_batches):
-                self._reset()
-                raise ValueError(
-                    f"num_micro_batches ({self.num_micro_batches}) must equal the backwards of a "
-                    f"step, but {name} saw {count}: set TrainStep.num_micro_batches, and run one "
-                    "forward and backward in each; a layer that runs twice in one forward can have "
-                    "no auxiliary loss"
-                )
 
     def _sum_over_ranks(self, counts: Mapping[str, LoadCounts]) -> MoEMetrics:
         """Return the counts of all ranks: one collective, and few launches for all layers."""
@@ -167,7 +155,7 @@ class MoEState:
         units_L, tokens_L = all_entropies.view(-1, 2).unbind(1)
         entropy_L = units_L * UNIT / tokens_L.clamp(min=1)
         # The number that was set, not the tracker's count: replays of a CUDA graph run no Python.
-        # Outside of graphs `_check_micro_batches` has compared the two.
+        # Outside of graphs `check_step` has compared the two.
         shares = self.num_micro_batches * self.groups.data_ranks
         metrics = MoEMetrics(
             tokens_per_expert=_split(all_chosen.long(), chosen),
@@ -202,12 +190,12 @@ class MoEState:
             margins_LEX = torch.stack([counts[name].margins_EX for name in names])  # type: ignore[misc]
             if self.groups.global_batch is not None:
                 dist.all_reduce(margins_LEX, group=self.groups.global_batch)
-            move_LE = rate * bias_move(margins_LEX, bias_LE, config.top_k)
+            move_LE = even_bias(margins_LEX, bias_LE, config.top_k) - bias_LE
+            move_LE = rate * (move_LE - move_LE.mean(-1, keepdim=True))
         else:
             chosen_LE = torch.stack([chosen[name] for name in names]).double()
-            move_LE = rate * torch.sign(chosen_LE.mean(1, keepdim=True) - chosen_LE).to(
-                bias_LE.dtype
-            )
+            below_LE = torch.sign(chosen_LE.mean(1, keepdim=True) - chosen_LE)
+            move_LE = rate * below_LE.to(bias_LE.dtype)
         if isinstance(skipped, Tensor):
             move_LE = move_LE.masked_fill(skipped, 0.0)
         foreach_add_(biases, list(move_LE))
@@ -218,15 +206,8 @@ class MoEState:
 
     def _counts(self, layer: Any) -> LoadCounts:
         """Return the layer's counts of this step; zeros if it has counted nothing."""
-        tracker = layer.tracker
-        if tracker.counts is not None:
-            return tracker.counts
-        return LoadCounts.zeros(tracker.config, _device_of(layer))
-
-
-def _device_of(layer: Any) -> torch.device:
-    device: torch.device = next(layer.part("experts").parameters()).device
-    return device
+        device = next(layer.part("experts").parameters()).device
+        return layer.tracker.counts or LoadCounts.zeros(layer.tracker.config, device)
 
 
 def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

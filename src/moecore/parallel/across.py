@@ -29,33 +29,23 @@ from moecore.parallel.mesh import Meshes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllStages:
-    """Which parameters the stages of a model have.
-
-    Attributes:
-        num_holders: name of each parameter of the whole model -> how many stages hold it. The order
-            is the same on every rank: by stage, then that of the stage's model.
-        holders: name of each parameter that this rank and other stages hold -> those ranks of them
-            that hold the same part.
-        device: of the parameters, once they are real.
-    """
+    """Which parameters the stages of a model have."""
 
     pp: int
     pp_rank: int
+    # Name of each parameter of the whole model -> how many stages hold it. The order is the same on
+    # every rank: by stage, then that of the stage's model.
     num_holders: Mapping[str, int]
+    # Name of each parameter that this rank and other stages hold -> ranks that hold the same part.
     holders: Mapping[str, dist.ProcessGroup]
-    device: torch.device
+    device: torch.device  # of the parameters, once they are real
 
     def num_copies(self, name: str) -> int:
         """Return how many ranks hold a parameter that is not sharded within its stages."""
         return self.num_holders[clean_name(name)] * (dist.get_world_size() // self.pp)
 
     def place(self, names: list[str], values: Tensor) -> Tensor:
-        """Return one value per parameter of the whole model, 0 for those of other stages.
-
-        Args:
-            names: of parameters of this rank.
-            values: [names], on the device.
-        """
+        """Return one value per parameter of the whole model, 0 for those of other stages."""
         order = {name: i for i, name in enumerate(self.num_holders)}
         index = torch.tensor([order[clean_name(name)] for name in names], dtype=torch.int64)
         found = values.new_zeros(len(order))
@@ -63,14 +53,9 @@ class AllStages:
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
-    """Return what a model's stages hold. Collective over the world; a host sync.
+    """Return what the stages of a sharded model hold. Collective over the world; a host sync.
 
-    Args:
-        model: what this rank has of it, sharded.
-        meshes: of more than one stage.
-
-    Raises:
-        ValueError: on every rank, when copies of a parameter differ in form or in values.
+    Every rank raises ValueError when copies of a parameter differ in form or in values.
     """
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
@@ -124,11 +109,7 @@ def _peers_of(stages: tuple[int, ...], meshes: Meshes) -> Any:
 
 
 def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
-    """Return the part of a model that has stages, and their record; without any itself and None.
-
-    Raises:
-        ValueError: for a model that holds several such parts.
-    """
+    """Return the part of a model that has stages, and their record; without any itself and None."""
     owners = (m for m in model.modules() if ATTACHED in vars(m))
     found = [(owner, vars(owner)[ATTACHED].all_stages) for owner in owners]
     found = [(owner, stages) for owner, stages in found if stages is not None]
@@ -145,9 +126,6 @@ def sum_copies(model: nn.Module) -> None:
 
     Call it on every rank after the last micro-batch's backward, before clipping, once a step. All
     holders get the same bits. One without a gradient adds zeros.
-
-    Args:
-        model: of `parallelize_moe`; with one stage nothing is summed.
     """
     owner, stages = find_stages(model)
     if stages is None:

@@ -28,40 +28,25 @@ ATTACHED = "_moecore_attached"  # attribute of a parallelized model
 
 @dataclass(kw_only=True, slots=True)
 class Attached:
-    """The record of a parallelized model; each phase of `parallelize_moe` adds its results.
-
-    Attributes:
-        layers: the model's MoE layers by name.
-        dtype: dtype of the model's first parameter, before it was sharded.
-        layout: layout of the pipeline stages; None = no stages.
-        exchanges: pool of dispatcher "nvlink"; None with any other dispatcher.
-        shared_by: group of ranks that share a micro-batch, by cp of dynamic context parallelism.
-        engine: engine that runs the units; None = the model is sharded without an engine.
-        compiled: modules inside of compiled modules.
-        offload: offload of saved tensors; None = no offload.
-        stash: pages for rows; None = no stash.
-        state: the balance record; None until its phase.
-        capacity: capacity of exchanges and stash; None until its phase.
-        pipeline: the rank's place among the stages; None = no stages.
-        all_stages: the stages that have each parameter; None = no stages.
-    """
+    """The record of a parallelized model; each phase of `parallelize_moe` adds its results."""
 
     request: Request
     plan: ShardPlan
-    layers: Mapping[str, RoutedLayer]
-    dtype: torch.dtype
-    layout: PipelineLayout | None
+    layers: Mapping[str, RoutedLayer]  # the model's MoE layers by name
+    dtype: torch.dtype  # of the model's first parameter, before it was sharded
+    layout: PipelineLayout | None  # None = no stages
     stages: Sequence[Stage]
-    exchanges: ExchangePool | None = None
+    exchanges: ExchangePool | None = None  # None with any dispatcher but "nvlink"
+    # The ranks that share a micro-batch, by cp of dynamic context parallelism.
     shared_by: dict[int, dist.ProcessGroup] = field(default_factory=dict)
-    engine: Engine | None = None
-    compiled: set[nn.Module] = field(default_factory=set)
+    engine: Engine | None = None  # None = the model is sharded without an engine
+    compiled: set[nn.Module] = field(default_factory=set)  # modules inside of compiled modules
     offload: StageOffload | None = None
     stash: Holder | None = None
-    state: MoEState | None = None
-    capacity: Capacity | None = None
-    pipeline: Pipeline | None = None
-    all_stages: AllStages | None = None
+    state: MoEState | None = None  # the balance record; None until its phase
+    capacity: Capacity | None = None  # of exchanges and stash; None until its phase
+    pipeline: Pipeline | None = None  # the rank's place among the stages; None = no stages
+    all_stages: AllStages | None = None  # the stages that have each parameter; None = no stages
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules of the plan's blocks."""
@@ -95,11 +80,7 @@ def engines_of(model: nn.Module) -> list[Engine]:
 
 
 def moe_state(model: nn.Module) -> MoEState:
-    """Return the balance record that a parallelized model owns.
-
-    Raises:
-        ValueError: when the model has not been parallelized.
-    """
+    """Return the balance record of a parallelized model; raises ValueError for any other model."""
     found = attached(model)
     if found is None or found.state is None:
         raise ValueError(

@@ -6,7 +6,7 @@ Nothing here changes a model or communicates.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -35,11 +35,7 @@ WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
 def check_request(model: nn.Module, request: Request) -> None:
-    """Raise for arguments that do not fit each other, the meshes or the model as it came.
-
-    Raises:
-        ValueError, NotImplementedError: as `parallelize_moe` documents.
-    """
+    """Raise for arguments that do not fit each other, the meshes or the model as it came."""
     _check_arguments(request)
     _check_fresh(model)
     _check_degrees(model, request)
@@ -57,14 +53,7 @@ def check_stages(num_stages: int, request: Request) -> None:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise for MoE layers that cannot be sharded as requested.
-
-    Args:
-        model: its MoE blocks are MoELayers.
-
-    Raises:
-        ValueError, NotImplementedError: as `parallelize_moe` documents.
-    """
+    """Raise for MoE layers of a model, swapped already, that cannot be sharded as requested."""
     if not layers:
         _check_dense(request)
     owners: dict[nn.Module, str] = {}
@@ -84,7 +73,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
                 "experts live on a mesh of their own: untie them"
             )
         _check_compute(name, layer, request)
-    _check_routers(model, layers, request.fsdp)
+    _check_routers(layers, is_tied, request.fsdp)
 
 
 def _check_arguments(request: Request) -> None:
@@ -303,12 +292,11 @@ def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
 
 
 def _check_routers(
-    model: nn.Module, layers: Mapping[str, RoutedLayer], options: FSDPOptions
+    layers: Mapping[str, RoutedLayer], is_tied: Callable[[nn.Module], bool], options: FSDPOptions
 ) -> None:
     """A router that keeps its precision is a unit: two of them would train two copies."""
     owned = {name: layer.part("router") for name, layer in layers.items()}
     routers = {name: router for name, router in owned.items() if router is not None}
-    is_tied = find_ties(model)
     for name, router in routers.items():
         is_shared = list(routers.values()).count(router) > 1 or is_tied(router)
         if is_shared and keeps_precision(router, options):

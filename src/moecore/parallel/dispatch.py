@@ -1,4 +1,4 @@
-"""Which dispatcher carries tokens, and MoE layers that have what the plan gives them."""
+"""How tokens and keys travel: dispatchers and MoE layers by the plan, places of cp ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moecore.attention.context_parallel.group import ContextParallel
+from moecore.base.options.context import ContextOptions
 from moecore.base.options.precision import Recipe
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
@@ -21,6 +23,7 @@ from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
 from moecore.parallel.attached import Attached
+from moecore.parallel.mesh import Meshes, context_groups, split_context
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.request import Request
 from moecore.precision.linear import Fp8Products
@@ -29,11 +32,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 
 def choose_dispatcher(request: Request) -> tuple[str, str]:
-    """Return the dispatcher and why; "auto" where only the GPUs of the group can tell.
-
-    Raises:
-        ValueError: when nvlink is asked for by name and cannot work.
-    """
+    """Return the dispatcher and why; "auto" where only the GPUs of the group can tell."""
     meshes, name = request.meshes, request.dispatcher
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
     if num_ranks == 1:
@@ -54,11 +53,7 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
 
 
 def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
-    """Put the dispatcher that this machine allows into the plan. Collective where it is asked.
-
-    Raises:
-        ValueError: when nvlink is asked for by name and cannot work here.
-    """
+    """Put the dispatcher that this machine allows into the plan. Collective where it is asked."""
     request, plan = found.request, found.plan
     meshes, group = request.meshes, request.meshes.dispatch_group
     if group is None:
@@ -144,3 +139,31 @@ def _dispatcher(num_experts: int, placement: ExpertPlacement | None, found: Atta
     if found.plan.dispatcher == "allgather":
         return AllGatherDispatcher(placement)
     return AllToAllDispatcher(placement)
+
+
+def apply_context(model: nn.Module, found: Attached) -> None:
+    """Give a model its cp ranks. Collective where it makes groups."""
+    request, meshes = found.request, found.request.meshes
+    if not request.is_dynamic and meshes.parallel.cp == 1:
+        return
+    places: dict[int, ContextParallel] = {}
+    for cp, options in request.context_options(model).items():
+        if request.is_dynamic:
+            group, found.shared_by[cp] = context_groups(meshes, cp)
+        else:
+            group = meshes.dense.get_group("cp")
+        places[cp] = _place(meshes, options, group)
+    owner = request.family.context(model)
+    if request.is_dynamic:
+        owner.apply_context_groups(places)
+    else:
+        owner.apply_context_parallel(places[meshes.parallel.cp])
+
+
+def _place(meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup) -> ContextParallel:
+    """Return this rank's place among the cp ranks. Collective where it makes groups."""
+    if options.way == "a2a+p2p":
+        assert options.a2a_ranks is not None, "resolved options have the number"
+        return ContextParallel(group, *split_context(meshes, group.size(), options.a2a_ranks))
+    a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
+    return ContextParallel(group, a2a, ring)

@@ -27,43 +27,30 @@ class Family(Protocol):
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the module that is sharded: the model without a wrapper that only calls it."""
-        ...
 
     def swap_blocks(
         self, model: nn.Module, adapters: Mapping[type, Adapter]
     ) -> dict[str, RoutedLayer]:
         """Replace MoE blocks in place; return all MoE layers by qualified name."""
-        ...
 
     def swapped(self, model: nn.Module) -> None:
         """Prepare a model whose blocks were swapped, before anything is sharded."""
-        ...
 
     def fp32_names(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
         """Return the names of parameters that stay fp32 where a model computes in a dtype."""
-        ...
 
     def staged(self, model: nn.Module) -> StagedModel:
-        """Return what runs pipeline stages of a model.
-
-        Raises:
-            NotImplementedError: for a model that cannot be cut.
-        """
-        ...
+        """Return what runs pipeline stages; NotImplementedError for a model that cannot be cut."""
 
     def context(self, model: nn.Module) -> Any:
         """Return what may be a `ContextParallelModel` or a `DynamicContextModel` for a model."""
-        ...
 
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         """Refuse or warn of calls that a parallelized model cannot follow.
 
-        Args:
-            model: parallelized.
-            wrapper: the caller's module, of which `unwrapped` returned the model.
-            drops_cache: whether keys and values that forwards cache defeat an option.
+        `wrapper` is the caller's module, of which `unwrapped` returned the model. `drops_cache`
+        tells whether keys and values that forwards cache defeat an option.
         """
-        ...
 
 
 @runtime_checkable
@@ -75,7 +62,6 @@ class TensorParallelModel(Protocol):
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Any:
         """Cut everything but the routed experts over a mesh of one dim, in place."""
-        ...
 
 
 @runtime_checkable
@@ -87,11 +73,9 @@ class ContextParallelModel(Protocol):
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """Return the way without "auto"; raise ValueError for one that its heads cannot go."""
-        ...
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Take whole rows, and work on the tokens that this rank holds, from now on."""
-        ...
 
 
 @runtime_checkable
@@ -100,8 +84,6 @@ class DynamicContextModel(Protocol):
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """As of `ContextParallelModel`."""
-        ...
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
         """Take this rank's place in its group of each size > 1, for forwards with that cp."""
-        ...

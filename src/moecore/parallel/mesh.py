@@ -228,11 +228,7 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
 def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the group of `cp` neighbouring data ranks, and the cp x tp ranks, cp-major.
 
-    Collective: every rank calls it.
-
-    Args:
-        meshes: of one cp rank and pipeline stage.
-        cp: at least 2, a divisor of the data ranks.
+    The meshes have one cp rank and pipeline stage; cp >= 2 divides the data ranks. Collective.
     """
     size, tp = dist.get_world_size(), meshes.parallel.tp
     view = _fold(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
@@ -244,13 +240,9 @@ def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.Pro
 def split_context(
     meshes: Meshes, cp: int, inner: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups of cp ranks that are neighbours, and of those that stand `inner` apart.
+    """Return the groups of `inner` neighbouring cp ranks, and of cp ranks that are `inner` apart.
 
-    Collective: every rank calls it.
-
-    Args:
-        cp: at least 2.
-        inner: how many neighbours, a divisor of cp.
+    `inner` divides cp. Collective.
     """
     tp, size = meshes.parallel.tp, dist.get_world_size()
     sizes = (size // (cp * tp), cp // inner, inner, tp)
@@ -261,8 +253,7 @@ def split_context(
 def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
     """Return the mesh of all dims of several views of one world, in order. No communication.
 
-    Args:
-        meshes: in which this rank is, with no dim of more than one rank in common.
+    This rank is in the meshes, which have no dim of more than one rank in common.
     """
     ranks, own = torch.zeros((), dtype=torch.int), dist.get_rank()
     for mesh in meshes:  # the steps along the dims of one view are the same everywhere
@@ -285,10 +276,10 @@ def _fold(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> D
 
 def _view(mesh: DeviceMesh) -> str:
     """Return the dims of a mesh that are not 1, and this rank's places."""
-    names = [name for name in mesh.mesh_dim_names or () if mesh.size(_dim(mesh, name)) > 1]
+    names = [name for name in mesh.mesh_dim_names or () if _size(mesh, name) > 1]
     if not names:
         return "one rank"
-    sizes = " ".join(f"{name}={mesh.size(_dim(mesh, name))}" for name in names)
+    sizes = " ".join(f"{name}={_size(mesh, name)}" for name in names)
     return f"{sizes}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in names)}"
 
 
@@ -306,7 +297,7 @@ def _ensure_process_group(device_type: str) -> None:
 
 def _trim(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
     """Slice (replicate, shard), without the replicate dim when it is 1."""
-    names = (replicate, shard) if mesh.size(_dim(mesh, replicate)) > 1 else (shard,)
+    names = (replicate, shard) if _size(mesh, replicate) > 1 else (shard,)
     return mesh[names]
 
 
@@ -321,7 +312,7 @@ def _dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
 
 def _joined_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
     """Group over the two innermost dims of a view, first-major; None when it is one rank."""
-    sizes = [view.size(_dim(view, name)) for name in names]
+    sizes = [_size(view, name) for name in names]
     if sizes == [1, 1]:
         return None
     if 1 in sizes:
@@ -345,7 +336,5 @@ def _stages(
     return view.get_group("stage"), (up, down)
 
 
-def _dim(mesh: DeviceMesh, name: str) -> int:
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return names.index(name)
+def _size(mesh: DeviceMesh, name: str) -> int:
+    return mesh.size((mesh.mesh_dim_names or ()).index(name))

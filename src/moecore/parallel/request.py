@@ -23,9 +23,7 @@ from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
-from moecore.parallel.family import (
-    Family,
-)
+from moecore.parallel.family import Family
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.pipeline.config import PipelineConfig
 
@@ -114,11 +112,7 @@ class Request:
 
 
 def model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
-    """Return what else must be the same on every rank: tensors and MoE layers.
-
-    Args:
-        layers: its MoE layers by name.
-    """
+    """Return what else must be the same on every rank: tensors and MoE layers, by name."""
     params = dict(model.named_parameters())
     tensors = params | dict(model.named_buffers())
     configs: dict[str, Any] = {}

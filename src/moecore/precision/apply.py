@@ -5,7 +5,7 @@ The routed and shared experts of a `MoELayer` have no linears: the layer asks `P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -20,8 +20,6 @@ from moecore.precision.history import AmaxHistory
 from moecore.precision.linear import Fp8Products, InputCast, why_not
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
 
-RolesOf = Callable[[str, nn.Module], Role | None]
-
 # Last parts of names, of moecore's decoder, transformers and torchtitan.
 GROUPED = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
@@ -34,26 +32,15 @@ ROUTED = frozenset(("experts",))
 
 
 class LinearPrecision(NamedTuple):
-    """What `apply_precision` decided about one linear.
+    """What `apply_precision` decided about one linear."""
 
-    Attributes:
-        role: None = none of the roles.
-        recipe: None = it stays as it is.
-        reason: why it does, or None.
-    """
-
-    role: Role | None
-    recipe: Recipe | None
-    reason: str | None
+    role: Role | None  # None = none of the roles
+    recipe: Recipe | None  # None = it stays as it is
+    reason: str | None  # why it stays as it is
 
 
-def role_of(name: str, module: nn.Module) -> Role | None:
-    """Return the role of a linear by its qualified name; None = it is never quantised.
-
-    Args:
-        name: such as "model.layers.0.self_attn.q_proj".
-        module: the linear; what it is called decides alone.
-    """
+def role_of(name: str) -> Role | None:
+    """Return the role of a linear by its qualified name alone; None = it is never quantised."""
     *parents, leaf = name.split(".")
     if leaf in ATTENTION:
         return "attention"
@@ -62,30 +49,15 @@ def role_of(name: str, module: nn.Module) -> Role | None:
     return "shared_experts" if SHARED & set(parents) else "mlp"
 
 
-def apply_precision(
-    model: nn.Module,
-    precision: Precision,
-    roles_of: RolesOf = role_of,
-) -> dict[str, LinearPrecision]:
+def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
     """Let a model's linears compute in FP8, in place: each becomes a `ProductLinear`.
 
     Parameters, their names, hooks and state dict stay what they are, on meta too. Call it after
     tensor parallelism, whose cut must leave multiples of 16, and before sharding and compiling. To
     call it once more replaces recipes and drops histories. Linears under one parent that get the
-    same input quantise it once.
-
-    Args:
-        precision: roles, recipes and overrides; names are those without wrappers' prefixes.
-        roles_of: the role of a linear; None = none.
-
-    Returns:
-        What became of each linear, by name.
-
-    Raises:
-        ValueError: for an override with a recipe that matches nothing, or nothing that can be
-            quantised; raised before anything changes.
+    same input quantise it once. Names, those of the result too, are without wrappers' prefixes.
     """
-    linears, table = _linears(model), check_precision(model, precision, roles_of)
+    linears, table = _linears(model), check_precision(model, precision)
     inputs: dict[tuple[str, int, Recipe], InputCast] = {}
     for name, module in linears.items():
         recipe = table[name].recipe
@@ -96,14 +68,9 @@ def apply_precision(
     return table
 
 
-def check_precision(
-    model: nn.Module, precision: Precision, roles_of: RolesOf = role_of
-) -> dict[str, LinearPrecision]:
+def check_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
     """Return and raise what `apply_precision` does; change nothing."""
-    table = {
-        name: _decide(name, module, precision, roles_of(name, module))
-        for name, module in _linears(model).items()
-    }
+    table = {name: _decide(name, module, precision) for name, module in _linears(model).items()}
     _check_overrides(model, precision, table)
     return table
 
@@ -167,9 +134,8 @@ def has_history(model: nn.Module) -> bool:
     return any(True for _ in _histories(model))
 
 
-def _decide(
-    name: str, module: nn.Linear, precision: Precision, role: Role | None
-) -> LinearPrecision:
+def _decide(name: str, module: nn.Linear, precision: Precision) -> LinearPrecision:
+    role = role_of(name)
     recipe = precision.recipe_of(name, role)
     if role is None:
         return LinearPrecision(role, None, never_quantised(name) or "its name has no role")

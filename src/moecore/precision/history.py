@@ -27,16 +27,12 @@ OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
 
 
 class AmaxHistory:
-    """The history of the three operands of one weight's products; it is in no state dict.
-
-    Attributes:
-        seen: fp32 [1] by operand: the largest magnitude of this step so far.
-        steps: fp32 [num_steps] by operand, the newest step first; 0 where there was none.
-    """
+    """The history of the three operands of one weight's products; it is in no state dict."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
-        self.seen: dict[OperandName, Tensor] = {}
+        self.seen: dict[OperandName, Tensor] = {}  # fp32 [1], the largest of this step so far
+        # fp32 [num_steps], the newest step first; 0 where there was none.
         self.steps: dict[OperandName, Tensor] = {}
         self._has_recorded = False  # and stays so: a replayed CUDA graph adds, but runs no Python
         self._has_step = False

@@ -4,24 +4,12 @@
     input gradient   dx = dy (over N, recipe's format)  @ weight (over N, e4m3)
     weight gradient  dw = dy (over T, recipe's format)  @ x      (over T, e4m3)
 
-Letters: T tokens, K input features, N output features.
-
-**What is kept for backward.** x summed over tokens in FP8, one byte per element and its scales. The
-pass that makes the forward's operand makes it too. The weight is kept as it is, because units free
-and gather it, and to quantise it again takes little beside a product. Where no gradient of the
-weight is wanted, x is not kept at all.
-
-**When the weight is quantised.** Once per forward and once per backward. No copy is kept: gathers
-and fused optimizers put new values into the same memory without a new version. A weight that was
-gathered in FP8 has no values; forward reads what was gathered, and backward transposes it.
-
-**What ranks share.** The largest magnitude of a weight that tensor parallelism cuts, so that
-"tensorwise" quantises it as one rank would. Activations and gradients have their own on every rank:
-each rank multiplies its own tokens or features alone, and an exchange would wait for the slowest.
+Letters: T tokens, K input features, N output features; M and N rows of the operands of `product`.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -32,17 +20,17 @@ from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
 from moecore.base.regions import as_product
-from moecore.base.torch_names import autocast_dtype, is_plain_eager, unsafe_view, version
+from moecore.base.torch_names import autocast_dtype, is_plain_eager, scaled_mm, unsafe_view, version
+from moecore.kernels.common import has_hopper_kernels, no_autocast
 from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import amax, cast, operand
-from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both
+from moecore.kernels.rows.scaling import ALIGNED, KINDS, Blocks, Both, product_ref
 from moecore.kernels.rows.shard_blocks import as_operand, transpose_operand
 from moecore.moe.linear import Gradients, LinearProducts, backward, linear
 from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
 from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
-from moecore.precision.products import product
 
 Parts = tuple[Tensor, Tensor]  # values as bytes, scales
 
@@ -79,6 +67,9 @@ def _linear_fake(x_TK, weight_NK, *rest):  # type: ignore[no-untyped-def]
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_TK, weight_NK, bias_N = inputs[:3]
+    # Of x the operand that is summed over tokens, in FP8, which the pass that makes the forward's
+    # operand makes too; nothing where no gradient of the weight is wanted. The weight as it is,
+    # because units free and gather it, and to quantise it again takes little beside a product.
     ctx.save_for_backward(weight_NK, *inputs[5:7], *inputs[9:11])
     # A unit holds what it has gathered; with the weight autograd checks that it is still there.
     ctx.gathered = None if has_values(weight_NK) else inputs[7:9]
@@ -147,12 +138,7 @@ class InputCast:
         return InputCast, ()
 
     def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> Both:
-        """Return what `cast_input` returns, of the flat input.
-
-        Args:
-            x: [..., K].
-            columns: whether backward will read the operand that is summed over tokens.
-        """
+        """Return what `cast_input` returns of the flat input [..., K]."""
         both = self._both
         is_same = self._input is not None and self._input() is x and self._version == version(x)
         if both is None or not is_same or user in self._users or (columns and not both.columns):
@@ -184,22 +170,14 @@ def cast_input(
 class Fp8Products(LinearProducts):
     """The products of one weight in FP8, and what is kept between calls.
 
-    Differentiable once in all three. No host sync. The dtype is that of x, or autocast's.
-
-    Args:
-        inputs: shared with other weights that multiply the same input; None = with none.
-
-    Attributes:
-        history: of delayed scaling; None without it.
-
-    Raises:
-        ValueError: in a call, when sizes (N and K must be multiples of 16) or kinds of tensors do
-            not fit.
+    Differentiable once in all three. No host sync. The dtype is that of x, or autocast's. N and K
+    are multiples of 16. Weights that multiply the same input share `inputs`.
     """
 
     def __init__(self, recipe: Recipe, inputs: InputCast | None = None) -> None:
         self.recipe = recipe
         self.inputs = inputs or InputCast()
+        # Of delayed scaling.
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
 
     @override
@@ -220,8 +198,16 @@ class Fp8Products(LinearProducts):
         x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
         weight_amax = self._past("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
-            weight_amax = shared_amax(weight)
+            # Over the ranks that tensor parallelism cuts it over, so that it is quantised as one
+            # rank would. Activations and gradients have their own on every rank: each rank
+            # multiplies its own tokens or features alone, and an exchange would wait for the
+            # slowest.
+            with torch.no_grad():
+                weight_amax = max_over_cut(amax(local_param(weight)), weight)
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
+        # Once per forward and once per backward. No copy is kept: gathers and fused optimizers put
+        # new values into the same memory without a new version. A weight that was gathered in FP8
+        # has no values: forward reads what was gathered, and backward transposes it.
         if has_values(weight_NK):
             how: dict[str, Any] = dict(power_of_two=self.recipe.power_of_two, amax=weight_amax)
             weight_rows = cast(
@@ -245,7 +231,7 @@ class Fp8Products(LinearProducts):
             *kinds,
             self.recipe.grad_format,
             self.recipe.power_of_two,
-            _output_dtype(x),
+            autocast_dtype(x) or x.dtype,  # as of `nn.Linear`
         )
         y_TN = _linear_op(*inputs) if sink is None else linear(inputs, Fp8Products, sink)
         # No view, as of `nn.Linear`: what follows may change it in place.
@@ -273,20 +259,10 @@ class Fp8Products(LinearProducts):
         return put_grad(grad_NK, target.out, target.adds, target.dtype, target.scale)
 
 
-@torch.no_grad()
-def shared_amax(weight: Tensor) -> Tensor:
-    """Return a weight's largest magnitude, fp32 [1], over the ranks that it is cut over.
-
-    A collective for a sharded DTensor: one all-reduce of one number per mesh dim that cuts it.
-    """
-    return max_over_cut(amax(local_param(weight)), weight)
-
-
 def why_not(weight: Tensor) -> str | None:
     """Return why a weight's products cannot be in FP8, or None; the same on every rank.
 
-    Args:
-        weight: parameter [N, K], whole or cut by tensor parallelism, not yet over data ranks.
+    The weight [N, K] is whole or cut by tensor parallelism, not yet over data ranks.
     """
     sizes = list(weight.shape)
     if isinstance(weight, DTensor):
@@ -325,14 +301,90 @@ def _gathered_rows(weight: Tensor, weight_NK: Tensor, kind: str) -> Blocks:
     return as_operand(found)
 
 
-def _output_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that `nn.Linear` would return."""
-    return autocast_dtype(x) or x.dtype
-
-
 def _parts(side: Any, like: Tensor | None = None) -> Parts:
     """Return an operand's bytes and scales; empty ones on a tensor's device where there is none."""
     if side is None:
         assert like is not None
         return like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.float32)
     return side.values.view(torch.uint8), side.scales
+
+
+# Of torch.nn.functional.ScalingType; the operator takes numbers.
+RECIPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
+
+
+def _has_scaled_product(device: torch.device, kind: str) -> bool:
+    """Return whether torch multiplies operands of this kind on the device's FP8 tensor cores."""
+    return has_hopper_kernels(device) if device.type == "meta" else _has_product(device, kind)
+
+
+@functools.cache
+def _has_product(device: torch.device, kind: str) -> bool:
+    if device.type != "cuda" or scaled_mm is None:
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    # cuBLASLt has blocks on Hopper alone.
+    return capability == (9, 0) if kind in ("tile", "block") else capability >= (8, 9)
+
+
+def _product(
+    a_MK: Tensor,
+    a_scales: Tensor,
+    a_kind: str,
+    a_fmt: str,
+    b_NK: Tensor,
+    b_scales: Tensor,
+    b_kind: str,
+    b_fmt: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    a = operand(a_MK, a_scales, a_kind, a_fmt)
+    b = operand(b_NK, b_scales, b_kind, b_fmt)
+    (M, K), N = a_MK.shape, b_NK.shape[0]
+    if not M * N * K or not _has_scaled_product(a_MK.device, a_kind):
+        with no_autocast(a_MK):
+            return product_ref(a, b).to(dtype)
+    # cuBLASLt sums "tile" and "block" operands in fp32 every 128 of K. It takes the scales of tiles
+    # with neighbouring rows side by side, and the scales of blocks in rows of a multiple of four.
+    # `cast.py` lays them out like this, so nothing is copied here.
+    return scaled_mm(
+        a.values,
+        b.values.T,
+        [_as_torch_takes_it(a, is_first=True)],
+        [RECIPES[a_kind]],
+        [],
+        [_as_torch_takes_it(b, is_first=False)],
+        [RECIPES[b_kind]],
+        [],
+        None,
+        dtype,
+    )
+
+
+def _as_torch_takes_it(side: Blocks, *, is_first: bool) -> Tensor:
+    """Return a view of an operand's scales."""
+    if side.kind == "row":
+        return side.scales if is_first else side.scales.T
+    return side.scales.reshape(1) if side.kind == "tensor" else side.scales.T
+
+
+def _product_fake(a_MK, a_scales, a_kind, a_fmt, b_NK, b_scales, b_kind, b_fmt, dtype):  # type: ignore[no-untyped-def]
+    return a_MK.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)
+
+
+_product_op = Op("fp8_product", _product, _product_fake)
+
+
+def product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
+    """Return a [M, K] @ b [N, K]^T with their padded sizes. Not differentiable, no host sync.
+
+    It is summed in fp32 and rounded once, to bf16, fp16 or fp32. GPUs run torch's scaled product.
+
+    Source: cuBLASLt's "scaling factors layouts", as torch's `_scaled_mm_v2` checks them.
+    """
+    sides = [(*_parts(side), side.kind, _format(side)) for side in (a, b)]
+    return _product_op(*sides[0], *sides[1], dtype)
+
+
+def _format(side: Blocks) -> str:
+    return "e5m2" if side.values.dtype == torch.float8_e5m2 else "e4m3"

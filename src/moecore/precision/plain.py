@@ -14,12 +14,7 @@ from moecore.moe.params import local_param
 
 
 class Linear(nn.Linear):
-    """x @ weight^T without bias, whatever the layout of the weight.
-
-    Args:
-        tp_shard_dim: dim of the weight that tensor parallelism cuts; None = none.
-        residual: the output is added to the residual stream (smaller initial values).
-    """
+    """x @ weight^T without bias, whatever the layout of the weight."""
 
     def __init__(
         self,
@@ -31,8 +26,8 @@ class Linear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_dim, out_dim, bias=False, dtype=dtype)
-        self.tp_shard_dim = tp_shard_dim
-        self.residual = residual
+        self.tp_shard_dim = tp_shard_dim  # of the weight, that tensor parallelism cuts
+        self.residual = residual  # the output is added to the residual stream: smaller weights
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] in the dtype of x."""

@@ -13,7 +13,7 @@ from torch import nn
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.io import init_hf
-from moecore.parallel.pipeline.stages import run_stage, take_stages
+from moecore.parallel.pipeline.stages import take_stages
 from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import batch, padding_mask, random_model
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
@@ -115,7 +115,9 @@ def test_the_layers_of_other_stages_do_not_run():
     modules, hidden = list(model.modules()), None
     for stage in stages_of("E|t|t|L") * 2:
         calls.clear()
-        hidden = run_stage(staged(model), stage, None if stage.embedding else hidden, inputs_of())
+        hidden = staged(model)(
+            stage=stage, hidden=None if stage.embedding else hidden, **inputs_of()
+        )
         expected = {1: "model.layers.0", 2: "model.layers.1"}
         assert calls["model.layers.0"] + calls["model.layers.1"] == (stage.index in expected)
         assert stage.index not in expected or calls[expected[stage.index]] == 1
@@ -181,7 +183,7 @@ def test_models_that_are_more_than_their_parts_are_refused(family):
     with pytest.raises(NotImplementedError) as error:
         take_stages(staged(model), [stage])
         assert family in REFUSED_LATER
-        run_stage(staged(model), stage, None, inputs)
+        staged(model)(stage=stage, hidden=None, **inputs)
     message = str(error.value)
     assert message.startswith(f"model ({type(model).__name__}) must be embedding, layers, norm and")
     assert {**REFUSED, **REFUSED_LATER}[family] in message and "\n" not in message
@@ -206,5 +208,5 @@ def test_what_is_no_stage_of_a_rank_is_refused(index, shape, changed, message):
     take_stages(staged(model), stages[:2])
     hidden = None if shape is None else torch.zeros(shape)
     with pytest.raises(ValueError) as error:
-        run_stage(staged(model), stages[index], hidden, inputs_of() | changed)
+        staged(model)(stage=stages[index], hidden=hidden, **inputs_of() | changed)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)

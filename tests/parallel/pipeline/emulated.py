@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moecore.families.family import family_of
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, run_stage, take_stages
+from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, take_stages
 
 
 def staged(model: nn.Module) -> StagedModel:
@@ -78,7 +78,7 @@ def run_on(
             assert hidden.shape == hidden_shape(staged(model), stage, inputs)
             shapes.append(tuple(hidden.shape))
         entered.append(hidden)
-        left.append(run_stage(staged(model), stage, hidden, inputs))
+        left.append(staged(model)(stage=stage, hidden=hidden, **inputs))
     if backward:
         gradient = None
         for hidden, output in zip(reversed(entered), reversed(left), strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moecore import FSDPOptions
 from moecore.base.copies import copy_modules, on_meta
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.parallel.pipeline.stages import Elsewhere, hidden_shape, run_stage, take_stages
+from moecore.parallel.pipeline.stages import Elsewhere, hidden_shape, take_stages
 from moecore.parallel.shard.units import find_blocks, find_units
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
@@ -112,7 +112,7 @@ def test_the_layers_of_other_stages_do_not_run():
     ]
     for stage, expected in zip(stages, ran, strict=True):
         calls.clear()
-        hidden = run_stage(staged(model), stage, hidden, batch())
+        hidden = staged(model)(stage=stage, hidden=hidden, **batch())
         assert calls.keys() & set(parts) == expected
         assert calls[""] == 1
 
@@ -202,7 +202,7 @@ def test_what_is_no_stage_of_a_rank_is_refused(index, hidden, message):
     stages = [*stages_of("Et|tmm||L"), replace(stages_of("t")[0], index=4, layers=(2,))]
     take_stages(staged(model), stages[:4])
     with pytest.raises(ValueError) as error:
-        run_stage(staged(model), stages[index], hidden, batch())
+        staged(model)(stage=stages[index], hidden=hidden, **batch())
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 

@@ -28,7 +28,7 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig, num_params, preset
 from moecore.parallel import rank_bytes
-from moecore.parallel.shard.plan import ParamPlan, UnitPlan, flat_layouts
+from moecore.parallel.shard.plan import DATA_AXES, ParamPlan, UnitPlan, flat_layouts
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
@@ -218,7 +218,8 @@ def test_what_units_are_told() -> None:
     assert {unit.divisor for unit in summed.units} == {1.0}
     whole = [unit for unit in summed.units if unit.role == "experts"]
     assert {unit.layouts[0].ranks for unit in whole} == {1}
-    assert not any(summed.param(name).is_reduced for unit in whole for name in unit.params)
+    axes = {p.axis for unit in whole for name in unit.params for p in summed.param(name).placements}
+    assert axes.isdisjoint(DATA_AXES)
     for plan_ in (plan, summed):
         (dispatcher,) = {(plan_.dispatcher, plan_.dispatcher_reason)}
         assert dispatcher == ("alltoall", "'nvlink' must go with device_type ('cpu') = 'cuda'")

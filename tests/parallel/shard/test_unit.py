@@ -26,7 +26,7 @@ from moecore.base.torch_names import is_recomputing, local_of
 from moecore.parallel.shard import params as params_module
 from moecore.parallel.shard import unit as unit_module
 from moecore.parallel.shard.buffers import Buffer
-from moecore.parallel.shard.streams import StreamMark
+from moecore.parallel.shard.transport import StreamMark
 from moecore.parallel.shard.unit import State, Unit
 from moecore.train.rerun import drop_step
 from tests.helpers.parts import on_parts

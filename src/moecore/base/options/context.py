@@ -1,12 +1,4 @@
-"""How attention of context parallel ranks communicates.
-
-Note "fewest numbers": with H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A
-of H + h heads of a token each way, queries, keys, values and results together. A ring of R = cp / A
-ranks passes h heads on R - 1 times in forward and in backward, and so their gradients, which are
-twice as wide. So "auto" takes the divisor A of cp and h with the smallest
-
-    (A - 1) / A * (H + h) + 2 * (R - 1) * h
-"""
+"""How attention of context parallel ranks communicates."""
 
 from __future__ import annotations
 
@@ -25,8 +17,8 @@ class ContextOptions:
     """How attention of context parallel ranks communicates.
 
     Attributes:
-        way: "auto" takes "allgather" for latent attention, which then gathers latents, and what
-            sends fewest for other attention: note "fewest numbers".
+        way: "auto" takes "allgather" for latent attention, which then gathers latents, and for
+            other attention the way that sends the fewest numbers.
         a2a_ranks: neighbouring ranks that exchange heads for tokens, a divisor of cp, with
             "a2a+p2p" alone; None = as many as heads allow.
         dynamic: each forward has its own cp: groups of 1, 2, 4, ... neighbouring data ranks share
@@ -82,8 +74,12 @@ class ContextOptions:
 
 
 def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
-    """Return A of the note "fewest numbers"."""
+    """Return the number of ranks of an all-to-all, a divisor of cp and heads, that sends least."""
     most = math.gcd(cp, kv_heads)
+    # With H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A of H + h heads
+    # of a token each way, queries, keys, values and results together. A ring of cp / A ranks passes
+    # h heads on cp / A - 1 times in forward and in backward, and so their gradients, which are
+    # twice as wide.
 
     def numbers(A: int) -> float:
         return (A - 1) / A * (num_heads + kv_heads) + 2 * (cp // A - 1) * kv_heads

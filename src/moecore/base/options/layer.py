@@ -100,11 +100,6 @@ class BalanceConfig:
         """Whether any auxiliary loss reaches the gradient."""
         return self.needs_counts_loss or self.z_loss_coef > 0
 
-    @property
-    def is_on(self) -> bool:
-        """Whether training differs from training without balancing."""
-        return self.needs_loss or self.bias_update_rate > 0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityConfig:

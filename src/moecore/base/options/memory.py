@@ -27,10 +27,7 @@ OffloadedParts = Annotated[tuple[Offloaded, ...], 'pass ("experts",)']
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 Fractions = Annotated[Fraction | tuple[Fraction, ...], "pass a float, or one per pipeline stage"]
 HostBytes = Annotated[int, Bound(">=", 0), Bound("<", 2**63)]
-Parts = Annotated[
-    tuple[Recomputed, ...] | Literal["gemm_last"],
-    "pass 'gemm_last'",
-]
+Parts = Annotated[tuple[Recomputed, ...] | Literal["gemm_last"], "pass 'gemm_last'"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

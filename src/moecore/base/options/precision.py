@@ -100,11 +100,6 @@ class Recipe:
         """Rows and columns of one scale of a weight, summed over columns."""
         return WEIGHT_BLOCKS[self.scaling]
 
-    @property
-    def scale_format(self) -> str:
-        """What the scales are: "fp32", or "fp32 power of two"."""
-        return "fp32 power of two" if self.power_of_two else "fp32"
-
     def describe(self) -> str:
         """Return one line: scaling, formats, scales, and what else differs from the defaults.
 
@@ -116,7 +111,8 @@ class Recipe:
             "rowwise": "by row",
             "tensorwise": "by tensor",
         }[self.scaling]
-        line = f"{self.scaling} FP8: {formats}, {blocks}, scales {self.scale_format}"
+        scales = "fp32 power of two" if self.power_of_two else "fp32"
+        line = f"{self.scaling} FP8: {formats}, {blocks}, scales {scales}"
         if self.amax_history:
             line += f" of the last {self.amax_history} steps"
         return line if self.keep_hidden == "wide" else f"{line}, hidden kept in fp8"

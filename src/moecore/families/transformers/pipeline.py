@@ -87,7 +87,7 @@ class StagedCausal:
         )
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
-        """Run one stage; see `moecore.parallel.pipeline.stages.run_stage`.
+        """Run one stage; see `moecore.parallel.pipeline.stages.StagedModel`.
 
         Args:
             inputs: of the model's forward; `input_ids` in every stage.

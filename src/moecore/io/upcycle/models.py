@@ -18,9 +18,10 @@ from moecore.base.fields import check_arguments, check_fields
 from moecore.base.options.layer import GATED_ACTIVATIONS, MoEConfig
 from moecore.families.adopt import adopt
 from moecore.io.upcycle.upcycle import UpcycleOptions, upcycle_mlp
+from moecore.kernels.rows.activation import activation
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
-from moecore.moe.experts import activate
+from moecore.moe.experts import activation_options
 from moecore.moe.layer import LayerLayout, MoELayer
 
 PROBE_TOKENS = 16
@@ -306,7 +307,7 @@ def _check_same_output(
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=generator).to(w1)
     x_TD = x_TD * (PROBE_STD / F.linear(x_TD, w1).std().clamp(min=1e-3))
-    hidden_TF = activate(F.linear(x_TD, w1, b1), config).to(x_TD.dtype)
+    hidden_TF = activation(F.linear(x_TD, w1, b1), activation_options(config)).to(x_TD.dtype)
     expected_TD = F.linear(hidden_TF, w2_DF, dense.get("b2"))
     was_training = block.training
     block.eval()

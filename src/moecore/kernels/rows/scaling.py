@@ -1,6 +1,6 @@
 """What FP8 operands of products are, and those of dense ones in PyTorch with every rounding.
 
-The truth of the kernels in `cast.py` and of torch's scaled products (`precision/products.py`), and
+The truth of the kernels in `cast.py` and of torch's scaled products (`precision/linear.py`), and
 what CPUs compute.
 
     kind      rows and columns of one scale   its scales in memory

@@ -34,9 +34,6 @@ class AllGatherDispatcher:
     """Gives every rank of the group all of its tokens.
 
     Ranks with fewer tokens than the most pad with rows that no expert reads.
-
-    Args:
-        placement: the dispatch group and who owns what.
     """
 
     waits_on_host = True
@@ -51,10 +48,7 @@ class AllGatherDispatcher:
         return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Gather all tokens of the group; 4 collectives.
-
-        One host sync. With `routing.pad` none after the first.
-        """
+        """Gather all tokens; 4 collectives. One host sync, with `routing.pad` in the first call."""
         p, T = self.placement, x_TD.shape[0]
         if routing.pad:
             self._sizes.check(T, x_TD.device)

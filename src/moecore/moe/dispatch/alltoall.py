@@ -26,53 +26,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.streams import wait_on_host
-from moecore.base.torch_names import is_silent
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import EqualSizes, needed, unneeded
-from moecore.moe.lanes import Lanes, exchange, numbers_of
+from moecore.moe.dispatch.collectives import EqualSizes, exchange_all, needed, unneeded
+from moecore.moe.lanes import Lanes, numbers_of
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, ExpertInput, Routing
 
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """Combine's record of a dispatch: the destinations of each token, and the splits.
+    """Combine's record of a dispatch: the destinations of each token, and the splits."""
 
-    Attributes:
-        token_ids_M: int32, token of each sent row, ordered by destination and then by token.
-        slots_TG: int32, sent row of each token and destination; -1 = not sent there.
-        send_splits: rows sent to each rank.
-        receive_splits: rows received from each rank.
-    """
-
-    token_ids_M: Tensor
-    slots_TG: Tensor
-    send_splits: list[int]
-    receive_splits: list[int]
+    token_ids_M: Tensor  # int32, token of each sent row, ordered by destination and then by token
+    slots_TG: Tensor  # int32, sent row of each token and destination; -1 = not sent there
+    send_splits: list[int]  # rows sent to each rank
+    receive_splits: list[int]  # rows received from each rank
 
 
 class SendOrder(NamedTuple):
-    """The rows that a rank sends, and their counts.
+    """The rows that a rank sends, as in `AllToAllPlan`, and their counts."""
 
-    Attributes:
-        token_ids_M: ids as in `AllToAllPlan`, with M the most rows that could be sent.
-        slots_TG: slots as in `AllToAllPlan`.
-        counts_G2: int64, for each rank the number of tokens, and of their choices there.
-    """
-
-    token_ids_M: Tensor
+    token_ids_M: Tensor  # M is the most rows that could be sent
     slots_TG: Tensor
-    counts_G2: Tensor
+    counts_G2: Tensor  # int64, for each rank the number of tokens, and of their choices there
 
 
 class AllToAllDispatcher:
-    """Sends each token once to every rank that owns at least one of its experts.
-
-    Args:
-        placement: the dispatch group, and the experts that each rank owns.
-    """
+    """Sends each token once to every rank that owns at least one of its experts."""
 
     waits_on_host = True
 
@@ -124,15 +106,13 @@ class AllToAllDispatcher:
         )
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
-            balanced = _balanced_rows(p, *routing.expert_ids_TK.shape)
+            T, K = routing.expert_ids_TK.shape
+            source = p.group.size() * p.balanced_tokens(T, K)
+            balanced = BalancedRows(source, p.balanced_rows(T, K))
         return ExpertInput(Rows(rows_SD), index, plan, balanced=balanced)
 
     def prepare(self, ids_TK: Tensor) -> SendOrder:
-        """Return the rows that this rank sends. No host sync, no communication.
-
-        Args:
-            ids_TK: int32, physical expert of each choice; -1 = dropped.
-        """
+        """Return the rows to send, of physical ids, -1 = dropped. No host sync or communication."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._owned(ids_TK)
         needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
@@ -155,54 +135,44 @@ class AllToAllDispatcher:
 
 
 def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
-    """Return the token of each row to send, and the row of each token and rank; no host sync.
+    """Return token_ids_M, 0 behind the last token, and slots_TG of an `AllToAllPlan`; no host sync.
 
-    Args:
-        needs_GT: bool, whether rank g needs token t.
-        num_sent: M, at least the number of true entries.
-
-    Returns:
-        token_ids_M int32, ordered by destination and then by token, 0 behind the last token;
-        slots_TG int32, -1 where a rank does not need a token.
+    `needs_GT` tells whether rank g needs token t; it has at most `num_sent` true entries.
 
     Example, three tokens, two ranks, needs [[1, 0, 1], [0, 1, 1]]: token_ids_M [0, 2, 1, 2],
     slots_TG [[0, -1], [-1, 2], [1, 3]].
     """
-    G, T = needs_GT.shape
-    slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(G, T)
-    tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
-    # What is not sent lands in one spare row past the end.
-    token_ids = tokens_T.new_zeros(num_sent + 1)
-    spare_GT = torch.where(needs_GT, slots_GT, num_sent)
-    token_ids.scatter_(0, spare_GT.flatten(), tokens_T.repeat(G))
-    slots_TG = torch.where(needs_GT, slots_GT, -1).T.to(torch.int32).contiguous()
-    return token_ids[:num_sent], slots_TG
+    slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
+    return _order(needs_GT, slots_GT, num_sent, unused=0)
 
 
 def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the order of `send_order` with `num_sent` rows for every rank, and the used rows.
 
-    Args:
-        needs_GT: bool, whether rank g needs token t; at most `num_sent` tokens for each rank.
-
-    Returns:
-        token_ids_M int32 (0 where unused), slots_TG int32, used_M bool; M = G * num_sent.
+    M is G * num_sent, token_ids_M is 0 where unused, and used_M is bool.
 
     Example, three tokens, two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M
     [0, 2, 1, 0], slots_TG [[0, -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
     """
-    G, T = needs_GT.shape
-    places_GT = needs_GT.cumsum(1) - 1
+    G = needs_GT.shape[0]
     starts_G1 = torch.arange(G, device=needs_GT.device)[:, None] * num_sent
-    slots_GT = torch.where(needs_GT, places_GT + starts_G1, -1)
+    slots_GT = needs_GT.cumsum(1) - 1 + starts_G1
+    token_ids_M, slots_TG = _order(needs_GT, slots_GT, G * num_sent, unused=-1)
+    return token_ids_M.clamp(min=0), slots_TG, token_ids_M >= 0
+
+
+def _order(
+    needs_GT: Tensor, slots_GT: Tensor, num_rows: int, *, unused: int
+) -> tuple[Tensor, Tensor]:
+    """Return int32 the token of each row, or `unused`, and int32 slots_TG, -1 where not needed."""
+    G, T = needs_GT.shape
     tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
     # What is not sent lands in one spare row past the end.
-    token_ids = tokens_T.new_full((G * num_sent + 1,), -1)
-    spare_GT = torch.where(needs_GT, slots_GT, G * num_sent)
+    token_ids = tokens_T.new_full((num_rows + 1,), unused)
+    spare_GT = torch.where(needs_GT, slots_GT, num_rows)
     token_ids.scatter_(0, spare_GT.flatten(), tokens_T.repeat(G))
-    token_ids_M = token_ids[:-1]
-    slots_TG = slots_GT.T.to(torch.int32).contiguous()
-    return token_ids_M.clamp(min=0), slots_TG, token_ids_M >= 0
+    slots_TG = torch.where(needs_GT, slots_GT, -1).T.to(torch.int32).contiguous()
+    return token_ids[:num_rows], slots_TG
 
 
 class _SentRows(NamedTuple):
@@ -233,10 +203,8 @@ def _rows_of(
 def _exchange_counts(
     counts_G2: Tensor, group: dist.ProcessGroup, lanes: Lanes | None = None
 ) -> tuple[list[int], list[int], int]:
-    """Return send splits, receive splits and R. The one host sync of this dispatcher.
-
-    Collectives with uneven splits take the splits from the host.
-    """
+    """Return send splits, receive splits and R. The one host sync of this dispatcher."""
+    # Collectives with uneven splits take the splits from the host.
     both_2G2 = counts_G2.repeat(2, 1, 1)
     sent_G2, received_G2 = both_2G2
     start = partial(dist.all_to_all_single, received_G2, sent_G2, group=group)
@@ -248,11 +216,6 @@ def _balanced(p: ExpertPlacement, T: int, K: int) -> tuple[list[int], list[int],
     """Return the result of `_exchange_counts` for even loads: on meta counts have no values."""
     splits = [p.balanced_tokens(T, K)] * p.group.size()
     return splits, splits, p.balanced_rows(T, K)
-
-
-def _balanced_rows(p: ExpertPlacement, T: int, K: int) -> BalancedRows:
-    """Return the rows of a rank with even loads, if every rank has T tokens."""
-    return BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
 
 
 def _all_to_all(
@@ -267,25 +230,17 @@ def _all_to_all(
 ) -> list[Any]:
     """Exchange the first rows of each tensor at one time; return `length` rows for each.
 
-    The splits have the numbers of rows that are sent and received. Returned rows behind the
-    received ones have any value. `is_ahead` is an argument of `exchange`.
+    Returned rows behind the received ones have any value. `is_ahead` is an argument of `exchange`.
     """
-    is_ahead = is_ahead and lanes is not None and lanes.are_open
+    is_ahead = is_ahead and lanes is not None and lanes.open_pair is not None
     with lanes.ahead() if is_ahead and lanes is not None else nullcontext():
         outs = [None if x is None else x.new_empty((length, *x.shape[1:])) for x in xs]
     how: dict[str, Any] = dict(
         output_split_sizes=receive_splits, input_split_sizes=send_splits, group=group
     )
-    num_sent, num_received = sum(send_splits), sum(receive_splits)
-    exchange(
-        [
-            partial(dist.all_to_all_single, out[:num_received], x[:num_sent].contiguous(), **how)
-            for out, x in zip(outs, xs, strict=True)
-            if out is not None and x is not None and not is_silent(out)
-        ],
-        lanes,
-        is_ahead=is_ahead,
-    )
+    received = [None if out is None else out[: sum(receive_splits)] for out in outs]
+    sent = [None if x is None else x[: sum(send_splits)] for x in xs]
+    exchange_all(dist.all_to_all_single, received, sent, lanes, is_ahead=is_ahead, **how)
     for out in outs:
         if is_ahead and out is not None and out.is_cuda:
             out.record_stream(torch.cuda.current_stream())

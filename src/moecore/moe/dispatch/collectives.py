@@ -7,7 +7,7 @@ Legend: C rows of each rank, G ranks of the group, S = G * C rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,13 +29,10 @@ class EqualSizes:
     def check(self, num_tokens: int, device: torch.device) -> None:
         """Compare with the other ranks; one tiny collective, and a host sync the first time only.
 
-        At every forward: a rank that met its number before can not know that another did not, and
-        collectives of unequal sizes hang, abort or mix rows up.
-
-        Raises:
-            ValueError: when the first numbers differ.
-            RuntimeError: when later ones do; on CUDA the device asserts, before rows travel.
+        Later differences are asserted on the device, before rows travel.
         """
+        # At every forward: a rank that met its number before can not know that another did not, and
+        # collectives of unequal sizes hang, abort or mix rows up.
         if device.type == "meta":
             return
         mine = torch.full((1,), num_tokens, device=device)
@@ -95,6 +92,24 @@ def needed(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None
     return [grad if need else None for grad, need in zip(grads, needs, strict=False)]
 
 
+def exchange_all(
+    collective: Callable[..., Any],
+    outs: Sequence[Tensor | None],
+    xs: Sequence[Tensor | None],
+    lanes: Lanes | None,
+    *,
+    is_ahead: bool = False,
+    **how: Any,
+) -> None:
+    """Run a collective for each tensor that exists and is sent, all at one time: see `exchange`."""
+    starts = [
+        partial(collective, out, x.contiguous(), **how)
+        for out, x in zip(outs, xs, strict=True)
+        if x is not None and not is_silent(x)
+    ]
+    exchange(starts, lanes, is_ahead=is_ahead)
+
+
 def _gather_from_ranks(
     xs_C: Sequence[Tensor | None], group: dist.ProcessGroup, lanes: Lanes | None = None
 ) -> list[Any]:
@@ -102,14 +117,7 @@ def _gather_from_ranks(
         None if x_C is None else x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
         for x_C in xs_C
     ]
-    exchange(
-        [
-            partial(all_gather_single, out, x_C.contiguous(), group=group)
-            for out, x_C in zip(outs, xs_C, strict=True)
-            if out is not None and x_C is not None and not is_silent(out)
-        ],
-        lanes,
-    )
+    exchange_all(all_gather_single, outs, xs_C, lanes, group=group)
     return outs
 
 
@@ -120,14 +128,7 @@ def _sum_over_ranks(
         None if y_S is None else torch.empty_like(y_S, memory_format=torch.contiguous_format)
         for y_S in ys_S
     ]
-    exchange(
-        [
-            partial(dist.all_to_all_single, out, y_S.contiguous(), group=group)
-            for out, y_S in zip(received, ys_S, strict=True)
-            if out is not None and y_S is not None and not is_silent(out)
-        ],
-        lanes,
-    )
+    exchange_all(dist.all_to_all_single, received, ys_S, lanes, group=group)
     return [None if x_S is None else _sum_of_parts(x_S, group.size()) for x_S in received]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.streams import Stream, current_stream, new_stream, on_stream
 from moecore.kernels.common import record_launch
+from moecore.kernels.exchange import clones as clone_kernels
 from moecore.kernels.exchange import copies
 from moecore.kernels.exchange import operations as kernels
 from moecore.kernels.exchange.buffer import (
@@ -24,6 +25,7 @@ from moecore.kernels.exchange.buffer import (
     PeerBuffer,
     SymmetricBuffer,
 )
+from moecore.kernels.exchange.clones import CloneBuffer, Places
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
 from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.moe.placement import balanced_tokens
@@ -32,6 +34,7 @@ from moecore.moe.shortage import Shortage
 # Operations of a `MetaExchange`, by the names of their kernels.
 SPREAD, REDUCE, COPY = "_spread_kernel", "_reduce_kernel", "copy to peers"
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
+CLONE_KINDS = ("transfer of clones' weights", "sum of clones' gradients")
 
 
 class ExchangeError(RuntimeError):
@@ -51,14 +54,19 @@ class ExchangeError(RuntimeError):
         self.row_factor, self.stash_factor = row_factor, stash_factor
 
 
-def late_message(
-    buffer: PeerBuffer, group: dist.ProcessGroup, code: int, kinds: Sequence[str]
-) -> str:
-    """Return the message for an error code: which rank was late for which kind of operation."""
-    late = dist.get_global_rank(group, code // 2)
-    me = dist.get_global_rank(group, buffer.rank)
-    return (
-        f"rank {late} must come to a {kinds[code % 2]} within NVLinkOptions.timeout_s "
+def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[str]) -> None:
+    """Raise an `ExchangeError` for a late rank, if the report has reached the host. No host sync.
+
+    The error stays until `ExchangePool.close` and new buffers, because the operations that the late
+    rank missed are unknown. Until then no operation waits for any rank.
+    """
+    error = int(buffer.report[ERROR_WORD])
+    if not error:
+        return
+    late, kind = divmod(error - 1, 2)
+    late, me = (dist.get_global_rank(group, rank) for rank in (late, buffer.rank))
+    raise ExchangeError(
+        f"rank {late} must come to a {kinds[kind]} within NVLinkOptions.timeout_s "
         f"({buffer.timeout_ns / 1e9:g} s), but rank {me} waited in vain: look at rank "
         f"{late}, then call close(); results since then are not valid"
     )
@@ -95,19 +103,9 @@ class Exchange:
         return self.buffer.layout
 
     def spread_choices(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        num_local: int,
-        etp: int,
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
-        """Send tokens with their choices to the ranks that own the experts; return source rows.
-
-        Args:
-            x_TD: rows of any dtype, of at most the layout's `row_bytes`.
-        """
+        """Send tokens with their choices to the ranks that own the experts; return source rows."""
         sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self._enter(SlotEvent.OPERATION)
         return kernels.spread_choices(self.buffer, *sent, num_local=num_local, etp=etp)
@@ -130,11 +128,8 @@ class Exchange:
     ) -> tuple[Tensor, Tensor | None]:
         """Add the rows of each source row's slots; return sums over ranks to the tokens' ranks.
 
-        Args:
-            choices: weight gradient of each expert row [R], and slots_SK; None = no gradients.
-
-        Returns:
-            The sums [T, D], and the gradients of the routing weights [T, K] or None.
+        `choices` are the weight gradient of each expert row [R], and slots_SK. Returns the sums
+        [T, D], and with `choices` the gradients of the routing weights [T, K].
         """
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
@@ -152,19 +147,14 @@ class Exchange:
     def start_copies(self, sums_SD: Tensor) -> None:
         """Start to copy sums to the tokens' ranks, on a stream of copies, by copy engines alone.
 
-        Args:
-            sums_SD: sums that must live until `finish_copies`.
+        The sums must live until `finish_copies`.
         """
         self._enter(SlotEvent.COPY)
         with on_stream(self._stream_after(sums_SD)):
             self._copy(sums_SD)
 
     def finish_copies(
-        self,
-        sums_SD: Tensor,
-        peers_T: Tensor,
-        places_S: Tensor,
-        choices: tuple[Tensor, Tensor],
+        self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the result of `reduce` of the copied sums; the current stream waits for copies."""
         self._wait_for_stream(sums_SD)
@@ -192,10 +182,6 @@ class Exchange:
         where = (peers_T, places_S, places_S[:, None])
         return kernels.reduce(self.buffer, sums_SD, *where, choices, copied=True)
 
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured on this device."""
-        return self.buffer.state.is_cuda and torch.cuda.is_current_stream_capturing()
-
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets, at most `num_rows`; larger ones are recorded as a shortage."""
         return limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
@@ -210,17 +196,8 @@ class Exchange:
         return Shortage(state, report, self.balanced_rows)
 
     def poll(self) -> None:
-        """Raise for a late rank, if the report has reached the host. No host sync.
-
-        The error stays until `ExchangePool.close` and new buffers, because the operations that the
-        late rank missed are unknown. Until then no operation waits for any rank.
-
-        Raises:
-            ExchangeError: when a rank was late.
-        """
-        error = int(self.buffer.report[ERROR_WORD])
-        if error:
-            raise ExchangeError(late_message(self.buffer, self.group, error - 1, KINDS))
+        """Raise for a late rank: see `raise_if_late`."""
+        raise_if_late(self.buffer, self.group, KINDS)
 
 
 class MetaExchange(Exchange):
@@ -290,3 +267,35 @@ class MetaExchange(Exchange):
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets unchanged."""
         return offsets_e
+
+
+class CloneExchange:
+    """One rank's end of the exchange of clones, shared by all layers of a model.
+
+    All ranks of the group run the same operations in the same order; on one rank they are ordered
+    by their streams. No operation syncs.
+    """
+
+    def __init__(self, buffer: CloneBuffer, group: dist.ProcessGroup) -> None:
+        self.buffer = buffer
+        self.group = group
+        G = group.size()
+        experts_N = torch.arange(G, dtype=torch.int32, device=buffer.state.device).repeat(G)
+        self._everybody = Places(experts_N=experts_N, num_clones=G, num_local=1)
+
+    def gather(self, row_1E: Tensor) -> Tensor:
+        """Return the rows of all ranks, [G, E]: every rank clones what each has."""
+        (rows_GE,) = self.fetch([row_1E], self._everybody)
+        return rows_GE
+
+    def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
+        """Return the clones' part of each tensor, [c, ...]; zeros where a place is empty."""
+        return [clone_kernels.fetch(self.buffer, tensor, places) for tensor in tensors]
+
+    def bring_home_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
+        """Return gradients [e, ...] with their clones' added, in place where contiguous."""
+        return [clone_kernels.bring_home_(self.buffer, grad.contiguous(), places) for grad in grads]
+
+    def poll(self) -> None:
+        """Raise for a late rank: see `raise_if_late`."""
+        raise_if_late(self.buffer, self.group, CLONE_KINDS)

@@ -1,6 +1,6 @@
 """The buffers that every rank of a group can write, and who owns them.
 
-`ExchangePool` belongs to a model: all its layers share one `Exchange` per (row bytes, K, lane).
+`ExchangePool` belongs to a model: all its layers share one `Exchange` per (row bytes, K).
 Each is made at first use, by all ranks together. Its buffer lives until `close()`, or until the
 last user of the pool is gone. Only the making and `check` wait for the device.
 
@@ -26,8 +26,8 @@ from moecore.kernels.exchange.buffer import (
     ExchangeLayout,
     SymmetricBuffer,
 )
-from moecore.moe.dispatch.clone_exchange import CloneExchange
-from moecore.moe.dispatch.exchange import Exchange, ExchangeError, MetaExchange
+from moecore.moe.dispatch.collectives import gather_ranks
+from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeError, MetaExchange
 from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
 from moecore.moe.shortage import Holder, Shortage
 
@@ -46,9 +46,6 @@ class ExchangePool(Holder):
             multiprocessor.
         is_required: whether tokens that stores can not carry are an error; else all-to-all carries
             them, and all that is not part of a step which runs again or of a CUDA graph.
-
-    Attributes:
-        tokens: how many tokens of a rank the buffers hold.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -68,8 +65,8 @@ class ExchangePool(Holder):
         self.is_required = is_required
         self.tokens = TokenCapacity(self)
         self._programs = programs
-        self._entries: dict[tuple[int, int, int], Exchange] = {}
-        self._planned: dict[tuple[int, int, int], Exchange] = {}  # on meta
+        self._entries: dict[tuple[int, int], Exchange] = {}
+        self._planned: dict[tuple[int, int], Exchange] = {}  # on meta
         self._clones: CloneExchange | None = None
 
     @property
@@ -99,24 +96,16 @@ class ExchangePool(Holder):
             row_factor=least,
         )
 
-    def get(self, x_TD: Tensor, top_k: int, *, lane: int = 0) -> Exchange:
+    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
         """Return the exchange for these tokens; made, by all ranks together, at first use.
 
-        Args:
-            top_k: K.
-            lane: whose buffers; micro-batches that run at the same time need one each.
-
-        Raises:
-            ValueError: for a dtype or a row size that can not travel, for ranks that disagree, and
-                for more tokens than there is room for in a step that can not run again, before
-                anything is sent.
-            RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
+        What cannot travel, and an earlier operation that failed, raise before anything is sent.
         """
         problem = find_row_problem(x_TD)
         if problem is not None:
             raise ValueError(problem)
         T, D = x_TD.shape
-        key = (D * x_TD.itemsize, top_k, lane)
+        key = (D * x_TD.itemsize, top_k)
         if x_TD.is_meta:
             if key not in self._planned:
                 self._planned[key] = self._on_meta(x_TD, top_k)
@@ -134,11 +123,7 @@ class ExchangePool(Holder):
         return exchange
 
     def clones(self, device: torch.device) -> CloneExchange:
-        """Return the exchange of clones; made, by all ranks together, at first use.
-
-        Raises:
-            RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
-        """
+        """Return the exchange of clones; made, by all ranks together, at first use."""
         if self._clones is None:
             self._clones = self._make_clones(device)
         self._clones.poll()
@@ -160,11 +145,7 @@ class ExchangePool(Holder):
         return (*self.entries, *([] if self._clones is None else [self._clones]))
 
     def poll(self, *, is_error: bool = True) -> None:
-        """Raise what has gone wrong on this rank, as far as the host can see without waiting.
-
-        Raises:
-            ExchangeError: when a rank did not come in time, or expert rows did not fit.
-        """
+        """Raise an `ExchangeError` for a late rank or a shortage that the host sees. No sync."""
         for one in self.held:
             one.poll()
         super().poll(is_error=is_error)
@@ -176,11 +157,7 @@ class ExchangePool(Holder):
                 torch.cuda.synchronize(one.buffer.state.device)
 
     def close(self) -> None:
-        """Free all buffers; collective. A later `get` makes new ones, of other sizes if need be.
-
-        Raises:
-            RuntimeError: when an operation went wrong; the buffers are free then, too.
-        """
+        """Free all buffers, and raise what went wrong; collective. A later `get` makes new ones."""
         try:
             self.check()
         finally:
@@ -218,14 +195,8 @@ class ExchangePool(Holder):
         most = self.options.max_tokens or x_TD.shape[0]
         layout = self._layout(x_TD, top_k, most, self._programs or 1)
         none = torch.empty(0, dtype=torch.int32, device="meta")
-        buffer = SymmetricBuffer(
-            layout=layout,
-            rank=dist.get_rank(self.group),
-            bases=none,
-            state=none,
-            report=none,
-            timeout_ns=0,
-        )
+        words: Any = dict(bases=none, state=none, report=none, timeout_ns=0)
+        buffer = SymmetricBuffer(layout=layout, rank=dist.get_rank(self.group), **words)
         return MetaExchange(buffer, self.group, self.options, balanced_rows=self._balanced(layout))
 
     def _layout(self, x_TD: Tensor, top_k: int, most: int, programs: int) -> ExchangeLayout:
@@ -243,21 +214,12 @@ class ExchangePool(Holder):
         return layout.source_rows * layout.top_k // self.ep
 
     def _agree(self, x_TD: Tensor, top_k: int, programs: int) -> int:
-        """Return the most tokens of any rank. One collective and host sync.
-
-        Raises:
-            ValueError: when something else is not the same on all ranks.
-        """
+        """Return the most tokens of any rank; refuse other differences. A collective, host sync."""
         options, (T, D) = self.options, x_TD.shape
         choices = (options.overlap_weight_grads, options.keep_rows, options.fp8_dispatch)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
         mine = (*sizes, *map(int, choices))
-        ranks = [
-            torch.empty(len(mine), dtype=torch.int64, device=x_TD.device)
-            for _ in range(self.group.size())
-        ]
-        dist.all_gather(ranks, torch.tensor(mine, device=x_TD.device), group=self.group)
-        rows = torch.stack(ranks).tolist()
+        rows = gather_ranks(torch.tensor([mine], device=x_TD.device), self.group).tolist()
         for g, row in enumerate(rows):
             if row[1:] != rows[0][1:]:
                 other, first = (dist.get_global_rank(self.group, i) for i in (g, 0))
@@ -270,7 +232,7 @@ class ExchangePool(Holder):
 
 
 class TokenCapacity(Holder):
-    """The most tokens of one rank and forward, which the buffers of a pool are as long as.
+    """The most tokens of one rank and forward, as many as the buffers of a pool hold.
 
     A longer forward sends its first tokens alone, and then the step runs again with longer buffers:
     `Reruns`. Where the host waits for no capacity (`NVLinkOptions.row_factor` is no number), or
@@ -346,10 +308,7 @@ def _refuse_capture() -> None:
 
 
 def divide(programs: int) -> dict[str, int]:
-    """Return how an operation divides its programs into pushing and receiving ones, and its tokens.
-
-    As `ExchangeLayout` takes it, and as `bench_dispatch --sweep` found it fastest.
-    """
+    """Return the fields of `ExchangeLayout` that `bench_dispatch --sweep` found fastest."""
     is_few = programs < FEW_PROGRAMS
     push = max(1, programs * 5 // 12) if is_few else programs // 2
     return dict(num_push=push, num_receive=programs - push, rounds=16 if is_few else 8)

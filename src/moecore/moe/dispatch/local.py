@@ -11,11 +11,7 @@ from moecore.moe.records import ExpertInput, Routing
 
 
 class LocalDispatcher:
-    """dispatch and combine of a rank that owns all experts.
-
-    Args:
-        num_experts: E.
-    """
+    """dispatch and combine of a rank that owns all experts."""
 
     waits_on_host = False
 
@@ -29,15 +25,9 @@ class LocalDispatcher:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Return x_TD itself as source rows (S = T, R at most T * K), without a copy."""
-        index = build_index(
-            routing.expert_ids_TK,
-            routing.weights_TK,
-            first=0,
-            num_local=self.num_experts,
-            length=min(
-                routing.expert_ids_TK.numel(), self.num_experts * routing.most_rows_per_expert
-            ),
-        )
+        ids_TK, E = routing.expert_ids_TK, self.num_experts
+        length = min(ids_TK.numel(), E * routing.most_rows_per_expert)
+        index = build_index(ids_TK, routing.weights_TK, first=0, num_local=E, length=length)
         return ExpertInput(Rows(x_TD), index, None)
 
     def combine(self, y_SD: Tensor, plan: None) -> Tensor:

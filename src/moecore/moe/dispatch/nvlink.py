@@ -47,31 +47,20 @@ from moecore.moe.records import BalancedRows, ExpertInput, Routing, UnsummedRows
 
 @dataclass(frozen=True, slots=True)
 class NVLinkPlan:
-    """Combine's record of a dispatch: the exchange, the tokens' ranks, and the rows to add.
-
-    Attributes:
-        exchange: exchange of the dispatch.
-        dtype: dtype of the tokens, and so of all sums.
-        num_tokens: rows of combine's output; tokens for which the buffers had no capacity get 0.
-        peers_T: int32, bit g of each local token: rank g got the token.
-        places_S: int32, the number of the source row itself; -1 = a hole.
-        slots_SK: int32, expert rows of each source row; -1 = none.
-    """
+    """Combine's record of a dispatch: the exchange, the tokens' ranks, and the rows to add."""
 
     exchange: Exchange
-    dtype: torch.dtype
-    num_tokens: int
-    peers_T: Tensor
-    places_S: Tensor
-    slots_SK: Tensor
+    dtype: torch.dtype  # of the tokens, and so of all sums
+    num_tokens: int  # of combine's output; tokens for which the buffers had no capacity get 0
+    peers_T: Tensor  # int32, bit g of each local token: rank g got the token
+    places_S: Tensor  # int32, the number of the source row itself; -1 = a hole
+    slots_SK: Tensor  # int32, expert rows of each source row; -1 = none
 
 
 class NVLinkDispatcher:
     """Sends each token once to every rank that owns at least one of its experts, by stores.
 
-    Args:
-        placement: the dispatch group, and the experts that each rank owns.
-        exchanges: pool of the same group's exchanges; the layers of a model share the pool.
+    The layers of a model share the pool of exchanges.
     """
 
     waits_on_host = False  # with row_factor "exact" it waits, but then `_count_rows` refuses graphs
@@ -100,14 +89,8 @@ class NVLinkDispatcher:
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks. No collective; no host sync after the first call.
 
-        With `NVLinkOptions.row_factor` "exact" each call has one host sync. Where `_goes_elsewhere`
-        is True, `AllToAllDispatcher` dispatches the tokens.
-
-        Holes of the source rows are uninitialised; no slot names them.
-
-        Raises:
-            ValueError: for rows that stores cannot carry, or more tokens than the buffers hold.
-            RuntimeError: when an earlier operation failed (see `Exchange.poll`).
+        With `NVLinkOptions.row_factor` "exact" each call has one host sync. Holes of the source
+        rows are uninitialised; no slot names them.
         """
         if self._goes_elsewhere(x_TD, routing):
             return self._elsewhere.dispatch(x_TD, routing)
@@ -134,7 +117,7 @@ class NVLinkDispatcher:
         unsummed = UnsummedInput(came.handle_RD, sender, refetch)
         return ExpertInput(
             _arrived(exchange, came.rows_SN, x_TD),
-            came.expert_index,
+            ExpertIndex(*came[4:]),
             plan,
             unsummed,
             self._balanced(exchange),
@@ -146,9 +129,6 @@ class NVLinkDispatcher:
         With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no step
         reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or if the
         forward is part of no step that is rerun and of no CUDA graph.
-
-        Raises:
-            ValueError: when stores are required and cannot carry the tokens.
         """
         pool, problem = self.exchanges, find_row_problem(x_TD)
         if routing.weights_TK.dtype != torch.float32:
@@ -174,11 +154,7 @@ class NVLinkDispatcher:
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan | AllToAllPlan) -> Tensor:
         """Return partial sums to the tokens' ranks; add them in fp32. No host sync, no collective.
 
-        Args:
-            y: sums of the source rows [S, D], or expert rows, which are added as they are sent.
-
-        Raises:
-            ValueError: when the dtypes of y and of the tokens differ.
+        y are sums of the source rows [S, D], or expert rows, which are added as they are sent.
         """
         if isinstance(plan, AllToAllPlan):
             assert isinstance(y, Tensor), "without a handle experts add their rows"
@@ -215,18 +191,12 @@ def _index_of(
 
 
 def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: int) -> int:
-    """Return the number of choices of experts [first, first + num_local). One host sync.
-
-    On meta choices have no values, so the number is that of even loads.
-
-    Raises:
-        RuntimeError: while a CUDA graph is captured, because its sizes cannot change.
-    """
-    if exchange.is_capturing():
+    """Return the number of choices of experts [first, first + num_local). One host sync."""
+    if ids_SK.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "NVLinkOptions.row_factor ('exact') must be a number while a CUDA graph is captured"
         )
-    if ids_SK.is_meta:
+    if ids_SK.is_meta:  # choices have no values, so loads are even
         return exchange.balanced_rows
     return int(((ids_SK >= first) & (ids_SK < first + num_local)).sum())
 
@@ -290,11 +260,7 @@ class _Sender:
     ) -> tuple[Tensor, Tensor | None] | None:
         """Return the gradients of tokens and weights, [T, D] and [T, K]; None without copies.
 
-        Args:
-            came: gradients of the expert rows and of their weights: the tensors given to `start`.
-
-        Raises:
-            RuntimeError: when these are other tensors, or have changed since `start`.
+        `came` are the gradients of the expert rows and of their weights that were given to `start`.
         """
         sent, self._sent = self._sent, None
         if sent is None:
@@ -319,25 +285,16 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 class _Outputs(NamedTuple):
-    """The outputs of `_Dispatch`, or their gradients.
+    """The outputs of `_Dispatch`, or their gradients: see `UnsummedInput` and `NVLinkPlan`."""
 
-    rows_SN are source rows as sent, maybe packed. The other names are those of `UnsummedInput`,
-    `NVLinkPlan` and `ExpertIndex`.
-    """
-
-    rows_SN: Any
+    rows_SN: Any  # source rows as sent, maybe packed
     handle_RD: Any
     peers_T: Any
     places_S: Any
-    row_ids_R: Any
+    row_ids_R: Any  # from here on an `ExpertIndex`
     weights_R: Any
     slots_SK: Any
     offsets_e: Any
-
-    @property
-    def expert_index(self) -> ExpertIndex:
-        """Index from source rows to expert rows, and back."""
-        return ExpertIndex(*self[4:])
 
 
 class _Dispatch(torch.autograd.Function):

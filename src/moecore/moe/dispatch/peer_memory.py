@@ -15,12 +15,7 @@ from torch import Tensor
 
 from moecore.base.torch_names import symmetric_memory
 from moecore.kernels.common import HAS_TRITON, INTERPRET, meta_is_gpu
-from moecore.kernels.exchange.buffer import (
-    MAX_RANKS,
-    NUM_WORDS,
-    ExchangeLayout,
-    SymmetricBuffer,
-)
+from moecore.kernels.exchange.buffer import MAX_RANKS, NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout
 
 

@@ -116,12 +116,7 @@ def _at_once(order: Sequence[Item]) -> set[int]:
 
 
 def _raise(fractions: list[float], stages: Sequence[int], fits: Callable[[], bool]) -> None:
-    """Raise the fractions of some stages, now the same, to the largest that fits.
-
-    Args:
-        fractions: of all stages; those of now fit.
-        fits: whether `fractions` do.
-    """
+    """Raise the fractions of some stages, now the same, to the largest that fits; they fit now."""
 
     def tried(share: float) -> bool:
         for stage in stages:
@@ -138,11 +133,7 @@ def _raise(fractions: list[float], stages: Sequence[int], fits: Callable[[], boo
 
 
 def _fits(spans: Sequence[Span], fractions: Sequence[float], seconds: Sequence[float]) -> bool:
-    """Whether no item of a rank waits for copies.
-
-    Args:
-        seconds: that all of what a micro-batch leaves on each stage takes one way.
-    """
+    """Whether no item waits for copies; `seconds` copy all that a micro-batch leaves on a stage."""
     out = back = 0.0  # when each engine is free
     before = freed = leaving = 0.0  # end of the item before; of copies of the two before
     gone: dict[Place, float] = {}

@@ -64,24 +64,18 @@ class Shape(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """What one rank runs.
-
-    Attributes:
-        warm_up: how many of the forwards come before the first turn.
-        lag: how many weight gradients may wait while forwards run: with one more the oldest runs.
-            None = no backward is split.
-        last_lag: likewise after the last forward.
-        last_whole: backwards after the last forward that are not split.
-        alone: turns before the first one that is an overlap, the backward first; None = no turn
-            is an overlap, and the forward is first.
-    """
+    """What one rank runs."""
 
     forwards: Sequence[Pass]
     backwards: Sequence[Pass]
-    warm_up: int
+    warm_up: int  # forwards before the first turn
+    # How many weight gradients may wait while forwards run: with one more the oldest runs. None =
+    # no backward is split.
     lag: int | None = None
-    last_lag: int | None = None
-    last_whole: int = 0
+    last_lag: int | None = None  # likewise after the last forward
+    last_whole: int = 0  # backwards after the last forward that are not split
+    # Turns before the first one that is an overlap, the backward first; None = no turn is an
+    # overlap, and the forward is first.
     alone: int | None = None
 
 

@@ -5,7 +5,8 @@
     D   B, with deferred products of weight gradients
     W   the deferred products
 
-Micro-batches of the model's arguments come in; their losses go out, on every rank.
+Micro-batches of the model's arguments come in; their losses go out, on every rank. Before that
+`parallelize_moe` has cut the model (`cut_stages`) and given it its place (`apply_pipeline`).
 
 An `Overlap` is a pair of a forward and a backward (`TrainStep.side_by_side`). With offload, the
 saved tensors of the next item's backward start to return before an item runs. Device memory of a
@@ -25,15 +26,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moecore.base.torch_names import mark
-from moecore.parallel.attached import engines_of
+from moecore.parallel.across import make_all_stages
+from moecore.parallel.attached import Attached, engines_of
+from moecore.parallel.checks import check_stages
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.layout import PipelineLayout, Stage
 from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
-from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, run_stage
+from moecore.parallel.pipeline.stages import StagedModel, hidden_shape, num_parts, take_stages
 from moecore.parallel.pipeline.timeline import mark_name
-from moecore.parallel.pipeline.transport import Groups, StageTransport
+from moecore.parallel.pipeline.transport import Groups, StageTransport, connect
+from moecore.parallel.request import Request
 from moecore.parallel.shard.weight_gradients import WeightGradients
 
 Inputs = Mapping[str, Any]  # keyword arguments of the model
@@ -45,36 +49,26 @@ class StageOffload(Protocol):
 
     def chunk(self, *, leaves_whole: bool, held: Tensor | None) -> AbstractContextManager[Any]:
         """Return a context of a forward, which gives its chunk; `held` is not offloaded."""
-        ...
 
     def bring_back(self, chunk: Any) -> None:
         """Start to copy a forward's offloaded tensors back to the device."""
-        ...
 
     def free(self, chunk: Any) -> None:
         """Free the device memory of the forward's last block, if it has been copied out."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """The place of a model among the stages of a pipeline.
+    """The place of a model among the stages of a pipeline."""
 
-    Attributes:
-        model: model that runs this rank's stages.
-        rank: this rank's index among the pipeline ranks.
-        groups: groups as in `StageTransport`.
-        offload: offload of this rank's saved tensors; None = no offload.
-    """
-
-    model: StagedModel
+    model: StagedModel  # runs this rank's stages
     config: PipelineConfig
     layout: PipelineLayout
-    rank: int
+    rank: int  # among the pipeline ranks
     groups: Groups
     dtype: torch.dtype
     device: torch.device
-    offload: StageOffload | None = None
+    offload: StageOffload | None = None  # of this rank's saved tensors
 
     @property
     def size(self) -> int:
@@ -105,10 +99,8 @@ def run_pipeline(
 ) -> Tensor:
     """Run forward and backward of all micro-batches; return their losses, fp32 [n], on every rank.
 
-    Args:
-        micro_batches: arguments of the whole model's forward, the same on all pipeline ranks.
-        scale: function that scales a loss before its backward, as `TrainStep` divides losses.
-        side_by_side: `TrainStep.side_by_side`, which runs a pair.
+    Micro-batches are arguments of the whole model's forward, the same on all pipeline ranks.
+    `scale` is applied to a loss before its backward. `side_by_side` runs a pair.
     """
     schedule = pipeline.schedule(len(micro_batches))
     run = _ScheduleRun(model, pipeline, schedule, micro_batches, scale, side_by_side)
@@ -131,17 +123,11 @@ def forward_pipeline(
 
 @dataclass(slots=True)
 class _StageForward:
-    """A forward whose backward has not run. The output itself is freed when it is sent.
+    """A forward whose backward has not run. The output itself is freed when it is sent."""
 
-    Attributes:
-        hidden: input of the stage; None for tokens.
-        edge: edge of the graph that computed the output.
-        chunk: the forward's chunk of `StageOffload`; None without offload.
-    """
-
-    hidden: Tensor | None
-    edge: GradientEdge
-    chunk: Any
+    hidden: Tensor | None  # input of the stage; None for tokens
+    edge: GradientEdge  # of the graph that computed the output
+    chunk: Any  # of `StageOffload`; None without offload
 
 
 class _ScheduleRun:
@@ -226,7 +212,7 @@ class _ScheduleRun:
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
         with self._chunk(hidden) as chunk:
-            out = run_stage(self._pipeline.model, stage, hidden, inputs)
+            out = self._pipeline.model(hidden=hidden, stage=stage, **inputs)
         sent = None if stage.loss else self._checked(out.detach(), action)
         if stage.loss:
             if out.ndim:
@@ -277,3 +263,54 @@ class _ScheduleRun:
         """Return the shape of a stage's input; an empty stage has the input of the next stage."""
         found = next(s for s in self._stages[stage:] if s.layers or s.mtp or s.loss)
         return hidden_shape(self._pipeline.model, found, self._micro_batches[micro_batch])
+
+
+def cut_stages(model: nn.Module, request: Request) -> tuple[PipelineLayout | None, Sequence[Stage]]:
+    """Leave this rank's stages of a model; return those of all ranks, None without stages."""
+    pp = request.meshes.parallel.pp
+    if pp == 1 or request.pipeline is None:
+        return None, ()
+    staged = request.family.staged(model)
+    layout = request.pipeline.stages(pp, *num_parts(staged))
+    check_stages(len(layout.stages), request)
+    how = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
+    rank_of = make_schedule(request.pipeline.schedule, **how).rank_of
+    own = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
+    take_stages(staged, own)
+    return layout, own
+
+
+def apply_pipeline(model: nn.Module, found: Attached) -> None:
+    """Give a model its place among the stages, and what it shares with them. Collective."""
+    request, meshes = found.request, found.request.meshes
+    if found.layout is None:
+        return
+    assert request.pipeline is not None and meshes.pipeline_groups is not None
+    pipeline = found.pipeline = Pipeline(
+        model=request.family.staged(model),
+        config=request.pipeline,
+        layout=found.layout,
+        rank=meshes.pp_rank,
+        groups=meshes.pipeline_groups,
+        dtype=request.fsdp.param_dtype or found.dtype,
+        device=meshes.device,
+        offload=found.offload,
+    )
+    connect(pipeline.groups, pipeline.schedule(1).rank_of, pipeline.rank, pipeline.device)
+    found.all_stages = make_all_stages(model, meshes)
+
+
+def chunks_of(
+    model: nn.Module, blocks: Sequence[nn.Module], found: Attached
+) -> dict[int, list[nn.Module]] | None:
+    """Return the blocks that one forward runs, in order, by stage; None = all."""
+    if found.layout is None:
+        return None
+    staged = found.request.family.staged(model)
+    parts, chunks = staged.stage_parts(), {}
+    for stage in found.stages:
+        names = [f"{parts.layers}.{index}" for index in stage.layers]
+        names += [f"{parts.mtp}.{index}" for index in stage.mtp]
+        inside = {module for name in names for module in staged.get_submodule(name).modules()}
+        chunks[stage.index] = [block for block in blocks if block in inside]
+    return chunks

@@ -111,11 +111,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def spans_of(
     schedule: Schedule, duration: Callable[[Item], float], transfer: float
 ) -> tuple[tuple[Span, ...], ...]:
-    """Return when each rank runs what.
-
-    Args:
-        transfer: time of a message from one rank to another.
-    """
+    """Return when each rank runs what; `transfer` is the time of a message between ranks."""
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     done: dict[Action, tuple[int, float]] = {}  # rank and end
     for rank, item in schedule.in_time():

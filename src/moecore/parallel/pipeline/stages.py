@@ -3,7 +3,7 @@
 Legend: B sequences, T tokens of a sequence, D model dim, k multi-token prediction modules.
 
     take_stages    the model -> the parts of this rank's stages; `Elsewhere` in place of the others
-    run_stage      tokens, labels, ..  -> embedding -> layers -> norm -> mtp -> head -> loss
+    __call__       tokens, labels, ..  -> embedding -> layers -> norm -> mtp -> head -> loss
                    hidden [B, T, D]    ------------>|                 |      |
                    hidden [1 + k, B, T, D] -------------------------->|      |
                                                     hidden of the next stage
@@ -31,16 +31,11 @@ from moecore.parallel.pipeline.layout import Stage
 
 
 class Elsewhere(nn.Module):
-    """Stands for a module that another rank has. No parameters.
-
-    Args:
-        module: in whose place it stands. Its strings are kept: models of transformers read a
-            layer's kind from it.
-    """
+    """Stands for a module that another rank has. No parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(module).items():
+        for name, value in vars(module).items():  # models of transformers read a layer's kind
             if isinstance(value, str) and not name.startswith("_"):
                 setattr(self, name, value)
 
@@ -51,20 +46,14 @@ class Elsewhere(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageParts:
-    """What of a model stages are made of, by name of module.
-
-    Attributes:
-        layers: the ModuleList of transformer layers.
-        mtp: the ModuleList of multi-token prediction modules; None = the model has none.
-        tied: whether the head reads the embedding table.
-    """
+    """What of a model stages are made of, by name of module."""
 
     embedding: str
-    layers: str
+    layers: str  # the ModuleList of transformer layers
     norm: str
     head: str
-    mtp: str | None = None
-    tied: bool = False
+    mtp: str | None = None  # the ModuleList of multi-token prediction modules
+    tied: bool = False  # whether the head reads the embedding table
 
 
 @runtime_checkable
@@ -73,42 +62,40 @@ class StagedModel(Protocol):
 
     def stage_parts(self) -> StageParts:
         """Return what stages are made of, the same before and after `take_stages`."""
-        ...
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of what enters a stage; see `hidden_shape`."""
-        ...
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the model by its name."""
-        ...
 
     def set_submodule(self, target: str, module: nn.Module) -> None:
         """Put a module in the place of one of the model."""
-        ...
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
-        """Run one stage; see `run_stage`."""
-        ...
+        """Run the forward of one stage.
+
+        Args:
+            hidden: this rank's tokens, as the stage before returned them; None with the embedding.
+            inputs: arguments of the model's forward by name, the same in every stage. Stages that
+                compute a loss read the labels.
+
+        Returns:
+            Hidden states for the next stage; with the head the loss, or the logits without labels.
+        """
 
 
 def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
     """Keep of a model what these stages need, in place; call it before `parallelize_moe`.
 
-    Every other part becomes an `Elsewhere` of the same name. No communication.
-
-    Args:
-        model: of `Family.staged`, on any device.
-
-    Raises:
-        ValueError: for layers or modules that the model lacks, or that were taken before.
+    Every other part becomes an `Elsewhere` of the same name. No communication. A ValueError names
+    layers or modules that the model lacks, or that were taken before.
     """
     check_arguments(take_stages, locals())
-    parts = model.stage_parts()
-    num_mtp = 0 if parts.mtp is None else _length(model, parts.mtp)
+    parts, (num_layers, num_mtp) = model.stage_parts(), num_parts(model)
     kept: dict[str, nn.Module] = {}
     for stage in stages:
-        _check_range(stage, "layers", stage.layers, _length(model, parts.layers))
+        _check_range(stage, "layers", stage.layers, num_layers)
         _check_range(stage, "mtp", stage.mtp, num_mtp)
         kept |= dict(_needed(model, parts, stage, num_mtp))
     for name, module in kept.items():
@@ -124,41 +111,10 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
             model.set_submodule(name, Elsewhere(model.get_submodule(name)))
 
 
-def run_stage(
-    model: StagedModel, stage: Stage, hidden: Tensor | None, inputs: Mapping[str, Any]
-) -> Tensor:
-    """Run the forward of one stage, through the model's `__call__`.
-
-    Args:
-        model: of `take_stages`, or whole.
-        hidden: what the stage before has returned: this rank's tokens; None where the stage has the
-            embedding.
-        inputs: arguments of the model's forward by name, the same in every stage. Their labels are
-            read by the stages that compute a loss.
-
-    Returns:
-        Hidden states for the next stage; of a stage with the head the loss, or the logits without
-        labels.
-
-    Raises:
-        ValueError: for hidden states that are not those of the stage, and parts that are elsewhere.
-    """
-    return model(**inputs, hidden=hidden, stage=stage)
-
-
 def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the shape of what enters a stage on this rank. No communication.
 
-    Args:
-        model: see `run_stage`.
-        stage: not the first, and not empty: what enters an empty one is what enters the next.
-        inputs: see `run_stage`.
-
-    Returns:
-        [B, t, D], with MTP modules behind the norm [1 + k, B, t, D]; t = T / (cp * tp).
-
-    Raises:
-        ValueError: for a stage that nothing enters, or an empty one.
+    It is [B, t, D], with MTP modules behind the norm [1 + k, B, t, D]; t = T / (cp * tp).
     """
     if stage.embedding or not (stage.layers or stage.mtp or stage.loss):
         raise ValueError(
@@ -174,24 +130,6 @@ def num_parts(model: StagedModel) -> tuple[int, int]:
     return _length(model, parts.layers), 0 if parts.mtp is None else _length(model, parts.mtp)
 
 
-def blocks_of(
-    model: StagedModel, blocks: Sequence[nn.Module], stages: Sequence[Stage]
-) -> dict[int, list[nn.Module]]:
-    """Return the blocks of each stage, by its index.
-
-    Args:
-        blocks: layers and multi-token prediction modules, or what lies in these, in order.
-    """
-    parts = model.stage_parts()
-    found = {}
-    for stage in stages:
-        names = [f"{parts.layers}.{index}" for index in stage.layers]
-        names += [f"{parts.mtp}.{index}" for index in stage.mtp]
-        inside = {module for name in names for module in model.get_submodule(name).modules()}
-        found[stage.index] = [block for block in blocks if block in inside]
-    return found
-
-
 def loss_of(output: Any) -> Tensor:
     """Return the loss in what a model's forward returns: itself, or transformers' `.loss`."""
     loss = output if isinstance(output, Tensor) else output.loss
@@ -204,12 +142,7 @@ def runs_norm(stage: Stage, num_mtp: int) -> bool:
 
 
 def check_held(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int) -> None:
-    """Raise ValueError when a part of a stage is elsewhere. Under torch.compile nothing is checked.
-
-    Args:
-        model: that is to run the stage.
-        num_mtp: MTP modules of the model.
-    """
+    """Raise ValueError when a part of a stage is elsewhere, but not under torch.compile."""
     if torch.compiler.is_compiling():
         return
     for name, module in _needed(model, parts, stage, num_mtp):
@@ -221,11 +154,7 @@ def check_held(model: StagedModel, parts: StageParts, stage: Stage, num_mtp: int
 
 
 def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
-    """Raise ValueError for hidden states that are not those that enter a stage.
-
-    Args:
-        stage: to run; into an empty one may come a stack too.
-    """
+    """Raise ValueError for hidden states that are not those that enter a stage."""
     if (hidden is None) != stage.embedding:
         shown = None if hidden is None else tuple(hidden.shape)
         raise ValueError(
@@ -234,7 +163,7 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
         )
     if hidden is None:
         return
-    is_empty = not (stage.layers or stage.mtp or stage.loss)
+    is_empty = not (stage.layers or stage.mtp or stage.loss)  # a stack may enter it too
     found = hidden.shape[-len(shape) :] if is_empty else hidden.shape
     if found != shape or not hidden.is_floating_point():
         raise ValueError(

@@ -53,7 +53,7 @@ class Timeline:
             ValueError: when there are none, or two of a rank overlap.
         """
         of_ranks = ((rank, Span(start, end, item)) for rank, item, start, end in spans)
-        found = sorted(of_ranks, key=_place)
+        found = sorted(of_ranks, key=lambda found: (found[0], *found[1][:2]))
         if not found:
             raise ValueError("spans (()) must have at least one: record a step")
         origin = min(span.start for _, span in found)
@@ -198,8 +198,3 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     patches = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
     figure.legend(handles=patches, loc="outside upper left", ncols=len(kinds), fontsize=7)
     figure.savefig(path, format="png")
-
-
-def _place(found: tuple[int, Span]) -> tuple[int, float, float]:
-    rank, span = found
-    return rank, span.start, span.end

@@ -72,13 +72,9 @@ def _reaching(what: str, rank: int) -> Iterator[None]:
 
 
 class StageTransport:
-    """The messages of one run of a schedule, on one rank.
+    """The messages of one run of a schedule, on one of the pipeline ranks.
 
-    Args:
-        rank: this rank's index among the pipeline ranks.
-        groups: groups for messages to higher ranks, and for messages to lower ranks.
-        shape_of: function that returns the shape of the hidden states that enter a stage.
-        dtype: dtype of hidden states and their gradients.
+    Hidden states and their gradients have one dtype.
     """
 
     def __init__(
@@ -103,15 +99,11 @@ class StageTransport:
         self._items = {source: _items_of(schedule, source) for source in self._to_come}
 
     def receive(self, action: Action) -> Tensor | None:
-        """Return the hidden states or the gradient that an action reads; None = it reads none.
-
-        Raises:
-            PipelineError: when the sender is gone.
-        """
+        """Return the hidden states or the gradient that an action reads; None = it reads none."""
         message = _needed_by(action, self._schedule.num_stages)
         if message is None:
             return None
-        source = self._source(message)
+        source = self._schedule.rank_of[message.stage]
         if source == self._rank:
             return self._here.pop(message)
         # An NCCL kernel occupies the GPU until both ranks run it. Work that waits for the whole GPU
@@ -127,11 +119,7 @@ class StageTransport:
         return found.tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Send the result of an action to the rank that needs it.
-
-        Raises:
-            PipelineError: when the receiver is gone.
-        """
+        """Send the result of an action to the rank that needs it."""
         message = _made_by(action)
         target = self._target(message)
         assert target is not None, "the loss and the gradient of the tokens stay"
@@ -139,18 +127,15 @@ class StageTransport:
             self._here[message] = tensor
             return
         tensor = tensor.contiguous()
+        group = _group_of(self._groups, self._rank, target)
         with _reaching(f"{message} for", target):
-            work = dist.isend(tensor, group=self._group(self._rank, target), group_dst=target)
+            work = dist.isend(tensor, group=group, group_dst=target)
         assert work is not None
         self._sends.append(_SentMessage(tensor, work, message, target))
         self._sends = [sent for sent in self._sends if not sent.work.is_completed()]
 
     def finish(self) -> None:
-        """Let the current stream wait for all sends.
-
-        Raises:
-            PipelineError: when a receiver is gone.
-        """
+        """Let the current stream wait for all sends."""
         self._wait_for(lambda sent: True)
 
     def _free(self, target: int, item: int) -> None:
@@ -172,16 +157,11 @@ class StageTransport:
         stage = message.stage + 1 if message.is_forward else message.stage
         shape = self._shape_of(stage, message.micro_batch)
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        group = _group_of(self._groups, source, self._rank)
         with _reaching(f"{message} from", source):
-            work = dist.irecv(tensor, group=self._group(source, self._rank), group_src=source)
+            work = dist.irecv(tensor, group=group, group_src=source)
         assert work is not None
         self._received[message] = _Received(tensor, work)
-
-    def _group(self, source: int, target: int) -> dist.ProcessGroup:
-        return _group_of(self._groups, source, target)
-
-    def _source(self, message: _Message) -> int:
-        return self._schedule.rank_of[message.stage]
 
     def _target(self, message: _Message) -> int | None:
         """Return the rank that needs a message; None = no rank."""
@@ -190,12 +170,7 @@ class StageTransport:
 
 
 def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.device) -> None:
-    """Send one number between all neighbouring ranks. Collective over the pipeline ranks.
-
-    Args:
-        groups: groups as in `StageTransport`.
-        rank_of: the rank of each stage.
-    """
+    """Send one number between all neighbouring ranks. Collective over the pipeline ranks."""
     # This makes all communicators before the first message: see `StageTransport.receive`.
     neighbours = {pair for pair in pairwise(rank_of) if pair[0] != pair[1]}
     number = torch.zeros(1, device=device)

@@ -24,28 +24,16 @@ from moecore.parallel.shard.formats import BlockFormat, CastFormat, Format
 from moecore.parallel.shard.gradients import Gradients
 from moecore.parallel.shard.make import is_whole
 from moecore.parallel.shard.params import Owners, UnitParam
-from moecore.parallel.shard.plan import FlatLayout, ShardPlan, UnitPlan
-from moecore.parallel.shard.streams import UnitStreams
+from moecore.parallel.shard.plan import FlatLayout, ShardPlan, UnitPlan, flat_layout
+from moecore.parallel.shard.transport import UnitStreams
 from moecore.parallel.shard.unit import Unit, UnitOptions
 
 # Layout of a root without parameters, which only casts inputs.
-NOTHING = FlatLayout(
-    dtype="float32",
-    gathers="float32",
-    recipe=None,
-    ranks=1,
-    slots=(),
-    shard_numel=0,
-    whole_numel=0,
-)
+NOTHING = flat_layout("float32", "float32", None, (), 1)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
-    """Shard a model in place; return the engine that runs its units. No communication.
-
-    Args:
-        model: a model that is already cut over tp, ep and etp.
-    """
+    """Shard a model, cut over tp, ep and etp, in place; return its engine. No communication."""
     streams, owners = UnitStreams(meshes.device_type), _owners(model)
     join = cache(concatenate)  # a mesh takes milliseconds, and parameters share few
     made: dict[str, list[Unit]] = {}

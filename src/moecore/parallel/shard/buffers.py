@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moecore.parallel.shard.plan import ShardPlan, UnitPlan
-from moecore.parallel.shard.streams import StreamMark
+from moecore.parallel.shard.transport import StreamMark
 
 Holder = TypeVar("Holder")  # a unit, or its gradients
 SUMS = 2
@@ -28,18 +28,12 @@ Place = tuple[str, int]  # a unit's name, and the number of its layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPlan:
-    """Memory that layouts of units use in turn.
+    """Memory that layouts of units use in turn."""
 
-    Attributes:
-        holds: whole parameters, or sums of gradients.
-        numel: of the largest of the layouts.
-        places: the layouts, in the order of forward.
-    """
-
-    holds: Literal["weights", "sums"]
+    holds: Literal["weights", "sums"]  # whole parameters, or sums of gradients
     dtype: str
-    numel: int
-    places: tuple[Place, ...]
+    numel: int  # of the largest of the layouts
+    places: tuple[Place, ...]  # the layouts, in the order of forward
 
     @property
     def num_bytes(self) -> int:
@@ -101,12 +95,7 @@ def _turns(
 
 
 class Buffer(Generic[Holder]):
-    """One flat tensor, and whose values are in it.
-
-    Args:
-        numel: elements of the largest unit.
-        mark: behind which it may be overwritten.
-    """
+    """One flat tensor, and whose values are in it; behind `mark` it may be overwritten."""
 
     def __init__(self, numel: int, dtype: torch.dtype, mark: StreamMark) -> None:
         self.numel, self.dtype, self.mark = numel, dtype, mark

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import MaxNorm, check_arguments
-from moecore.base.torch_names import foreach_mul_, foreach_norm, mark
+from moecore.base.torch_names import foreach_mul_, foreach_norm, local_of, mark
 from moecore.parallel.across import AllStages, find_stages, lay_out_as_parameter
 from moecore.parallel.shard.late_parameters import refuse_added
 
@@ -119,11 +119,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm) -> GradientNorm:
 
 @torch.no_grad()
 def unscale_and_clip_(
-    model: nn.Module,
-    max_norm: float,
-    loss_scale: Tensor | None,
-    *,
-    is_wrong: Tensor | None = None,
+    model: nn.Module, max_norm: float, loss_scale: Tensor | None, *, is_wrong: Tensor | None = None
 ) -> GradientNorm:
     """Do what `clip_grad_norm_` does, with gradients that are first divided by the loss scale.
 
@@ -132,9 +128,6 @@ def unscale_and_clip_(
             so no warning names the parameters: `GradientNorm.non_finite` does.
         is_wrong: bool on the device: whether this rank's gradients are none; None = they are right.
             Where any are none the norm is nan on every rank.
-
-    Returns:
-        The norm before clipping, without the loss scale, the same on every rank.
     """
     refuse_added(model)
     owner, stages = find_stages(model)
@@ -155,18 +148,8 @@ def step_clipped(
 ) -> GradientNorm:
     """Clip, and step the optimizers. No host sync where all of them are fused.
 
-    Fused ones scale the gradients while they read them, or skip the step.
-
-    Args:
-        model: parallelized; the same on every rank.
-        max_norm: > 0; `math.inf` only measures.
-        loss_scale: as in `unscale_and_clip_`.
-
-    Returns:
-        The norm before clipping, without the loss scale, the same on every rank.
-
-    Raises:
-        ValueError: when no optimizer holds a parameter that has a gradient.
+    Fused ones scale the gradients while they read them, or skip the step. Arguments and result are
+    those of `unscale_and_clip_`.
     """
     signals: dict[str, Tensor] = {}
     with mark("moecore::clip"):
@@ -216,11 +199,9 @@ def _check_holds(
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return what may have a gradient, the same on every rank of a pipeline stage.
-
-    One without a gradient counts 0. One that was frozen after backward has a gradient, and
-    optimizers step it.
-    """
+    """Return what may have a gradient, the same on every rank of a pipeline stage."""
+    # One without a gradient counts 0. One that was frozen after backward has a gradient, and
+    # optimizers step it.
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad or p.grad is not None]
 
 
@@ -240,10 +221,7 @@ def _measure(
 
 
 def _squares(
-    names: list[str],
-    params: list[nn.Parameter],
-    stages: AllStages | None,
-    is_wrong: Tensor | None,
+    names: list[str], params: list[nn.Parameter], stages: AllStages | None, is_wrong: Tensor | None
 ) -> Tensor:
     """Return fp64 [parameters of all stages]: the squared norm of each gradient over all ranks."""
     if stages is None and not params:
@@ -272,23 +250,19 @@ def _squares(
 
 def _norms(params: list[nn.Parameter]) -> list[Tensor]:
     """Return the L2 norm of this rank's part of each gradient, in at least fp32; 0 = none."""
-    zero = torch.zeros((), dtype=torch.float32, device=_local(params[0]).device)
+    zero = torch.zeros((), dtype=torch.float32, device=local_of(params[0]).device)
     norms = [zero] * len(params)
     of_dtype: dict[torch.dtype, list[int]] = {}
     for i, param in enumerate(params):
-        if param.grad is not None and _local(param.grad).numel():
+        if param.grad is not None and local_of(param.grad).numel():
             of_dtype.setdefault(param.grad.dtype, []).append(i)
     for dtype, places in of_dtype.items():
-        grads = [_local(params[i].grad) for i in places]  # type: ignore[arg-type]
+        grads = [local_of(params[i].grad) for i in places]  # type: ignore[arg-type]
         found = foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
         for i, value in zip(places, found, strict=True):
             norms[i] = value
     # fp64 gradients keep their precision; all others are fp32 here.
     return [n.double() for n in norms] if torch.float64 in of_dtype else norms
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _num_shards(param: Tensor) -> int:
@@ -318,7 +292,7 @@ def _scale(
     if loss_scale is not None:
         factor /= loss_scale.item()
     if factor != 1.0:
-        grads = [_local(p.grad) for _, p in params if p.grad is not None]
+        grads = [local_of(p.grad) for _, p in params if p.grad is not None]
         foreach_mul_([g for g in grads if g.numel()], factor)
 
 

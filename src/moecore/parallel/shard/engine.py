@@ -51,7 +51,7 @@ from moecore.base.torch_names import (
 )
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.progress import Progress
-from moecore.parallel.shard.streams import UnitStreams
+from moecore.parallel.shard.transport import UnitStreams
 from moecore.parallel.shard.unit import State, Unit
 from moecore.parallel.shard.weight_gradients import WeightGradients
 
@@ -59,15 +59,7 @@ BORDER = "_moecore_border"
 
 
 class Engine:
-    """Runs the units of a model. Hooks the forwards of their modules.
-
-    Args:
-        root: the model, one of the modules of the last unit.
-        units: all units in the order of forward; the root's unit is last.
-
-    Attributes:
-        progress: function that returns the progress of the model's `TrainStep`; None without one.
-    """
+    """Runs the units of a model, in the order of forward but with the root's unit last."""
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], streams: UnitStreams) -> None:
         self.units, self._root, self._streams = tuple(units), root, streams
@@ -84,7 +76,7 @@ class Engine:
         self._active: list[_ForwardRun] = []  # runs whose backward has begun
         self._in_backward = False  # stays True after a backward that failed
         self._left: list[WeightGradients] = []  # deferred products, in the order of their D's
-        self.progress: Callable[[], Progress | None] = lambda: None
+        self.progress: Callable[[], Progress | None] = lambda: None  # of the model's `TrainStep`
         for unit in units:
             for module in unit.modules:
                 before, after = partial(self._before, unit), partial(self._after, unit)
@@ -104,9 +96,8 @@ class Engine:
     def start_micro_batches(self, *, to_come: float) -> None:
         """Announce micro-batches, which share resident units with the others of their step.
 
-        Args:
-            to_come: number of forwards with gradients until the last one of the step has begun;
-                `math.inf` = more will be announced, 0 = the micro-batch that runs now is the last.
+        `to_come` counts forwards with gradients until the last one of the step has begun: math.inf
+        = more will be announced, 0 = the micro-batch that runs now is the last.
         """
         if not self._in_step:
             self.free()
@@ -146,12 +137,10 @@ class Engine:
 
     @contextmanager
     def deferring(self, later: WeightGradients) -> Iterator[None]:
-        """Return a context in which every backward defers products of weight gradients.
+        """Return a context in which every backward defers products of weight gradients to `later`.
 
-        The backwards must be called without `inputs`: gradients go to parameters.
-
-        Args:
-            later: record that gets the products; used with this engine only.
+        The backwards must be called without `inputs`: gradients go to parameters. `later` is used
+        with this engine only.
         """
         later.bind(partial(self._run_within_step, later))
         if later not in self._left:
@@ -387,19 +376,15 @@ class Engine:
 
 
 class _ForwardRun:
-    """One forward of a module with gradients.
-
-    Attributes:
-        step: number of the engine's step in which the forward ran.
-        is_active: whether its backward has begun and not ended.
-        pending: number of inputs whose gradient its backward has not computed.
-    """
+    """One forward of a module with gradients."""
 
     __slots__ = ("_waits_in", "inputs", "is_active", "module", "pending", "step", "unit")
 
     def __init__(self, unit: Unit, module: nn.Module, step: int) -> None:
-        self.unit, self.module, self.step = unit, module, step
-        self.inputs, self.is_active, self.pending = 0, False, 0
+        self.unit, self.module = unit, module
+        self.step = step  # of the engine, in which the forward ran
+        self.is_active = False  # whether its backward has begun and not ended
+        self.inputs = self.pending = 0  # inputs with a gradient, and those not computed yet
         self._waits_in: list[Unit] = []
 
     def wait_in(self, unit: Unit) -> None:
@@ -418,19 +403,16 @@ class _Border:
     """Hook of a value between modules.
 
     The gradient of the value ends the backward of the runs that read the value (`ends`), and begins
-    the backward of the runs that returned it (`begins`).
-
-    Attributes:
-        version: version of the value; after a change in place the value gets a new border.
-        is_leaf: whether forwards may share the value; then a backward drops the runs that
-            wait for no backward.
+    the backward of the runs that returned it (`begins`). Of a leaf, which forwards may share, a
+    backward drops the runs that wait for no backward.
     """
 
     __slots__ = ("begins", "ends", "engine", "is_leaf", "version")
     __torch_unserializable__ = True  # copies of the value have no border; no warning
 
     def __init__(self, engine: Engine, version: int, *, is_leaf: bool) -> None:
-        self.engine, self.version, self.is_leaf = engine, version, is_leaf
+        self.engine, self.is_leaf = engine, is_leaf
+        self.version = version  # after a change in place the value gets a new border
         self.ends: list[_ForwardRun] = []
         self.begins: list[_ForwardRun] = []
 

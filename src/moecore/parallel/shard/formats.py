@@ -8,8 +8,8 @@ Blocks are those of the whole matrix, wherever shards cut it, and values are cas
 they are trained. So what is gathered is what one rank would quantise of the whole, bit for bit.
 Scales are not gathered: every rank makes all of them.
 
-Note "no values": a parameter of `BlockFormat` has shape and dtype, and takes a gradient, but its
-memory is one NaN. Products read what is its `Blocks` (`moe.params.gathered_blocks`).
+A parameter of `BlockFormat` has shape and dtype, and takes a gradient, but its memory is one NaN.
+Products read its `Blocks` (`moe.params.gathered_blocks`).
 """
 
 from __future__ import annotations
@@ -25,41 +25,21 @@ from torch import Tensor
 
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.scaling import Blocks
-from moecore.kernels.rows.shard_blocks import (
-    PartOfMatrix,
-    block_amax_,
-    quantise_blocks_,
-)
+from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
 from moecore.moe.params import GATHERED
 from moecore.parallel.shard.params import UnitParam, copy_all
 
 
 class Format(Protocol):
-    """How the shards of a unit become what is gathered, and that its whole parameters.
+    """How the shards of a unit become what is gathered, and that its whole parameters."""
 
-    Attributes:
-        dtype: of the unit's buffer.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the unit's buffer
 
     def make_whole(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
-        """Make whole parameters, once; return what counts changes of what is gathered.
-
-        Args:
-            params: of the unit.
-            data: memory of each, of its shape.
-        """
-        ...
+        """Make whole parameters of their memory, once; return tensors that count changes of it."""
 
     def fill(self, params: Sequence[UnitParam], own: Sequence[Tensor]) -> None:
-        """Write this rank's part of what is gathered, on the current stream. Maybe collective.
-
-        Args:
-            params: of the unit.
-            own: memory of each shard, flat.
-        """
-        ...
+        """Write this rank's shards, as they are gathered, to flat `own`. Maybe collective."""
 
 
 class CastFormat:
@@ -81,10 +61,7 @@ class CastFormat:
 class BlockFormat:
     """FP8 in blocks of 128 x 128 of each parameter, whose last dim are the columns.
 
-    Args:
-        dtype: of the whole parameters and of their gradients.
-        power_of_two: whether scales are powers of two.
-        group: ranks that hold shards; None = this rank alone.
+    `dtype` is of the whole parameters and of their gradients; group None = this rank alone.
     """
 
     dtype = torch.uint8
@@ -123,15 +100,10 @@ class BlockFormat:
 
 @dataclass(frozen=True, slots=True)
 class _BlockScales:
-    """The scales of a unit and where their blocks lie. Memory of its own: 1 / 4096 of fp32 weights.
+    """The scales of a unit and where their blocks lie; their memory is 1 / 4096 of fp32 weights."""
 
-    Attributes:
-        places: of this rank's shard in each parameter.
-        flat_amax: fp32, of all parameters.
-    """
-
-    places: list[PartOfMatrix]
-    flat_amax: Tensor
+    places: list[PartOfMatrix]  # of this rank's shard in each parameter
+    flat_amax: Tensor  # fp32, of all parameters
     amaxes: list[Tensor]
     scales: list[Tensor]
 

@@ -31,25 +31,12 @@ from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
 from moecore.parallel.shard.buffers import Buffer
 from moecore.parallel.shard.params import UnitParam, UnitViews, copy_all, cut_views
 from moecore.parallel.shard.plan import FlatLayout
-from moecore.parallel.shard.streams import UnitStreams
-from moecore.parallel.shard.transport import UnitTransport
+from moecore.parallel.shard.transport import UnitStreams, UnitTransport
 from moecore.parallel.shard.weight_gradients import WeightGradients, WeightProduct
 
 
 class Gradients:
-    """Those of one unit.
-
-    Args:
-        transport: over the ranks that hold shards; None = this rank alone.
-        replicas: groups of ranks that hold the same shards.
-        accumulates: whether sums wait for the last micro-batch of a step.
-
-    Attributes:
-        reduces: whether the next `reduce` moves sums to the shards; else they wait for more.
-        buffer: memory of the sums, in which units take turns; None = new ones each time, which
-            become the gradients where nothing is scattered.
-        later: takes products of weight gradients; None = each is computed as it comes.
-    """
+    """The gradients of one unit; arguments as of `Unit`, transport None = this rank alone."""
 
     def __init__(
         self,
@@ -63,8 +50,13 @@ class Gradients:
         accumulates: bool,
         streams: UnitStreams,
     ) -> None:
-        self.reduces, self._accumulates = True, accumulates
+        # Whether the next `reduce` moves sums to the shards; else they wait for more.
+        self.reduces = True
+        self._accumulates = accumulates
+        # Memory of the sums, in which units take turns; None = new memory each time, which becomes
+        # the gradients where nothing is scattered.
         self.buffer: Buffer[Gradients] | None = None
+        # Takes products of weight gradients; None = each is computed as it comes.
         self.later: WeightGradients | None = None
         self._params, self._layout, self._streams = list(params), layout, streams
         self._transport, self._replicas = transport, list(replicas)
@@ -83,11 +75,7 @@ class Gradients:
         return self._transport is None and not (self._replicas or self._accumulates)
 
     def sink(self, index: int, shape: torch.Size) -> GradSink | None:
-        """Return what takes a whole parameter's gradient from a kernel; None where it has none.
-
-        Args:
-            shape: of the gradient, in the parameter's order.
-        """
+        """Return what takes a whole parameter's gradient from a kernel; None where it has none."""
         whole = self._params[index].whole
         if whole is None or not (whole.requires_grad and torch.is_grad_enabled()):
             return None
@@ -96,11 +84,7 @@ class Gradients:
     def put(
         self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
     ) -> Tensor | None:
-        """Let a kernel put the gradient of a parameter where it is summed; else return it.
-
-        Args:
-            shape: of the gradient, in the parameter's order.
-        """
+        """Let a kernel put the gradient of a parameter where it is summed; else return it."""
         if self.defer(index, shape, compute, *operands):
             return None
         target = self._target(index, shape)
@@ -121,17 +105,14 @@ class Gradients:
 
     @torch.no_grad()
     def compute(self, products: deque[WeightProduct]) -> None:
-        """Compute what a backward has left, in order; each frees what it held. May communicate.
-
-        Over tensor parallel ranks gradients are summed by `reduce`, as those of autograd are.
-        """
+        """Compute what a backward has left, in order; each frees what it held. May communicate."""
         while products:
             index, shape, compute, operands, _ = product = products.popleft()
             product.join()
             del product
             param = self._params[index]
             grad: Tensor | None
-            if param.is_partial:
+            if param.is_partial:  # `reduce` sums it over tensor parallel ranks
                 grad = compute(*operands, GradTarget())
             else:
                 grad = self.put(index, shape, compute, *operands)
@@ -293,11 +274,7 @@ class Gradients:
             self.buffer.holder = None
 
     def _put(self, found: dict[int, Tensor], taken: set[int]) -> None:
-        """Add gradients of autograd to those of the shards.
-
-        Args:
-            taken: those that a kernel has put there.
-        """
+        """Add gradients of autograd to those of the shards; a kernel has put `taken` there."""
         for i in taken.difference(found):
             call_accumulate_hooks(self._params[i].sharded)
         params, shards = [self._params[i] for i in found], list(found.values())
@@ -340,12 +317,9 @@ class _Sink:
         return self._gradients.defer(self._index, self._shape, compute, *operands)
 
     def _may_take(self) -> bool:
-        """Whether nobody else wants to see the gradient of the running backward.
-
-        Autograd drops that of a parameter which was frozen after its forward.
-        """
+        """Whether nobody else wants to see the gradient of the running backward."""
         return (
-            self._param.requires_grad
+            self._param.requires_grad  # else autograd drops it: frozen after its forward
             and not (torch.is_grad_enabled() or has_gradient_hooks(self._param))
             and will_run(self._node)
         )

@@ -5,7 +5,7 @@ A new head, or an adapter beside a layer: every rank would train its own copy, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -22,13 +22,8 @@ def refuse_added(model: nn.Module) -> None:
     """Raise for trainable parameters whose gradients stay those of one rank.
 
     Not where something else reduces them: FSDP2, DistributedDataParallel, or a hook of their own
-    (`register_post_accumulate_grad_hook`). No communication; 0.6 ms of a host for 531 parameters.
-
-    Args:
-        model: of `parallelize_moe`, or one that holds it; with any other nothing is looked for.
-
-    Raises:
-        ValueError: names the first of them.
+    (`register_post_accumulate_grad_hook`). A model without parallelized parts is not searched. No
+    communication; 0.6 ms of a host for 531 parameters.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -40,7 +35,8 @@ def refuse_added(model: nn.Module) -> None:
     ]
     if not plain or not engines_of(model):
         return
-    reduced = set(_reduced(model))
+    wrapped = (m for m in model.modules() if isinstance(m, DistributedDataParallel | FSDPModule))
+    reduced = {param for module in wrapped for param in module.parameters()}
     added = {p for p in plain if p not in reduced and not has_accumulate_hooks(p)}
     if added:
         names = [name for name, param in model.named_parameters() if param in added]
@@ -54,14 +50,8 @@ def refuse_added(model: nn.Module) -> None:
 def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
     """Raise for an optimizer that was made before the model's parameters: it would train others.
 
-    Args:
-        model: of `parallelize_moe`, which replaces every parameter, as `to_empty` does on meta.
-        optimizer: of the model, one or several. Parameters that are not the model's may be in them,
-            and one may hold such alone where the others train all of the model.
-
-    Raises:
-        ValueError: names the class of the first that holds none of the model's parameters, while
-            some of these are in no optimizer.
+    `parallelize_moe` replaces every parameter, as `to_empty` does on meta. An optimizer may hold
+    other parameters alone where the other optimizers train all of the model.
     """
     given = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer else []
     held = [{p for group in one.param_groups for p in group["params"]} for one in given]
@@ -74,10 +64,3 @@ def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
                 "parallelize_moe and to_empty have replaced: make it of model.parameters() "
                 "afterwards"
             )
-
-
-def _reduced(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield parameters that are no DTensors and are reduced nevertheless."""
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel | FSDPModule):
-            yield from module.parameters()

@@ -7,7 +7,8 @@ no rule about placements is written twice. Nothing communicates, and the model d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,10 +22,10 @@ from moecore.base.options.precision import Recipe
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
+from moecore.moe.shared import SharedExpert
 from moecore.parallel.dispatch import choose_dispatcher
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.request import Request, is_cut, roles_of
-from moecore.parallel.shard.fp8_gather import gathered_recipes
 from moecore.parallel.shard.plan import (
     AxisPlacement,
     LayerPlan,
@@ -51,12 +52,8 @@ Layers = Mapping[str, RoutedLayer]
 def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
     """Return the plan of a model, which does not change. No communication.
 
-    Args:
-        model: a model whose MoE blocks are MoELayers, after `request.check_layers`.
-
-    Raises:
-        ValueError: for modules that tensor parallelism cannot cut, parameters that cannot be
-            trained, and a precision that applies to no module after the cut.
+    The MoE layers have passed `check_layers`. A ValueError names modules that tensor parallelism
+    cannot cut, parameters that cannot be trained, and a precision without modules after the cut.
     """
     copies = copy_modules(model, on_meta)
     twin = copies[model]
@@ -83,12 +80,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
 
 
 def cut_model(model: nn.Module, layers: Layers, meshes: Meshes) -> None:
-    """Reduce a model to this rank's part over tp, ep and etp, in place. No communication.
-
-    Args:
-        model: whole, or cut over tp already.
-        layers: its MoE layers by name.
-    """
+    """Reduce a model to this rank's part over tp, ep and etp, in place. No communication."""
     p = meshes.parallel
     if p.tp > 1 and not is_cut(model):
         cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
@@ -118,10 +110,8 @@ def _layer(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
 class _Maker:
     """Makes the plans of units and parameters.
 
-    Args:
-        layers: its MoE layers by name.
-        recipes: of the parameters that are gathered in FP8, by name.
-        fp32: names of parameters that are gathered in their own dtype, as routers are.
+    `recipes` are of parameters that are gathered in FP8, `fp32` names parameters that are gathered
+    in their own dtype, as routers are.
     """
 
     def __init__(
@@ -201,15 +191,15 @@ class _Maker:
         """Return how data ranks cut, and then how other ranks have cut already."""
         inner: list[AxisPlacement] = []
         if isinstance(param, DTensor):
-            axes = zip(_axes(param.device_mesh), param.placements, strict=True)
-            inner = [
-                AxisPlacement(axis=axis, size=size, dim=getattr(p, "dim", None), pieces=_pieces(p))
-                for (axis, size), p in axes
-            ]
+            for (axis, size), placement in zip(
+                _axes(param.device_mesh), param.placements, strict=True
+            ):
+                dim, pieces = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
+                inner.append(AxisPlacement(axis=axis, size=size, dim=dim, pieces=pieces))
         if experts is not None and is_whole(self.meshes):
             return tuple(inner)
         mesh: Any = self.meshes.dense_fsdp
-        dim: int | None = 0
+        dim = 0
         if experts is not None:
             mesh, dim = self.meshes.expert_fsdp, expert_dim(experts, param, self.meshes)
         *replicates, (axis, size) = _axes(mesh)
@@ -290,9 +280,7 @@ def check_parameters(
 ) -> None:
     """Raise for parameters without dims, and trainable ones that are empty or of mixed dtypes.
 
-    Args:
-        owned: units, their roles and own parameters.
-        whole: whether experts are reduced over no rank.
+    With `whole` experts are reduced over no rank.
     """
     for param, name in name_of.items():
         if not param.ndim:
@@ -339,11 +327,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _prefetch(
     model: nn.Module, found: Units, options: FSDPOptions, whole: Set[nn.Module]
 ) -> tuple[Prefetch, Prefetch]:
-    """Return what each unit gathers early in forward and in backward.
-
-    Args:
-        whole: experts that are not gathered.
-    """
+    """Return what each unit gathers early in forward and in backward, without whole experts."""
     if not options.prefetch_blocks:
         return {}, {}
     gathered = [[unit for unit in group if unit not in whole] for group in found.first_use]
@@ -357,6 +341,83 @@ def _axes(mesh: Any) -> list[tuple[str, int]]:
     return [(name, mesh.size(i)) for i, name in enumerate(mesh.mesh_dim_names)]
 
 
-def _pieces(placement: Any) -> int:
-    """Return into how many equal parts a strided placement cuts its dim first."""
-    return int(getattr(placement, "split_factor", 1))
+GATHER = "FSDPOptions.fp8_param_gather (True)"
+STORED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def gathered_recipes(
+    model: nn.Module,
+    layers: Mapping[str, RoutedLayer],
+    linears: Mapping[str, Recipe],
+    request: Request,
+) -> dict[str, Recipe]:
+    """Return the recipes of the parameters that are gathered in FP8, by name; {} without it.
+
+    `linears` has the recipes of linears in FP8, by names without what wrappers add.
+    """
+    if not request.fsdp.fp8_param_gather:
+        return {}
+    read = dict(_read_in_blocks(model, layers, linears, request))
+    if not read:
+        raise ValueError(
+            f"{GATHER} must go with blockwise products of weights that several ranks share, and "
+            "there are none: set precision='blockwise', or drop it"
+        )
+    if request.compile_dense and any(map(_blockwise, linears.values())):
+        raise ValueError(
+            f"{GATHER} must go with compile_dense (True) = False where linears are in FP8, which "
+            "torch.compile would read: use roles=('experts', 'shared_experts'), or drop one of them"
+        )
+    names = {param: name for name, param in model.named_parameters()}
+    places = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
+    for param in read:
+        _check_gathered(names[param], param, places[param])
+    return {names[param]: recipe for param, recipe in read.items()}
+
+
+def _read_in_blocks(
+    model: nn.Module,
+    layers: Mapping[str, RoutedLayer],
+    linears: Mapping[str, Recipe],
+    request: Request,
+) -> Iterator[tuple[nn.Parameter, Recipe]]:
+    """Yield gathered parameters that blockwise products alone read, with their recipes.
+
+    They are the matrices of routed experts that several ranks share, of shared experts, and of
+    linears in FP8.
+    """
+    p = request.meshes.parallel
+    for name, layer in layers.items():
+        recipe = _blockwise(request.recipe_of(name, layer, "experts"))
+        if recipe is not None and p.edp_replicate * p.edp_shard > 1:
+            experts = layer.part("experts")
+            if experts.is_separate:
+                raise ValueError(
+                    f"{name}: {GATHER} must go with ExpertLayout.gate_up ('separate') = 'split' or "
+                    "'concatenated', because gate and up are one matrix: drop it"
+                )
+            yield from ((param, recipe) for param in experts.parameters())
+        shared = layer.part("shared")
+        recipe = _blockwise(request.recipe_of(name, layer, "shared_experts"))
+        if isinstance(shared, SharedExpert) and recipe is not None:
+            yield from ((param, recipe) for param in (shared.w1, shared.w2))
+    for name, module in model.named_modules():
+        recipe = _blockwise(linears.get(clean_name(name)))
+        if isinstance(module, nn.Linear) and recipe is not None:
+            yield cast(nn.Parameter, module.weight), recipe
+
+
+def _blockwise(recipe: Recipe | None) -> Recipe | None:
+    return recipe if recipe is not None and recipe.scaling == "blockwise" else None
+
+
+def _check_gathered(name: str, param: nn.Parameter, num_places: int) -> None:
+    if param.dtype not in STORED_DTYPES:
+        raise ValueError(
+            f"{name} ({param.dtype}) must be kept in fp32 or bf16 with {GATHER}: call model.float()"
+        )
+    if num_places > 1:
+        raise ValueError(
+            f"{name} must not be tied to another parameter with {GATHER}, which leaves its values "
+            "to FP8 products alone: untie it, or leave it out by Precision.overrides"
+        )

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from moecore.base.copies import as_part
 from moecore.base.torch_names import (
     StridedShard,
     call_accumulate_hooks,
@@ -37,15 +37,9 @@ class UnitParam:
     """One parameter of a unit. Replaces it by its sharded form, without communication.
 
     Args:
-        slot: its place in the unit's buffers.
         mesh: (replicate, shard) or (shard); None = no other data rank has a part in it.
-        device_type: on which it is trained.
         is_cut: whether the ranks of the mesh's last dim have parts of it, or all of it each.
-
-    Attributes:
-        shard: this rank's part of it.
-        whole: see above; None before the first gather.
-        shape: of the whole on this rank, which tensor and expert parallelism have cut already.
+        join: returns the mesh of the dims of two meshes.
     """
 
     def __init__(
@@ -69,20 +63,17 @@ class UnitParam:
             self.rank = mesh.get_local_rank(mesh.ndim - 1)
         self._inner = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
         data = local_of(param.detach())
-        self.shape = data.shape
-        self._inner_shape, self._inner_stride = param.shape, param.stride()
+        self.shape = data.shape  # of the whole, which tensor and expert parallelism have cut
         self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
         start = min(self.rank * chunk, self.shape[dim])
         own = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
         own = own.to(device_type) if not own.is_meta else own
         shard = own.clone(memory_format=torch.contiguous_format)
         place = _placements(param, dim if is_cut else None, mesh, join)
-        sharded = DTensor.from_local(
-            shard, *place, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        sharded = as_part(shard, *place, of=param)
         self.sharded = nn.Parameter(sharded, requires_grad=param.requires_grad)
-        self.shard = local_of(self.sharded)
-        self.whole: nn.Parameter | None = None
+        self.shard = local_of(self.sharded)  # this rank's part
+        self.whole: nn.Parameter | None = None  # before the first gather
         self.register(self.sharded)
 
     @property
@@ -126,28 +117,15 @@ class UnitParam:
             self.whole.requires_grad = self.sharded.requires_grad
 
     def make_whole(self, data: Tensor) -> list[Tensor]:
-        """Make the whole parameter of its memory.
-
-        Returns:
-            The tensors of it that count their own changes: a DTensor, and its part.
-        """
+        """Make the whole parameter of its memory; return the tensors that count its changes."""
         local = data.data
         if self._inner is not None:
-            local = DTensor.from_local(
-                local,
-                *self._inner,
-                run_check=False,
-                shape=self._inner_shape,
-                stride=self._inner_stride,
-            )
+            local = as_part(local, *self._inner, of=self.sharded)
         self.whole = nn.Parameter(local, requires_grad=self.sharded.requires_grad)
         return [self.whole] if self._inner is None else [self.whole, local_of(self.whole)]
 
     def take_grad(self) -> Tensor | None:
-        """Return the gradient of the whole parameter, and drop it there. May communicate.
-
-        Over tensor parallel ranks it is summed where the parameter is alike on them.
-        """
+        """Return the gradient of the whole parameter, and drop it there. May communicate."""
         whole = self.whole
         grad = None if whole is None else whole.grad
         if grad is None:
@@ -155,31 +133,22 @@ class UnitParam:
         whole.grad = None  # type: ignore[union-attr]
         if self._inner is None:
             return grad
+        # Over tensor parallel ranks it is summed where the parameter is replicated.
         if grad.placements != self._inner[1]:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=self._inner[1])  # type: ignore[attr-defined]
         return local_of(grad)
 
     def add_grad(self, grad: Tensor) -> None:
-        """Make, or add to, the gradient of the whole parameter, as autograd does.
-
-        Args:
-            grad: of this rank's part of it and tokens, any view; kept.
-        """
+        """Make, or add to, the gradient of the whole parameter, as autograd does; keep `grad`."""
         whole = self.whole
         assert whole is not None, "a forward has made it"
         grad = grad.view(self.shape)
         if self._inner is not None:
-            how: dict[str, Any] = dict(shape=self._inner_shape, stride=self._inner_stride)
-            places = grad_placements(whole)
-            grad = DTensor.from_local(grad, self._inner[0], places, run_check=False, **how)
+            grad = as_part(grad, self._inner[0], grad_placements(whole), of=whole)
         whole.grad = grad if whole.grad is None else whole.grad + grad
 
     def put_grad(self, grad: Tensor) -> None:
-        """Make, or add to, the gradient of the sharded parameter.
-
-        Args:
-            grad: of this rank's shard; kept.
-        """
+        """Make, or add to, the gradient of the sharded parameter; keep `grad`."""
         if self.sharded.grad is None:
             self.sharded.grad = wrapped_like(grad, self.sharded)
         else:
@@ -197,11 +166,7 @@ def _placements(
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return where the sharded parameter lies: over data ranks, then as it was before.
 
-    Args:
-        param: cut over tp, ep and etp.
-        dim: that data ranks cut; None = each has all of it.
-        mesh: of these ranks; None = the parameter lies as it did.
-        join: returns the mesh of the dims of two.
+    `dim` is None where each data rank has all of it; mesh None leaves the parameter as it lay.
     """
     inner = param.device_mesh if isinstance(param, DTensor) else None
     before = param.placements if isinstance(param, DTensor) else ()
@@ -221,19 +186,13 @@ def _placements(
 
 @dataclass(frozen=True, slots=True)
 class UnitViews:
-    """Pieces of a unit's memory, one of each kind per parameter.
-
-    Attributes:
-        regions: the shards of all ranks.
-        padded: this rank's part of each.
-        parameters: the whole parameters; where dim 0 is cut, the regions without padding.
-    """
+    """Pieces of a unit's memory, one of each kind per parameter."""
 
     flat: Tensor
-    regions: list[Tensor]
-    padded: list[Tensor]
-    own: list[Tensor]
-    parameters: list[Tensor]
+    regions: list[Tensor]  # the shards of all ranks
+    padded: list[Tensor]  # this rank's part of each region
+    own: list[Tensor]  # the same without padding
+    parameters: list[Tensor]  # where dim 0 is cut, the regions without padding
 
 
 def cut_views(params: Sequence[UnitParam], flat: Tensor, beside: int) -> UnitViews:

@@ -93,11 +93,6 @@ class ParamPlan:
         found = (p for p in self.placements if p.axis in DATA_AXES and p.dim is not None)
         return next(found, None)
 
-    @property
-    def is_reduced(self) -> bool:
-        """Whether its gradient is summed over ranks; False for experts that one rank alone owns."""
-        return any(p.axis in DATA_AXES and p.size > 1 for p in self.placements)
-
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's part; by default the first rank's part, which is largest.
 
@@ -372,12 +367,13 @@ def flat_layouts(
             is_float = getattr(torch, param.dtype).is_floating_point
             gathers = gather_dtype if is_float else param.dtype
         alike.setdefault((param.dtype, gathers, recipe), []).append(param)
-    return tuple(_flat_layout(*how, params, ranks) for how, params in alike.items())
+    return tuple(flat_layout(*how, params, ranks) for how, params in alike.items())
 
 
-def _flat_layout(
+def flat_layout(
     dtype: str, gathers: str, recipe: Recipe | None, params: Iterable[ParamPlan], ranks: int
 ) -> FlatLayout:
+    """Return the layout of parameters with these dtypes and recipe."""
     slots, offset = [], 0
     for param in params:
         dim, shape = 0, list(param.computed_shape())

@@ -7,20 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class Progress:
-    """The micro-batches of a step. Models refer to it weakly: it ends with its `TrainStep`.
+    """The micro-batches of a step. Models refer to it weakly: it ends with its `TrainStep`."""
 
-    Attributes:
-        done: micro-batches whose forward and backward have run.
-        is_several: all of the step do, in any order.
-        is_last: it is the last of its step.
-        has_failed: one, or the end of the step, has raised.
-    """
-
-    done: int = 0
-    is_open: bool = False
-    is_several: bool = False
-    is_last: bool = False
-    has_failed: bool = False
+    done: int = 0  # micro-batches whose forward and backward have run
+    is_open: bool = False  # whether a micro-batch runs
+    is_several: bool = False  # whether all micro-batches of the step run, in any order
+    is_last: bool = False  # whether the micro-batch is the last of its step
+    has_failed: bool = False  # whether a micro-batch, or the end of the step, has raised
 
     def restart(self) -> None:
         """Begin the next step."""

@@ -1,24 +1,29 @@
-"""Collectives of one unit: one call for all of its parameters, with no copy around it on NCCL.
+"""How units communicate: one call for all parameters of a unit, with no copy around it on NCCL.
 
 Regions are flat pieces of a unit's buffer, one per parameter, with the shards of all ranks one
 after the other. NCCL gathers and reduces a list of regions in one launch. gloo has no such call
-that is fast: there regions are packed rank by rank.
+that is fast: there regions are packed rank by rank. On a GPU all this is beside compute, on streams
+of a model's units; on a CPU it is in line.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from moecore.base.streams import Stream, current_stream, new_event, new_stream, on_stream
 from moecore.base.torch_names import (
     all_gather_single,
     foreach_copy_,
     is_gloo,
     reduce_scatter_single,
+    tree_leaves,
+    tree_map_only,
 )
 
 
@@ -26,22 +31,10 @@ class UnitTransport(Protocol):
     """How the shard ranks of a unit communicate. On the current stream."""
 
     def gather(self, regions: list[Tensor], shards: list[Tensor]) -> None:
-        """Fill each region with the shards of all ranks.
-
-        Args:
-            regions: [ranks * n] each.
-            shards: [n] each; they may be this rank's part of the region.
-        """
-        ...
+        """Fill each region [ranks * n] with the shards [n] of all ranks, maybe parts of it."""
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
-        """Fill each shard with the sum over ranks of its part of the region.
-
-        Args:
-            shards: [n] each.
-            regions: [ranks * n] each.
-        """
-        ...
+        """Fill each shard [n] with the sum over ranks of its part of the region [ranks * n]."""
 
 
 class Coalesced:
@@ -93,3 +86,88 @@ class Packed:
 def transport_of(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
     """Return the transport of a group's backend."""
     return Packed(group) if is_gloo(group, device_type) else Coalesced(group)
+
+
+class StreamMark:
+    """A place behind what a stream has queued, for which others wait; on a CPU, nothing."""
+
+    __slots__ = ("_event", "_is_set")
+
+    def __init__(self, device_type: str) -> None:
+        self._event = new_event(device_type)
+        self._is_set = False
+
+    def set(self) -> None:
+        """Mark what the current stream has queued, in place of what was marked before."""
+        if self._event is not None:
+            self._event.record()
+            self._is_set = True
+
+    def wait(self) -> None:
+        """Let the current stream wait for it."""
+        if self._event is not None and self._is_set:
+            self._event.wait()
+
+    def clear(self) -> None:
+        """Let nobody wait: all of it is done."""
+        self._is_set = False
+
+
+class UnitStreams:
+    """The streams of a model's units."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._gather = new_stream(device_type, priority=-1)
+        self._reduce = new_stream(device_type, priority=-1)
+        self._queued: list[Stream] = []  # what nothing has waited for
+
+    def mark(self) -> StreamMark:
+        """Return a mark that is not set."""
+        return StreamMark(self._device_type)
+
+    def on_device(self, value: Any) -> Any:
+        """Return a value with its tensors on the GPU, where units compute on one."""
+        if self._device_type != "cuda" or all(not _is_on_cpu(leaf) for leaf in tree_leaves(value)):
+            return value
+        return tree_map_only(Tensor, lambda x: x.cuda(non_blocking=True), value)
+
+    def join(self) -> None:
+        """Let the current stream wait for all communication."""
+        for stream in self._queued:  # no other: it may be no part of a CUDA graph
+            self._current().wait_stream(stream)
+        self._queued.clear()
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep a tensor's memory until the reductions that are queued have run."""
+        if isinstance(self._reduce, torch.cuda.Stream):
+            tensor.record_stream(self._reduce)
+
+    def start(self) -> None:
+        """Let gathers wait for the current stream, which has written the shards."""
+        if self._gather is not None:
+            self._follow(self._gather)
+
+    def gathering(self) -> AbstractContextManager[Any]:
+        """Queue what follows beside compute, on the stream of gathers."""
+        return on_stream(self._gather)
+
+    def reducing(self) -> AbstractContextManager[Any]:
+        """Queue what follows behind compute, on the stream of reductions."""
+        if self._reduce is not None:
+            self._follow(self._reduce)
+        return on_stream(self._reduce)
+
+    def _current(self) -> Stream:
+        stream = current_stream(self._device_type)
+        assert stream is not None, "only a GPU has others"
+        return stream
+
+    def _follow(self, stream: Stream) -> None:
+        stream.wait_stream(self._current())
+        if stream not in self._queued:
+            self._queued.append(stream)
+
+
+def _is_on_cpu(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"

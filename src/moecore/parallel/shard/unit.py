@@ -33,8 +33,7 @@ from moecore.parallel.shard.formats import Format
 from moecore.parallel.shard.gradients import Gradients
 from moecore.parallel.shard.params import UnitParam, UnitViews, cut_views
 from moecore.parallel.shard.plan import FlatLayout
-from moecore.parallel.shard.streams import UnitStreams
-from moecore.parallel.shard.transport import UnitTransport, transport_of
+from moecore.parallel.shard.transport import UnitStreams, UnitTransport, transport_of
 
 
 class State(enum.Enum):
@@ -47,30 +46,20 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitOptions:
-    """How a unit computes and communicates.
-
-    Attributes:
-        reduce_dtype: dtype in which gradients are summed.
-        cast_inputs: dtype to which floating inputs of the modules are cast; None = no cast.
-        stays: whether the unit is resident.
-        accumulates: whether gradients of a step's micro-batches are added before one reduction.
-    """
+    """How a unit computes and communicates."""
 
     name: str
-    reduce_dtype: torch.dtype
+    reduce_dtype: torch.dtype  # in which gradients are summed
     divisor: float
-    cast_inputs: torch.dtype | None
-    stays: bool
-    accumulates: bool
+    cast_inputs: torch.dtype | None  # of floating inputs of the modules; None = no cast
+    stays: bool  # whether the unit is resident
+    accumulates: bool  # whether micro-batches of a step add gradients before one reduction
 
 
 class Unit:
-    """Modules whose parameters are one unit.
+    """Modules whose parameters, of one dtype and mesh, are one unit.
 
-    Args:
-        params: parameters of one dtype and mesh.
-        shard_group: ranks that own the shards; None = this rank alone.
-        replicas: groups of ranks that own the same shards.
+    Ranks of `shard_group` own the shards (None = this rank alone), those of `replicas` the same.
     """
 
     def __init__(
@@ -147,11 +136,7 @@ class Unit:
             param.follow()
 
     def gather(self) -> None:
-        """Start the all-gather of a SHARDED unit. Collective.
-
-        Raises:
-            RuntimeError: when a forward that has not ended uses the buffer.
-        """
+        """Start the all-gather of a SHARDED unit. Collective."""
         if self.state is not State.SHARDED:
             return
         self._take_buffer()

@@ -29,22 +29,15 @@ Prefetch = Mapping[nn.Module, list[nn.Module]]  # from and to the first modules 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """Modules of a model that become units; the root is the unit of all other parameters.
+    """Modules of a model that become units; the root is the unit of all other parameters."""
 
-    Attributes:
-        blocks: result of `find_blocks`.
-        groups: lists of blocks; each list is one unit, and [model] is the root.
-        routers: lists of routers; each list is one unit, with all routers of one dtype in a list of
-            blocks.
-        first_use: first modules of all units but the root, in the order of forward. Each list is
-            all-gathered together: a group of blocks and the units that begin in it, or a head.
-    """
-
-    blocks: list[nn.Module]
-    groups: list[list[nn.Module]]
-    routers: list[list[nn.Module]]
+    blocks: list[nn.Module]  # result of `find_blocks`
+    groups: list[list[nn.Module]]  # each list of blocks is one unit, and [model] is the root
+    routers: list[list[nn.Module]]  # each is one unit: all routers of one dtype in a list of blocks
     experts: list[Experts]
     heads: list[nn.Module]
+    # First modules of all units but the root, in the order of forward. Each list is all-gathered
+    # together: a group of blocks and the units that begin in it, or a head.
     first_use: list[list[nn.Module]]
 
 
@@ -161,10 +154,8 @@ def _is_reached_without(block: nn.Module, model: nn.Module) -> bool:
 
 
 def keeps_precision(router: Router, options: FSDPOptions) -> bool:
-    """Whether mixed precision would round the router's weight, and so change choices.
-
-    Such routers are in units of routers, all-gathered and reduced in their parameters' dtype.
-    """
+    """Whether mixed precision would round the router's weight, and so change choices."""
+    # Such routers are in units of routers, all-gathered and reduced in their parameters' dtype.
     return options.param_dtype not in (None, router.weight.dtype)
 
 
@@ -172,11 +163,7 @@ def forward_prefetch(model: nn.Module, units: Units, ahead: int) -> Prefetch:
     """Return the units that each unit prefetches in forward: `ahead` groups, in the order of use.
 
     A prefetch stays within one list of blocks and the head behind it, because the next list may not
-    run (multi-token prediction without labels).
-
-    Args:
-        units: result of `find_units`, with only all-gathered units in `first_use`.
-        ahead: number of groups; a head is a group.
+    run (multi-token prediction without labels). `units.first_use` has only all-gathered units.
     """
     found: dict[nn.Module, list[nn.Module]] = {}
     list_of = _outermost_lists(model)
@@ -253,11 +240,7 @@ def _layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
 
 
 def _parts(blocks: list[nn.Module], first_routers: set[nn.Module]) -> list[nn.Module]:
-    """Return one module of each unit that begins in a group of blocks, in the order of first use.
-
-    Args:
-        first_routers: the first router of each unit of routers.
-    """
+    """Return one module of each unit that begins in some blocks, in the order of first use."""
     layers = _layers(blocks)
     parts = [m.part("router") for m in layers if m.part("router") in first_routers]
     return [*parts, *(m.part("experts") for m in layers)]

@@ -22,20 +22,13 @@ from moecore.kernels.experts.contract import ComputeGrad
 
 
 class WeightProduct(NamedTuple):
-    """One gradient of a weight that is not computed yet.
+    """One gradient of a weight that is not computed yet."""
 
-    Attributes:
-        number: of the parameter in its unit.
-        shape: of the gradient, in the parameter's order.
-        compute, operands: as of `GradSink.put`.
-        stream: on which the operands were made; None on a CPU.
-    """
-
-    number: int
-    shape: torch.Size
-    compute: ComputeGrad
+    number: int  # of the parameter in its unit
+    shape: torch.Size  # of the gradient, in the parameter's order
+    compute: ComputeGrad  # and operands: as of `GradSink.put`
     operands: tuple[Any, ...]
-    stream: torch.cuda.Stream | None
+    stream: torch.cuda.Stream | None  # on which the operands were made; None on a CPU
 
     @classmethod
     def of(
@@ -79,10 +72,7 @@ class WeightGradients:
         """Compute what is kept, and reduce its units; nothing where nothing is. Collective.
 
         All ranks run those of the same micro-batches and stages in the same order, between
-        forwards and backwards.
-
-        Raises:
-            ValueError: outside of the micro-batches of the model's `TrainStep`.
+        forwards and backwards, within the micro-batches of the model's `TrainStep`.
         """
         self._run()
 
