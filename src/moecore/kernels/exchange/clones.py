@@ -28,7 +28,6 @@ c W b here; bring_home_ reads W b per clone over the links.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -180,8 +179,7 @@ def _copy(
         tl.store(to_ptr + columns, x, mask=inside)
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank"])
 def _store_weights_kernel(
     rows_ptr,  # [e, W] words
     experts_ptr,  # [N] int32
@@ -204,7 +202,7 @@ def _store_weights_kernel(
     notify(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
 
 
-@partial(triton.jit, do_not_specialize=["rank", "timeout"])
+@triton.jit(do_not_specialize=["rank", "timeout"])
 def _receive_weights_kernel(
     out_ptr,  # [c, W] words, out
     experts_ptr,  # [N] int32
@@ -229,7 +227,7 @@ def _receive_weights_kernel(
     finish(end.state, operation)
 
 
-@partial(triton.jit, do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank"])
 def _store_grads_kernel(
     grads_ptr,  # [c, W], of the clones
     experts_ptr,  # [N] int32
@@ -250,7 +248,7 @@ def _store_grads_kernel(
     notify(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
 
 
-@partial(triton.jit, do_not_specialize=["rank", "timeout"])
+@triton.jit(do_not_specialize=["rank", "timeout"])
 def _receive_grads_kernel(
     grads_ptr,  # [e, W], of this rank's experts; added to
     experts_ptr,  # [N] int32

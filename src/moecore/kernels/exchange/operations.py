@@ -116,8 +116,7 @@ class Ptrs(NamedTuple):
 UNSPECIALIZED = ["num_tokens", "max_tokens", "num_chunks", "rank", "timeout"]
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=[*UNSPECIALIZED, "num_local"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_local"])
 def _spread_kernel(
     ptrs,  # Ptrs; peers and places are outputs with choices
     choices,  # Choices [T, K]; None: they came with an earlier spread
@@ -181,7 +180,7 @@ def _spread_kernel(
         finish(end.state, operation)
 
 
-@partial(triton.jit, do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _reduce_kernel(
     ptrs,  # Ptrs
     choices,  # Choices: slots [S, K] of the choices, fp32 gradients [R]; or None

@@ -16,7 +16,6 @@ floating-point operations.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -159,7 +158,7 @@ def _store(
     tl.store(out_ptr + rows[:, None] * row_stride + columns[None, :], out, mask=mask)
 
 
-@partial(triton.jit, do_not_specialize=["num_experts"])
+@triton.jit(do_not_specialize=["num_experts"])
 def _grouped_gemm_fwd_kernel(
     a_ptr,  # [S or R, K]
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]; unused with GATHER
@@ -219,7 +218,7 @@ def _grouped_gemm_fwd_kernel(
             _store(out_ptr, right, rows, in_rows, column + BLOCK_N // 2, N, N)
 
 
-@partial(triton.jit, do_not_specialize=["num_experts"])
+@triton.jit(do_not_specialize=["num_experts"])
 def _grouped_gemm_activation_fwd_kernel(
     x_ptr,  # [S, D]
     w1_desc,  # [2e, F, D], gate and up of each expert in turn, as blocks [2, BLOCK_F, BLOCK_K]

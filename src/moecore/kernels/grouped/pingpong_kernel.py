@@ -20,8 +20,6 @@ the next brought there, in the end those of the other group's tile. So h has com
 ends.
 """
 
-from functools import partial
-
 from moecore.kernels.common import (
     async_load,
     gl,
@@ -247,7 +245,7 @@ def _consume(
         )
 
 
-@partial(gluon.jit, do_not_specialize=["R"])
+@gluon.jit(do_not_specialize=["R"])
 def sm90_bf16_grouped_nn_act_bwd_kernel(
     a_ptr,  # [S or R, K]
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]

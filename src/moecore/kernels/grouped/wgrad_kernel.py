@@ -12,8 +12,6 @@ What they share:
     tiles   the number of row tiles, of column tiles, and of the tiles of all experts
 """
 
-from functools import partial
-
 from moecore.kernels.common import (
     async_load,
     gl,
@@ -223,7 +221,7 @@ def _consume(
         hopper.tma.store_wait(0)
 
 
-@partial(gluon.jit, do_not_specialize=["num_experts"])
+@gluon.jit(do_not_specialize=["num_experts"])
 def sm90_bf16_grouped_wgrad_kernel(
     x_ptr,  # [S or R, M]
     x_desc,  # the same as blocks [BLOCK_K, BLOCK_M]

@@ -13,7 +13,6 @@ flops and one or two exponentials per logit, 50 flops for sqrtsoftplus. Sums are
 that depends on shapes and device alone, without atomics: equal inputs give equal bits.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ def _real_rows(
     return real
 
 
-@partial(triton.jit, do_not_specialize=["num_rows", "num_parts"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def balance_statistics_fwd_kernel(
     logits,  # fp32 [B * num_rows, E]
     padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
@@ -139,7 +138,7 @@ def balance_statistics_fwd_kernel(
     tl.store(z_parts + program, tl.sum(z_sums, axis=0))
 
 
-@partial(triton.jit, do_not_specialize=["num_parts", "num_all_parts"])
+@triton.jit(do_not_specialize=["num_parts", "num_all_parts"])
 def balance_statistics_fwd_reduce_kernel(
     score_parts,  # fp32 [B * num_parts, E]
     z_parts,  # fp32 [num_all_parts]
@@ -171,7 +170,7 @@ def balance_statistics_fwd_reduce_kernel(
         tl.store(score_sums + sequence * E + cols, tl.sum(sums, axis=0), mask=cols < E)
 
 
-@partial(triton.jit, do_not_specialize=["num_rows", "num_tiles"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def balance_statistics_bwd_kernel(
     logits,  # fp32 [B * num_rows, E]
     padding,  # uint8 [B * num_rows], 1 = padding; None = there is none

@@ -7,7 +7,6 @@ One program each way reads [B, E] a few times and little else. Sums are made in 
 depends on shapes alone: equal inputs give equal bits.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def _at_least_one(count):
     return tl.maximum(count, 1).to(tl.float32)
 
 
-@partial(triton.jit, do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=["num_sequences"])
 def balance_loss_fwd_kernel(
     score_sums,  # fp32 [B, E]
     z_sum,  # fp32 []
@@ -105,7 +104,7 @@ def balance_loss_fwd_kernel(
     tl.store(losses + 3, z_factor * (tl.load(z_sum) / total))
 
 
-@partial(triton.jit, do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=["num_sequences"])
 def balance_loss_bwd_kernel(
     dlosses,  # fp32 [4]
     counts,  # int64 [B, E + 1], the tokens last

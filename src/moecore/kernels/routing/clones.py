@@ -20,7 +20,6 @@ Source: ECHO, https://arxiv.org/abs/2603.07685, section 4.3.7 (the idea; the rul
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -177,7 +176,7 @@ def physical_ids_ref(
     return found_TK
 
 
-@partial(triton.jit, do_not_specialize=["num_choices"])
+@triton.jit(do_not_specialize=["num_choices"])
 def _physical_ids_kernel(
     ids_ptr,  # [T K] int32
     rows_ptr,  # [T K] int32, each choice's row in the order of experts

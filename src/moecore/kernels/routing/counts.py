@@ -9,8 +9,6 @@ its ids and adds it with one integer atomic per expert that occurs; integer sums
 depend on. Counts are int64, because they are summed over ranks and micro-batches of a step.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -53,7 +51,7 @@ def check_padding_mask(padding_mask_T: Tensor | None, num_tokens: int) -> None:
         )
 
 
-@partial(triton.jit, do_not_specialize=["num_ids", "num_tokens", "num_blocks"])
+@triton.jit(do_not_specialize=["num_ids", "num_tokens", "num_blocks"])
 def expert_counts_fwd_kernel(
     ids,  # int32 [B, num_ids]; -1 is not counted
     padding,  # uint8 [B, num_tokens], 1 = padding, whose ids are -1; None = there is none

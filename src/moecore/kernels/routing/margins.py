@@ -12,8 +12,6 @@ bytes, and adds T * E times in the second-level cache; the reference makes about
 [T, E]. The quantiles of any number of layers are one launch, which reads each histogram once.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -67,8 +65,7 @@ def even_bias_ref(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
     return torch.where(total_E1[..., 0] > 0, solved_E, bias_E)
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _add_margins_kernel(
     logits_ptr,  # [T, E] fp32
     bias_ptr,  # [E] fp32

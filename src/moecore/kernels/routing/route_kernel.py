@@ -16,8 +16,6 @@ Note [one warp]. A program is one warp that holds a tile of whole rows: a row ne
 warps, so that a reduction needs no shared memory and no barrier.
 """
 
-from functools import partial
-
 from moecore.kernels.common import tl, triton
 from moecore.kernels.routing.scores import exp, row_scores, row_sums, score
 
@@ -106,7 +104,7 @@ def _choose(
     return chosen
 
 
-@partial(triton.jit, do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def route_fwd_kernel(
     logits,  # [T, E] fp32
     bias,  # [E] fp32, or None
@@ -170,7 +168,7 @@ def route_fwd_kernel(
     tl.store(weights + rows * K + slots, w * scale, mask=here & (slots < K))
 
 
-@partial(triton.jit, do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def route_bwd_kernel(
     logits,  # [T, E] fp32
     ids,  # [T, K] int32, -1 = no choice

@@ -28,7 +28,7 @@ dweight of an fp32 weight gets all three. dx is then one bf16 matmul of torch, t
 side along its inner dim, rounded as that of any bf16 linear layer.
 """
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ def _part(v, INDEX: tl.constexpr):
     return part
 
 
-@partial(triton.jit, do_not_specialize=["num_rows", "num_out_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_out_rows"])
 def _split_kernel(
     v,  # [num_rows, COLUMNS], fp32 or bf16, contiguous
     out,  # out, bf16: part s of an element at row * ROW_STRIDE + s * PART_STRIDE + column
@@ -146,7 +146,7 @@ def _dot(a, b, total, WIDEN: tl.constexpr):
         return tl.dot(a, b, total)
 
 
-@partial(triton.jit, do_not_specialize=["num_tokens", "split_size"])
+@triton.jit(do_not_specialize=["num_tokens", "split_size"])
 def _product_kernel(
     x,  # [T, D] bf16
     b,  # bf16; forward: weight parts [P, EP, D]; gradient: part p of dlogits at column p * EP

@@ -24,7 +24,6 @@ Letters: P device pages, Q host pages, N entries of a table, which are its first
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -256,7 +255,7 @@ def take_pages(
     _unlock(state_ptr)
 
 
-@partial(triton.jit, do_not_specialize=["num_entries", "num_pages", "num_host"])
+@triton.jit(do_not_specialize=["num_entries", "num_pages", "num_host"])
 def _return_pages_kernel(
     table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK: tl.constexpr
 ):

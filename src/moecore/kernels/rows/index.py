@@ -88,8 +88,7 @@ def build_index_ref(
     )
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["first", "num_pairs"])
+@triton.jit(do_not_specialize=["first", "num_pairs"])
 def _build_index_fwd_count_kernel(
     ids_ptr,  # [N] int32 global expert ids
     table_ptr,  # [B, e] int32, out: pairs of block b that go to expert i
@@ -108,7 +107,7 @@ def _build_index_fwd_count_kernel(
     tl.store(table_ptr + block * NUM_LOCAL + bins, counts, mask=bins < NUM_LOCAL)
 
 
-@partial(triton.jit, do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks"])
 def _build_index_fwd_scan_kernel(
     table_ptr,  # [B, e] int32, in place: counts become sums over earlier blocks
     totals_ptr,  # [e] int32, out
@@ -128,7 +127,7 @@ def _build_index_fwd_scan_kernel(
     tl.store(totals_ptr + expert, total)
 
 
-@partial(triton.jit, do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _build_index_fwd_layout_kernel(
     totals_ptr,  # [e] int32
     offsets_ptr,  # [e] int32, out: running sum of the padded totals
@@ -163,7 +162,7 @@ def _build_index_fwd_layout_kernel(
         tl.store(weights_ptr + rows, tl.zeros([BLOCK_R], tl.float32), mask=past)
 
 
-@partial(triton.jit, do_not_specialize=["first", "num_pairs", "num_rows"])
+@triton.jit(do_not_specialize=["first", "num_pairs", "num_rows"])
 def _build_index_fwd_place_kernel(
     ids_ptr,  # [N] int32 global expert ids
     pair_weights_ptr,  # [N] fp32
@@ -201,7 +200,7 @@ def _build_index_fwd_place_kernel(
     tl.store(slots_ptr + pairs, tl.where(here, row, -1), mask=pairs < num_pairs)
 
 
-@partial(triton.jit, do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs"])
 def _build_index_bwd_kernel(
     dweights_ptr,  # [R] fp32
     slots_ptr,  # [N] int32, -1 = none

@@ -21,7 +21,7 @@ number is on the device, so no copy engine can be given it. A few programs take 
 PCIe is slow, and the multiprocessors are others'. Bytes moved: 2 * num_rows * (bytes of a row).
 """
 
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -82,8 +82,7 @@ def column_block(num_columns: int, itemsize: int) -> dict[str, int]:
     return {"BLOCK_D": block, "num_warps": max(2, min(8, block * itemsize // 512))}
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["num_expert_rows", "num_fill"])
+@triton.jit(do_not_specialize=["num_expert_rows", "num_fill"])
 def _gather_rows_fwd_kernel(
     x_ptr,  # [S, D]
     row_ids_ptr,  # [R] int32
@@ -341,7 +340,7 @@ def copy_used_ref(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> Non
     target_RB[:used].copy_(source_RB[:used])
 
 
-@partial(triton.jit, do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length"])
 def _copy_used_kernel(
     source_ptr,  # [R, words of a row] int32
     target_ptr,  # [R, words of a row] int32, out

@@ -18,7 +18,6 @@ Bytes moved: 4 * S * K for the list, 2 * used * B each way.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -169,9 +168,8 @@ def _pages_of(used, STEPS: tl.constexpr):
     return need
 
 
-@partial(
-    triton.jit,
-    do_not_specialize=["source_rows", "expert_rows", "num_entries", "num_pages", "num_host"],
+@triton.jit(
+    do_not_specialize=["source_rows", "expert_rows", "num_entries", "num_pages", "num_host"]
 )
 def _take_rows_kernel(
     slots_ptr,  # [S, K] int32, negative = none; None = no matrix has a list
@@ -271,7 +269,7 @@ def _copy_matrix(
     return table_ptr + entries
 
 
-@partial(triton.jit, do_not_specialize=["num_entries", "num_pages", "over_entries", "num_host"])
+@triton.jit(do_not_specialize=["num_entries", "num_pages", "over_entries", "num_host"])
 def _copy_pages_kernel(
     a_ptr,  # matrices: bytes, or None
     b_ptr,

@@ -3,15 +3,12 @@
 Letters: as there.
 """
 
-from functools import partial
-
 from moecore.kernels.common import tl, triton
 from moecore.kernels.rows.activation_kernel import activate, activate_with_gradients
 from moecore.kernels.rows.quantised_kernel import store_row_blocks
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["num_expert_rows", "stride"])
+@triton.jit(do_not_specialize=["num_expert_rows", "stride"])
 def quantised_activation_fwd_kernel(
     h_ptr,  # [R, C]
     weights_ptr,  # [R] fp32, or None for 1
@@ -47,7 +44,7 @@ def quantised_activation_fwd_kernel(
     store_row_blocks(a, values_ptr, scales_ptr, rows, used, block, stride, F, POWER_OF_TWO)
 
 
-@partial(triton.jit, do_not_specialize=["num_expert_rows", "stride"])
+@triton.jit(do_not_specialize=["num_expert_rows", "stride"])
 def quantised_activation_bwd_kernel(
     h_ptr,  # [R, C]
     da_ptr,  # [R, F]
@@ -100,7 +97,7 @@ def quantised_activation_bwd_kernel(
         store_row_blocks(dup, dh_ptr, dh_scales_ptr, rows, used, block, stride, C, POWER_OF_TWO)
 
 
-@partial(triton.jit, do_not_specialize=["num_expert_rows"])
+@triton.jit(do_not_specialize=["num_expert_rows"])
 def sum_parts_kernel(
     sums_ptr,  # [parts, R] fp32
     num_rows_ptr,  # 0-dim int32, or None for R
