@@ -37,15 +37,7 @@ from moecore.kernels.adamw_formats import (
     split_master,
     split_master_ref,
 )
-from moecore.kernels.common import (
-    INTERPRET,
-    cdiv,
-    on_device,
-    tl,
-    triton,
-    use_kernel,
-    warn_plain,
-)
+from moecore.kernels.common import INTERPRET, cdiv, launch, tl, triton, use_kernel, warn_plain
 
 BLOCK = 1024  # elements at a time
 FP8_BLOCK = 512  # of FP8 moments: as many as registers allow without fewer programs at a time
@@ -375,33 +367,28 @@ def adamw_(
         return
     counts = table[:, 7].add(BLOCK * NUM_BLOCKS - 1) // (BLOCK * NUM_BLOCKS)
     numbers = torch.arange(len(counts), dtype=torch.int32, device=weight.device)
+    of_programs = torch.repeat_interleave(numbers, counts, output_size=num_programs)
     lr, (beta1, beta2) = options.lr, options.betas
+    is_here = isinstance(lr, Tensor) and lr.device == weight.device
+    rates = (lr, 0.0) if is_here else (None, float(lr))
+    betas = (1 - beta1, 1 - beta2, _log(beta1), _log(beta2))
     block = FP8_BLOCK if tensors.exponents else BLOCK
-    with on_device(weight):
-        _adamw_kernel[(num_programs,)](
-            table,
-            torch.repeat_interleave(numbers, counts, output_size=num_programs),
-            lr if isinstance(lr, Tensor) and lr.device == weight.device else None,
-            float(lr) if not isinstance(lr, Tensor) or lr.device != weight.device else 0.0,
-            1 - beta1,
-            1 - beta2,
-            _log(beta1),
-            _log(beta2),
-            options.eps,
-            options.weight_decay,
-            grad_scale,
-            found_inf,
-            WEIGHT=tl.int16 if tensors.remainders else TRITON_DTYPES[weight.dtype],
-            GRAD=TRITON_DTYPES[tensors.grads[0].dtype],
-            MOMENT=tl.uint8 if tensors.exponents else TRITON_DTYPES[tensors.exp_avgs[0].dtype],
-            SPLIT=bool(tensors.remainders),
-            GOLDEN=GOLDEN,
-            COLUMNS=COLUMNS,
-            BLOCK=block,
-            NUM_BLOCKS=BLOCK * NUM_BLOCKS // block,
-            MOMENT_BLOCK=MOMENT_BLOCK,
-            num_warps=NUM_WARPS,
-        )
+    rest = (options.eps, options.weight_decay, grad_scale, found_inf)
+    launch(
+        _adamw_kernel,
+        num_programs,
+        *(table, of_programs, *rates, *betas, *rest),
+        WEIGHT=tl.int16 if tensors.remainders else TRITON_DTYPES[weight.dtype],
+        GRAD=TRITON_DTYPES[tensors.grads[0].dtype],
+        MOMENT=tl.uint8 if tensors.exponents else TRITON_DTYPES[tensors.exp_avgs[0].dtype],
+        SPLIT=bool(tensors.remainders),
+        GOLDEN=GOLDEN,
+        COLUMNS=COLUMNS,
+        BLOCK=block,
+        NUM_BLOCKS=BLOCK * NUM_BLOCKS // block,
+        MOMENT_BLOCK=MOMENT_BLOCK,
+        num_warps=NUM_WARPS,
+    )
 
 
 def _fits_kernel(tensors: AdamWTensors) -> bool:

@@ -182,6 +182,14 @@ def on_device(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
+def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants: Any) -> None:
+    """Launch a kernel on the device of its first argument, a tensor, unless the grid is empty."""
+    grid = (grid, 1) if isinstance(grid, int) else grid
+    if all(grid):
+        with on_device(args[0]):
+            kernel[grid](*args, **constants)
+
+
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast rounds nothing within, in a backward neither; it knows no meta device."""
     return _HERE if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -28,7 +28,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.ops import Op
 
 IGNORE_INDEX = -100  # a label that counts for nothing
@@ -167,13 +167,8 @@ def _cross_entropy(
     """Return the losses [C]; the gradient goes to d_logits, or over the logits if in_place."""
     C, V = logits_CV.shape
     losses_C = logits_CV.new_empty(C, dtype=torch.float32)
-    if C == 0:
-        return losses_C
-    out_CV = logits_CV if in_place else d_logits_CV
-    with on_device(logits_CV):
-        _cross_entropy_kernel[(C,)](
-            logits_CV, labels_C, losses_C, out_CV, V=V, IGNORE=IGNORE_INDEX, **_tile(V)
-        )
+    args = (logits_CV, labels_C, losses_C, logits_CV if in_place else d_logits_CV)
+    launch(_cross_entropy_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_tile(V))
     return losses_C
 
 

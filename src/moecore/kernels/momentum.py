@@ -7,7 +7,7 @@ bf16. The gradient is divided by `grad_scale` on the way and stays as it is.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 
 BLOCK = 4096  # elements of one program
 NUM_WARPS = 8
@@ -94,18 +94,7 @@ def momentum_(
         return momentum_ref_(grad, momentum, dtype, decay=decay, nesterov=nesterov, **how)
     grad = grad.contiguous()
     out = torch.empty_like(momentum, dtype=dtype)
-    if out.numel():
-        with on_device(momentum):
-            _momentum_kernel[(cdiv(out.numel(), BLOCK),)](
-                grad,
-                momentum,
-                out,
-                grad_scale,
-                found_inf,
-                out.numel(),
-                decay,
-                NESTEROV=nesterov,
-                BLOCK=BLOCK,
-                num_warps=NUM_WARPS,
-            )
+    args = (grad, momentum, out, grad_scale, found_inf, out.numel(), decay)
+    constants = dict(NESTEROV=nesterov, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    launch(_momentum_kernel, cdiv(out.numel(), BLOCK), *args, **constants)
     return out

@@ -8,7 +8,7 @@ rows is kept where the host looks later. One launch of one program.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.exchange.buffer import NEEDED_ROWS, NEEDED_WORD
 
 
@@ -57,10 +57,6 @@ def limit_rows(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) 
     if not use_kernel(offsets_e):
         return limit_rows_ref(offsets_e, num_rows, state, report)
     out_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]
-    with on_device(offsets_e):
-        _limit_rows_kernel[(1,)](
-            *(offsets_e, out_e, state, report, num_rows),
-            NUM_LOCAL=e,
-            BINS=next_power_of_2(e),
-        )
+    args = (offsets_e, out_e, state, report, num_rows)
+    launch(_limit_rows_kernel, 1, *args, NUM_LOCAL=e, BINS=next_power_of_2(e))
     return out_e

@@ -30,10 +30,7 @@ from moecore.kernels.rows.quantised import (
     quantise_weights,
     tile_tokens,
 )
-from moecore.kernels.rows.quantised_activation import (
-    quantised_activation,
-    quantised_activation_bwd,
-)
+from moecore.kernels.rows.quantised_activation import quantised_activation, quantised_activation_bwd
 from moecore.kernels.rows.record import Rows, widen_rows
 from moecore.kernels.rows.row_tiles import map_row_tiles
 from moecore.kernels.rows.scaling import Blocks, Both

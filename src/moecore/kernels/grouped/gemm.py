@@ -23,9 +23,9 @@ from torch import Tensor
 from moecore.kernels.common import (
     INTERPRET,
     TensorDescriptor,
+    launch,
     next_power_of_2,
     num_sms,
-    on_device,
     tl,
     triton,
 )
@@ -305,24 +305,18 @@ def grouped_gemm(
     c = config or (SMALL if INTERPRET else GATHERED if gather else CONTIGUOUS)
     block_b = [c.block_n, c.block_k] if b_is_NK else [c.block_k, c.block_n]
     a_desc = a if gather else TensorDescriptor.from_tensor(a, [c.block_m, c.block_k])
-    with on_device(a):
-        _grouped_gemm_fwd_kernel[(num_sms(a.device),)](
-            a,
-            a_desc,
-            TensorDescriptor.from_tensor(flat, block_b),
-            row_ids_R if gather else offsets_e,
-            offsets_e,
-            out,
-            e,
-            N,
-            K,
-            GATHER=gather,
-            B_IS_NK=b_is_NK,
-            **_shared(c, e),
-            BLOCK_N=c.block_n,
-            FLATTEN=c.flatten,
-            PARTS=c.epilogue_parts,
-        )
+    b_desc = TensorDescriptor.from_tensor(flat, block_b)
+    launch(
+        _grouped_gemm_fwd_kernel,
+        num_sms(a.device),
+        *(a, a_desc, b_desc, row_ids_R if gather else offsets_e, offsets_e, out, e, N, K),
+        GATHER=gather,
+        B_IS_NK=b_is_NK,
+        **_shared(c, e),
+        BLOCK_N=c.block_n,
+        FLATTEN=c.flatten,
+        PARTS=c.epilogue_parts,
+    )
     return out
 
 
@@ -359,24 +353,17 @@ def grouped_gemm_activation(
         return h_RC, a_RF
     c = config or (SMALL if INTERPRET else GATHERED)
     block = [2, c.block_n // 2, c.block_k]
-    with on_device(x_SD):
-        _grouped_gemm_activation_fwd_kernel[(num_sms(x_SD.device),)](
-            x_SD,
-            TensorDescriptor.from_tensor(w1_eCD.view(2 * e, F, D), block),
-            row_ids_R,
-            weights_R,
-            offsets_e,
-            h_RC,
-            a_RF,
-            e,
-            F,
-            D,
-            KIND=options.kind,
-            LIMIT=options.limit,
-            ALPHA=options.alpha,
-            **_shared(c, e),
-            BLOCK_F=c.block_n // 2,
-        )
+    w1_desc = TensorDescriptor.from_tensor(w1_eCD.view(2 * e, F, D), block)
+    launch(
+        _grouped_gemm_activation_fwd_kernel,
+        num_sms(x_SD.device),
+        *(x_SD, w1_desc, row_ids_R, weights_R, offsets_e, h_RC, a_RF, e, F, D),
+        KIND=options.kind,
+        LIMIT=options.limit,
+        ALPHA=options.alpha,
+        **_shared(c, e),
+        BLOCK_F=c.block_n // 2,
+    )
     return h_RC, a_RF
 
 

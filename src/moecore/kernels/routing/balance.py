@@ -20,9 +20,9 @@ from torch import Tensor
 
 from moecore.kernels.common import (
     cdiv,
+    launch,
     next_power_of_2,
     num_sms,
-    on_device,
     tl,
     triton,
     use_kernel,
@@ -233,31 +233,13 @@ def _statistics(
     score_parts = logits_TE.new_empty(B * num_parts, E)
     z_parts = logits_TE.new_empty(B * num_parts)
     score_sums_BE, z_sum = logits_TE.new_empty(B, E), logits_TE.new_empty(())
-    with on_device(logits_TE):
-        balance_statistics_fwd_kernel[(B * num_parts,)](
-            logits_TE,
-            _bytes(padding_mask_T),
-            score_parts,
-            z_parts,
-            num_rows,
-            num_parts,
-            E=E,
-            FUNCTION=score_function,
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-        )
-        block_e = min(block_e, 16)
-        balance_statistics_fwd_reduce_kernel[(B * cdiv(E, block_e) + 1,)](
-            score_parts,
-            z_parts,
-            score_sums_BE,
-            z_sum,
-            num_parts,
-            B * num_parts,
-            E=E,
-            BLOCK_P=256,
-            BLOCK_E=block_e,
-        )
+    args = (logits_TE, _bytes(padding_mask_T), score_parts, z_parts, num_rows, num_parts)
+    how = dict(E=E, FUNCTION=score_function, BLOCK_T=block_t, BLOCK_E=block_e)
+    launch(balance_statistics_fwd_kernel, B * num_parts, *args, **how)
+    block_e = min(block_e, 16)
+    args = (score_parts, z_parts, score_sums_BE, z_sum, num_parts, B * num_parts)
+    grid = B * cdiv(E, block_e) + 1
+    launch(balance_statistics_fwd_reduce_kernel, grid, *args, E=E, BLOCK_P=256, BLOCK_E=block_e)
     return score_sums_BE, z_sum
 
 
@@ -279,20 +261,10 @@ def _statistics_bwd(
         return dlogits_TE
     block_t, block_e = _tile(E)
     num_tiles = cdiv(T // B, block_t)
-    with on_device(logits_TE):
-        balance_statistics_bwd_kernel[(B * num_tiles,)](
-            logits_TE,
-            _bytes(padding_mask_T),
-            dscore_sums_BE.contiguous(),
-            dz_sum.contiguous(),
-            dlogits_TE,
-            T // B,
-            num_tiles,
-            E=E,
-            FUNCTION=score_function,
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-        )
+    grads = (dscore_sums_BE.contiguous(), dz_sum.contiguous())
+    args = (logits_TE, _bytes(padding_mask_T), *grads, dlogits_TE, T // B, num_tiles)
+    how = dict(E=E, FUNCTION=score_function, BLOCK_T=block_t, BLOCK_E=block_e)
+    launch(balance_statistics_bwd_kernel, B * num_tiles, *args, **how)
     return dlogits_TE
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import next_power_of_2, on_device, tl, triton, use_kernel, warn_plain
+from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_kernel, warn_plain
 from moecore.kernels.ops import Op
 from moecore.kernels.routing.counts import MAX_EXPERTS
 
@@ -173,11 +173,8 @@ def _loss(
     if not B:
         return z_sum.new_zeros(4)
     losses = z_sum.new_empty(4)
-    scores, counts = score_sums_BE.contiguous(), counts_BX.contiguous()
-    with on_device(losses):
-        balance_loss_fwd_kernel[(1,)](
-            scores, z_sum, counts, global_counts_E, losses, B, *factors, **_loss_launch(B, E)
-        )
+    args = (score_sums_BE.contiguous(), z_sum, counts_BX.contiguous(), global_counts_E, losses)
+    launch(balance_loss_fwd_kernel, 1, *args, B, *factors, **_loss_launch(B, E))
     return losses
 
 
@@ -192,11 +189,8 @@ def _loss_bwd(
     if not B:
         return dlosses.new_zeros(0, E), dlosses.new_zeros(())
     dscores, dz = dlosses.new_empty(B, E), dlosses.new_empty(())
-    dlosses, counts = dlosses.contiguous(), counts_BX.contiguous()
-    with on_device(dlosses):
-        balance_loss_bwd_kernel[(1,)](
-            dlosses, counts, global_counts_E, dscores, dz, B, *factors, **_loss_launch(B, E)
-        )
+    args = (dlosses.contiguous(), counts_BX.contiguous(), global_counts_E, dscores, dz)
+    launch(balance_loss_bwd_kernel, 1, *args, B, *factors, **_loss_launch(B, E))
     return dscores, dz
 
 

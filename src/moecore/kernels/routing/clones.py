@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.rows.index import build_index
 
 BLOCK = 1024  # choices of one program
@@ -147,18 +147,18 @@ def plan_clones(
         return plan_clones_ref(loads_E, num_ranks, num_clones, least)
     E, N = loads_E.numel(), num_ranks * num_clones
     plan = ClonePlan(*(torch.empty(N, dtype=torch.int32, device=loads_E.device) for _ in range(3)))
-    with on_device(loads_E):
-        _plan_clones_kernel[(1,)](
-            loads_E.contiguous(),
-            *plan,
-            SHARE=_share(least),
-            NUM_LOCAL=E // num_ranks,
-            P=num_ranks,
-            CLONES=num_clones,
-            EXPERTS=next_power_of_2(E // num_ranks),
-            RANKS=next_power_of_2(num_ranks),
-            PLACES=next_power_of_2(N),
-        )
+    launch(
+        _plan_clones_kernel,
+        1,
+        *(loads_E.contiguous(), *plan),
+        SHARE=_share(least),
+        NUM_LOCAL=E // num_ranks,
+        P=num_ranks,
+        CLONES=num_clones,
+        EXPERTS=next_power_of_2(E // num_ranks),
+        RANKS=next_power_of_2(num_ranks),
+        PLACES=next_power_of_2(N),
+    )
     return plan
 
 
@@ -232,14 +232,7 @@ def physical_ids(
         places_TK = rows_TK + base_E[ids_TK.clamp(min=0).long()]
         return physical_ids_ref(ids_TK, places_TK, plan, num_local, num_clones)
     out_TK, num_choices = torch.empty_like(rows_TK), ids_TK.numel()
-    if num_choices:
-        with on_device(ids_TK):
-            _physical_ids_kernel[(cdiv(num_choices, BLOCK),)](
-                *(ids_TK.contiguous(), rows_TK, offsets_E, before_E.contiguous(), *plan, out_TK),
-                num_choices,
-                NUM_LOCAL=num_local,
-                CLONES=num_clones,
-                N=plan.experts_N.numel(),
-                BLOCK=BLOCK,
-            )
+    args = (ids_TK.contiguous(), rows_TK, offsets_E, before_E.contiguous(), *plan, out_TK)
+    how = dict(NUM_LOCAL=num_local, CLONES=num_clones, N=plan.experts_N.numel(), BLOCK=BLOCK)
+    launch(_physical_ids_kernel, cdiv(num_choices, BLOCK), *args, num_choices, **how)
     return out_TK

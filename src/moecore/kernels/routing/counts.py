@@ -12,15 +12,7 @@ depend on. Counts are int64, because they are summed over ranks and micro-batche
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    cdiv,
-    next_power_of_2,
-    on_device,
-    tl,
-    triton,
-    use_kernel,
-    warn_plain,
-)
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel, warn_plain
 from moecore.kernels.ops import Op
 
 # Bins of a program's histogram, and (balance.py) a row of a tile; more use the references.
@@ -95,20 +87,10 @@ def _add_counts(
         return
     num_tokens = T // B
     num_blocks = cdiv(num_tokens * K, BLOCK)
-    with on_device(ids_TK):
-        expert_counts_fwd_kernel[(B * num_blocks,)](
-            ids_TK.contiguous(),
-            None if padding_mask_T is None else padding_mask_T.contiguous().view(torch.uint8),
-            counts_BX,
-            num_tokens * K,
-            num_tokens,
-            num_blocks,
-            E=num_experts,
-            WIDTH=width,
-            BINS=max(32, next_power_of_2(num_experts)),
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
+    padding = None if padding_mask_T is None else padding_mask_T.contiguous().view(torch.uint8)
+    args = (ids_TK.contiguous(), padding, counts_BX, num_tokens * K, num_tokens, num_blocks)
+    how = dict(E=num_experts, WIDTH=width, BINS=max(32, next_power_of_2(num_experts)), BLOCK=BLOCK)
+    launch(expert_counts_fwd_kernel, B * num_blocks, *args, **how, num_warps=8)
 
 
 def _add_counts_fake(counts_BX, ids_TK, padding_mask_T, num_experts):

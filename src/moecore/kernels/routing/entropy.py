@@ -19,7 +19,7 @@ alone: eval and no_grad do without. A token of 128 experts is 512 bytes, 0.11 ns
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.routing.scores import row_scores, scores_ref
 
 UNIT = 2.0**-24  # nats
@@ -100,17 +100,6 @@ def add_entropy_(
     T, E = logits_TE.shape
     EP = next_power_of_2(E)
     BT = max(1, TILE // EP)
-    if T:
-        with on_device(logits_TE):
-            _add_entropy_kernel[(cdiv(T, BT),)](
-                logits_TE.contiguous(),
-                None if padding_mask_T is None else padding_mask_T.contiguous(),
-                total_2,
-                T,
-                E=E,
-                FUNCTION=score_function,
-                UNITS=1 / UNIT,
-                BT=BT,
-                EP=EP,
-                num_warps=4,
-            )
+    padding = None if padding_mask_T is None else padding_mask_T.contiguous()
+    how = dict(E=E, FUNCTION=score_function, UNITS=1 / UNIT, BT=BT, EP=EP, num_warps=4)
+    launch(_add_entropy_kernel, cdiv(T, BT), logits_TE.contiguous(), padding, total_2, T, **how)

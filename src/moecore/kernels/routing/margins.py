@@ -15,7 +15,7 @@ bytes, and adds T * E times in the second-level cache; the reference makes about
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.routing.scores import row_scores, scores_ref
 
 NUM_BINS = 1000
@@ -133,23 +133,15 @@ def add_margins_(
     T, E = logits_TE.shape
     EP = next_power_of_2(E)
     BT = max(1, TILE // EP)
-    if T:
-        with on_device(logits_TE):
-            _add_margins_kernel[(cdiv(T, BT),)](
-                logits_TE.contiguous(),
-                bias_E.contiguous(),
-                None if padding_mask_T is None else padding_mask_T.contiguous(),
-                histogram_EX,
-                T,
-                E=E,
-                K=top_k,
-                X=histogram_EX.shape[1],
-                FUNCTION=score_function,
-                BT=BT,
-                EP=EP,
-                enable_fp_fusion=False,  # scores with the bits of `route`
-                num_warps=max(1, EP // TILE),
-            )
+    padding = None if padding_mask_T is None else padding_mask_T.contiguous()
+    launch(
+        _add_margins_kernel,
+        cdiv(T, BT),
+        *(logits_TE.contiguous(), bias_E.contiguous(), padding, histogram_EX, T),
+        **dict(E=E, K=top_k, X=histogram_EX.shape[1], FUNCTION=score_function, BT=BT, EP=EP),
+        enable_fp_fusion=False,  # scores with the bits of `route`
+        num_warps=max(1, EP // TILE),
+    )
 
 
 @triton.jit
@@ -198,17 +190,11 @@ def even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
         return even_bias_ref(histogram_EX, bias_E, top_k)
     E, X = histogram_EX.shape[-2:]
     out_E = torch.empty_like(bias_E, memory_format=torch.contiguous_format)
-    if bias_E.numel():
-        with on_device(bias_E):
-            _even_bias_kernel[(bias_E.numel(),)](
-                histogram_EX.contiguous(),
-                bias_E.contiguous(),
-                out_E,
-                E=E,
-                K=top_k,
-                X=X,
-                XP=next_power_of_2(X),
-                EP=next_power_of_2(E),
-                enable_fp_fusion=False,  # the bits of the reference
-            )
+    launch(
+        _even_bias_kernel,
+        bias_E.numel(),
+        *(histogram_EX.contiguous(), bias_E.contiguous(), out_E),
+        **dict(E=E, K=top_k, X=X, XP=next_power_of_2(X), EP=next_power_of_2(E)),
+        enable_fp_fusion=False,  # the bits of the reference
+    )
     return out_E

@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    cdiv,
-    next_power_of_2,
-    on_device,
-    use_kernel,
-    warn_plain,
-)
+from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel, warn_plain
 from moecore.kernels.ops import Op
 from moecore.kernels.routing.route_kernel import route_bwd_kernel, route_fwd_kernel
 from moecore.kernels.routing.scores import scores_ref
@@ -153,35 +147,23 @@ def launch_forward(
 ) -> None:
     """Fill weights_TK, and ids_TK unless they are given; all contiguous."""
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
-    if T == 0:
-        return
     G = options.num_groups if options.top_groups < options.num_groups else 1
     GP, SP, KP = (next_power_of_2(n) for n in (G, E // G, K))
     BT = _tokens_per_program(FWD_TILE, max(GP * SP, KP))
-    with on_device(logits_TE):
-        route_fwd_kernel[(cdiv(T, BT),)](
-            logits_TE,
-            bias_E,
-            ids_TK,
-            weights_TK,
-            T,
-            options.scale,
-            E=E,
-            K=K,
-            G=G,
-            TOP_GROUPS=options.top_groups,
-            GROUP_EXPERTS=options.group_experts,
-            FUNCTION=options.score_function,
-            POST=options.score_order == "post",
-            NORMALIZE=options.normalize,
-            GIVEN=given,
-            BT=BT,
-            KP=KP,
-            GP=GP,
-            SP=SP,
-            num_warps=1,
-            enable_fp_fusion=False,  # Note [same bits] of scores.py
-        )
+    launch(
+        route_fwd_kernel,
+        cdiv(T, BT),
+        *(logits_TE, bias_E, ids_TK, weights_TK, T, options.scale),
+        **dict(E=E, K=K, G=G, BT=BT, KP=KP, GP=GP, SP=SP),
+        TOP_GROUPS=options.top_groups,
+        GROUP_EXPERTS=options.group_experts,
+        FUNCTION=options.score_function,
+        POST=options.score_order == "post",
+        NORMALIZE=options.normalize,
+        GIVEN=given,
+        num_warps=1,
+        enable_fp_fusion=False,  # Note [same bits] of scores.py
+    )
 
 
 def _route_fake(
@@ -203,29 +185,19 @@ def _route_bwd(
     logits_TE, dweights_TK = logits_TE.contiguous(), dweights_TK.contiguous()
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     dlogits_TE = torch.empty_like(logits_TE)
-    if T == 0:
-        return dlogits_TE
     EP = next_power_of_2(E)
     BT = _tokens_per_program(BWD_TILE, EP)
-    with on_device(logits_TE):
-        route_bwd_kernel[(cdiv(T, BT),)](
-            logits_TE,
-            ids_TK,
-            dweights_TK,
-            dlogits_TE,
-            T,
-            scale,
-            E=E,
-            K=K,
-            FUNCTION=score_function,
-            POST=score_order == "post",
-            NORMALIZE=normalize,
-            BT=BT,
-            KP=next_power_of_2(K),
-            EP=EP,
-            num_warps=1,
-            enable_fp_fusion=False,  # Note [same bits] of scores.py
-        )
+    launch(
+        route_bwd_kernel,
+        cdiv(T, BT),
+        *(logits_TE, ids_TK, dweights_TK, dlogits_TE, T, scale),
+        **dict(E=E, K=K, BT=BT, KP=next_power_of_2(K), EP=EP),
+        FUNCTION=score_function,
+        POST=score_order == "post",
+        NORMALIZE=normalize,
+        num_warps=1,
+        enable_fp_fusion=False,  # Note [same bits] of scores.py
+    )
     return dlogits_TE
 
 

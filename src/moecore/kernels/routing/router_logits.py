@@ -39,10 +39,10 @@ from moecore.base.torch_names import in_forward_mode
 from moecore.kernels.common import (
     INTERPRET,
     cdiv,
+    launch,
     next_power_of_2,
     no_autocast,
     num_sms,
-    on_device,
     tl,
     triton,
     use_kernel,
@@ -251,20 +251,18 @@ def _split(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
     out = v.new_empty(shape, dtype=torch.bfloat16)
     BC = min(128, next_power_of_2(out_columns))
     BR = SPLIT_BLOCK // BC
-    with on_device(v):
-        _split_kernel[(cdiv(out_rows, BR), cdiv(out_columns, BC))](
-            v,
-            out,
-            rows,
-            out_rows,
-            COLUMNS=columns,
-            OUT_COLUMNS=out_columns,
-            ROW_STRIDE=shape[1],
-            PART_STRIDE=part_stride,
-            PARTS=parts,
-            BR=BR,
-            BC=BC,
-        )
+    launch(
+        _split_kernel,
+        (cdiv(out_rows, BR), cdiv(out_columns, BC)),
+        *(v, out, rows, out_rows),
+        COLUMNS=columns,
+        OUT_COLUMNS=out_columns,
+        ROW_STRIDE=shape[1],
+        PART_STRIDE=part_stride,
+        PARTS=parts,
+        BR=BR,
+        BC=BC,
+    )
     return out
 
 
@@ -291,23 +289,10 @@ def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Te
     if weight_ED.dtype == torch.float32:
         parts, P, rows = _split(weight_ED, (0, 1, 2), side_by_side=False), 3, _padded(E)
     tile = _tile(E, P)
-    grid = (cdiv(T, tile["BM"]) * cdiv(E, tile["BN"]),)
-    with on_device(x_TD):
-        _product_kernel[grid](
-            x_TD,
-            parts,
-            None if bias_E is None else bias_E.contiguous(),
-            logits_TE,
-            T,
-            D,
-            D=D,
-            E=E,
-            P=P,
-            GRADIENT=False,
-            EP=rows,
-            B_STRIDE=1,
-            **tile,
-        )
+    bias_E = None if bias_E is None else bias_E.contiguous()
+    args = (x_TD, parts, bias_E, logits_TE, T, D)
+    how = dict(D=D, E=E, P=P, GRADIENT=False, EP=rows, B_STRIDE=1)
+    launch(_product_kernel, cdiv(T, tile["BM"]) * cdiv(E, tile["BN"]), *args, **how, **tile)
     return logits_TE
 
 
@@ -356,25 +341,11 @@ def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
     num_splits = max(1, min(wanted, T // SPLIT_TOKENS))
     split_size = cdiv(T, num_splits)
     splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
-    with on_device(x_TD):
-        _product_kernel[(tiles, num_splits)](
-            x_TD,
-            dlogits,
-            None,
-            splits,
-            T,
-            split_size,
-            D=D,
-            E=E,
-            P=P,
-            GRADIENT=True,
-            EP=_padded(E),
-            B_STRIDE=dlogits.stride(0),
-            **tile,
-        )
-        _sum_splits_kernel[(cdiv(E * D, SUM_BLOCK),)](
-            splits, dweight_ED, num_splits, E * D, BLOCK=SUM_BLOCK
-        )
+    args = (x_TD, dlogits, None, splits, T, split_size)
+    how = dict(D=D, E=E, P=P, GRADIENT=True, EP=_padded(E), B_STRIDE=dlogits.stride(0))
+    launch(_product_kernel, (tiles, num_splits), *args, **how, **tile)
+    sums = (splits, dweight_ED, num_splits, E * D)
+    launch(_sum_splits_kernel, cdiv(E * D, SUM_BLOCK), *sums, BLOCK=SUM_BLOCK)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

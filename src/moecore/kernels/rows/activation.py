@@ -22,12 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.fields import OneOf, Positive, check_fields
-from moecore.kernels.common import (
-    all_used,
-    cdiv,
-    on_device,
-    use_kernel,
-)
+from moecore.kernels.common import all_used, cdiv, launch, use_kernel
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation_kernel import (
     BWD_TILE,
@@ -225,16 +220,12 @@ def _forward(
 ) -> Tensor:
     a_RF = _empty_output(h_RC, kind)
     R, F_ = a_RF.shape
-    if not R or not F_:
-        return a_RF
     blocks = column_blocks(F_, FWD_TILE)
-    grid = (cdiv(R, blocks["BLOCK_R"]) * cdiv(F_, blocks["BLOCK_F"]),)
+    grid = cdiv(R, blocks["BLOCK_R"]) * cdiv(F_, blocks["BLOCK_F"])
     weights_R = None if weights_R is None else weights_R.contiguous()
+    args = (h_RC.contiguous(), weights_R, num_rows, a_RF, R)
     constants = _constants(kind, limit, alpha, interleaved)
-    with on_device(h_RC):
-        weighted_activation_fwd_kernel[grid](
-            h_RC.contiguous(), weights_R, num_rows, a_RF, R, F=F_, **constants, **blocks
-        )
+    launch(weighted_activation_fwd_kernel, grid, *args, F=F_, **constants, **blocks)
     return a_RF
 
 
@@ -255,21 +246,11 @@ def _backward(
         return dh_RC, dweights_R.zero_(), a_RF
     blocks = column_blocks(F_, BWD_TILE)
     weights_R = None if weights_R is None else weights_R.contiguous()
+    inputs = (h_RC.contiguous(), da_RF.contiguous(), weights_R, num_rows)
+    args = (*inputs, dh_RC, dweights_R, a_RF if with_output else None, R)
     constants = _constants(kind, limit, alpha, interleaved)
-    with on_device(h_RC):
-        weighted_activation_bwd_kernel[(cdiv(R, blocks["BLOCK_R"]),)](
-            h_RC.contiguous(),
-            da_RF.contiguous(),
-            weights_R,
-            num_rows,
-            dh_RC,
-            dweights_R,
-            a_RF if with_output else None,
-            R,
-            F=F_,
-            **constants,
-            **blocks,
-        )
+    grid = cdiv(R, blocks["BLOCK_R"])
+    launch(weighted_activation_bwd_kernel, grid, *args, F=F_, **constants, **blocks)
     return dh_RC, dweights_R, a_RF
 
 

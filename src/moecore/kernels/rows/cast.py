@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import INTERPRET, cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.e4m3 import BLOCK, encode, magnitude
 from moecore.kernels.rows.scaling import (
@@ -230,34 +230,23 @@ def _cast(
     (M, K), (m, k) = operand_shape(T, D, kind), operand_shape(D, T, kind)
     is_narrow = power_of_two and kind != "block" and seen is None
     stored = torch.uint8 if INTERPRET else DTYPES[fmt]
-    with on_device(x_TD):
-        _cast_kernel[(cdiv(max(M, k), BLOCK) * cdiv(max(K, m), BLOCK),)](
-            x_TD,
-            row_amax,
-            column_amax,
-            seen,
-            outputs[0].view(stored),
-            outputs[1],
-            outputs[2].view(stored),
-            outputs[3],
-            T,
-            D,
-            x_TD.stride(0),
-            M,
-            K,
-            m,
-            k,
-            KIND=KIND_CODES[kind],
-            ROWS=rows,
-            COLUMNS=columns,
-            SEEN=seen is not None,
-            GIVEN=amax is not None,
-            E5M2=fmt == "e5m2",
-            POWER_OF_TWO=power_of_two,
-            BLOCK=BLOCK,
-            INTERPRETED=INTERPRET,
-            **(PROGRAM if is_narrow else WIDE_PROGRAM),
-        )
+    values = (outputs[0].view(stored), outputs[2].view(stored))
+    operands = (values[0], outputs[1], values[1], outputs[3])
+    launch(
+        _cast_kernel,
+        cdiv(max(M, k), BLOCK) * cdiv(max(K, m), BLOCK),
+        *(x_TD, row_amax, column_amax, seen, *operands, T, D, x_TD.stride(0), M, K, m, k),
+        KIND=KIND_CODES[kind],
+        ROWS=rows,
+        COLUMNS=columns,
+        SEEN=seen is not None,
+        GIVEN=amax is not None,
+        E5M2=fmt == "e5m2",
+        POWER_OF_TWO=power_of_two,
+        BLOCK=BLOCK,
+        INTERPRETED=INTERPRET,
+        **(PROGRAM if is_narrow else WIDE_PROGRAM),
+    )
     return outputs
 
 
@@ -278,11 +267,9 @@ def _amaxes(
 
 
 def _launch_amax(x_TD: Tensor, rows: Tensor, columns: Tensor, **which: bool) -> None:
-    T, D = x_TD.shape
-    with on_device(x_TD):
-        _amax_kernel[(cdiv(T, BLOCK) * cdiv(D, BLOCK),)](
-            x_TD, rows, columns, T, D, x_TD.stride(0), **which, BLOCK=BLOCK, num_warps=8
-        )
+    (T, D), how = x_TD.shape, dict(**which, BLOCK=BLOCK, num_warps=8)
+    args = (x_TD, rows, columns, T, D, x_TD.stride(0))
+    launch(_amax_kernel, cdiv(T, BLOCK) * cdiv(D, BLOCK), *args, **how)
 
 
 def _has_kernel(x_TD: Tensor) -> bool:

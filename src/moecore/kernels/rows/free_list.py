@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel
+from moecore.kernels.common import launch, tl, triton, use_kernel
 
 BLOCK_IDS = 512  # entries of a table that a program takes at once: few, or predicates are spilled
 NUM_WARPS = 8
@@ -273,10 +273,6 @@ def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
     if not use_kernel(table):
         return_pages_ref(table, num_entries, pool)
     elif num_entries:
-        with on_device(table):
-            _return_pages_kernel[(1,)](
-                *(table, num_entries, pool.state, pool.free_ids),
-                *(pool.pages.shape[0], pool.host_pages.shape[0]),
-                BLOCK=BLOCK_IDS,
-                num_warps=NUM_WARPS,
-            )
+        sizes = (pool.pages.shape[0], pool.host_pages.shape[0])
+        args = (table, num_entries, pool.state, pool.free_ids, *sizes)
+        launch(_return_pages_kernel, 1, *args, BLOCK=BLOCK_IDS, num_warps=NUM_WARPS)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.ops import Op
 
 BLOCK_N = 128  # pairs of one program; place compares all pairs of a block with each other
@@ -224,53 +224,24 @@ def _index(
     table_Be = torch.empty(B, num_local, dtype=torch.int32, device=device)
     totals_e = torch.empty(num_local, dtype=torch.int32, device=device)
     sizes = dict(NUM_LOCAL=num_local, BINS=max(32, next_power_of_2(num_local)))
-    with on_device(ids_SK):
-        if N:
-            _build_index_fwd_count_kernel[(B,)](
-                ids_SK, table_Be, first, N, BLOCK_N=BLOCK_N, **sizes
-            )
-        _build_index_fwd_scan_kernel[(num_local,)](
-            table_Be, totals_e, B, NUM_LOCAL=num_local, BLOCK_B=BLOCK_B, num_warps=8
-        )
-        _build_index_fwd_layout_kernel[(num_local + cdiv(R, BLOCK_R),)](
-            totals_e,
-            offsets_e,
-            row_ids_R,
-            weights_R,
-            R,
-            MULTIPLE=multiple,
-            BLOCK_R=BLOCK_R,
-            **sizes,
-        )
-        if N:
-            _build_index_fwd_place_kernel[(B,)](
-                ids_SK,
-                weights_SK,
-                table_Be,
-                totals_e,
-                offsets_e,
-                row_ids_R,
-                weights_R,
-                slots_SK,
-                first,
-                N,
-                R,
-                K=ids_SK.shape[1],
-                NUM_LOCAL=num_local,
-                MULTIPLE=multiple,
-                BLOCK_N=BLOCK_N,
-            )
+    found = (offsets_e, row_ids_R, weights_R)
+    pairs = (ids_SK, weights_SK, table_Be, totals_e, *found, slots_SK, first, N, R)
+    scan = dict(NUM_LOCAL=num_local, BLOCK_B=BLOCK_B, num_warps=8)
+    layout = dict(MULTIPLE=multiple, BLOCK_R=BLOCK_R, **sizes)
+    place = dict(K=ids_SK.shape[1], NUM_LOCAL=num_local, MULTIPLE=multiple, BLOCK_N=BLOCK_N)
+    rows = num_local + cdiv(R, BLOCK_R)
+    count = _build_index_fwd_count_kernel
+    launch(count, B, ids_SK, table_Be, first, N, BLOCK_N=BLOCK_N, **sizes)
+    launch(_build_index_fwd_scan_kernel, num_local, table_Be, totals_e, B, **scan)
+    launch(_build_index_fwd_layout_kernel, rows, totals_e, *found, R, **layout)
+    launch(_build_index_fwd_place_kernel, B, *pairs, **place)
     return row_ids_R, weights_R, slots_SK, offsets_e
 
 
 def _index_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
-    N = slots_SK.numel()
-    if N:
-        with on_device(slots_SK):
-            _build_index_bwd_kernel[(cdiv(N, 1024),)](
-                dweights_R.contiguous(), slots_SK, dweights_SK, N, BLOCK=1024
-            )
+    args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
+    launch(_build_index_bwd_kernel, cdiv(slots_SK.numel(), 1024), *args, BLOCK=1024)
     return dweights_SK
 
 

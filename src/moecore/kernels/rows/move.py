@@ -29,6 +29,7 @@ from torch import Tensor
 from moecore.kernels.common import (
     all_used,
     cdiv,
+    launch,
     next_power_of_2,
     on_device,
     tl,
@@ -192,36 +193,28 @@ def _launch_gather(
         return out_RD
     block = column_block(D, x_SD.element_size())
     num_fill = cdiv(R, FILL_ROWS)
-    with on_device(x_SD):
-        _gather_rows_fwd_kernel[(num_fill + S * cdiv(D, block["BLOCK_D"]),)](
-            x_SD.contiguous(),
-            row_ids_R.contiguous(),
-            slots_SK.contiguous(),
-            num_rows,
-            out_RD,
-            R,
-            num_fill,
-            D=D,
-            K=K,
-            BLOCK_K=min(FILL_CHOICES, next_power_of_2(K)),
-            FILL_R=FILL_ROWS,
-            FILL_D=128 // x_SD.element_size(),
-            CLEAR=clear,
-            **block,
-        )
+    inputs = (x_SD.contiguous(), row_ids_R.contiguous(), slots_SK.contiguous(), num_rows)
+    launch(
+        _gather_rows_fwd_kernel,
+        num_fill + S * cdiv(D, block["BLOCK_D"]),
+        *(*inputs, out_RD, R, num_fill),
+        D=D,
+        K=K,
+        BLOCK_K=min(FILL_CHOICES, next_power_of_2(K)),
+        FILL_R=FILL_ROWS,
+        FILL_D=128 // x_SD.element_size(),
+        CLEAR=clear,
+        **block,
+    )
     return out_RD
 
 
 def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
     (S, K), D = slots_SK.shape, y_RD.shape[1]
     out_SD = y_RD.new_empty(S, D)
-    if not S or not D:
-        return out_SD
     block = column_block(D, y_RD.element_size())
-    with on_device(y_RD):
-        _sum_rows_fwd_kernel[(S * cdiv(D, block["BLOCK_D"]),)](
-            y_RD.contiguous(), slots_SK.contiguous(), out_SD, D=D, K=K, **block
-        )
+    args = (y_RD.contiguous(), slots_SK.contiguous(), out_SD)
+    launch(_sum_rows_fwd_kernel, S * cdiv(D, block["BLOCK_D"]), *args, D=D, K=K, **block)
     return out_SD
 
 
@@ -369,14 +362,8 @@ def copy_used(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
     if not use_kernel(num_rows) or row_bytes % 4:
         copy_used_ref(target_RB, source_RB, num_rows)
         return
-    with on_device(num_rows):
-        _copy_used_kernel[(COPY_PROGRAMS,)](
-            source_RB.view(torch.int32),
-            target_RB.view(torch.int32),
-            num_rows,
-            source_RB.shape[0],
-            row_bytes // 4,
-            PROGRAMS=COPY_PROGRAMS,
-            BLOCK=COPY_WORDS,
-            num_warps=8,
-        )
+    words = (source_RB.view(torch.int32), target_RB.view(torch.int32))
+    args = (*words, num_rows, source_RB.shape[0], row_bytes // 4)
+    how = dict(PROGRAMS=COPY_PROGRAMS, BLOCK=COPY_WORDS, num_warps=8)
+    with on_device(num_rows):  # the source or the target may lie in host memory
+        _copy_used_kernel[(COPY_PROGRAMS,)](*args, **how)

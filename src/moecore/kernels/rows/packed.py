@@ -22,7 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
     FP8,
@@ -157,17 +157,9 @@ def pack_rows(x_SD: Tensor) -> Tensor:
         return pack_rows_ref(x_SD)
     (S, D), program = x_SD.shape, _program(x_SD.shape[1])
     packed_SW = torch.empty(S, packed_bytes(D), dtype=PACKED, device=x_SD.device)
-    if S:
-        with on_device(x_SD):
-            _pack_rows_kernel[(S * cdiv(D, SCALED * program["BLOCKS"]),)](
-                x_SD,
-                packed_SW,
-                packed_SW.view(torch.float32),
-                D=D,
-                W=packed_SW.shape[1],
-                SCALED=SCALED,
-                **program,
-            )
+    args = (x_SD, packed_SW, packed_SW.view(torch.float32))
+    how = dict(D=D, W=packed_SW.shape[1], SCALED=SCALED, **program)
+    launch(_pack_rows_kernel, S * cdiv(D, SCALED * program["BLOCKS"]), *args, **how)
     return packed_SW
 
 
@@ -200,18 +192,8 @@ def gather_packed_rows(
         wide_SD = unpack_rows(values_SD, scales_SB, dtype)
         return gather_rows_ref(wide_SD, row_ids_R, slots_SK, num_rows)
     out_RD, program = values_SD.new_empty(R, D, dtype=dtype), _program(D)
-    if R and S:
-        with on_device(values_SD):
-            _gather_packed_rows_kernel[(S * cdiv(D, SCALED * program["BLOCKS"]),)](
-                values_SD.view(PACKED),
-                scales_SB,
-                slots_SK.contiguous(),
-                out_RD,
-                D=D,
-                W=values_SD.stride(0),
-                K=K,
-                SCALED=SCALED,
-                BLOCK_K=next_power_of_2(K),
-                **program,
-            )
+    args = (values_SD.view(PACKED), scales_SB, slots_SK.contiguous(), out_RD)
+    how = dict(D=D, W=values_SD.stride(0), K=K, SCALED=SCALED, BLOCK_K=next_power_of_2(K))
+    num_programs = S * cdiv(D, SCALED * program["BLOCKS"]) if R else 0
+    launch(_gather_packed_rows_kernel, num_programs, *args, **how, **program)
     return out_RD

@@ -338,9 +338,10 @@ def take_rows(
         return
     pool, K = layout.pool, 1 if slots_SK is None else slots_SK.shape[1]
     block_k = next_power_of_2(K)
+    slots_SK = None if slots_SK is None else slots_SK.contiguous()
     with on_device(table):
         _take_rows_kernel[(1,)](
-            *(None if slots_SK is None else slots_SK.contiguous(), num_rows, table),
+            *(slots_SK, num_rows, table),
             *(layout.source_rows, layout.expert_rows, layout.num_entries),
             *(pool.state, pool.report, pool.free_ids),
             *(pool.pages.shape[0], pool.host_pages.shape[0]),

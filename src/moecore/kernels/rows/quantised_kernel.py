@@ -8,13 +8,7 @@ threads.
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.rows.e4m3 import (
-    block_scale,
-    magnitude,
-    to_e4m3,
-    to_words,
-    transpose_words,
-)
+from moecore.kernels.rows.e4m3 import block_scale, magnitude, to_e4m3, to_words, transpose_words
 
 
 @triton.jit

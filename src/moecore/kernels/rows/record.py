@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_names import register_dataclass
-from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import from_e4m3
 from moecore.kernels.rows.packed import packed_views, unpack_rows
 
@@ -87,14 +87,7 @@ def widen_rows(rows: Rows, num_rows: Tensor) -> Tensor:
     if rows.scales is None or not use_kernel(rows.values):
         return rows.widen()
     out_RC = rows.values.new_empty(rows.values.shape, dtype=rows.dtype)
-    if rows.scales.numel():
-        with on_device(rows.values):
-            _widen_rows_kernel[(cdiv(rows.scales.numel(), PROGRAM["BLOCKS"]),)](
-                rows.values.view(torch.uint8),
-                rows.scales,
-                num_rows,
-                out_RC,
-                ROW_BLOCKS=rows.scales.shape[1],
-                **PROGRAM,
-            )
+    args = (rows.values.view(torch.uint8), rows.scales, num_rows, out_RC)
+    grid, row_blocks = cdiv(rows.scales.numel(), PROGRAM["BLOCKS"]), rows.scales.shape[1]
+    launch(_widen_rows_kernel, grid, *args, ROW_BLOCKS=row_blocks, **PROGRAM)
     return out_RC

@@ -15,7 +15,7 @@ Source: RoFormer (arXiv:2104.09864).
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.ops import Op
 
 ELEMENTS = 4096  # of one program
@@ -93,28 +93,20 @@ def _turn(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward:
     y = x.new_empty(x.shape)
     half = cos_Td.shape[-1]
     n = w - 2 * half
-    block = triton.next_power_of_2(w)
+    block = next_power_of_2(w)
     rows = max(1, ELEMENTS // block)
     if y.numel():
-        with on_device(x):
-            _rotary_kernel[(cdiv(B * T * H, rows),)](
-                x,
-                cos_Td,
-                sin_Td,
-                y,
-                *x.stride()[:3],
-                B * T * H,
-                T,
-                H,
-                n,
-                half,
-                BACKWARD=backward,
-                NEIGHBOURS=neighbours,
-                BLOCK_R=rows,
-                BLOCK_N=triton.next_power_of_2(n) if n else 0,
-                BLOCK_HALF=triton.next_power_of_2(half),
-                num_warps=NUM_WARPS,
-            )
+        launch(
+            _rotary_kernel,
+            cdiv(B * T * H, rows),
+            *(x, cos_Td, sin_Td, y, *x.stride()[:3], B * T * H, T, H, n, half),
+            BACKWARD=backward,
+            NEIGHBOURS=neighbours,
+            BLOCK_R=rows,
+            BLOCK_N=next_power_of_2(n) if n else 0,
+            BLOCK_HALF=next_power_of_2(half),
+            num_warps=NUM_WARPS,
+        )
     return y
 
 

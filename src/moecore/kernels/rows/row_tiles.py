@@ -11,14 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    cdiv,
-    next_power_of_2,
-    on_device,
-    tl,
-    triton,
-    use_kernel,
-)
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 
 BLOCK_M = 128  # rows of a tile
 MAP_FIELDS = 4  # int32 words of a row tile: expert, first row, end of the expert's rows, unused
@@ -105,14 +98,6 @@ def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
         offsets_e.new_empty(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS),
         torch.empty_like(offsets_e),
     )
-    with on_device(offsets_e):
-        _map_row_tiles_kernel[(e,)](
-            offsets_e,
-            *tiles,
-            e,
-            E_POW2=next_power_of_2(e),
-            BLOCK_M=BLOCK_M,
-            FIELDS=MAP_FIELDS,
-            BLOCK=32,
-        )
+    how = dict(E_POW2=next_power_of_2(e), BLOCK_M=BLOCK_M, FIELDS=MAP_FIELDS, BLOCK=32)
+    launch(_map_row_tiles_kernel, e, offsets_e, *tiles, e, **how)
     return tiles

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
     FP8,
@@ -276,10 +276,8 @@ def block_amax_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
     elif not use_kernel(part):
         block_amax_ref_(part, place, amax)
     else:
-        with on_device(part):
-            block_amax_kernel[(place.num_blocks,)](
-                part, amax, *_place(place), BLOCK=BLOCK, num_warps=NUM_WARPS
-            )
+        args = (part, amax, *_place(place))
+        launch(block_amax_kernel, place.num_blocks, *args, BLOCK=BLOCK, num_warps=NUM_WARPS)
 
 
 def quantise_blocks_(
@@ -304,17 +302,9 @@ def quantise_blocks_(
     if not use_kernel(scales):
         quantise_blocks_ref_(part, place, amax, scales, values, power_of_two=power_of_two)
         return
-    with on_device(scales):
-        quantise_blocks_kernel[(place.num_blocks,)](
-            part,
-            amax,
-            scales,
-            values,
-            *_place(place),
-            POWER_OF_TWO=power_of_two,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+    args = (part, amax, scales, values, *_place(place))
+    how = dict(POWER_OF_TWO=power_of_two, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    launch(quantise_blocks_kernel, place.num_blocks, *args, **how)
 
 
 def _place(place: PartOfMatrix) -> tuple[int, ...]:
@@ -337,16 +327,9 @@ def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
     if not use_kernel(values_eNK):
         return pad(bytes_eNK.transpose(1, 2), (0, M - N)).contiguous().view(values_eNK.dtype)
     out_eKM = values_eNK.new_empty(e, K, M)
-    if out_eKM.numel():
-        with on_device(values_eNK):
-            transpose_values_kernel[(e * cdiv(M, BLOCK) * cdiv(K, BLOCK),)](
-                bytes_eNK.view(torch.int32),
-                out_eKM.view(torch.int32),
-                N=N,
-                K=K,
-                M=M,
-                num_warps=TRANSPOSE_WARPS,
-            )
+    words = (bytes_eNK.view(torch.int32), out_eKM.view(torch.int32))
+    grid, how = e * cdiv(M, BLOCK) * cdiv(K, BLOCK), dict(N=N, K=K, M=M)
+    launch(transpose_values_kernel, grid, *words, **how, num_warps=TRANSPOSE_WARPS)
     return out_eKM
 
 
