@@ -24,8 +24,7 @@ from moecore.kernels.ops import Op
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import count_experts_and_tokens
-from moecore.kernels.routing.route import RouteOptions, route
-from moecore.kernels.routing.route_weights import route_weights
+from moecore.kernels.routing.route import RouteOptions, route, route_weights
 from moecore.kernels.routing.router_logits import router_logits
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.kernels.rows.index import build_index

@@ -27,10 +27,7 @@ def register(
     mutates_args: tuple[str, ...] = (),
     schema: str | None = None,
 ) -> Callable[..., Any]:
-    """Return the custom op `moecore::<name>`; arguments as for `Op`.
-
-    A `schema` replaces the annotations of a forward with `*args`.
-    """
+    """Return the custom op `moecore::<name>`; arguments as for `Op`."""
     assert not (mutates_args and backward), name
     custom = torch.library.custom_op(
         f"moecore::{name}", forward, mutates_args=mutates_args, schema=schema
@@ -55,6 +52,7 @@ class Op:
         setup_context: setup_context(ctx, inputs, output), as in `autograd.Function`.
         backward: backward(ctx, *grads); None = not differentiable.
         mutates_args: names of the arguments written to; not together with `backward`.
+        schema: in place of the annotations, for a forward with `*args`.
     """
 
     def __init__(
@@ -66,8 +64,9 @@ class Op:
         setup_context: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
         mutates_args: tuple[str, ...] = (),
+        schema: str | None = None,
     ) -> None:
-        how: dict[str, Any] = dict(setup_context=setup_context, backward=backward)
+        how: dict[str, Any] = dict(setup_context=setup_context, backward=backward, schema=schema)
         self._custom = register(name, forward, fake, **how, mutates_args=mutates_args)
         self._function: type[torch.autograd.Function] | None = None
         if backward is not None:

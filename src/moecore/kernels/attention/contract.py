@@ -19,6 +19,8 @@ places <= its own with `causal`, and at most `window` of them, its own included.
 chunk of a sequence see the right keys where these end with the chunk's last token.
 
 Note "nothing seen": a query that sees no key has o = 0 and lse = -inf, and no part in a gradient.
+
+Source: attention sinks as of gpt-oss (arXiv:2508.10925).
 """
 
 from __future__ import annotations
@@ -129,6 +131,20 @@ def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tenso
     both = torch.logaddexp(lse, lse_new)
     old, new = ((one - both).exp().transpose(1, 2)[..., None] for one in (lse, lse_new))
     return o * old + o_new * new, both
+
+
+def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return o and lse with a sink of each head: one more key, of a learned score and no value."""
+    lse = torch.logaddexp(lse_BHT, sinks_H[:, None].to(lse_BHT.dtype))
+    shares_BTH = (lse_BHT - lse).exp().transpose(1, 2)
+    return (o_BTHv * shares_BTH[..., None]).to(o_BTHv.dtype), lse
+
+
+def sinks_gradient(do_BTHv: Tensor, o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
+    """Return the gradient of the sinks, of o and lse with them."""
+    delta_BHT = (do_BTHv.to(lse_BHT.dtype) * o_BTHv).sum(-1).transpose(1, 2)
+    shares_BHT = (sinks_H[:, None].to(lse_BHT.dtype) - lse_BHT).exp()
+    return -(shares_BHT * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
 
 def refuse_half(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:

@@ -1,4 +1,4 @@
-"""The kernels behind `route.py` and `route_weights.py`.
+"""The kernels behind `route.py`.
 
 Letters: T tokens, E experts, K experts per token, G expert groups of S experts; a program holds BT
 tokens, and P marks a size up to a power of two.

@@ -25,7 +25,6 @@ from moecore.kernels.exchange.buffer import (
     SymmetricBuffer,
 )
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
-from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.moe.placement import balanced_tokens
 from moecore.moe.shortage import Shortage
 
@@ -198,7 +197,7 @@ class Exchange:
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets, at most `num_rows`; larger ones are recorded as a shortage."""
-        return limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
+        return kernels.limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
     @property
     def shortage(self) -> Shortage:
