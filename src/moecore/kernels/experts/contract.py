@@ -255,6 +255,18 @@ class ExpertSpec:
             recipe=recipe,
         )
 
+    def not_plain(self) -> str | None:
+        """Return what torch's grouped products alone multiply; None = no such thing."""
+        found = {
+            "MoEConfig.fc1_bias": self.fc1_bias,
+            "MoEConfig.fc2_bias": self.fc2_bias,
+            "LoRA on experts": self.adapted,
+            "own activation of the model": self.own_activation,
+            "ExpertLayout.transposed": self.transposed,
+            "interleaved ExpertLayout.gate_up": self.interleaved and self.gated,
+        }
+        return next((field for field, is_so in found.items() if is_so), None)
+
     def misaligned(self) -> str | None:
         """Return why grouped products cannot multiply matrices of this size: 16-byte rows."""
         if self.dim is None or self.hidden_dim is None or self.dtypes is None:
@@ -275,16 +287,9 @@ class ExpertSpec:
         Args:
             multiple: of which D and F must be multiples.
         """
-        for field, refused in (
-            ("MoEConfig.fc1_bias", self.fc1_bias),
-            ("MoEConfig.fc2_bias", self.fc2_bias),
-            ("LoRA on experts", self.adapted),
-            ("own activation of the model", self.own_activation),
-            ("ExpertLayout.transposed", self.transposed),
-            ("interleaved ExpertLayout.gate_up", self.interleaved and self.gated),
-        ):
-            if refused:
-                return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
+        field = self.not_plain()
+        if field is not None:
+            return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
         for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
             if size is not None and size % multiple:
                 return (

@@ -272,12 +272,7 @@ def _grouped_gemm_activation_fwd_kernel(
 
 
 def grouped_gemm(
-    a: Tensor,
-    b: Tensor,
-    offsets_e: Tensor,
-    *,
-    row_ids_R: Tensor | None = None,
-    config: TileConfig | None = None,
+    a: Tensor, b: Tensor, offsets_e: Tensor, *, row_ids_R: Tensor | None = None
 ) -> Tensor:
     """Return each expert row times its expert's matrix. No autograd, no host sync.
 
@@ -288,7 +283,6 @@ def grouped_gemm(
             K and N are multiples of 8 (16 bytes, for TMA).
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         row_ids_R: int32, the row of `a` that each expert row reads; rows are gathered while loaded.
-        config: how to cut; default is what was fastest on an H200 at qwen3-30b's sizes.
 
     Returns:
         [R, N], dtype of `a`, summed in fp32 and rounded once. Rows past offsets_e[-1] are
@@ -302,7 +296,7 @@ def grouped_gemm(
     b_is_NK = b.stride(1) == 1
     flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else N)
     gather = row_ids_R is not None
-    c = config or (SMALL if INTERPRET else GATHERED if gather else CONTIGUOUS)
+    c = SMALL if INTERPRET else GATHERED if gather else CONTIGUOUS
     block_b = [c.block_n, c.block_k] if b_is_NK else [c.block_k, c.block_n]
     a_desc = a if gather else TensorDescriptor.from_tensor(a, [c.block_m, c.block_k])
     b_desc = TensorDescriptor.from_tensor(flat, block_b)
@@ -327,8 +321,6 @@ def grouped_gemm_activation(
     weights_R: Tensor,
     offsets_e: Tensor,
     options: ActivationOptions,
-    *,
-    config: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return FC1's output and the weighted activation of it, in one pass over the source rows.
 
@@ -341,7 +333,6 @@ def grouped_gemm_activation(
         weights_R: fp32 routing weights.
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         options: a gated activation, not interleaved.
-        config: how to cut.
 
     Returns:
         h_RC [R, 2F] and a_RF [R, F]; rows past offsets_e[-1] are uninitialised.
@@ -351,7 +342,7 @@ def grouped_gemm_activation(
     h_RC, a_RF = x_SD.new_empty(R, C), x_SD.new_empty(R, F)
     if not R or not x_SD.shape[0]:
         return h_RC, a_RF
-    c = config or (SMALL if INTERPRET else GATHERED)
+    c = SMALL if INTERPRET else GATHERED
     block = [2, c.block_n // 2, c.block_k]
     w1_desc = TensorDescriptor.from_tensor(w1_eCD.view(2 * e, F, D), block)
     launch(
