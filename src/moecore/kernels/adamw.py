@@ -56,19 +56,12 @@ Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWOptions:
-    """What one update needs to know.
+    """What one update needs to know."""
 
-    Attributes:
-        lr: learning rate; a tensor of one element is read on its device.
-        betas: of the first and the second moment, in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: times lr, the part of each weight that is taken off.
-    """
-
-    lr: PositiveOrZero | Tensor
-    betas: tuple[Decay, Decay]
-    eps: PositiveOrZero
-    weight_decay: PositiveOrZero
+    lr: PositiveOrZero | Tensor  # learning rate; a tensor of one element is read on its device
+    betas: tuple[Decay, Decay]  # of the first and the second moment, in [0, 1)
+    eps: PositiveOrZero  # added to the root of the second moment
+    weight_decay: PositiveOrZero  # times lr, the part of each weight that is taken off
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -88,27 +81,19 @@ class ParamRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdamWTensors:
-    """What one update changes, and by which gradients: P of each.
+    """What one update changes, and by which gradients: P of each."""
 
-    Attributes:
-        weights: changed in place.
-        grads: of the same shapes, read.
-        exp_avgs: first moments of the same shapes, changed in place; uint8 with exponents.
-        exp_avg_sqs: second moments, likewise.
-        steps: fp32 scalars: how many updates there have been, this one included.
-        numbers: of the tensors, for the rounding at random: the same in every step.
-        exponents: uint8 [blocks, 2] of FP8 moments, changed in place; empty = they are of others.
-        remainders: int16 of the same shapes, changed in place: with bf16 weights they are the fp32
-            numbers that are updated; empty = the weights are.
-    """
-
-    weights: Sequence[Tensor]
-    grads: Sequence[Tensor]
+    weights: Sequence[Tensor]  # changed in place
+    grads: Sequence[Tensor]  # of the same shapes, read
+    # first moments of the same shapes, changed in place; uint8 with exponents
     exp_avgs: Sequence[Tensor]
-    exp_avg_sqs: Sequence[Tensor]
-    steps: Sequence[Tensor]
-    numbers: Sequence[int]
+    exp_avg_sqs: Sequence[Tensor]  # second moments, likewise
+    steps: Sequence[Tensor]  # fp32 scalars: how many updates there have been, this one included
+    numbers: Sequence[int]  # of the tensors, for the rounding at random: the same in every step
+    # uint8 [blocks, 2] of FP8 moments, changed in place; empty = they are of others
     exponents: Sequence[Tensor] = ()
+    # int16 of the same shapes, changed in place: with bf16 weights they are the fp32 numbers that
+    # are updated; empty = the weights are
     remainders: Sequence[Tensor] = ()
 
     @classmethod

@@ -39,29 +39,23 @@ from moecore.kernels.common import is_gpu
 class AttentionMask:
     """Which keys a query sees; `AttentionMask()` is plain causal attention in every row.
 
-    Attributes:
-        causal: no key after the query: note "alignment".
-        window: so many keys at most, the query's own included (sliding window); None = all.
-            Only with `causal`.
-        cu_seqlens_q: int32 [n + 1] on the device of q: document i is rows
-            cu_seqlens_q[i] : cu_seqlens_q[i + 1] of the B * T queries, counted over all rows of the
-            batch. The first is 0, the last B * T; a document may have no queries. None = every row
-            of the batch is one document.
-        cu_seqlens_k: int32 [n + 1], likewise of the B * S keys.
-        max_length_q: most queries of a document, or more; with `cu_seqlens_q` alone.
-        max_length_k: most keys of a document, or more.
-
     Raises:
         ValueError: when a field or a combination of fields is not possible. Values of tensors are
             not read.
     """
 
-    causal: bool = True
+    causal: bool = True  # no key after the query: note "alignment"
+    # so many keys at most, the query's own included (sliding window); None = all. Only with
+    # `causal`
     window: Count | None = None
+    # int32 [n + 1] on the device of q: document i is rows cu_seqlens_q[i] : cu_seqlens_q[i + 1] of
+    # the B * T queries, counted over all rows of the batch. The first is 0, the last B * T; a
+    # document may have no queries. None = every row of the batch is one document
     cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None  # int32 [n + 1], likewise of the B * S keys
+    # most queries of a document, or more; with `cu_seqlens_q` alone
     max_length_q: CountOrZero | None = None
-    max_length_k: CountOrZero | None = None
+    max_length_k: CountOrZero | None = None  # most keys of a document, or more
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)

@@ -66,30 +66,19 @@ class CloneLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneBuffer(PeerBuffer):
-    """One rank's end.
+    """One rank's end."""
 
-    Attributes:
-        layout: the same on all ranks.
-    """
-
-    layout: CloneLayout
+    layout: CloneLayout  # the same on all ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """Which expert is where.
+    """Which expert is where."""
 
-    Attributes:
-        experts_N: int32 on the device, the expert in each place; -1 = the place is empty.
-        num_clones: c; place n is the (n % c)-th of block n // c.
-        num_local: e; block b owns experts [b * e, (b + 1) * e).
-        etp: ranks of a block; rank r is of block r // etp.
-    """
-
-    experts_N: Tensor
-    num_clones: int
-    num_local: int
-    etp: int = 1
+    experts_N: Tensor  # int32 on the device, the expert in each place; -1 = the place is empty
+    num_clones: int  # c; place n is the (n % c)-th of block n // c
+    num_local: int  # e; block b owns experts [b * e, (b + 1) * e)
+    etp: int = 1  # ranks of a block; rank r is of block r // etp
 
 
 class ClonePiece(NamedTuple):

@@ -58,20 +58,13 @@ Half = Literal["both", "push", "receive"]
 
 
 class SpreadChoices(NamedTuple):
-    """What arrives with the rows of a dispatch.
+    """What arrives with the rows of a dispatch."""
 
-    Attributes:
-        rows_SD: received rows; holes are uninitialised.
-        ids_SK: int32, global expert ids; -1 in holes.
-        weights_SK: fp32; 0 where the id is -1.
-        peers_T: int32, bit g of each local token: rank g needs it.
-        places_S: int32, the row's own number, or -1 for a hole: as slots [S, 1] they name rows_SD.
-    """
-
-    rows_SD: Tensor
-    ids_SK: Tensor
-    weights_SK: Tensor
-    peers_T: Tensor
+    rows_SD: Tensor  # received rows; holes are uninitialised
+    ids_SK: Tensor  # int32, global expert ids; -1 in holes
+    weights_SK: Tensor  # fp32; 0 where the id is -1
+    peers_T: Tensor  # int32, bit g of each local token: rank g needs it
+    # int32, the row's own number, or -1 for a hole: as slots [S, 1] they name rows_SD
     places_S: Tensor
 
 

@@ -46,19 +46,12 @@ class Grads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the forward keeps.
+    """What the forward keeps."""
 
-    Attributes:
-        rows: the source rows; None where backward refetches them.
-        h: FC1's output; None where FC1 runs again.
-        weights: without biases.
-        index: which source row each expert row reads.
-    """
-
-    rows: Rows | None
-    h: Rows | None
-    weights: ExpertWeights
-    index: ExpertIndex
+    rows: Rows | None  # the source rows; None where backward refetches them
+    h: Rows | None  # FC1's output; None where FC1 runs again
+    weights: ExpertWeights  # without biases
+    index: ExpertIndex  # which source row each expert row reads
 
     def tensors(self) -> list[Tensor | None]:
         """Return the tensors that `of` takes, in its order: without quantised weights."""

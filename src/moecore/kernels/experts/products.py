@@ -36,12 +36,9 @@ from moecore.kernels.rows.scaling import Both
 
 
 class Products(Protocol):
-    """The six products of the two matrices, and the activation between them.
+    """The six products of the two matrices, and the activation between them."""
 
-    Attributes:
-        where: row_ids_R, slots_SK and the number of used rows, as row movers take them.
-    """
-
+    # row_ids_R, slots_SK and the number of used rows, as row movers take them
     where: tuple[Tensor, Tensor, Tensor]
 
     def as_kept(self, rows: Rows) -> Rows:

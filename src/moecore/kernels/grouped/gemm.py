@@ -73,26 +73,20 @@ def grouped_gemm_activation_ref(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileConfig:
-    """How a product is cut.
+    """How a product is cut."""
 
-    Attributes:
-        block_m, block_n, block_k: sizes of a tile and of a step along K.
-        group_m: row tiles that share weights in L2.
-        num_stages: steps in flight.
-        num_warps: warps of a program.
-        flatten: let the next tile's loads start under this tile's epilogue. It slows down gathered
-            rows, whose addresses would be computed inside the flattened loop.
-        epilogue_parts: 1 or 2; columns are rounded and stored in this many parts, which share one
-            staging buffer in shared memory.
-    """
-
+    # sizes of a tile and of a step along K
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
-    group_m: int = 8
-    num_stages: int = 3
-    num_warps: int = 8
+    group_m: int = 8  # row tiles that share weights in L2
+    num_stages: int = 3  # steps in flight
+    num_warps: int = 8  # warps of a program
+    # let the next tile's loads start under this tile's epilogue. It slows down gathered rows, whose
+    # addresses would be computed inside the flattened loop
     flatten: bool = False
+    # 1 or 2; columns are rounded and stored in this many parts, which share one staging buffer in
+    # shared memory
     epilogue_parts: int = 1
 
 

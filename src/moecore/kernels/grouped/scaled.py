@@ -27,19 +27,12 @@ ALIGNED = 16  # of which K, N, and each expert's rows in P are multiples
 
 
 class PaddedRows(NamedTuple):
-    """Where expert rows lie when each expert's are padded.
+    """Where expert rows lie when each expert's are padded."""
 
-    Attributes:
-        expert_R: int64 expert of each row; e for rows past the last one in use.
-        place_R: int64 row in P; P for rows past the last one in use.
-        offsets_e: int32 running sum of the padded counts.
-        length: P.
-    """
-
-    expert_R: Tensor
-    place_R: Tensor
-    offsets_e: Tensor
-    length: int
+    expert_R: Tensor  # int64 expert of each row; e for rows past the last one in use
+    place_R: Tensor  # int64 row in P; P for rows past the last one in use
+    offsets_e: Tensor  # int32 running sum of the padded counts
+    length: int  # P
 
 
 def pad_rows(offsets_e: Tensor, num_rows: int) -> PaddedRows:

@@ -32,17 +32,11 @@ BLOCK = 1024  # choices of one program
 
 
 class ClonePlan(NamedTuple):
-    """What each place for a clone holds; place n is the (n % c)-th of rank n // c.
+    """What each place for a clone holds; place n is the (n % c)-th of rank n // c."""
 
-    Attributes:
-        experts_N: int32, the expert; -1 = the place is empty.
-        starts_N: int32, the first of the expert's tokens that it computes.
-        stops_N: int32, behind the last.
-    """
-
-    experts_N: Tensor
-    starts_N: Tensor
-    stops_N: Tensor
+    experts_N: Tensor  # int32, the expert; -1 = the place is empty
+    starts_N: Tensor  # int32, the first of the expert's tokens that it computes
+    stops_N: Tensor  # int32, behind the last
 
 
 def plan_clones_ref(loads_E: Tensor, num_ranks: int, num_clones: int, least: float) -> ClonePlan:

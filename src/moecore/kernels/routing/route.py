@@ -34,30 +34,23 @@ MAX_EXPERTS = 1024  # of a row, which one warp holds; more use the references
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteOptions:
-    """How logits become a choice and weights; `MoEConfig` checks which values go together.
+    """How logits become a choice and weights; `MoEConfig` checks which values go together."""
 
-    Attributes:
-        top_k: experts per token K.
-        score_function: "softmax" over the experts; "sigmoid" or "sqrtsoftplus",
-            sqrt(log(1 + exp(x))), of each logit; not read with "post".
-        score_order: "pre" scores all experts and keeps the scores of the chosen; "post" ranks the
-            logits, and its weights are a softmax over the K chosen logits.
-        normalize: divide the K weights of a token by their sum (+ 1e-20); "pre" only.
-        scale: factor on the weights.
-        num_groups: experts are split into this many equal groups.
-        top_groups: groups that a token may choose from, ranked by the sum of their
-            `group_experts` best selection scores.
-        group_experts: at most the experts of a group. 2 is DeepSeek-V3's rule, 1 DeepSeek-V2's,
-            top_k / top_groups Megatron-Core's.
-    """
-
-    top_k: int
+    top_k: int  # experts per token K
+    # "softmax" over the experts; "sigmoid" or "sqrtsoftplus", sqrt(log(1 + exp(x))), of each logit;
+    # not read with "post"
     score_function: str
+    # "pre" scores all experts and keeps the scores of the chosen; "post" ranks the logits, and its
+    # weights are a softmax over the K chosen logits
     score_order: str
-    normalize: bool
-    scale: float
-    num_groups: int
+    normalize: bool  # divide the K weights of a token by their sum (+ 1e-20); "pre" only
+    scale: float  # factor on the weights
+    num_groups: int  # experts are split into this many equal groups
+    # groups that a token may choose from, ranked by the sum of their `group_experts` best selection
+    # scores
     top_groups: int
+    # at most the experts of a group. 2 is DeepSeek-V3's rule, 1 DeepSeek-V2's, top_k / top_groups
+    # Megatron-Core's
     group_experts: int = 2
 
 

@@ -42,25 +42,20 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class ActivationOptions:
     """Which activation, and how its input columns lie.
 
-    Attributes:
-        kind: "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
-            (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above and up on both
-            sides (Source: gpt-oss); without a gate "gelu" h * Phi(h), the exact form by erf,
-            "relu", "relu2" relu(h)^2 and "silu" h * sigmoid(h).
-        limit: clamp of "clamped_swiglu".
-        alpha: sigmoid slope of "clamped_swiglu".
-        interleaved: gate and up columns alternate; else all of gate comes first.
-        function: fp32 [..., C] -> [..., F], in place of `kind`, which then tells whether there is a
-            gate; known to `activation` alone, not to kernels. None = `kind`.
-
     Raises:
         ValueError: for an unknown kind.
     """
 
+    # "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
+    # (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above and up on both sides
+    # (Source: gpt-oss); without a gate "gelu" h * Phi(h), the exact form by erf, "relu", "relu2"
+    # relu(h)^2 and "silu" h * sigmoid(h)
     kind: Annotated[str, OneOf(KINDS)]
-    limit: Positive = 7.0
-    alpha: Positive = 1.702
-    interleaved: bool = False
+    limit: Positive = 7.0  # clamp of "clamped_swiglu"
+    alpha: Positive = 1.702  # sigmoid slope of "clamped_swiglu"
+    interleaved: bool = False  # gate and up columns alternate; else all of gate comes first
+    # fp32 [..., C] -> [..., F], in place of `kind`, which then tells whether there is a gate; known
+    # to `activation` alone, not to kernels. None = `kind`
     function: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:

@@ -53,20 +53,13 @@ NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagePool:
-    """Pages for rows, and who has them.
+    """Pages for rows, and who has them."""
 
-    Attributes:
-        pages: uint8 [P, bytes of a page], uninitialised.
-        host_pages: the same in memory of the host that the device reaches; maybe none of them.
-        free_ids: int32 [P + number of host pages], two circular buffers.
-        state: int32 [NUM_WORDS] on the device.
-        report: int32 [NUM_WORDS] that the host sees too: MOST and MISSED, once a page was missed.
-    """
-
-    pages: Tensor
-    host_pages: Tensor
-    free_ids: Tensor
-    state: Tensor
+    pages: Tensor  # uint8 [P, bytes of a page], uninitialised
+    host_pages: Tensor  # the same in memory of the host that the device reaches; maybe none of them
+    free_ids: Tensor  # int32 [P + number of host pages], two circular buffers
+    state: Tensor  # int32 [NUM_WORDS] on the device
+    # int32 [NUM_WORDS] that the host sees too: MOST and MISSED, once a page was missed
     report: Tensor
 
     @classmethod

@@ -37,19 +37,13 @@ MAX_ROWS = 2**31 - 1  # row numbers are int32
 
 
 class ExpertIndex(NamedTuple):
-    """Both directions between source rows and expert rows.
+    """Both directions between source rows and expert rows."""
 
-    Attributes:
-        row_ids_R: int32, source row of each expert row; 0 where there is none.
-        weights_R: fp32, weight of each expert row, differentiable; 0 where there is none.
-        slots_SK: int32, expert row of each source row's k-th choice; -1 where it has none here.
-        offsets_e: int32 running sum of the padded counts: expert i owns rows
-            [offsets_e[i - 1], offsets_e[i]).
-    """
-
-    row_ids_R: Tensor
-    weights_R: Tensor
+    row_ids_R: Tensor  # int32, source row of each expert row; 0 where there is none
+    weights_R: Tensor  # fp32, weight of each expert row, differentiable; 0 where there is none
+    # int32, expert row of each source row's k-th choice; -1 where it has none here
     slots_SK: Tensor
+    # int32 running sum of the padded counts: expert i owns rows [offsets_e[i - 1], offsets_e[i])
     offsets_e: Tensor
 
     @property

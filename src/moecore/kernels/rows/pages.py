@@ -44,32 +44,21 @@ TAKE_WARPS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout:
-    """Matrices of one dispatch, and how their used rows lie in pages.
+    """Matrices of one dispatch, and how their used rows lie in pages."""
 
-    Attributes:
-        pool: whose pages.
-        widths: B of each, at most MOST_MATRICES, none above the bytes of a page.
-        has_list: of each, whether its used rows are those with a slot, else the first so many.
-        source_rows: S.
-        expert_rows: R.
-        num_entries: N, when all rows are in use.
-        listed_steps: rows of a page, of each matrix with a list.
-        first_steps: likewise, of each without.
-        block_rows, block_words: of each, the tile that a program copies at once.
-        programs: of a copy.
-    """
-
-    pool: PagePool
-    widths: tuple[int, ...]
+    pool: PagePool  # whose pages
+    widths: tuple[int, ...]  # B of each, at most MOST_MATRICES, none above the bytes of a page
+    # of each, whether its used rows are those with a slot, else the first so many
     has_list: tuple[bool, ...]
-    source_rows: int
-    expert_rows: int
-    num_entries: int
-    listed_steps: tuple[int, ...]
-    first_steps: tuple[int, ...]
+    source_rows: int  # S
+    expert_rows: int  # R
+    num_entries: int  # N, when all rows are in use
+    listed_steps: tuple[int, ...]  # rows of a page, of each matrix with a list
+    first_steps: tuple[int, ...]  # likewise, of each without
+    # of each, the tile that a program copies at once
     block_rows: tuple[int, ...]
     block_words: tuple[int, ...]
-    programs: int
+    programs: int  # of a copy
 
     @classmethod
     def of(

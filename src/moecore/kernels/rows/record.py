@@ -22,19 +22,13 @@ PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements p
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows and, where they are quantised, their scales.
+    """Rows and, where they are quantised, their scales."""
 
-    Attributes:
-        values: [S, D] bf16, fp16, fp32 or fp64; float8_e4m3fn with scales, rows maybe strided.
-        scales: None, or fp32 [S, ceil(D / 128)]: factor of each 128 columns.
-        wide_dtype: with scales: the dtype in which products multiply.
-        is_kept: the values are kept for backward anyway (a router reads them too), so that keeping
-            them in fewer bytes would only be another copy.
-    """
-
-    values: Tensor
-    scales: Tensor | None = None
-    wide_dtype: torch.dtype | None = None
+    values: Tensor  # [S, D] bf16, fp16, fp32 or fp64; float8_e4m3fn with scales, rows maybe strided
+    scales: Tensor | None = None  # None, or fp32 [S, ceil(D / 128)]: factor of each 128 columns
+    wide_dtype: torch.dtype | None = None  # with scales: the dtype in which products multiply
+    # the values are kept for backward anyway (a router reads them too), so that keeping them in
+    # fewer bytes would only be another copy
     is_kept: bool = False
 
     @classmethod

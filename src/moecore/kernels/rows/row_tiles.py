@@ -50,15 +50,10 @@ def _map_row_tiles_kernel(
 
 
 class RowTiles(NamedTuple):
-    """Which rows each row tile covers, on the device.
+    """Which rows each row tile covers, on the device."""
 
-    Attributes:
-        map: int32 [1 + most row tiles, MAP_FIELDS], see above.
-        ends_e: int32 running sum of the experts' row tiles.
-    """
-
-    map: Tensor
-    ends_e: Tensor
+    map: Tensor  # int32 [1 + most row tiles, MAP_FIELDS], see above
+    ends_e: Tensor  # int32 running sum of the experts' row tiles
 
     @property
     def most(self) -> int:

@@ -55,17 +55,11 @@ DIMS: dict[str, int | tuple[int, ...]] = {"tile": 3, "block": (1, 3), "row": 1, 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """One side of a product, quantised in blocks.
+    """One side of a product, quantised in blocks."""
 
-    Attributes:
-        values: float8, contiguous, the summed dim innermost; zero in the padding.
-        scales: fp32, of the shape that `kind` has in this file's table.
-        kind: of the scales.
-    """
-
-    values: Tensor
-    scales: Tensor
-    kind: str
+    values: Tensor  # float8, contiguous, the summed dim innermost; zero in the padding
+    scales: Tensor  # fp32, of the shape that `kind` has in this file's table
+    kind: str  # of the scales
 
 
 class Both(NamedTuple):

@@ -46,23 +46,16 @@ class PartOfMatrix(NamedTuple):
     """Where a rank's part [r, c] lies in the whole matrix [R, C].
 
     Rows come in runs: row i of the part is row (i // run) * period + first_row + i % run.
-
-    Attributes:
-        rows, columns: R and C.
-        run: rows of the part that are neighbours in the whole.
-        period: rows of the whole from one run to the next.
-        first_row: of the first run.
-        first_column: of the part.
-        part_columns: c.
     """
 
+    # R and C
     rows: int
     columns: int
-    run: int
-    period: int
-    first_row: int
-    first_column: int
-    part_columns: int
+    run: int  # rows of the part that are neighbours in the whole
+    period: int  # rows of the whole from one run to the next
+    first_row: int  # of the first run
+    first_column: int  # of the part
+    part_columns: int  # c
 
     @classmethod
     def of(cls, shape: torch.Size, dim: int, start: int, size: int) -> PartOfMatrix:
