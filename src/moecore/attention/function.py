@@ -50,7 +50,6 @@ def attend(
         q_BTHd: any float dtype.
         k_BThd: likewise; H must be a multiple of h.
         sequence: which document each token belongs to, and which of them this rank holds.
-        scale: factor on q . k.
         window: each token sees so many at most, itself included; None = all.
         sinks_H: the score of each head's sink, any float dtype; None = no sinks.
 

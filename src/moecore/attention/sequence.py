@@ -102,9 +102,6 @@ def packed_sequence(
         max_seqlen: tokens of the longest document, or more; None = those of the longest where
             `cu_seqlens` lies on the CPU, else B * T.
         shape: B and T.
-
-    Raises:
-        ValueError: when the documents are not those of B * T tokens.
     """
     num_tokens = shape[0] * shape[1]
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -332,7 +332,6 @@ def adamw_(
 
     Args:
         tensors: on one device.
-        options: of all of them.
         grad_scale: fp32 scalar, divides the gradients; None = 1.
         found_inf: fp32 scalar, > 0 leaves everything as it is; None = 0.
     """

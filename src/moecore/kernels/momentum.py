@@ -79,7 +79,6 @@ def momentum_(
     Args:
         grad: any float dtype.
         momentum: same shape, fp32 or fp64.
-        dtype: of the result.
         decay: in [0, 1).
         nesterov: return decay * m + (1 - decay) * g in place of m.
         grad_scale: fp32 scalar, by which the gradient is divided.

@@ -31,7 +31,6 @@ def scatter_heads(
 
     Args:
         tensors: their heads are multiples of the group's size.
-        layout: how their tokens lie on them.
     """
     scattered: tuple[Tensor, ...] = once(_ScatterHeads.apply, group, layout, *tensors)
     return scattered

@@ -104,9 +104,6 @@ def check_documents(cu_seqlens: Tensor, cp: int) -> None:
 
     Args:
         cu_seqlens: whole numbers [n + 1].
-
-    Raises:
-        ValueError: for a document that is no multiple of 2 * cp.
     """
     if cu_seqlens.device.type != "cpu":
         return

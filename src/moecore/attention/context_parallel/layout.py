@@ -29,7 +29,6 @@ class ChunkLayout:
     """How tokens lie on ranks; a plain class, as `RotaryTable` is, made once per forward.
 
     Args:
-        size: G.
         num_tokens: B * T.
         cu_seqlens: int32 [n + 1], documents over all rows, each a multiple of 2 * G; None = rows.
         max_seqlen: tokens of the longest, or more.

@@ -39,9 +39,7 @@ from moecore.kernels.common import is_gpu
 class AttentionMask:
     """Which keys a query sees; `AttentionMask()` is plain causal attention in every row.
 
-    Raises:
-        ValueError: when a field or a combination of fields is not possible. Values of tensors are
-            not read.
+    Values of tensors are not checked.
     """
 
     causal: bool = True  # no key after the query: note "alignment"
@@ -119,8 +117,7 @@ def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tenso
     Args:
         o: [B, T, H, v], of one block.
         lse: [B, H, T], finite: each query sees a key of that block.
-        o_new: likewise of the other, of which a query may see no key.
-        lse_new: likewise.
+        o_new, lse_new: likewise of the other, of which a query may see no key.
     """
     both = torch.logaddexp(lse, lse_new)
     old, new = ((one - both).exp().transpose(1, 2)[..., None] for one in (lse, lse_new))

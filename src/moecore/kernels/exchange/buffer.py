@@ -85,7 +85,6 @@ class ExchangeLayout:
 
         Args:
             memory: uint8 [num_bytes], of the peer.
-            rank: who copies.
         """
         num_bytes = self.max_tokens * self.row_bytes
         return memory[SUMS_SLOT.value * self.slot_bytes :].narrow(0, rank * num_bytes, num_bytes)

@@ -344,9 +344,7 @@ def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
     Every rank must call it at the same place in its order of operations.
 
     Args:
-        buffer: this rank's end.
         rows: [e, ...] of any dtype, this rank's experts.
-        places: the same on all ranks.
     """
     out = rows.new_empty(places.num_clones, *rows.shape[1:])
     rows_eW = _as_words(rows.contiguous())
@@ -364,9 +362,7 @@ def bring_home_(buffer: CloneBuffer, grads: Tensor, places: Places) -> Tensor:
     place in its order of operations.
 
     Args:
-        buffer: this rank's end.
         grads: [e + c, ...] contiguous, of `SUM_DTYPES`: this rank's experts and then its clones.
-        places: the same on all ranks.
     """
     home_eW, clones_cW = _as_rows(grads).split((places.num_local, places.num_clones))
     for piece in pieces(buffer.layout, home_eW, places.num_clones):

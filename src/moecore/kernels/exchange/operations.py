@@ -261,14 +261,13 @@ def spread_choices(
     No host sync. Every rank of the group must call it at the same place in its order of operations.
 
     Args:
-        buffer: this rank's end.
         x_TD: tokens, at most C, contiguous, in any dtype; rows of at most `row_bytes`.
         ids_TK: int32, contiguous, global expert ids; -1 = dropped.
         weights_TK: fp32, contiguous.
         num_local: experts of one rank; rank g owns block g // etp.
         etp: ranks that share a block.
-        half: "push" and "receive" one after the other make up "both" (for tests that play all
-            ranks in one process); what a half does not do is left uninitialised.
+        half: "push" and "receive" one after the other make up "both" (for tests that play all ranks
+            in one process); what a half does not do is left uninitialised.
     """
     layout, (T, K) = buffer.layout, ids_TK.shape
     S, integers = layout.source_rows, partial(torch.empty, dtype=torch.int32, device=x_TD.device)
@@ -300,13 +299,10 @@ def spread(
     No host sync. Rows that no slot names are uninitialised.
 
     Args:
-        buffer: this rank's end.
         x_TD: rows of the local tokens, as in `spread_choices`.
         peers_T: who needs them, from `spread_choices`.
         places_S: which source rows come, from `spread_choices`.
         slots_SN: int32, contiguous, the rows that become copies of each source row, -1 = none.
-        num_rows: R.
-        half: see `spread_choices`.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     ptrs = Ptrs(as_words(x_TD), peers_T, places_S, slots_SN, as_words(out_RD))
@@ -351,17 +347,15 @@ def reduce(
     Both in fp32; a sum travels in the dtype of the rows.
 
     Args:
-        buffer: this rank's end.
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`; those that no slot names are not
             read.
         peers_T: from `spread_choices`: where the sums of the local tokens come from.
         places_S: from `spread_choices`: which source rows have a sum.
         slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
-        choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots
-            [S, K], the expert row of each choice: gradients go home to their choices.
+        choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
+            K], the expert row of each choice: gradients go home to their choices.
         copied: `copy_sums` has brought the sums home already, on all ranks; y_RD and slots_SN are
             those sums [S, D] and their places [S, 1].
-        half: see `spread_choices`.
 
     Returns:
         [T, D], zero for a token that went nowhere; and [T, K] fp32 or None.
@@ -425,7 +419,6 @@ def limit_rows(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) 
 
     Args:
         offsets_e: int32 running sum of rows per expert.
-        num_rows: R.
         state: int32 [NUM_WORDS] on the device of the offsets; word NEEDED_ROWS becomes the most
             rows that were ever wanted, when that is more than R.
         report: the same words in memory that the host sees too.

@@ -97,10 +97,8 @@ def differentiate(
     """Return the gradients of an output.
 
     Args:
-        products: of the saved index and weights.
         saved: by the forward; rows are needed where FC1 runs again, and for the gradient of w1.
         dy: contiguous [S, D], or [R, D] when unsummed; dx comes back alike.
-        wants: which gradients.
         unsummed: whether dy and dx are those of expert rows.
         sinks: of w1 and w2: what may take their gradients; those that it takes come back as None.
         sender: gets dx and dweights before those of w1 and w2 are computed.

@@ -67,7 +67,6 @@ def sink_of(param: Tensor, shape: torch.Size) -> GradSink | None:
     """Return what may take a parameter's gradient; None = autograd alone.
 
     Args:
-        param: of a module.
         shape: of the gradient, in the parameter's order.
     """
     if torch.compiler.is_compiling():
@@ -141,11 +140,7 @@ class UnsummedInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertMLPOptions:
-    """How `expert_mlp` computes.
-
-    Raises:
-        ValueError: for unknown products, and what a recipe does not go with.
-    """
+    """How `expert_mlp` computes."""
 
     activation: ActivationOptions  # between the two products
     # whose kernels multiply: "triton" (this package's), "torch" (torch's grouped product) or

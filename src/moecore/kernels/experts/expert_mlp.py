@@ -151,7 +151,6 @@ def expert_mlp(
         rows: [S, D] source rows, differentiable; quantised ones only with `unsummed`.
         weights: this rank's experts, without biases. Sinks are asked by every backward.
         index: which source row each expert row reads, and with which weight.
-        options: how.
         unsummed: of a dispatcher that adds expert rows itself: the expert rows themselves come
             back, and their gradients go to its handle; rows have none.
 

@@ -60,8 +60,6 @@ class QuantisedProducts:
 
     Args:
         index: which source row each expert row reads, and its weight.
-        activation: between the two products.
-        weights: without biases.
         recipe: one of the subclass.
     """
 

@@ -38,8 +38,6 @@ class TorchProducts:
 
     Args:
         index: which source row each expert row reads, and its weight.
-        activation: between the two products.
-        weights: without biases.
     """
 
     def __init__(

@@ -315,7 +315,6 @@ def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles) -> Tensor:
         a_RK: rows in expert order, bf16 or fp16, contiguous.
         b_eKN: dtype of `a_RK`; contiguous, or the transpose of a contiguous [e, N, K]. K and N are
             multiples of 8.
-        tiles: from `map_row_tiles`.
 
     Returns:
         [R, N], dtype of `a_RK`, summed in fp32 and rounded once. Rows past the last expert's are
@@ -339,7 +338,6 @@ def cooperative_activation(
     Args:
         x_RD: rows in expert order, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
-        tiles: from `map_row_tiles`.
         weights_R: fp32 routing weights.
         options: a gated activation, not interleaved.
 

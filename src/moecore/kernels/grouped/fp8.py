@@ -68,7 +68,6 @@ def fp8_gemm(
         a: rows in expert order, [R, K]; K a multiple of 128.
         b: one matrix of every expert, [e, N, K]; N a multiple of 128.
         offsets_e: int32 running sum of the experts' rows.
-        tiles: from `map_row_tiles`.
         dtype: of the result, bf16 or fp16 on a GPU.
 
     Returns:
@@ -133,7 +132,6 @@ def fp8_wgrad(
     Args:
         x: columns of row tiles, [t, M, 128]; M a multiple of 128.
         y: likewise; N a multiple of 128.
-        tiles: from `map_row_tiles`, of both.
         out: fp32 or bf16 [e, M, N], contiguous, which takes the result.
         adds: whether the result is added to `out`, in fp32.
         dtype: of a new result.

@@ -273,8 +273,8 @@ def grouped_gemm(
     Args:
         a: [R, K] rows in expert order, or [S, K] source rows with `row_ids_R`; bf16 or fp16,
             contiguous.
-        b: [e, K, N], the dtype of `a`; contiguous, or the transpose of a contiguous [e, N, K].
-            K and N are multiples of 8 (16 bytes, for TMA).
+        b: [e, K, N], the dtype of `a`; contiguous, or the transpose of a contiguous [e, N, K]. K
+            and N are multiples of 8 (16 bytes, for TMA).
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         row_ids_R: int32, the row of `a` that each expert row reads; rows are gathered while loaded.
 

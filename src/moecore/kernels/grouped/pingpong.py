@@ -381,7 +381,6 @@ def pingpong_activation_bwd(
         dy: [R, D] rows in expert order, or [S, D] source rows with `row_ids_R`; bf16 or fp16,
             contiguous.
         w2_eDF: contiguous; D and F multiples of 8.
-        tiles: from `map_row_tiles`.
         h_RC: [R, 2F] FC1's output, contiguous.
         weights_R: fp32 routing weights.
         offsets_e: int32 running sum of the experts' rows.

@@ -40,7 +40,6 @@ def pad_rows(offsets_e: Tensor, num_rows: int) -> PaddedRows:
 
     Args:
         offsets_e: int32 on the device, running sum of the experts' rows.
-        num_rows: R, the length.
 
     Every expert has rows there: torch's product leaves what has none uninitialised.
 
@@ -88,7 +87,6 @@ def scaled_columns(
         x_RC: rows in expert order; those past the last one in use may be finite only.
         padded: of these rows.
         per_row: of the operand: a column of every expert.
-        power_of_two: of the scales; else amax / 448.
     """
     C, e = x_RC.shape[1], padded.offsets_e.shape[0]
     x_RC = x_RC.float()

@@ -311,19 +311,16 @@ def balance_statistics(
     Args:
         logits_TE: [T, E] fp32, or fp64, which the reference computes on every device.
         num_sequences: B, a divisor of T where sequences are consecutive tokens of equal number.
-        score_function: "softmax", or "sigmoid" or "sqrtsoftplus", whose scores are divided by
-            their sum.
+        score_function: "softmax", or "sigmoid" or "sqrtsoftplus", whose scores are divided by their
+            sum.
         padding_mask_T: bool [T], True = padding: in no sum, and its gradient is 0 whatever its
             logits, NaN included. None = no padding.
-        sequences_T: int64 [T], the sequence of each token, summed in plain PyTorch; None = they
-            are consecutive tokens of equal number.
+        sequences_T: int64 [T], the sequence of each token, summed in plain PyTorch; None = they are
+            consecutive tokens of equal number.
 
     Returns:
         score_sums_BE, the scores summed over each sequence, and the 0-dim sum over all tokens of
         logsumexp(logits)^2, both in the dtype of the logits.
-
-    Raises:
-        ValueError: for a mask that is not bool [T].
     """
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS

@@ -131,7 +131,6 @@ def plan_clones(
     Args:
         loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).
         num_ranks: P, of which E is a multiple.
-        num_clones: c.
         least: no clone gets fewer tokens than this share of a rank's mean.
 
     Example, two ranks of two experts, one clone each, loads [6, 2, 1, 1]: the mean is 5, so rank 1
@@ -210,9 +209,6 @@ def physical_ids(
     Args:
         ids_TK: int32, expert ids; -1 = dropped, and stays.
         before_E: int32, how many tokens of each expert are on ranks before this one.
-        plan: the same on every rank.
-        num_local: e.
-        num_clones: c.
 
     Example, the plan of `plan_clones`, all ten choices on one rank: of expert 0's six tokens the
     first three go to physical expert 0, the others to 5; expert 1 is 1, experts 2 and 3 are 3, 4.

@@ -32,7 +32,6 @@ def check_padding_mask(padding_mask_T: Tensor | None, num_tokens: int) -> None:
 
     Args:
         padding_mask_T: the mask, or None.
-        num_tokens: T.
     """
     if padding_mask_T is None:
         return
@@ -131,16 +130,11 @@ def count_experts_and_tokens(
     A memset and one kernel. Tokens whose choices were all dropped are tokens too, padding is none.
 
     Args:
-        ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted. T is a
-            multiple of B without `sequences_T`.
-        num_sequences: B.
-        num_experts: E.
+        ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted. T is a multiple of B
+            without `sequences_T`.
         padding_mask_T: bool [T], True = padding, whose ids are -1 already; None = no padding.
         sequences_T: int64 [T], the sequence of each token, counted in plain PyTorch; None = they
             are consecutive tokens of equal number.
-
-    Raises:
-        ValueError: for a mask that is not bool [T].
     """
     B, E, T = num_sequences, num_experts, ids_TK.shape[0]
     check_padding_mask(padding_mask_T, T)

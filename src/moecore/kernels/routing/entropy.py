@@ -90,7 +90,6 @@ def add_entropy_(
     Args:
         total_2: int64, contiguous: units of 2^-24 nats, and tokens.
         logits_TE: of the router.
-        score_function: one of `SCORE_FUNCTIONS`.
         padding_mask_T: bool, True = not counted; None = no padding.
     """
     if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:

@@ -123,7 +123,6 @@ def add_margins_(
         histogram_EX: int64, contiguous.
         logits_TE: fp32, of the router.
         bias_E: fp32, the bias with which these tokens chose.
-        top_k: K, less than E.
         score_function: one of `SCORE_FUNCTIONS` whose scores lie in [0, 1].
         padding_mask_T: bool, True = not counted; None = no padding.
     """
@@ -184,7 +183,6 @@ def even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
     Args:
         histogram_EX: int64 [..., E, X], counts of margins.
         bias_E: fp32 [..., E], the bias under which they were counted.
-        top_k: K, less than E.
     """
     if not use_kernel(bias_E):
         return even_bias_ref(histogram_EX, bias_E, top_k)

@@ -241,9 +241,6 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
 
     Returns:
         Expert ids [T, K] int32, best first, and weights [T, K] fp32, differentiable in the logits.
-
-    Raises:
-        ValueError: when E experts do not suffice for the groups and choices of `options`.
     """
     E = logits_TE.shape[1]
     allowed = options.top_groups * (E // options.num_groups)

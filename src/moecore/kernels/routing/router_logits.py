@@ -391,9 +391,6 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     Returns:
         Logits [T, E] fp32. Gradients have the dtypes of the inputs; that of the bias is added up
         in fp32.
-
-    Raises:
-        ValueError: when the shapes do not fit together.
     """
     E = weight_ED.shape[0]
     if x_TD.shape[1:] != weight_ED.shape[1:] or (bias_E is not None and bias_E.shape != (E,)):

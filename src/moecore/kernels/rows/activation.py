@@ -40,11 +40,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationOptions:
-    """Which activation, and how its input columns lie.
-
-    Raises:
-        ValueError: for an unknown kind.
-    """
+    """Which activation, and how its input columns lie."""
 
     # "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
     # (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above and up on both sides
@@ -72,7 +68,6 @@ def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
 
     Args:
         h_RC: [..., 2F] for gated activations, else [..., F]; any float dtype.
-        options: which activation.
 
     Returns:
         [..., F], fp32 (fp64 for fp64 input).
@@ -122,7 +117,6 @@ def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
 
     Args:
         h_RC: [..., 2F] for gated activations, else [..., F]; fp32 or fp64.
-        options: which activation.
 
     Returns:
         Shape and dtype of h_RC.
@@ -306,9 +300,7 @@ def weighted_activation_bwd(
     Args:
         h_RC: as given to the forward.
         da_RF: gradient of the output; rows from num_rows on are not read.
-        weights_R: as given to the forward.
-        num_rows: as given to the forward.
-        options: as given to the forward.
+        weights_R, num_rows, options: as given to the forward.
 
     Returns:
         dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of a weight even when there were
@@ -328,11 +320,10 @@ def weighted_activation(
     Differentiable in h_RC and weights_R; saves only these two. No host sync.
 
     Args:
-        h_RC: FC1's output, [R, 2F] for gated activations, else [R, F]; any float dtype; copied
-            when not contiguous.
+        h_RC: FC1's output, [R, 2F] for gated activations, else [R, F]; any float dtype; copied when
+            not contiguous.
         weights_R: fp32 factor of each row; None means 1.
         num_rows: 0-dim int32 on the device: rows from there on are not read; None means R.
-        options: which activation, and how its columns lie.
 
     Returns:
         [R, F], dtype of h_RC. Rows from num_rows on are zero.

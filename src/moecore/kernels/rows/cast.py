@@ -363,8 +363,6 @@ def cast(
     Args:
         x_TD: bf16, fp16, fp32 or fp64.
         kind: of the scales, see `scaling.py`.
-        fmt: "e4m3" or "e5m2".
-        power_of_two: whether scales are powers of two.
         rows: whether to make the operand that is summed over D.
         columns: whether to make the one that is summed over T.
         amax: "tensor": fp32 [1] that the scale comes from; None = of x_TD.

@@ -33,7 +33,6 @@ def block_scale_ref(
 
     Args:
         amax: fp32, any shape; largest magnitude of each block, NaN left out.
-        power_of_two: see above.
         largest: value of the format.
 
     Returns:

@@ -71,7 +71,6 @@ class PagePool:
         Args:
             num_pages: P, at least 1.
             page_bytes: of a page, a multiple of 16.
-            device: of the pages.
             num_host_pages: in host memory, pinned for a GPU.
         """
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
@@ -261,7 +260,6 @@ def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
     Args:
         table: int32, on the device of the pool.
         num_entries: N, how many of its first words are ids.
-        pool: whose pages they are.
     """
     if not use_kernel(table):
         return_pages_ref(table, num_entries, pool)

@@ -305,10 +305,6 @@ def build_index(
     Returns:
         The index. Padding rows and all rows past offsets_e[-1] have row id 0 and weight 0.
 
-    Raises:
-        ValueError: for shapes, dtypes or a multiple that do not fit, and for more rows than int32
-            counts.
-
     Example, experts 2 and 3 of six, multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row 1
     and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is
     [1, 0, 0, 1, 2, 0, 0, 0], slots_SK [[2, -1], [0, 3], [-1, 4]] and offsets_e [2, 6].

@@ -354,8 +354,8 @@ def copy_used(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
     """Copy the first rows of a matrix; what lies past them in the target stays as it is.
 
     Args:
-        target_RB: uint8, contiguous; on the GPU or in pinned host memory, like the source.
-        source_RB: likewise.
+        target_RB, source_RB: uint8, contiguous; on the GPU or in pinned host memory, like the
+            source.
         num_rows: 0-dim int32 on the GPU; more than R count as R.
     """
     row_bytes = source_RB.shape[1]

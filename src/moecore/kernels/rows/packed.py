@@ -179,10 +179,7 @@ def gather_packed_rows(
         values_SD: float8_e4m3fn [S, D] of `packed_views`; holes, which no slot names, may hold
             anything.
         scales_SB: fp32 [S, B] of the same memory.
-        dtype: of the result.
-        row_ids_R: as for `gather_rows`.
-        slots_SK: likewise.
-        num_rows: likewise.
+        row_ids_R, slots_SK, num_rows: as for `gather_rows`.
 
     Returns:
         [R, D].

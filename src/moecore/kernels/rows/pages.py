@@ -314,11 +314,10 @@ def take_rows(
 
     Args:
         table: of `layout.table()`; what it names is returned first.
-        layout: of the matrices.
         slots_SK: int32: a row all of whose slots are negative is not in use; None where no matrix
             has a list.
-        num_rows: 0-dim int32: the first so many of R are in use, more than R count as R; None
-            where all matrices have a list.
+        num_rows: 0-dim int32: the first so many of R are in use, more than R count as R; None where
+            all matrices have a list.
 
     Example: slots [[-1], [0], [7], [-1], [1]] give the list [1, 2, 4].
     """
@@ -359,8 +358,7 @@ def copy_rows(
 
     Args:
         matrices: uint8, contiguous, those of the layout in order; None = not this one.
-        table: of `take_rows`.
-        layout: likewise.
+        table, layout: of `take_rows`.
         stash: to the pages; else back.
         over: a table of the same pool, and its N, whose pages nobody reads any more: they go to the
             tail of the free list, which a launch of its own would do (`return_pages`).

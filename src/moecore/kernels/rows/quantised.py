@@ -146,14 +146,11 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
     Args:
         x_SD: bf16, fp16 or fp32, contiguous; D a multiple of 128.
         power_of_two: of the scales, as `pack_rows` has them; else amax / 448.
-        num_rows: 0-dim int32 on the device: rows from there on are not read and uninitialised
-            in the result; None means S.
+        num_rows: 0-dim int32 on the device: rows from there on are not read and uninitialised in
+            the result; None means S.
 
     Returns:
         Values float8_e4m3fn [S, D] and scales fp32 [S, D / 128].
-
-    Raises:
-        ValueError: for other columns.
     """
     S, D = x_SD.shape
     check_columns("D", D)
@@ -176,18 +173,14 @@ def gather_row_blocks(
     No autograd, no host sync.
 
     Args:
-        rows: with scales; D a multiple of 128, rows maybe strided. Those that no slot names are
-            not read.
+        rows: with scales; D a multiple of 128, rows maybe strided. Those that no slot names are not
+            read.
         row_ids_R: as for `gather_rows`; None, and slots_SK too, for rows in expert order: their
             values are those of the result, and must be contiguous.
-        slots_SK: as for `gather_rows`.
-        num_rows: likewise.
+        slots_SK, num_rows: as for `gather_rows`.
 
     Returns:
         Rows from num_rows on, and values of rows that no slot names, are uninitialised.
-
-    Raises:
-        ValueError: for other columns.
     """
     assert rows.scales is not None
     S, D = rows.values.shape
@@ -230,13 +223,10 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
     scale of that block infinite. No autograd, no host sync.
 
     Args:
-        rows: with scales, maybe strided; D a multiple of 128. Those that no row of a tile names
-            are not read.
+        rows: with scales, maybe strided; D a multiple of 128. Those that no row of a tile names are
+            not read.
         row_ids_R: int32, source row of each expert row; None for rows in expert order.
         tiles: from `map_row_tiles` of the R expert rows.
-
-    Raises:
-        ValueError: for other columns.
     """
     values_SD, scales_SB = _with_scales(rows)
     S, D = values_SD.shape
@@ -264,10 +254,6 @@ def quantise_weights(w_eNK: Tensor, *, power_of_two: bool) -> Both:
 
     Args:
         w_eNK: bf16, fp16 or fp32, contiguous; N and K multiples of 128.
-        power_of_two: of the scales; else amax / 448.
-
-    Raises:
-        ValueError: for other N or K.
     """
     e, N, K = w_eNK.shape
     check_columns("N", N)

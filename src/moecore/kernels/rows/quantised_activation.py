@@ -199,14 +199,9 @@ def quantised_activation(
             gated activations, else [R, F]; F a multiple of 128.
         weights_R: fp32, contiguous factor of each row; None means 1.
         num_rows: 0-dim int32 on the device: rows from there on are not read; None means R.
-        options: which activation, not interleaved.
-        power_of_two: of the scales; else amax / 448.
 
     Returns:
         [R, F]. Rows from num_rows on are uninitialised.
-
-    Raises:
-        ValueError: for another F.
     """
     R, C = h_RC.shape
     F = C // 2 if options.gated else C
@@ -237,17 +232,11 @@ def quantised_activation_bwd(
     Args:
         h_RC: as given to the forward.
         da_RF: gradient of the output, dtype of h_RC, contiguous.
-        weights_R: as given to the forward.
-        num_rows: as given to the forward.
-        options: as given to the forward.
-        power_of_two: of the scales; else amax / 448.
+        weights_R, num_rows, options: as given to the forward.
 
     Returns:
         dh [R, C], quantised from fp32 values; dweights_R fp32, zero from num_rows on; the forward's
         output [R, F]. Rows of the first and the last from num_rows on are uninitialised.
-
-    Raises:
-        ValueError: for an F that is no multiple of 128.
     """
     (R, C), F = h_RC.shape, da_RF.shape[1]
     check_columns("F", F)

@@ -145,8 +145,7 @@ def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool =
 
     Args:
         x_BTHw: [B, T, H, n + d], any strides.
-        cos_Td: fp32 [T, d / 2].
-        sin_Td: likewise.
+        cos_Td, sin_Td: fp32 [T, d / 2].
         neighbours: pairs are dims (2i, 2i + 1) of the last d (DeepSeek); else (i, i + d / 2)
             (Llama).
 

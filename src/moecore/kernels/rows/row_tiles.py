@@ -84,7 +84,6 @@ def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
 
     Args:
         offsets_e: int32 on the device, running sum of the experts' rows.
-        num_rows: R, the length.
     """
     if not use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)

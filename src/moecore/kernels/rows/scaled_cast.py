@@ -40,7 +40,6 @@ def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
 
     Args:
         x: any float dtype and shape; made contiguous.
-        dtype: of the result.
         scale: rounded to fp32 (fp64 for fp64 tensors); a tensor [] is read on its device.
 
     Returns:

@@ -125,9 +125,6 @@ def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_tw
     Args:
         x_TD: any float dtype and strides.
         amax: fp32 [1] of a "tensor" operand; None = of x_TD.
-        kind: of the scales.
-        fmt: "e4m3" or "e5m2".
-        power_of_two: whether scales are powers of two.
     """
     T, D = x_TD.shape
     M, K = operand_shape(T, D, kind)

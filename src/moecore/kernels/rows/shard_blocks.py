@@ -222,7 +222,6 @@ def block_amax_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
 
     Args:
         part: bf16 or fp32, contiguous, of r * c elements; maybe of none.
-        place: where it lies.
         amax: fp32 of `place.scales_shape`, out; 0 where the part has nothing. What fills its rows
             up to a multiple of 4 is not written.
     """
@@ -247,12 +246,10 @@ def quantise_blocks_(
     """Write the FP8 values of a part, and the scales of all blocks. No autograd, no host sync.
 
     Args:
-        part: as for `block_amax_`.
-        place: likewise.
+        part, place: as for `block_amax_`.
         amax: fp32 of `place.scales_shape`: largest magnitudes of the whole matrix's blocks.
         scales: likewise, out; what fills its rows is not written.
         values: uint8, contiguous, as many as the part has, out.
-        power_of_two: of the scales; else amax / 448.
     """
     if not use_kernel(scales):
         quantise_blocks_ref_(part, place, amax, scales, values, power_of_two=power_of_two)
