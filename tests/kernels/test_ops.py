@@ -84,7 +84,7 @@ def _add(total: Tensor | None, x: Tensor) -> None:
 
 
 needed: list[tuple[bool, ...]] = []
-scale = Op("test_scale", _scale, _scale_fake, setup_context=_save, backward=_scale_backward)
+scale = Op("test_scale", _scale, _scale_fake, save=_save, backward=_scale_backward)
 copy = Op("test_copy", _copy, torch.empty_like)
 add = Op("test_add", _add, lambda total, x: None, mutates_args=("total",))
 
@@ -355,7 +355,7 @@ def test_selective_checkpointing_keeps_an_op_by_name(keep: bool) -> None:
         runs[0] += 1
         return _scale(x, y, factor)
 
-    op = Op(name, forward, _scale_fake, setup_context=_save, backward=_scale_backward)
+    op = Op(name, forward, _scale_fake, save=_save, backward=_scale_backward)
 
     def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = keep and func is getattr(torch.ops.moecore, name).default

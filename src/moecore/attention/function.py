@@ -191,4 +191,4 @@ def _differentiate(ctx: Any, do: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return *grads, None if sinks is None else dsinks, *(None for _ in range(4))
 
 
-_attention = Op("attention", _forward, _fake, setup_context=_save, backward=_differentiate)
+_attention = Op("attention", _forward, _fake, save=_save, backward=_differentiate)

@@ -179,10 +179,7 @@ def _cross_entropy_fake(
 
 
 _cross_entropy_op = Op(
-    "cross_entropy_",
-    _cross_entropy,
-    _cross_entropy_fake,
-    mutates_args=("logits_CV", "d_logits_CV"),
+    "cross_entropy_", _cross_entropy, _cross_entropy_fake, mutates_args=("logits_CV", "d_logits_CV")
 )
 
 

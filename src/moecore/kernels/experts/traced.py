@@ -158,12 +158,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
 
 _bwd = register("expert_mlp_bwd", _backward, _backward_fake, schema=_BACKWARD)
 _fwd = register(
-    "expert_mlp",
-    _forward,
-    _forward_fake,
-    schema=_FORWARD,
-    setup_context=_save,
-    backward=_differentiate,
+    "expert_mlp", _forward, _forward_fake, schema=_FORWARD, save=_save, backward=_differentiate
 )
 
 

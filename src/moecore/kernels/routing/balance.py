@@ -292,7 +292,7 @@ _balance_statistics = Op(
     "balance_statistics",
     _statistics,
     _statistics_fake,
-    setup_context=_save_statistics,
+    save=_save_statistics,
     backward=_statistics_backward,
 )
 

@@ -212,9 +212,7 @@ def _loss_backward(ctx: Any, dlosses: Tensor) -> tuple:
     return dscores if needs_scores else None, dz if needs_z else None, None, None, None
 
 
-_balance_loss = Op(
-    "balance_loss", _loss, _loss_fake, setup_context=_save_loss, backward=_loss_backward
-)
+_balance_loss = Op("balance_loss", _loss, _loss_fake, save=_save_loss, backward=_loss_backward)
 
 
 def balance_loss(

@@ -216,7 +216,7 @@ _route_op = Op(
     "route",
     _route,
     _route_fake,
-    setup_context=_setup_context,
+    save=_setup_context,
     backward=_backward,
     schema=f"(Tensor logits_TE, Tensor? bias_E, {_OPTIONS}) -> (Tensor, Tensor)",
 )
@@ -310,7 +310,7 @@ _route_weights_op = Op(
     "route_weights",
     _route_weights,
     _route_weights_fake,
-    setup_context=_save_choice,
+    save=_save_choice,
     backward=_weights_backward,
     schema=f"(Tensor logits_TE, Tensor ids_TK, {_OPTIONS}) -> Tensor",
 )

@@ -367,11 +367,7 @@ def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _router_logits_op = Op(
-    "router_logits",
-    _router_logits,
-    _router_logits_fake,
-    setup_context=_setup_context,
-    backward=_backward,
+    "router_logits", _router_logits, _router_logits_fake, save=_setup_context, backward=_backward
 )
 
 

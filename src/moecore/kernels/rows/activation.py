@@ -281,7 +281,7 @@ _weighted_activation = Op(
     "weighted_activation",
     _forward,
     _forward_fake,
-    setup_context=_save_inputs,
+    save=_save_inputs,
     backward=_weighted_activation_backward,
 )
 

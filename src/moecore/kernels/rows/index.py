@@ -269,11 +269,7 @@ def _build_index_backward(ctx, _, dweights_R, *rest):  # type: ignore[no-untyped
 
 
 _build_index = Op(
-    "build_index",
-    _index,
-    _index_fake,
-    setup_context=_save_slots,
-    backward=_build_index_backward,
+    "build_index", _index, _index_fake, save=_save_slots, backward=_build_index_backward
 )
 
 

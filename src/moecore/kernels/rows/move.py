@@ -263,15 +263,11 @@ _gather_rows = Op(
     "gather_rows",
     gather_rows_plain,
     _gather_rows_fake,
-    setup_context=_save_index,
+    save=_save_index,
     backward=_gather_rows_backward,
 )
 _sum_rows = Op(
-    "sum_rows",
-    sum_rows_plain,
-    _sum_rows_fake,
-    setup_context=_save_index,
-    backward=_sum_rows_backward,
+    "sum_rows", sum_rows_plain, _sum_rows_fake, save=_save_index, backward=_sum_rows_backward
 )
 
 

@@ -134,7 +134,7 @@ def _rotary_backward(ctx, dy):  # type: ignore[no-untyped-def]
     return _rotary_bwd(dy, *ctx.saved_tensors, ctx.neighbours), None, None, None
 
 
-_rotary = Op("rotary", _forward, _fake, setup_context=_save, backward=_rotary_backward)
+_rotary = Op("rotary", _forward, _fake, save=_save, backward=_rotary_backward)
 
 
 def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool = False) -> Tensor:
