@@ -28,12 +28,13 @@ c W b here; bring_home_ reads W b per clone over the links.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, next_power_of_2, on_device, tl, triton
+from moecore.kernels.common import INTERPRET, launch, next_power_of_2, tl, triton
 from moecore.kernels.exchange.buffer import ALIGNMENT, AT_ROWS, OPERATION, PeerBuffer
 from moecore.kernels.exchange.protocol import finish, notify, time_left, wait
 
@@ -286,34 +287,13 @@ def pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[Clone
         yield ClonePiece(width, start, min(most, width - start))
 
 
-def store_weights(buffer: CloneBuffer, rows_eW: Tensor, places: Places, piece: ClonePiece) -> None:
-    """Store a piece of this rank's experts in the slots of their clones' ranks. No host sync."""
-    _launch(_store_weights_kernel, buffer, rows_eW, places, piece, waits=False)
-
-
-def receive_weights(buffer: CloneBuffer, out_cW: Tensor, places: Places, piece: ClonePiece) -> None:
-    """Write a piece of this rank's clones, zeros where a place is empty. No host sync."""
-    _launch(_receive_weights_kernel, buffer, out_cW, places, piece, waits=True)
-
-
-def store_grads(buffer: CloneBuffer, grads_cW: Tensor, places: Places, piece: ClonePiece) -> None:
-    """Store a piece of the clones' gradients in slots of this rank. No host sync."""
-    _launch(_store_grads_kernel, buffer, grads_cW, places, piece, waits=False)
-
-
-def receive_grads(buffer: CloneBuffer, grads_eW: Tensor, places: Places, piece: ClonePiece) -> None:
-    """Add a piece of the clones' gradients to those of their experts, in place. No host sync."""
-    _launch(_receive_grads_kernel, buffer, grads_eW, places, piece, waits=True)
-
-
 def _launch(
     kernel: Any,
+    waits: bool,
     buffer: CloneBuffer,
-    rows: Tensor,
+    rows: Tensor,  # [e or c, W]
     places: Places,
     piece: ClonePiece,
-    *,
-    waits: bool,
 ) -> None:
     layout = buffer.layout
     const = CloneConstants(
@@ -330,12 +310,17 @@ def _launch(
         SPIN=not INTERPRET,
     )
     numbers = (buffer.rank, buffer.timeout_ns) if waits else (buffer.rank,)
-    with on_device(buffer.state):
-        kernel[(layout.num_programs,)](
-            *(rows, places.experts_N, buffer.end, piece, *numbers),
-            CONST=const,
-            num_warps=layout.num_warps,
-        )
+    args = (rows, places.experts_N, buffer.end, piece, *numbers)
+    launch(kernel, layout.num_programs, *args, CONST=const, num_warps=layout.num_warps)
+
+
+# Launches of (buffer, rows, places, piece), without a host sync: this rank's experts to the slots
+# of their clones' ranks; slots to clones, zeros where a place is empty; the clones' gradients to
+# slots of this rank; peers' slots added to the gradients of this rank's experts, in place.
+store_weights = partial(_launch, _store_weights_kernel, False)
+receive_weights = partial(_launch, _receive_weights_kernel, True)
+store_grads = partial(_launch, _store_grads_kernel, False)
+receive_grads = partial(_launch, _receive_grads_kernel, True)
 
 
 def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:

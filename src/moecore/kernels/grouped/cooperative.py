@@ -287,9 +287,7 @@ def _launch(
             EPILOGUE_REGISTERS=EPILOGUE_REGISTERS,
             EPILOGUE_ROWS=EPILOGUE_ROWS,
             ACTIVATION=True,
-            KIND=options.kind,
-            LIMIT=options.limit,
-            ALPHA=options.alpha,
+            **options.constants,
         )
     with on_device(a):
         sm90_bf16_grouped_kernel[(num_sms(a.device),)](

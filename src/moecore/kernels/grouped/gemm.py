@@ -343,9 +343,7 @@ def grouped_gemm_activation(
         _grouped_gemm_activation_fwd_kernel,
         num_sms(x_SD.device),
         *(x_SD, w1_desc, row_ids_R, weights_R, offsets_e, h_RC, a_RF, e, F, D),
-        KIND=options.kind,
-        LIMIT=options.limit,
-        ALPHA=options.alpha,
+        **options.constants,
         **_shared(c, e),
         BLOCK_F=c.block_n // 2,
     )

@@ -401,9 +401,7 @@ def pingpong_activation_bwd(
     const = GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        KIND=options.kind,
-        LIMIT=options.limit,
-        ALPHA=options.alpha,
+        **options.constants,
         GATHER=gathers,
     )
     dy_desc = gluon_descriptor(dy, (BLOCK_M, BLOCK_K))

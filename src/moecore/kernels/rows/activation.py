@@ -15,7 +15,7 @@ Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,11 @@ class ActivationOptions:
     def gated(self) -> bool:
         """Whether the activation reads two columns per output column."""
         return self.kind in GATED_KINDS
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The activation as kernels take it."""
+        return {"KIND": self.kind, "LIMIT": self.limit, "ALPHA": self.alpha}
 
 
 def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
@@ -187,15 +192,9 @@ def _used(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
 
 
-def _constants(kind: str, limit: float, alpha: float, interleaved: bool) -> dict[str, object]:
-    gated = kind in GATED_KINDS
-    return {
-        "KIND": kind,
-        "GATED": gated,
-        "LIMIT": limit,
-        "ALPHA": alpha,
-        "INTERLEAVED": interleaved and gated,
-    }
+def _constants(kind: str, limit: float, alpha: float, interleaved: bool) -> dict[str, Any]:
+    gated, how = kind in GATED_KINDS, dict(KIND=kind, LIMIT=limit, ALPHA=alpha)
+    return dict(GATED=gated, INTERLEAVED=interleaved and gated, **how)
 
 
 def _forward(

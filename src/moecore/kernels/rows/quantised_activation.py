@@ -16,6 +16,8 @@ Bytes moved per expert row, with b bytes per element: forward C * b + F, backwar
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -172,14 +174,8 @@ def sum_parts_kernel(
     tl.store(out_ptr + rows, total, mask=rows < num_expert_rows)
 
 
-def _constants(options: ActivationOptions, power_of_two: bool) -> dict[str, object]:
-    return {
-        "KIND": options.kind,
-        "GATED": options.gated,
-        "LIMIT": options.limit,
-        "ALPHA": options.alpha,
-        "POWER_OF_TWO": power_of_two,
-    }
+def _constants(options: ActivationOptions, power_of_two: bool) -> dict[str, Any]:
+    return dict(GATED=options.gated, POWER_OF_TWO=power_of_two, **options.constants)
 
 
 def quantised_activation(
