@@ -119,8 +119,5 @@ def _like_output(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in _transposed(tensors))
-
-
-def _transposed(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.transpose(1, 2) for x in tensors)
+    first = (x.transpose(1, 2) for x in tensors)
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in first)

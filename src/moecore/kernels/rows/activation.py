@@ -197,38 +197,22 @@ def _constants(kind: str, limit: float, alpha: float, interleaved: bool) -> dict
     return dict(GATED=gated, INTERLEAVED=interleaved and gated, **how)
 
 
-def _forward(
-    h_RC: Tensor,
-    weights_R: Tensor | None,
-    num_rows: Tensor | None,
-    kind: str,
-    limit: float,
-    alpha: float,
-    interleaved: bool,
-) -> Tensor:
-    a_RF = _empty_output(h_RC, kind)
+def _forward(h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *how: Any) -> Tensor:
+    a_RF = _empty_output(h_RC, how[0])
     R, F_ = a_RF.shape
     blocks = column_blocks(F_, FWD_TILE)
     grid = cdiv(R, blocks["BLOCK_R"]) * cdiv(F_, blocks["BLOCK_F"])
     weights_R = None if weights_R is None else weights_R.contiguous()
     args = (h_RC.contiguous(), weights_R, num_rows, a_RF, R)
-    constants = _constants(kind, limit, alpha, interleaved)
-    launch(weighted_activation_fwd_kernel, grid, *args, F=F_, **constants, **blocks)
+    launch(weighted_activation_fwd_kernel, grid, *args, F=F_, **_constants(*how), **blocks)
     return a_RF
 
 
 def _backward(
-    h_RC: Tensor,
-    da_RF: Tensor,
-    weights_R: Tensor | None,
-    num_rows: Tensor | None,
-    kind: str,
-    limit: float,
-    alpha: float,
-    interleaved: bool,
-    with_output: bool,
+    h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dh_RC, dweights_R, a_RF = _empty_gradients(h_RC, kind, with_output)
+    *how, with_output = flat
+    dh_RC, dweights_R, a_RF = _empty_gradients(h_RC, how[0], with_output)
     R, F_ = da_RF.shape
     if not R or not F_:
         return dh_RC, dweights_R.zero_(), a_RF
@@ -236,8 +220,7 @@ def _backward(
     weights_R = None if weights_R is None else weights_R.contiguous()
     inputs = (h_RC.contiguous(), da_RF.contiguous(), weights_R, num_rows)
     args = (*inputs, dh_RC, dweights_R, a_RF if with_output else None, R)
-    constants = _constants(kind, limit, alpha, interleaved)
-    grid = cdiv(R, blocks["BLOCK_R"])
+    grid, constants = cdiv(R, blocks["BLOCK_R"]), _constants(*how)
     launch(weighted_activation_bwd_kernel, grid, *args, F=F_, **constants, **blocks)
     return dh_RC, dweights_R, a_RF
 
@@ -260,7 +243,13 @@ def _backward_fake(h_RC, da_RF, weights_R, num_rows, kind, limit, alpha, interle
     return _empty_gradients(h_RC, kind, with_output)
 
 
-_weighted_activation_bwd = Op("weighted_activation_bwd", _backward, _backward_fake)
+_HOW = "Tensor? weights_R, Tensor? num_rows, str kind, float limit, float alpha, bool interleaved"
+_weighted_activation_bwd = Op(
+    "weighted_activation_bwd",
+    _backward,
+    _backward_fake,
+    schema=f"(Tensor h_RC, Tensor da_RF, {_HOW}, bool with_output) -> (Tensor, Tensor, Tensor)",
+)
 
 
 def _save_inputs(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -282,6 +271,7 @@ _weighted_activation = Op(
     _forward_fake,
     save=_save_inputs,
     backward=_weighted_activation_backward,
+    schema=f"(Tensor h_RC, {_HOW}) -> Tensor",
 )
 
 

@@ -17,6 +17,8 @@ rounds FP8 otherwise (3.6), so there integer operations do it.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -206,23 +208,25 @@ def _cast_kernel(
         )  # fmt: skip
 
 
-def _cast(
-    x_TD: Tensor,
-    amax: Tensor | None,
-    seen: Tensor | None,
-    kind: str,
-    fmt: str,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class _How(NamedTuple):
+    """Arguments of `cast` that are no tensors."""
+
+    kind: str
+    fmt: str
+    power_of_two: bool
+    rows: bool
+    columns: bool
+
+
+def _cast(x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, *flat: Any) -> tuple[Tensor, ...]:
     """Return values and scales of both operands, as bytes and fp32; empty where not asked for."""
+    kind, fmt, power_of_two, rows, columns = how = _How(*flat)
     if not _has_kernel(x_TD):
-        return _cast_ref(x_TD, amax, seen, kind, fmt, power_of_two, rows, columns)
+        return _cast_ref(x_TD, amax, seen, how)
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
     T, D = x_TD.shape
-    outputs = _cast_fake(x_TD, amax, seen, kind, fmt, power_of_two, rows, columns)
+    outputs = _cast_fake(x_TD, amax, seen, *how)
     if kind == "block":  # what fills the rows of their scales is read
         outputs[1].zero_()
         outputs[3].zero_()
@@ -277,35 +281,28 @@ def _has_kernel(x_TD: Tensor) -> bool:
 
 
 def _cast_ref(
-    x_TD: Tensor,
-    amax: Tensor | None,
-    seen: Tensor | None,
-    kind: str,
-    fmt: str,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, how: _How
+) -> tuple[Tensor, ...]:
     """Return what `_cast` returns, in plain PyTorch."""
     if seen is not None:
         finite_TD = torch.where(x_TD.isinf(), 0, x_TD)
         seen.copy_(torch.maximum(seen, amax_ref(finite_TD)))
     outputs: list[Tensor] = []
-    for wanted, x in ((rows, x_TD), (columns, x_TD.T)):
+    for wanted, x in ((how.rows, x_TD), (how.columns, x_TD.T)):
         if wanted:
-            operand = cast_ref(x, amax, kind, fmt, power_of_two)
+            operand = cast_ref(x, amax, *how[:3])
             outputs += [operand.values.view(torch.uint8), operand.scales]
         else:
             outputs += [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)]
-    return outputs[0], outputs[1], outputs[2], outputs[3]
+    return tuple(outputs)
 
 
-def _cast_fake(x_TD, amax, seen, kind, fmt, power_of_two, rows, columns):  # type: ignore[no-untyped-def]
+def _cast_fake(x_TD, amax, seen, *flat):  # type: ignore[no-untyped-def]
     outputs: list[Tensor] = []
-    T, D = x_TD.shape
-    for wanted, shape in ((rows, (T, D)), (columns, (D, T))):
-        M, K = operand_shape(*shape, kind)
-        sizes = ((M, K), scales_shape(M, K, kind)) if wanted else ((0,), (0,))
+    (T, D), how = x_TD.shape, _How(*flat)
+    for wanted, shape in ((how.rows, (T, D)), (how.columns, (D, T))):
+        M, K = operand_shape(*shape, how.kind)
+        sizes = ((M, K), scales_shape(M, K, how.kind)) if wanted else ((0,), (0,))
         outputs.append(x_TD.new_empty(sizes[0], dtype=torch.uint8))
         outputs.append(x_TD.new_empty(sizes[1], dtype=torch.float32))
     return tuple(outputs)
@@ -325,16 +322,8 @@ def _amax_fake(x_TD: Tensor) -> Tensor:
     return x_TD.new_empty(1, dtype=torch.float32)
 
 
-def _cast_unseen(
-    x_TD: Tensor,
-    amax: Tensor | None,
-    kind: str,
-    fmt: str,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _cast(x_TD, amax, None, kind, fmt, power_of_two, rows, columns)
+def _cast_unseen(x_TD: Tensor, amax: Tensor | None, *flat: Any) -> tuple[Tensor, ...]:
+    return _cast(x_TD, amax, None, *flat)
 
 
 def _cast_unseen_fake(x_TD, amax, *rest):  # type: ignore[no-untyped-def]
@@ -342,8 +331,13 @@ def _cast_unseen_fake(x_TD, amax, *rest):  # type: ignore[no-untyped-def]
 
 
 # Two operations, because a compiler computes one that mutates nothing once for equal arguments.
-_cast_op = Op("fp8_cast", _cast_unseen, _cast_unseen_fake)
-_cast_seen_op = Op("fp8_cast_seen", _cast, _cast_fake, mutates_args=("seen",))
+_SCHEMA = (
+    "(Tensor x_TD, Tensor? amax{}, str kind, str fmt, bool power_of_two, bool rows, bool columns) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+_cast_op = Op("fp8_cast", _cast_unseen, _cast_unseen_fake, schema=_SCHEMA.format(""))
+_SEEN = _SCHEMA.format(", Tensor(a!) seen")
+_cast_seen_op = Op("fp8_cast_seen", _cast, _cast_fake, mutates_args=("seen",), schema=_SEEN)
 _amax_op = Op("fp8_amax", _amax, _amax_fake)
 
 
