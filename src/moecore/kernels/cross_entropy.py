@@ -16,10 +16,6 @@ dtype: then the gradient replaces the logits.
 A row of 151,936 fp32 logits is 608 KB, more than a multiprocessor holds, and the rows in work are
 more than the L2: the second pass reads memory again. Run backwards it gained 1% (H200).
 
-Note [own output]. A 16-bit gradient could lie in the memory of its fp32 logits. That would take a
-barrier per tile, since threads overwrite what others read, and leave the products after it rows of
-2 * V, for 2 * C * V bytes less. It has its own memory instead.
-
 Source: online softmax, arXiv:1805.02867.
 """
 
@@ -167,6 +163,9 @@ def _cross_entropy(
     """Return the losses [C]; the gradient goes to d_logits, or over the logits if in_place."""
     C, V = logits_CV.shape
     losses_C = logits_CV.new_empty(C, dtype=torch.float32)
+    # A 16-bit gradient could lie in the memory of its fp32 logits. That would take a barrier per
+    # tile, since threads overwrite what others read, and leave the products after it rows of 2 * V,
+    # for 2 * C * V bytes less. It has its own memory instead.
     args = (logits_CV, labels_C, losses_C, logits_CV if in_place else d_logits_CV)
     launch(_cross_entropy_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_tile(V))
     return losses_C

@@ -11,8 +11,6 @@ writes 4TE (scores of each logit and "post" read only K logits of a row). Neithe
 memory: a choice is an argmax over E in registers, about 6 integer instructions per logit and
 choice. `route_weights` runs the kernels of `route` without the argmaxes, so that a replayed choice
 gets the very weights of its recording.
-
-Notes [order], [columns] and [one warp] are in `route_kernel.py`.
 """
 
 from dataclasses import dataclass, fields
@@ -27,6 +25,8 @@ from moecore.kernels.ops import Op
 from moecore.kernels.routing.route_kernel import route_bwd_kernel, route_fwd_kernel
 from moecore.kernels.routing.scores import scores_ref
 
+# A program is one warp that holds a tile of whole rows: a row never spans two warps, so that a
+# reduction needs no shared memory and no barrier.
 FWD_TILE, BWD_TILE = 1024, 512  # logits of one program: 32 and 16 registers per thread
 MAX_TOKENS = 64  # of one program, where E is small
 MAX_EXPERTS = 1024  # of a row, which one warp holds; more use the references

@@ -6,26 +6,6 @@ Budget: forward reads 2TD bytes of x (again from L2 for every further tile of ex
 weight from L2, writes 4TE, and takes 2TDE flops per part. Backward reads 4TE and 2TD, writes 2TD,
 and writes and reads dlogits in parts, 4TE (8TE for an fp32 weight). Launches: forward 1 (2 with an
 fp32 weight), backward 5, and 1 for the bias.
-
-Note [parts]. A bf16 number has 8 bits of mantissa, so a product of two is exact in fp32, and a
-tensor core adds in fp32: bf16 tensors lose nothing but the order of the sum. An fp32 number is
-the exact sum of three bf16 numbers, hi = bf16(v), mid = bf16(v - hi), lo = bf16(v - hi - mid), as
-3 * 8 bits hold its 24 (below 2**-110 the last bits fall out of the range of bf16). Every part is
-then multiplied by the one bf16 tensor, never by other parts: no cross terms are dropped. Zero
-parts make inf * 0: where fp32 gives inf for an infinite x, this gives NaN.
-
-Note [chains]. Tensor cores cut off, not round, what they add to an accumulator (Source:
-arXiv:2203.03341), which pulls a sum towards zero a little with every step of 16 terms. Imitated
-in fp64, the relative error of one chain of 2048 terms is 2.4e-6 and of 7168 terms 9.6e-6, where
-one rounded addition after the other makes 0.4e-6 and 0.9e-6. So an accumulator runs for CHUNK
-terms (0.5e-6 for any number of them) and is then added to a total in ordinary fp32. The parts mid
-and lo, 2**-8 of the sum, have one accumulator of their own for all terms.
-
-Note [two parts]. A gradient that is rounded to bf16 at the end (dx always, dweight of a bf16
-weight) needs no more than an error far below the 2**-9 of that rounding: two parts of dlogits
-leave 2**-16 of each term (of a product of two split tensors, hi * hi + hi * mid + mid * hi do).
-dweight of an fp32 weight gets all three. dx is then one bf16 matmul of torch, the parts side by
-side along its inner dim, rounded as that of any bf16 linear layer.
 """
 
 from functools import cache
@@ -49,7 +29,13 @@ from moecore.kernels.common import (
 )
 from moecore.kernels.ops import Op
 
-CHUNK = 512  # terms of one accumulator: see Note [chains]
+# Tensor cores cut off, not round, what they add to an accumulator (Source: arXiv:2203.03341), which
+# pulls a sum towards zero a little with every step of 16 terms. Imitated in fp64, the relative
+# error of one chain of 2048 terms is 2.4e-6 and of 7168 terms 9.6e-6, where one rounded addition
+# after the other makes 0.4e-6 and 0.9e-6. So an accumulator runs for CHUNK terms (0.5e-6 for any
+# number of them) and is then added to a total in ordinary fp32. The parts mid and lo, 2**-8 of the
+# sum, have one accumulator of their own for all terms.
+CHUNK = 512  # terms of one accumulator
 SPLIT_TOKENS = 2048  # fewest tokens of one program of dweight
 SUM_BLOCK = 1024  # elements of one program of _sum_splits_kernel
 SPLIT_BLOCK = 4096  # elements of one program of _split_kernel
@@ -100,6 +86,14 @@ class _RouterLinear(torch.autograd.Function):
             if need_dweight:
                 dweight_ED = _RouterLinear.apply(dlogits_TE.t(), x_TD.t(), None)
         return dx_TD, dweight_ED, dlogits_TE.sum(0) if need_dbias else None
+
+
+# A bf16 number has 8 bits of mantissa, so a product of two is exact in fp32, and a tensor core adds
+# in fp32: bf16 tensors lose nothing but the order of the sum. An fp32 number is the exact sum of
+# three bf16 numbers, hi = bf16(v), mid = bf16(v - hi), lo = bf16(v - hi - mid), as 3 * 8 bits hold
+# its 24 (below 2**-110 the last bits fall out of the range of bf16). Every part is then multiplied
+# by the one bf16 tensor, never by other parts: no cross terms are dropped. Zero parts make inf * 0:
+# where fp32 gives inf for an infinite x, this gives NaN.
 
 
 @triton.jit
@@ -166,7 +160,7 @@ def _product_kernel(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Add x[m, k] * b[n, k] over k, one [BM, BN] tile: see Note [chains].
+    """Add x[m, k] * b[n, k] over k, one [BM, BN] tile, in accumulators of CHUNK terms.
 
     Forward: m is a token, n an expert, k runs over D. Gradient: m is a column of D, n an expert, k
     runs over the tokens of one split.
@@ -309,8 +303,13 @@ def _router_logits_bwd(
     if x_TD.shape[0] == 0:
         return dx_TD, dweight_ED.zero_()
     wide = weight_ED.dtype == torch.float32
+    # A gradient that is rounded to bf16 at the end (dx always, dweight of a bf16 weight) needs no
+    # more than an error far below the 2**-9 of that rounding: two parts of dlogits leave 2**-16 of
+    # each term (of a product of two split tensors, hi * hi + hi * mid + mid * hi do). dweight of an
+    # fp32 weight gets all three. dx is then one bf16 matmul of torch, the parts side by side along
+    # its inner dim, rounded as that of any bf16 linear layer.
     # An fp32 weight: hi, hi, mid for dx, which takes mid, hi, hi of the weight; the last three
-    # parts for dweight. A bf16 weight: hi, mid for both. See Note [two parts].
+    # parts for dweight. A bf16 weight: hi, mid for both.
     dlogits = _split(dlogits_TE.contiguous(), (0, 0, 1, 2) if wide else (0, 1), side_by_side=True)
     EP = _padded(weight_ED.shape[0])
     if need_dx:

@@ -10,9 +10,6 @@ is also the reference.
 Letters: T rows and D columns of what is quantised; M, K rows and columns of the first operand, m, k
 of the second. Bytes moved with b per element: T * D * (b + 1 per operand), plus scales; "row" and
 "tensor" read T * D * b once more for the largest magnitudes, unless one is given.
-
-Note "encode": the GPU's own conversion takes one instruction for two values; Triton's interpreter
-rounds FP8 otherwise (3.6), so there integer operations do it.
 """
 
 from __future__ import annotations
@@ -60,7 +57,9 @@ def _scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _encode(x, E5M2: tl.constexpr):  # fp32
-    """Return FP8 as uint8: nearest, ties to even, saturated; see note "encode"."""
+    """Return FP8 as uint8: nearest, ties to even, saturated."""
+    # The GPU's own conversion takes one instruction for two values; Triton's interpreter rounds FP8
+    # otherwise (3.6), so there integer operations do it.
     largest: tl.constexpr = 57344.0 if E5M2 else 448.0
     x = tl.where(x == x, tl.minimum(tl.maximum(x, -largest), largest), x)
     if E5M2:

@@ -12,14 +12,6 @@ Example, 4 pages: free list [0, 1, 2, 3]. A table that needs 2 takes [0, 1] and 
 that needs 3 gets [2, 3, MISSING]. The first table is returned: [0, 1]; one that needs 1 takes [0],
 and the second table is returned: [1, 2, 3]. The most that was wanted is 5 pages.
 
-Note "lock": the lists are changed by one program at a time, which holds a word of the state. So
-streams, and replays of CUDA graphs beside eager code, need no order among them: a page is in one
-table or in a list. Whoever returns a table does so after the last read of its pages.
-
-Note "static tables": a table keeps its entries from one replay to the next. `take_pages` returns
-what the table still names before it takes anything, so a replayed forward whose backward did not
-run loses no page.
-
 Letters: P device pages, Q host pages, N entries of a table, which are its first words.
 """
 
@@ -131,6 +123,9 @@ def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -
 
 @triton.jit
 def _lock(state_ptr):
+    # The lists are changed by one program at a time, which holds a word of the state. So streams,
+    # and replays of CUDA graphs beside eager code, need no order among them: a page is in one table
+    # or in a list. Whoever returns a table does so after the last read of its pages.
     while tl.atomic_cas(state_ptr + LOCK, 0, 1, sem="acquire") != 0:
         pass
     tl.debug_barrier()
@@ -213,6 +208,9 @@ def take_pages(
     BLOCK: tl.constexpr,
 ):
     """Give a table pages: the work of one program."""
+    # A table keeps its entries from one replay to the next. `take_pages` returns what the table
+    # still names before it takes anything, so a replayed forward whose backward did not run loses
+    # no page.
     _lock(state_ptr)
     head, host_head = _word(state_ptr, HEAD), _word(state_ptr, HOST_HEAD)
     most, missed = _word(state_ptr, MOST), _word(state_ptr, MISSED)
