@@ -195,6 +195,14 @@ def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return _HERE if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
+def rows_of_experts(offsets_e: Tensor) -> Iterator[slice]:
+    """Yield which rows each expert has, of their running sum. Host sync."""
+    start = 0
+    for stop in offsets_e.tolist():
+        yield slice(start, stop)
+        start = stop
+
+
 # Triton has both, but each call from the host costs it microseconds.
 
 

@@ -26,6 +26,7 @@ from moecore.kernels.common import (
     launch,
     next_power_of_2,
     num_sms,
+    rows_of_experts,
     tl,
     triton,
 )
@@ -51,10 +52,8 @@ def grouped_gemm_ref(
     rows_R = a if row_ids_R is None else a.index_select(0, row_ids_R)
     dtype = torch.promote_types(a.dtype, torch.float32)
     out = torch.zeros(rows_R.shape[0], b.shape[2], dtype=dtype, device=a.device)
-    start = 0
-    for i, stop in enumerate(offsets_e.tolist()):
-        out[start:stop] = rows_R[start:stop].to(dtype) @ b[i].to(dtype)
-        start = stop
+    for i, rows in enumerate(rows_of_experts(offsets_e)):
+        out[rows] = rows_R[rows].to(dtype) @ b[i].to(dtype)
     return out.to(a.dtype)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_names import is_silent, scaled_grouped_mm
-from moecore.kernels.common import cdiv
+from moecore.kernels.common import cdiv, rows_of_experts
 from moecore.kernels.rows.e4m3 import FP8, block_scale_ref, magnitude_ref
 from moecore.kernels.rows.scaling import Blocks, Both, quantise_ref
 
@@ -111,11 +111,9 @@ def is_reference(x: Tensor) -> bool:
 def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `scaled_gemm` returns, expert by expert in plain PyTorch. Host sync."""
     out_RN = torch.zeros(a.values.shape[0], b.values.shape[1], device=b.values.device)
-    start = 0
-    for i, stop in enumerate(offsets_e.tolist()):
-        product = a.values[start:stop].float() @ b.values[i].float().T
-        out_RN[start:stop] = product * a.scales[start:stop, None] * b.scales[i]
-        start = stop
+    for i, rows in enumerate(rows_of_experts(offsets_e)):
+        product = a.values[rows].float() @ b.values[i].float().T
+        out_RN[rows] = product * a.scales[rows, None] * b.scales[i]
     return out_RN.to(dtype)
 
 
@@ -142,11 +140,10 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
 
 def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `scaled_wgrad` returns, expert by expert in plain PyTorch. Host sync."""
-    out, start = [], 0
-    for i, stop in enumerate(offsets_e.tolist()):
-        product = x.values[:, start:stop].float() @ y.values[:, start:stop].float().T
+    out = []
+    for i, rows in enumerate(rows_of_experts(offsets_e)):
+        product = x.values[:, rows].float() @ y.values[:, rows].float().T
         out.append(product * x.scales[i, :, None] * y.scales[i])
-        start = stop
     return torch.stack(out).to(dtype)
 
 

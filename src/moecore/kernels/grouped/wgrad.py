@@ -40,6 +40,7 @@ from moecore.kernels.common import (
     hopper,
     launch,
     num_sms,
+    rows_of_experts,
     thread_barrier,
     tma_load,
 )
@@ -79,11 +80,10 @@ def grouped_wgrad_ref(
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
-    out, start = [], 0
-    for stop in offsets_e.tolist():
-        product = x_RM[start:stop].to(dtype).T @ y_RN[start:stop].to(dtype)
+    out = []
+    for rows in rows_of_experts(offsets_e):
+        product = x_RM[rows].to(dtype).T @ y_RN[rows].to(dtype)
         out.append(product.T if transposed else product)
-        start = stop
     return torch.stack(out).to(x.dtype)
 
 

@@ -50,11 +50,6 @@ def magnitude_ref(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), 0, x).abs()
 
 
-def amax_ref(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Return the largest magnitude along dims, which stay as 1; NaN left out."""
-    return magnitude_ref(x).amax(dim, keepdim=True)
-
-
 @triton.jit
 def magnitude(x):  # fp32
     """Return |x|, and 0 for NaN."""

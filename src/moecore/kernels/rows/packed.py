@@ -26,14 +26,13 @@ from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, us
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
     FP8,
-    amax_ref,
     block_scale,
-    block_scale_ref,
     decode,
     encode,
     magnitude,
 )
 from moecore.kernels.rows.move import gather_rows_ref
+from moecore.kernels.rows.scaling import quantise_ref
 
 SCALED = BLOCK  # columns of one scale
 ROW_BYTES = 16  # of which packed rows are multiples
@@ -54,13 +53,10 @@ def pack_rows_ref(x_SD: Tensor) -> Tensor:
     S, D = x_SD.shape
     B = cdiv(D, SCALED)
     padded = torch.nn.functional.pad(x_SD.float(), (0, B * SCALED - D))
-    x_SB128 = padded.view(S, B, SCALED)
-    scales_SB, _ = block_scale_ref(amax_ref(x_SB128, 2)[..., 0], power_of_two=True)
-    scaled = (x_SB128 / scales_SB[:, :, None]).masked_fill(scales_SB.isinf()[:, :, None], torch.nan)
-    values = scaled.to(FP8)
+    values, scales_SB1 = quantise_ref(padded.view(S, B, SCALED), -1, power_of_two=True)
     packed_SW = x_SD.new_zeros(S, packed_bytes(D), dtype=PACKED)
     packed_SW[:, :D] = values.view(PACKED).flatten(1)[:, :D]
-    packed_SW[:, D : D + 4 * B] = scales_SB.view(PACKED)
+    packed_SW[:, D : D + 4 * B] = scales_SB1[..., 0].view(PACKED)
     return packed_SW
 
 
