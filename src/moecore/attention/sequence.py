@@ -48,11 +48,7 @@ class Sequence:
     held: HeldTokens | None = None
 
     def mask(self, window: int | None = None) -> AttentionMask:
-        """Return which keys each token of the rows sees.
-
-        Args:
-            window: so many at most, its own included; None = all before it.
-        """
+        """Return which keys each token of the rows sees: `window` at most, its own included."""
         if self.cu_seqlens is None:
             return AttentionMask(window=window)
         return AttentionMask(
@@ -71,9 +67,6 @@ class Sequence:
         """Return x of the token `steps` later in the document and `fill` where there is none.
 
         Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
-
-        Args:
-            fill: for the last tokens of each document.
         """
         if self.positions_BT is None:
             return shift_left(x_BT, steps, fill)

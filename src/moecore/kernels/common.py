@@ -93,10 +93,8 @@ def meta_is_gpu() -> bool:
 def launches_on_meta(launched: Launched) -> Iterator[None]:
     """Within, meta stands for a Hopper GPU: the host's code runs, and kernels' names are recorded.
 
-    Modes see what operations allocate, as if each were its kernels.
-
-    Args:
-        launched: called in place of each kernel of this package.
+    Modes see what operations allocate, as if each were its kernels. `launched` is called in place
+    of each kernel of this package.
     """
     before, _meta.launched = _meta.launched, launched
     with meta_as("cuda"), inside_operations(), _launches_recorded():

@@ -74,7 +74,9 @@ def momentum_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Move momentum towards a gradient, in place: m <- decay * m + (1 - decay) * g.
+    """Move momentum towards a gradient, in place: m <- decay * m + (1 - decay) * g; return it.
+
+    The result is a new tensor. No host sync.
 
     Args:
         grad: any float dtype.
@@ -83,9 +85,6 @@ def momentum_(
         nesterov: return decay * m + (1 - decay) * g in place of m.
         grad_scale: fp32 scalar, by which the gradient is divided.
         found_inf: fp32 scalar; above 0 momentum stays as it is, and the result is finite.
-
-    Returns:
-        A new tensor of the same shape. No host sync.
     """
     plain = momentum.dtype != torch.float32 or grad.dtype not in FLOATS or dtype not in FLOATS
     if plain or not use_kernel(momentum) or not momentum.is_contiguous():

@@ -27,11 +27,7 @@ from moecore.base.torch_names import is_silent
 def scatter_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
-    """Return each x_BtHd as x_BThd: all ranks' tokens in order, of this rank's heads. Collective.
-
-    Args:
-        tensors: their heads are multiples of the group's size.
-    """
+    """Return each x_BtHd as x_BThd: all tokens in order, of this rank's heads. Collective."""
     scattered: tuple[Tensor, ...] = once(_Travel.apply, group, layout, True, *tensors)
     return scattered
 

@@ -101,11 +101,7 @@ class HeldTokens:
 
 
 def check_documents(cu_seqlens: Tensor, cp: int) -> None:
-    """Raise for documents that cannot be cut; values on the CPU alone are read.
-
-    Args:
-        cu_seqlens: whole numbers [n + 1].
-    """
+    """Raise for documents [n + 1] that cannot be cut; values on the CPU alone are read."""
     if cu_seqlens.device.type != "cpu":
         return
     lengths = cu_seqlens.diff().tolist()

@@ -81,11 +81,7 @@ class ExchangeLayout:
         return at_rows, at_ids, at_weights, at_flags
 
     def sums_at(self, memory: Tensor, rank: int) -> Tensor:
-        """Return where a rank copies its sums in a peer's memory, uint8 [C * row_bytes].
-
-        Args:
-            memory: uint8 [num_bytes], of the peer.
-        """
+        """Return where a rank copies its sums, uint8 [C * row_bytes] of a peer's [num_bytes]."""
         num_bytes = self.max_tokens * self.row_bytes
         return memory[SUMS_SLOT.value * self.slot_bytes :].narrow(0, rank * num_bytes, num_bytes)
 

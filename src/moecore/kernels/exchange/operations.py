@@ -422,9 +422,6 @@ def limit_rows(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) 
         state: int32 [NUM_WORDS] on the device of the offsets; word NEEDED_ROWS becomes the most
             rows that were ever wanted, when that is more than R.
         report: the same words in memory that the host sees too.
-
-    Returns:
-        int32 like offsets_e.
     """
     if not use_kernel(offsets_e):
         return limit_rows_ref(offsets_e, num_rows, state, report)

@@ -64,11 +64,7 @@ class GradSink(Protocol):
 
 
 def sink_of(param: Tensor, shape: torch.Size) -> GradSink | None:
-    """Return what may take a parameter's gradient; None = autograd alone.
-
-    Args:
-        shape: of the gradient, in the parameter's order.
-    """
+    """Return what may take a parameter's gradient of a shape; None = autograd alone."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
@@ -242,11 +238,7 @@ class ExpertSpec:
         return None
 
     def refused_in_fp8(self, multiple: int) -> str | None:
-        """Return why experts cannot be multiplied in FP8, one line; None = they can.
-
-        Args:
-            multiple: of which D and F must be multiples.
-        """
+        """Return why FP8 cannot multiply experts, None = it can; `multiple` must divide D and F."""
         field = self.not_plain()
         if field is not None:
             return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"

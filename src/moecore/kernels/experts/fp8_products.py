@@ -56,12 +56,7 @@ class _OutputGrads(NamedTuple):
 
 
 class QuantisedProducts:
-    """What products of FP8 matrices share; a subclass has `quantise(w_eNK, recipe)`.
-
-    Args:
-        index: which source row each expert row reads, and its weight.
-        recipe: one of the subclass.
-    """
+    """What products of FP8 matrices share; a subclass has `quantise(w_eNK, recipe)`."""
 
     quantise: Callable[[Tensor, Recipe], Both]
 

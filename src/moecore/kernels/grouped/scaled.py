@@ -38,9 +38,6 @@ class PaddedRows(NamedTuple):
 def pad_rows(offsets_e: Tensor, num_rows: int) -> PaddedRows:
     """Return where padded rows lie, in plain PyTorch. No host sync.
 
-    Args:
-        offsets_e: int32 on the device, running sum of the experts' rows.
-
     Every expert has rows there: torch's product leaves what has none uninitialised.
 
     Example, experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.

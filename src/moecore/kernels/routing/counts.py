@@ -28,11 +28,7 @@ def add_expert_counts_ref(counts_BE: Tensor, ids_TK: Tensor) -> None:
 
 
 def check_padding_mask(padding_mask_T: Tensor | None, num_tokens: int) -> None:
-    """Raise a ValueError for a mask that is not bool [T].
-
-    Args:
-        padding_mask_T: the mask, or None.
-    """
+    """Raise a ValueError for a mask that is not bool [T]."""
     if padding_mask_T is None:
         return
     shape, dtype = tuple(padding_mask_T.shape), padding_mask_T.dtype

@@ -118,13 +118,9 @@ def halves(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
 
 
 def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the derivative of each output column by its input columns, in plain PyTorch.
+    """Return the derivative of each output column by its input columns, like h_RC.
 
-    Args:
-        h_RC: [..., 2F] for gated activations, else [..., F]; fp32 or fp64.
-
-    Returns:
-        Shape and dtype of h_RC.
+    In plain PyTorch; h_RC is as for `activation`, in fp32 or fp64.
     """
     if not options.gated:
         return _plain_slope(h_RC, options.kind)

@@ -167,7 +167,7 @@ def gather_packed_rows(
     slots_SK: Tensor,
     num_rows: Tensor,
 ) -> Tensor:
-    """Return the wide source row of each expert row; rows that no slot names are uninitialised.
+    """Return each expert row's wide source row, [R, D]; rows that no slot names are uninitialised.
 
     No autograd, no host sync.
 
@@ -176,9 +176,6 @@ def gather_packed_rows(
             anything.
         scales_SB: fp32 [S, B] of the same memory.
         row_ids_R, slots_SK, num_rows: as for `gather_rows`.
-
-    Returns:
-        [R, D].
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not use_kernel(values_SD):

@@ -80,10 +80,7 @@ def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
 def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
     """Return which rows of which expert each row tile covers, for all products of one index.
 
-    No host sync.
-
-    Args:
-        offsets_e: int32 on the device, running sum of the experts' rows.
+    No host sync. `offsets_e` is the running sum of the experts' rows, `num_rows` R.
     """
     if not use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)
