@@ -109,12 +109,12 @@ _OPTIONS = (
     "int top_k, str score_function, str score_order, bool normalize, float scale, int num_groups, "
     "int top_groups, int group_experts"
 )
-_flat = attrgetter(*(field.name for field in fields(RouteOptions)))
+_NAMES = [field.name for field in fields(RouteOptions)]
+_flat = attrgetter(*_NAMES)
 
 
 def _record(flat: tuple[Any, ...]) -> RouteOptions:
-    names = (field.name for field in fields(RouteOptions))
-    return RouteOptions(**dict(zip(names, flat, strict=True)))
+    return RouteOptions(**dict(zip(_NAMES, flat, strict=True)))
 
 
 def _route(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:

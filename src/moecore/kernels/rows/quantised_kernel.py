@@ -1,4 +1,4 @@
-"""The kernels of `quantised.py`, and device functions for `quantised_activation_kernel.py`.
+"""The kernels of `quantised.py`, and device functions for `quantised_activation.py`.
 
 Letters: as there.
 
