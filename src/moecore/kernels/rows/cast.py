@@ -221,7 +221,7 @@ def _cast(x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, *flat: Any) ->
     """Return values and scales of both operands, as bytes and fp32; empty where not asked for."""
     kind, fmt, power_of_two, rows, columns = how = _How(*flat)
     if not _has_kernel(x_TD):
-        return _cast_ref(x_TD, amax, seen, how)
+        return _cast_ref(x_TD, amax, seen, *how)
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
     T, D = x_TD.shape
@@ -280,9 +280,10 @@ def _has_kernel(x_TD: Tensor) -> bool:
 
 
 def _cast_ref(
-    x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, how: _How
+    x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, *flat: Any
 ) -> tuple[Tensor, ...]:
     """Return what `_cast` returns, in plain PyTorch."""
+    how = _How(*flat)
     if seen is not None:
         finite_TD = torch.where(x_TD.isinf(), 0, x_TD)
         seen.copy_(torch.maximum(seen, amax_ref(finite_TD)))
