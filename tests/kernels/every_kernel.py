@@ -20,15 +20,14 @@ from moecore.base.options.layer import BalanceConfig
 from moecore.base.options.precision import Recipe
 from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
 from moecore.kernels.cross_entropy import cross_entropy_
-from moecore.kernels.exchange.limit_rows import limit_rows
+from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
-from moecore.kernels.routing.route import RouteOptions
-from moecore.kernels.routing.route_weights import route_weights
+from moecore.kernels.routing.route import RouteOptions, route_weights
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.free_list import PagePool, return_pages

@@ -30,7 +30,6 @@ from moecore.kernels.routing import (
     entropy,
     margins,
     route,
-    route_weights,
     router_logits,
 )
 from moecore.kernels.rows import (
@@ -178,7 +177,7 @@ def run_route_weights() -> None:
         num_groups=1,
         top_groups=1,
     )
-    route_weights.route_weights(logits, ints(T, E), options).sum().backward()
+    route.route_weights(logits, ints(T, E), options).sum().backward()
 
 
 def run_logits(dtype: torch.dtype) -> None:

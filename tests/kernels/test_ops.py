@@ -24,8 +24,7 @@ from moecore.kernels.ops import Op
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import count_experts_and_tokens
-from moecore.kernels.routing.route import RouteOptions, route
-from moecore.kernels.routing.route_weights import route_weights
+from moecore.kernels.routing.route import RouteOptions, route, route_weights
 from moecore.kernels.routing.router_logits import router_logits
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.kernels.rows.index import build_index
@@ -85,7 +84,7 @@ def _add(total: Tensor | None, x: Tensor) -> None:
 
 
 needed: list[tuple[bool, ...]] = []
-scale = Op("test_scale", _scale, _scale_fake, setup_context=_save, backward=_scale_backward)
+scale = Op("test_scale", _scale, _scale_fake, save=_save, backward=_scale_backward)
 copy = Op("test_copy", _copy, torch.empty_like)
 add = Op("test_add", _add, lambda total, x: None, mutates_args=("total",))
 
@@ -356,7 +355,7 @@ def test_selective_checkpointing_keeps_an_op_by_name(keep: bool) -> None:
         runs[0] += 1
         return _scale(x, y, factor)
 
-    op = Op(name, forward, _scale_fake, setup_context=_save, backward=_scale_backward)
+    op = Op(name, forward, _scale_fake, save=_save, backward=_scale_backward)
 
     def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = keep and func is getattr(torch.ops.moecore, name).default

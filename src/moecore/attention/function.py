@@ -12,17 +12,25 @@ With sinks the backward is that of the keys with the final o and lse (note "fina
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.attention.context_parallel.attend import attend_over_ranks
+from moecore.attention.context_parallel.allgather import GatherAttention
+from moecore.attention.context_parallel.heads import gather_heads, scatter_heads
+from moecore.attention.context_parallel.held import HeldTokens
+from moecore.attention.context_parallel.ring import RingAttention
 from moecore.attention.sequence import Sequence
-from moecore.attention.sinks import add_sinks, sinks_gradient
 from moecore.base.regions import as_product
-from moecore.kernels.attention import attention_backward, attention_forward
+from moecore.kernels.attention import (
+    add_sinks,
+    attention_backward,
+    attention_forward,
+    sinks_gradient,
+)
 from moecore.kernels.ops import Op
 
 
@@ -42,7 +50,6 @@ def attend(
         q_BTHd: any float dtype.
         k_BThd: likewise; H must be a multiple of h.
         sequence: which document each token belongs to, and which of them this rank holds.
-        scale: factor on q . k.
         window: each token sees so many at most, itself included; None = all.
         sinks_H: the score of each head's sink, any float dtype; None = no sinks.
 
@@ -65,11 +72,58 @@ def attend(
         dtype = torch.get_autocast_dtype(device)
         q_BTHd, k_BThd, v_BThv = (x.to(dtype) for x in (q_BTHd, k_BThd, v_BThv))
     if sequence.held is not None:
-        how: dict[str, Any] = dict(scale=scale, window=window, sinks_H=sinks_H)
-        return attend_over_ranks(q_BTHd, k_BThd, v_BThv, sequence, **how, alone=attend)
+        over = sequence.held, sequence, scale, window, sinks_H
+        return _attend_over_ranks(q_BTHd, k_BThd, v_BThv, *over)
     where = sequence.cu_seqlens, sequence.max_seqlen, window, scale
     o_BTHv, _ = as_product(_attention, q_BTHd, k_BThd, v_BThv, sinks_H, *where)
     return o_BTHv  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable  # what is before and behind is compiled
+def _attend_over_ranks(
+    q: Tensor,  # of this rank's tokens, like k and v; with "allgather" these may be of whole rows
+    k: Tensor,
+    v: Tensor,
+    held: HeldTokens,
+    sequence: Sequence,
+    scale: float,
+    window: int | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Return o_BtHv of this rank's tokens, by the way of their `ContextParallel`. Collective."""
+    cp = held.cp
+    _check_ranks(held, q, k)
+    if cp.a2a is not None:
+        q, k, v = scatter_heads((q, k, v), cp.a2a, held.a2a_layout)
+        if sinks_H is not None:
+            sinks_H = sinks_H.chunk(cp.a2a.size())[cp.a2a.rank()]
+    ring = held.over_ring
+    # Queries of a window have little to compute while keys go round a ring, and those of a short
+    # document may see keys of every rank. So a layer with a window gathers the keys of the ring,
+    # which sends no more than a ring does.
+    if cp.gathers or (cp.ring is not None and window is not None):
+        o: Tensor = as_product(GatherAttention.apply, q, k, v, sinks_H, ring, window, scale)
+    elif cp.ring is not None:
+        o = as_product(RingAttention.apply, q, k, v, sinks_H, ring.layout, cp.ring, scale)
+    else:
+        whole = replace(sequence, held=None)
+        o = attend(q, k, v, whole, scale=scale, window=window, sinks_H=sinks_H)
+    return o if cp.a2a is None else gather_heads(o, cp.a2a, held.a2a_layout)
+
+
+def _check_ranks(held: HeldTokens, q: Tensor, k: Tensor) -> None:
+    """Raise for what the way cannot compute, before any communication."""
+    cp, heads = held.cp, k.shape[2]
+    if cp.a2a is not None and heads % cp.a2a.size():
+        raise ValueError(
+            f"key/value heads ({heads}) must be a multiple of the ranks that exchange them "
+            f"({cp.a2a.size()}): use another ContextOptions.way"
+        )
+    tokens = (q.shape[1] * cp.size,) if cp.gathers else ()
+    if k.shape[1] not in (q.shape[1], *tokens):
+        raise ValueError(
+            f"keys ({k.shape[1]}) must be as many as queries ({q.shape[1]}): pass this rank's"
+        )
 
 
 def _forward(
@@ -137,4 +191,4 @@ def _differentiate(ctx: Any, do: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return *grads, None if sinks is None else dsinks, *(None for _ in range(4))
 
 
-_attention = Op("attention", _forward, _fake, setup_context=_save, backward=_differentiate)
+_attention = Op("attention", _forward, _fake, save=_save, backward=_differentiate)

@@ -31,32 +31,24 @@ class Sequence:
 
     Blocks and attention modules get it beside the hidden states. Under tensor parallelism it
     describes the whole rows, which attention sees, but for `padding_mask_BT`.
-
-    Attributes:
-        cu_seqlens: int32 [n + 1] on the device, the first token of each document, counted over all
-            rows, and B * T; None = every row is one document.
-        max_seqlen: tokens of the longest document, or more; 0 without `cu_seqlens`.
-        positions_BT: int64, the place of each token in its document; None = 0 .. T - 1 in each row.
-        padding_mask_BT: bool, True = padding, of this rank's tokens; None = no padding.
-        rotary: cos and sin of the positions of the tokens that attention gets; None where the model
-            has its own.
-        held: the tokens of the rows that this rank's attention gets; None = all. The first three
-            describe whole rows all the same.
     """
 
+    # int32 [n + 1] on the device, the first token of each document, counted over all rows, and the
+    # number B * T; None = every row is one document
     cu_seqlens: Tensor | None = None
-    max_seqlen: int = 0
+    max_seqlen: int = 0  # tokens of the longest document, or more; 0 without `cu_seqlens`
+    # int64, the place of each token in its document; None = 0 .. T - 1 in each row
     positions_BT: Tensor | None = None
+    # bool, True = padding, of this rank's tokens; None = no padding
     padding_mask_BT: Tensor | None = None
+    # cos and sin of the positions of the tokens that attention gets; None = the model has its own
     rotary: RotaryTable | None = None
+    # the tokens of the rows that this rank's attention gets; None = all. The first three describe
+    # whole rows all the same
     held: HeldTokens | None = None
 
     def mask(self, window: int | None = None) -> AttentionMask:
-        """Return which keys each token of the rows sees.
-
-        Args:
-            window: so many at most, its own included; None = all before it.
-        """
+        """Return which keys each token of the rows sees: `window` at most, its own included."""
         if self.cu_seqlens is None:
             return AttentionMask(window=window)
         return AttentionMask(
@@ -75,9 +67,6 @@ class Sequence:
         """Return x of the token `steps` later in the document and `fill` where there is none.
 
         Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
-
-        Args:
-            fill: for the last tokens of each document.
         """
         if self.positions_BT is None:
             return shift_left(x_BT, steps, fill)
@@ -106,9 +95,6 @@ def packed_sequence(
         max_seqlen: tokens of the longest document, or more; None = those of the longest where
             `cu_seqlens` lies on the CPU, else B * T.
         shape: B and T.
-
-    Raises:
-        ValueError: when the documents are not those of B * T tokens.
     """
     num_tokens = shape[0] * shape[1]
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):

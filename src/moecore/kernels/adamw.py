@@ -37,15 +37,7 @@ from moecore.kernels.adamw_formats import (
     split_master,
     split_master_ref,
 )
-from moecore.kernels.common import (
-    INTERPRET,
-    cdiv,
-    on_device,
-    tl,
-    triton,
-    use_kernel,
-    warn_plain,
-)
+from moecore.kernels.common import INTERPRET, cdiv, launch, tl, triton, use_kernel, warn_plain
 
 BLOCK = 1024  # elements at a time
 FP8_BLOCK = 512  # of FP8 moments: as many as registers allow without fewer programs at a time
@@ -64,19 +56,12 @@ Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWOptions:
-    """What one update needs to know.
+    """What one update needs to know."""
 
-    Attributes:
-        lr: learning rate; a tensor of one element is read on its device.
-        betas: of the first and the second moment, in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: times lr, the part of each weight that is taken off.
-    """
-
-    lr: PositiveOrZero | Tensor
-    betas: tuple[Decay, Decay]
-    eps: PositiveOrZero
-    weight_decay: PositiveOrZero
+    lr: PositiveOrZero | Tensor  # learning rate; a tensor of one element is read on its device
+    betas: tuple[Decay, Decay]  # of the first and the second moment, in [0, 1)
+    eps: PositiveOrZero  # added to the root of the second moment
+    weight_decay: PositiveOrZero  # times lr, the part of each weight that is taken off
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -96,27 +81,19 @@ class ParamRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdamWTensors:
-    """What one update changes, and by which gradients: P of each.
+    """What one update changes, and by which gradients: P of each."""
 
-    Attributes:
-        weights: changed in place.
-        grads: of the same shapes, read.
-        exp_avgs: first moments of the same shapes, changed in place; uint8 with exponents.
-        exp_avg_sqs: second moments, likewise.
-        steps: fp32 scalars: how many updates there have been, this one included.
-        numbers: of the tensors, for the rounding at random: the same in every step.
-        exponents: uint8 [blocks, 2] of FP8 moments, changed in place; empty = they are of others.
-        remainders: int16 of the same shapes, changed in place: with bf16 weights they are the fp32
-            numbers that are updated; empty = the weights are.
-    """
-
-    weights: Sequence[Tensor]
-    grads: Sequence[Tensor]
+    weights: Sequence[Tensor]  # changed in place
+    grads: Sequence[Tensor]  # of the same shapes, read
+    # first moments of the same shapes, changed in place; uint8 with exponents
     exp_avgs: Sequence[Tensor]
-    exp_avg_sqs: Sequence[Tensor]
-    steps: Sequence[Tensor]
-    numbers: Sequence[int]
+    exp_avg_sqs: Sequence[Tensor]  # second moments, likewise
+    steps: Sequence[Tensor]  # fp32 scalars: how many updates there have been, this one included
+    numbers: Sequence[int]  # of the tensors, for the rounding at random: the same in every step
+    # uint8 [blocks, 2] of FP8 moments, changed in place; empty = they are of others
     exponents: Sequence[Tensor] = ()
+    # int16 of the same shapes, changed in place: with bf16 weights they are the fp32 numbers that
+    # are updated; empty = the weights are
     remainders: Sequence[Tensor] = ()
 
     @classmethod
@@ -355,7 +332,6 @@ def adamw_(
 
     Args:
         tensors: on one device.
-        options: of all of them.
         grad_scale: fp32 scalar, divides the gradients; None = 1.
         found_inf: fp32 scalar, > 0 leaves everything as it is; None = 0.
     """
@@ -375,33 +351,28 @@ def adamw_(
         return
     counts = table[:, 7].add(BLOCK * NUM_BLOCKS - 1) // (BLOCK * NUM_BLOCKS)
     numbers = torch.arange(len(counts), dtype=torch.int32, device=weight.device)
+    of_programs = torch.repeat_interleave(numbers, counts, output_size=num_programs)
     lr, (beta1, beta2) = options.lr, options.betas
+    is_here = isinstance(lr, Tensor) and lr.device == weight.device
+    rates = (lr, 0.0) if is_here else (None, float(lr))
+    betas = (1 - beta1, 1 - beta2, _log(beta1), _log(beta2))
     block = FP8_BLOCK if tensors.exponents else BLOCK
-    with on_device(weight):
-        _adamw_kernel[(num_programs,)](
-            table,
-            torch.repeat_interleave(numbers, counts, output_size=num_programs),
-            lr if isinstance(lr, Tensor) and lr.device == weight.device else None,
-            float(lr) if not isinstance(lr, Tensor) or lr.device != weight.device else 0.0,
-            1 - beta1,
-            1 - beta2,
-            _log(beta1),
-            _log(beta2),
-            options.eps,
-            options.weight_decay,
-            grad_scale,
-            found_inf,
-            WEIGHT=tl.int16 if tensors.remainders else TRITON_DTYPES[weight.dtype],
-            GRAD=TRITON_DTYPES[tensors.grads[0].dtype],
-            MOMENT=tl.uint8 if tensors.exponents else TRITON_DTYPES[tensors.exp_avgs[0].dtype],
-            SPLIT=bool(tensors.remainders),
-            GOLDEN=GOLDEN,
-            COLUMNS=COLUMNS,
-            BLOCK=block,
-            NUM_BLOCKS=BLOCK * NUM_BLOCKS // block,
-            MOMENT_BLOCK=MOMENT_BLOCK,
-            num_warps=NUM_WARPS,
-        )
+    rest = (options.eps, options.weight_decay, grad_scale, found_inf)
+    launch(
+        _adamw_kernel,
+        num_programs,
+        *(table, of_programs, *rates, *betas, *rest),
+        WEIGHT=tl.int16 if tensors.remainders else TRITON_DTYPES[weight.dtype],
+        GRAD=TRITON_DTYPES[tensors.grads[0].dtype],
+        MOMENT=tl.uint8 if tensors.exponents else TRITON_DTYPES[tensors.exp_avgs[0].dtype],
+        SPLIT=bool(tensors.remainders),
+        GOLDEN=GOLDEN,
+        COLUMNS=COLUMNS,
+        BLOCK=block,
+        NUM_BLOCKS=BLOCK * NUM_BLOCKS // block,
+        MOMENT_BLOCK=MOMENT_BLOCK,
+        num_warps=NUM_WARPS,
+    )
 
 
 def _fits_kernel(tensors: AdamWTensors) -> bool:

@@ -143,8 +143,7 @@ def decode_moments_ref(m: Tensor, v: Tensor, exponents: Tensor) -> tuple[Tensor,
     """Return both moments in fp32, which bf16 holds too.
 
     Args:
-        m: uint8 [N].
-        v: uint8 [N].
+        m, v: uint8 [N].
         exponents: as of `encode_moments_ref`.
     """
     scales = (exponents.int() << 23).view(torch.float32)

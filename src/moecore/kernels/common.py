@@ -93,10 +93,8 @@ def meta_is_gpu() -> bool:
 def launches_on_meta(launched: Launched) -> Iterator[None]:
     """Within, meta stands for a Hopper GPU: the host's code runs, and kernels' names are recorded.
 
-    Modes see what operations allocate, as if each were its kernels.
-
-    Args:
-        launched: called in place of each kernel of this package.
+    Modes see what operations allocate, as if each were its kernels. `launched` is called in place
+    of each kernel of this package.
     """
     before, _meta.launched = _meta.launched, launched
     with meta_as("cuda"), inside_operations(), _launches_recorded():
@@ -182,9 +180,25 @@ def on_device(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
+def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants: Any) -> None:
+    """Launch a kernel on the device of its first argument, a tensor, unless the grid is empty."""
+    grid = (grid, 1) if isinstance(grid, int) else grid
+    if all(grid):
+        with on_device(args[0]):
+            kernel[grid](*args, **constants)
+
+
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast rounds nothing within, in a backward neither; it knows no meta device."""
     return _HERE if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def rows_of_experts(offsets_e: Tensor) -> Iterator[slice]:
+    """Yield which rows each expert has, of their running sum. Host sync."""
+    start = 0
+    for stop in offsets_e.tolist():
+        yield slice(start, stop)
+        start = stop
 
 
 # Triton has both, but each call from the host costs it microseconds.

@@ -16,10 +16,6 @@ dtype: then the gradient replaces the logits.
 A row of 151,936 fp32 logits is 608 KB, more than a multiprocessor holds, and the rows in work are
 more than the L2: the second pass reads memory again. Run backwards it gained 1% (H200).
 
-Note [own output]. A 16-bit gradient could lie in the memory of its fp32 logits. That would take a
-barrier per tile, since threads overwrite what others read, and leave the products after it rows of
-2 * V, for 2 * C * V bytes less. It has its own memory instead.
-
 Source: online softmax, arXiv:1805.02867.
 """
 
@@ -28,7 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.ops import Op
 
 IGNORE_INDEX = -100  # a label that counts for nothing
@@ -167,13 +163,11 @@ def _cross_entropy(
     """Return the losses [C]; the gradient goes to d_logits, or over the logits if in_place."""
     C, V = logits_CV.shape
     losses_C = logits_CV.new_empty(C, dtype=torch.float32)
-    if C == 0:
-        return losses_C
-    out_CV = logits_CV if in_place else d_logits_CV
-    with on_device(logits_CV):
-        _cross_entropy_kernel[(C,)](
-            logits_CV, labels_C, losses_C, out_CV, V=V, IGNORE=IGNORE_INDEX, **_tile(V)
-        )
+    # A 16-bit gradient could lie in the memory of its fp32 logits. That would take a barrier per
+    # tile, since threads overwrite what others read, and leave the products after it rows of 2 * V,
+    # for 2 * C * V bytes less. It has its own memory instead.
+    args = (logits_CV, labels_C, losses_C, logits_CV if in_place else d_logits_CV)
+    launch(_cross_entropy_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_tile(V))
     return losses_C
 
 
@@ -184,10 +178,7 @@ def _cross_entropy_fake(
 
 
 _cross_entropy_op = Op(
-    "cross_entropy_",
-    _cross_entropy,
-    _cross_entropy_fake,
-    mutates_args=("logits_CV", "d_logits_CV"),
+    "cross_entropy_", _cross_entropy, _cross_entropy_fake, mutates_args=("logits_CV", "d_logits_CV")
 )
 
 

@@ -7,7 +7,7 @@ bf16. The gradient is divided by `grad_scale` on the way and stays as it is.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 
 BLOCK = 4096  # elements of one program
 NUM_WARPS = 8
@@ -74,19 +74,17 @@ def momentum_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Move momentum towards a gradient, in place: m <- decay * m + (1 - decay) * g.
+    """Move momentum towards a gradient, in place: m <- decay * m + (1 - decay) * g; return it.
+
+    The result is a new tensor. No host sync.
 
     Args:
         grad: any float dtype.
         momentum: same shape, fp32 or fp64.
-        dtype: of the result.
         decay: in [0, 1).
         nesterov: return decay * m + (1 - decay) * g in place of m.
         grad_scale: fp32 scalar, by which the gradient is divided.
         found_inf: fp32 scalar; above 0 momentum stays as it is, and the result is finite.
-
-    Returns:
-        A new tensor of the same shape. No host sync.
     """
     plain = momentum.dtype != torch.float32 or grad.dtype not in FLOATS or dtype not in FLOATS
     if plain or not use_kernel(momentum) or not momentum.is_contiguous():
@@ -94,18 +92,7 @@ def momentum_(
         return momentum_ref_(grad, momentum, dtype, decay=decay, nesterov=nesterov, **how)
     grad = grad.contiguous()
     out = torch.empty_like(momentum, dtype=dtype)
-    if out.numel():
-        with on_device(momentum):
-            _momentum_kernel[(cdiv(out.numel(), BLOCK),)](
-                grad,
-                momentum,
-                out,
-                grad_scale,
-                found_inf,
-                out.numel(),
-                decay,
-                NESTEROV=nesterov,
-                BLOCK=BLOCK,
-                num_warps=NUM_WARPS,
-            )
+    args = (grad, momentum, out, grad_scale, found_inf, out.numel(), decay)
+    constants = dict(NESTEROV=nesterov, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    launch(_momentum_kernel, cdiv(out.numel(), BLOCK), *args, **constants)
     return out

@@ -22,22 +22,19 @@ def register(
     forward: Callable[..., Any],
     fake: Callable[..., Any],
     *,
-    setup_context: Callable[..., None] | None = None,
+    save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     mutates_args: tuple[str, ...] = (),
     schema: str | None = None,
 ) -> Callable[..., Any]:
-    """Return the custom op `moecore::<name>`; arguments as for `Op`.
-
-    A `schema` replaces the annotations of a forward with `*args`.
-    """
+    """Return the custom op `moecore::<name>`; arguments as for `Op`."""
     assert not (mutates_args and backward), name
     custom = torch.library.custom_op(
         f"moecore::{name}", forward, mutates_args=mutates_args, schema=schema
     )
     custom.register_fake(fake)
     if backward is not None:
-        custom.register_autograd(backward, setup_context=setup_context)
+        custom.register_autograd(backward, setup_context=save)
     op: Callable[..., Any] = getattr(torch.ops.moecore, name).default
     return op
 
@@ -52,9 +49,10 @@ class Op:
         forward: the computation; its annotations are the schema. Outputs share no memory with
             inputs. Tensors are arguments of their own, not in lists.
         fake: takes what `forward` takes and returns empty outputs of the right shapes and dtypes.
-        setup_context: setup_context(ctx, inputs, output), as in `autograd.Function`.
+        save: save(ctx, inputs, output), `setup_context` of `autograd.Function`.
         backward: backward(ctx, *grads); None = not differentiable.
         mutates_args: names of the arguments written to; not together with `backward`.
+        schema: in place of the annotations, for a forward with `*args`.
     """
 
     def __init__(
@@ -63,15 +61,16 @@ class Op:
         forward: Callable[..., Any],
         fake: Callable[..., Any],
         *,
-        setup_context: Callable[..., None] | None = None,
+        save: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
         mutates_args: tuple[str, ...] = (),
+        schema: str | None = None,
     ) -> None:
-        how: dict[str, Any] = dict(setup_context=setup_context, backward=backward)
+        how: dict[str, Any] = dict(save=save, backward=backward, schema=schema)
         self._custom = register(name, forward, fake, **how, mutates_args=mutates_args)
         self._function: type[torch.autograd.Function] | None = None
         if backward is not None:
-            self._function = _function(name, forward, setup_context, backward)
+            self._function = _function(name, forward, save, backward)
         self._forward = forward
         parameters = list(inspect.signature(forward).parameters)
         self._mutated = [parameters.index(arg) for arg in mutates_args]
@@ -95,7 +94,7 @@ class Op:
 def _function(
     name: str,
     forward: Callable[..., Any],
-    setup_context: Callable[..., None] | None,
+    save: Callable[..., None] | None,
     backward: Callable[..., Any],
 ) -> type[torch.autograd.Function]:
     """Return the operation for autograd, under the custom op's name in profiles.
@@ -106,8 +105,8 @@ def _function(
 
     def forward_and_save(ctx: Any, *args: Any) -> Any:
         output = forward(*args)
-        if setup_context is not None:
-            setup_context(ctx, args, output)
+        if save is not None:
+            save(ctx, args, output)
         return output
 
     methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(backward)}

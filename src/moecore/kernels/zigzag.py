@@ -27,7 +27,6 @@ def row_borders(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
     Args:
         num_rows: of equal length.
         num_tokens: of all rows.
-        device: of the result.
     """
     rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     return rows * (num_tokens // max(num_rows, 1))
@@ -42,7 +41,6 @@ def held_tokens(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
         cu_seqlens: whole numbers [n + 1], borders of documents, each a multiple of 2 * size;
             documents without tokens are allowed.
         num_tokens: of all documents, a Python number.
-        size: ranks.
     """
     num_held = num_tokens // size
     cu_seqlens = cu_seqlens.long()

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from moecore.base.options.layer import MoEConfig
 from moecore.kernels.common import no_autocast
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
-from moecore.kernels.routing.route import RouteOptions, route
-from moecore.kernels.routing.route_weights import route_weights
+from moecore.kernels.routing.route import RouteOptions, route, route_weights
 from moecore.kernels.routing.router_logits import router_logits, router_logits_ref
 from moecore.kernels.routing.scores import scores_ref
 from moecore.moe.assignment import expert_choice_ids, sinkhorn_ids, within_capacity

@@ -118,7 +118,7 @@ def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
 
 
 # What compilers and modes know of `linear` with FP8 products; an operator takes no sink.
-_linear_op = Op("fp8_linear", _linear, _linear_fake, setup_context=_save, backward=backward)
+_linear_op = Op("fp8_linear", _linear, _linear_fake, save=_save, backward=backward)
 
 
 class InputCast:

@@ -28,8 +28,14 @@ from moecore.kernels.exchange.buffer import (
     SymmetricBuffer,
     as_words,
 )
-from moecore.kernels.exchange.limit_rows import limit_rows, limit_rows_ref
-from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
+from moecore.kernels.exchange.operations import (
+    SpreadChoices,
+    limit_rows,
+    limit_rows_ref,
+    peers_ref,
+    reduce_ref,
+    spread_ref,
+)
 from moecore.kernels.exchange.tiles import Columns
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import sum_rows_ref

@@ -10,7 +10,7 @@ import torch
 
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
-from moecore.kernels.exchange.limit_rows import limit_rows
+from moecore.kernels.exchange.operations import limit_rows
 from tests.kernels.test_compile import MAX_SPILL_BYTES, compiled, spilled_bytes
 
 pytestmark = pytest.mark.slow

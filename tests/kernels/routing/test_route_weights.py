@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.routing.route import route
-from moecore.kernels.routing.route_weights import route_weights, route_weights_ref
+from moecore.kernels.routing.route import route, route_weights, route_weights_ref
 from tests.kernels.routing.test_route import BASE, CASES, POST, SIGMOID, SQRT, inputs
 
 OPTIONS = {
@@ -108,5 +107,5 @@ def test_no_tokens(device: str) -> None:
 def test_custom_op_contract(device: str) -> None:
     logits = torch.randn(5, 7, device=device, requires_grad=True)
     ids = torch.tensor([[0, 3], [1, -1], [-1, -1], [6, 2], [4, 5]]).int().to(device)
-    arguments = (logits, ids, "softmax", "pre", True, 1.0, 1, 1)
+    arguments = (logits, ids, 2, "softmax", "pre", True, 1.0, 1, 1, 2)
     torch.library.opcheck(torch.ops.moecore.route_weights.default, arguments)

@@ -25,8 +25,13 @@ from torch import Tensor
 
 from moecore.attention.context_parallel.held import HeldTokens
 from moecore.attention.context_parallel.layout import Half
-from moecore.attention.sinks import add_sinks, sinks_gradient
-from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward
+from moecore.kernels.attention import (
+    AttentionMask,
+    add_sinks,
+    attention_backward,
+    attention_forward,
+    sinks_gradient,
+)
 
 
 class _KeyBlock(NamedTuple):

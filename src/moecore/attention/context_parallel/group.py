@@ -17,16 +17,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """This rank's place among the cp ranks, and who communicates with whom.
-
-    Attributes:
-        a2a: those that exchange heads for tokens, consecutive ranks of the group; None = none.
-        ring: those that keys and values go round, every len(a2a)-th rank of the group; None = none.
-            Without both keys and values are gathered.
-    """
+    """This rank's place among the cp ranks, and who communicates with whom."""
 
     group: dist.ProcessGroup
+    # those that exchange heads for tokens, consecutive ranks of the group; None = none
     a2a: dist.ProcessGroup | None = None
+    # those that keys and values go round, every len(a2a)-th rank of the group; None = none. Without
+    # both keys and values are gathered
     ring: dist.ProcessGroup | None = None
 
     @property

@@ -27,20 +27,15 @@ from moecore.base.torch_names import is_silent
 def scatter_heads(
     tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
 ) -> tuple[Tensor, ...]:
-    """Return each x_BtHd as x_BThd: all ranks' tokens in order, of this rank's heads. Collective.
-
-    Args:
-        tensors: their heads are multiples of the group's size.
-        layout: how their tokens lie on them.
-    """
-    scattered: tuple[Tensor, ...] = once(_ScatterHeads.apply, group, layout, *tensors)
+    """Return each x_BtHd as x_BThd: all tokens in order, of this rank's heads. Collective."""
+    scattered: tuple[Tensor, ...] = once(_Travel.apply, group, layout, True, *tensors)
     return scattered
 
 
 def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: ChunkLayout) -> Tensor:
     """Return x_BtHd: this rank's tokens of all heads; undoes `scatter_heads`. Collective."""
-    gathered: Tensor = once(_GatherHeads.apply, group, layout, x_BThd)
-    return gathered
+    gathered: tuple[Tensor] = once(_Travel.apply, group, layout, False, x_BThd)
+    return gathered[0]
 
 
 def _exchange(
@@ -74,42 +69,30 @@ def _arrive(
     return after(received)
 
 
-def _to_tokens(
-    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
+def _travel(
+    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool
 ) -> tuple[Tensor, ...]:
     def by_heads(x_BtHd: Tensor) -> Tensor:
         G = group.size()
         return x_BtHd.unflatten(2, (G, x_BtHd.shape[2] // G)).movedim(2, 0)
 
-    return _exchange(tensors, group, by_heads, layout.join)
-
-
-def _to_heads(
-    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: ChunkLayout
-) -> tuple[Tensor, ...]:
     def beside(x_GBthd: Tensor) -> Tensor:
         return x_GBthd.movedim(0, 2).flatten(2, 3)
 
-    return _exchange(tensors, group, layout.split, beside)
+    before, after = (by_heads, layout.join) if to_tokens else (layout.split, beside)
+    return _exchange(tensors, group, before, after)
 
 
-class _ScatterHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, *tensors: Tensor) -> Any:
-        ctx.where = group, layout
-        return _to_tokens(tensors, group, layout)
+class _Travel(torch.autograd.Function):
+    """apply(group, layout, to_tokens, *tensors): all tokens of some heads, or the other way."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *_to_heads(grads, *ctx.where)
-
-
-class _GatherHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, x_BThd: Tensor) -> Tensor:
-        ctx.where = group, layout
-        return _to_heads((x_BThd,), group, layout)[0]
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, layout: ChunkLayout, to_tokens: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.back = group, layout, not to_tokens
+        return _travel(tensors, group, layout, to_tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *_to_tokens(grads, *ctx.where)
+        return None, None, None, *_travel(grads, *ctx.back)

@@ -5,6 +5,7 @@ Legend: B rows, T tokens of a row, G cp ranks, t = T / G tokens of a row of this
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class HeldTokens:
 
         Collective, as the next one.
         """
-        gathered: Tensor = once(_Gather.apply, x_BtX, self)
+        gathered: Tensor = once(_Gather.apply, x_BtX, self, self.sum_values)
         return gathered
 
     def gather_whole(self, x_BtX: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class HeldTokens:
 
         Unlike `gather`, backward takes this rank's tokens of one gradient, equal on all ranks.
         """
-        gathered: Tensor = once(_GatherHeld.apply, x_BtX, self)
+        gathered: Tensor = once(_Gather.apply, x_BtX, self, self.own)
         return gathered
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:
@@ -100,14 +101,7 @@ class HeldTokens:
 
 
 def check_documents(cu_seqlens: Tensor, cp: int) -> None:
-    """Raise for documents that cannot be cut; values on the CPU alone are read.
-
-    Args:
-        cu_seqlens: whole numbers [n + 1].
-
-    Raises:
-        ValueError: for a document that is no multiple of 2 * cp.
-    """
+    """Raise for documents [n + 1] that cannot be cut; values on the CPU alone are read."""
     if cu_seqlens.device.type != "cpu":
         return
     lengths = cu_seqlens.diff().tolist()
@@ -120,22 +114,15 @@ def check_documents(cu_seqlens: Tensor, cp: int) -> None:
 
 
 class _Gather(torch.autograd.Function):
+    """apply(x_BtX, held, back): the values of all ranks; `back` of whole rows is the gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x_BtX: Tensor, held: HeldTokens) -> Tensor:
-        ctx.held = held
+    def forward(
+        ctx: Any, x_BtX: Tensor, held: HeldTokens, back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
         return held.gather_values(x_BtX)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.held.sum_values(grads[0]), None
-
-
-class _GatherHeld(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BtX: Tensor, held: HeldTokens) -> Tensor:
-        ctx.held = held
-        return held.gather_values(x_BtX)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.held.own(grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grads[0]), None, None

@@ -29,7 +29,6 @@ class ChunkLayout:
     """How tokens lie on ranks; a plain class, as `RotaryTable` is, made once per forward.
 
     Args:
-        size: G.
         num_tokens: B * T.
         cu_seqlens: int32 [n + 1], documents over all rows, each a multiple of 2 * G; None = rows.
         max_seqlen: tokens of the longest, or more.
@@ -99,18 +98,9 @@ class ChunkLayout:
             x_BTX.index_add_(1, self._first(num_chunks), values)
 
     def mask(
-        self,
-        queries: int,
-        keys: int,
-        *,
-        causal: bool = True,
-        window: int | None = None,
+        self, queries: int, keys: int, *, causal: bool = True, window: int | None = None
     ) -> AttentionMask:
-        """Return the mask between so many chunks of every document.
-
-        Args:
-            causal: as of `AttentionMask`.
-        """
+        """Return the mask between so many chunks of every document."""
         if self._cu_seqlens is None:
             return AttentionMask(causal=causal, window=window)
         return AttentionMask(

@@ -31,13 +31,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.attention.context_parallel.layout import ChunkLayout, Half
-from moecore.attention.sinks import add_sinks, sinks_gradient
 from moecore.base.torch_names import is_silent
 from moecore.kernels.attention import (
     AttentionMask,
+    add_sinks,
     attention_backward,
     attention_forward,
     merge,
+    sinks_gradient,
 )
 
 

@@ -3,4 +3,6 @@
 from moecore.kernels.attention.attention import attention_backward as attention_backward
 from moecore.kernels.attention.attention import attention_forward as attention_forward
 from moecore.kernels.attention.contract import AttentionMask as AttentionMask
+from moecore.kernels.attention.contract import add_sinks as add_sinks
 from moecore.kernels.attention.contract import merge as merge
+from moecore.kernels.attention.contract import sinks_gradient as sinks_gradient

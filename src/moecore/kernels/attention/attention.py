@@ -36,17 +36,11 @@ def attention_forward(
 
     Args:
         q_BTHd: any float dtype, any strides; T may be 0.
-        k_BShd: likewise, h a divisor of H; S may be 0.
-        v_BShv: likewise.
-        mask: which keys a query sees.
-        scale: factor on q . k.
+        k_BShd, v_BShv: likewise, h a divisor of H; S may be 0.
 
     Returns:
         o_BTHv in the dtype of q, and lse_BHT, fp32 (fp64 for fp64), natural logarithm: see the note
         "nothing seen". Strides are the implementation's.
-
-    Raises:
-        ValueError: when shapes do not fit.
     """
     _check(q_BTHd, k_BShd, v_BShv, mask)
     with no_autocast(q_BTHd):
@@ -73,15 +67,10 @@ def attention_backward(
         v_BShv: the block's values.
         o_BTHv: the final o: of all blocks of keys, and with a sink.
         lse_BHT: the final lse, fp32; -inf where a query sees no key of any block.
-        mask: of this block.
-        scale: as in forward.
 
     Returns:
         dq, dk and dv in the shapes and dtypes of q, k and v: of this block's keys alone, so those
         of q are summed over blocks.
-
-    Raises:
-        ValueError: when shapes do not fit.
     """
     _check(q_BTHd, k_BShd, v_BShv, mask)
     with no_autocast(q_BTHd):

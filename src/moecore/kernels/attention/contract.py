@@ -19,6 +19,8 @@ places <= its own with `causal`, and at most `window` of them, its own included.
 chunk of a sequence see the right keys where these end with the chunk's last token.
 
 Note "nothing seen": a query that sees no key has o = 0 and lse = -inf, and no part in a gradient.
+
+Source: attention sinks as of gpt-oss (arXiv:2508.10925).
 """
 
 from __future__ import annotations
@@ -37,29 +39,21 @@ from moecore.kernels.common import is_gpu
 class AttentionMask:
     """Which keys a query sees; `AttentionMask()` is plain causal attention in every row.
 
-    Attributes:
-        causal: no key after the query: note "alignment".
-        window: so many keys at most, the query's own included (sliding window); None = all.
-            Only with `causal`.
-        cu_seqlens_q: int32 [n + 1] on the device of q: document i is rows
-            cu_seqlens_q[i] : cu_seqlens_q[i + 1] of the B * T queries, counted over all rows of the
-            batch. The first is 0, the last B * T; a document may have no queries. None = every row
-            of the batch is one document.
-        cu_seqlens_k: int32 [n + 1], likewise of the B * S keys.
-        max_length_q: most queries of a document, or more; with `cu_seqlens_q` alone.
-        max_length_k: most keys of a document, or more.
-
-    Raises:
-        ValueError: when a field or a combination of fields is not possible. Values of tensors are
-            not read.
+    Values of tensors are not checked.
     """
 
-    causal: bool = True
+    causal: bool = True  # no key after the query: note "alignment"
+    # so many keys at most, the query's own included (sliding window); None = all. Only with
+    # `causal`
     window: Count | None = None
+    # int32 [n + 1] on the device of q: document i is rows cu_seqlens_q[i] : cu_seqlens_q[i + 1] of
+    # the B * T queries, counted over all rows of the batch. The first is 0, the last B * T; a
+    # document may have no queries. None = every row of the batch is one document
     cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None  # int32 [n + 1], likewise of the B * S keys
+    # most queries of a document, or more; with `cu_seqlens_q` alone
     max_length_q: CountOrZero | None = None
-    max_length_k: CountOrZero | None = None
+    max_length_k: CountOrZero | None = None  # most keys of a document, or more
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
@@ -123,12 +117,25 @@ def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tenso
     Args:
         o: [B, T, H, v], of one block.
         lse: [B, H, T], finite: each query sees a key of that block.
-        o_new: likewise of the other, of which a query may see no key.
-        lse_new: likewise.
+        o_new, lse_new: likewise of the other, of which a query may see no key.
     """
     both = torch.logaddexp(lse, lse_new)
     old, new = ((one - both).exp().transpose(1, 2)[..., None] for one in (lse, lse_new))
     return o * old + o_new * new, both
+
+
+def add_sinks(o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return o and lse with a sink of each head: one more key, of a learned score and no value."""
+    lse = torch.logaddexp(lse_BHT, sinks_H[:, None].to(lse_BHT.dtype))
+    shares_BTH = (lse_BHT - lse).exp().transpose(1, 2)
+    return (o_BTHv * shares_BTH[..., None]).to(o_BTHv.dtype), lse
+
+
+def sinks_gradient(do_BTHv: Tensor, o_BTHv: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
+    """Return the gradient of the sinks, of o and lse with them."""
+    delta_BHT = (do_BTHv.to(lse_BHT.dtype) * o_BTHv).sum(-1).transpose(1, 2)
+    shares_BHT = (sinks_H[:, None].to(lse_BHT.dtype) - lse_BHT).exp()
+    return -(shares_BHT * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
 
 def refuse_half(q: Tensor, k: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:

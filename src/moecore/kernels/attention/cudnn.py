@@ -2,16 +2,6 @@
 
 `lse` is fp32 [B, H, T, 1] there, contiguous. The operators are private: their arguments are those
 of torch 2.13.
-
-Note "two blocks": its causal mask is aligned at the top left, where ours is aligned at the bottom
-right. T queries that are the last of S > T keys are two calls, of which each multiplies what its
-queries see and nothing else:
-
-    keys 0 : S - T    all of them seen    keys S - T : S    a causal square
-
-Note "one layout": torch keeps a graph per shape and strides of q, k and v, built with the strides
-that o and its gradient had in the first backward, and reads later ones as if they lay like that. So
-backward passes both in the layout that forward allocates: dense, in the order of q.
 """
 
 from __future__ import annotations
@@ -45,6 +35,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
+    # Its causal mask is aligned at the top left, ours at the bottom right. T queries that are the
+    # last of S > T keys are two calls, of which each multiplies what its queries see and nothing
+    # else: keys 0 : S - T, all of them seen, and keys S - T : S, a causal square.
     before = k.shape[1] - q.shape[1]
     if not mask.causal or not before:
         return _forward(q, k, v, mask.causal, scale)
@@ -113,14 +106,14 @@ def _backward(
 
 
 def _like_output(x: Tensor, q: Tensor) -> Tensor:
-    """Return x dense, with memory in the order of q's: see the note "one layout"."""
+    """Return x dense, with memory in the order of q's."""
+    # Torch keeps a graph per shape and strides of q, k and v, built with the strides that o and its
+    # gradient had in the first backward, and reads later ones as if they lay like that. So backward
+    # passes both in the layout that forward allocates: dense, in the order of q.
     order = sorted(range(4), key=q.stride, reverse=True)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in _transposed(tensors))
-
-
-def _transposed(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.transpose(1, 2) for x in tensors)
+    first = (x.transpose(1, 2) for x in tensors)
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in first)

@@ -35,29 +35,20 @@ OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS = (tl.constexpr(i) for i i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeLayout:
-    """What all ranks agree on: sizes, and with them where everything lies in a rank's buffer.
+    """What all ranks agree on: sizes, and with them where everything lies in a rank's buffer."""
 
-    Attributes:
-        num_ranks: G.
-        max_tokens: C, most tokens of any rank; at least 1.
-        row_bytes: most bytes of a row, those of a sum; a multiple of `ROW_ALIGNMENT`.
-        top_k: K.
-        num_push, num_receive: programs of one launch.
-        rounds: chunks per push program, as near as powers of two come: with more a launch ends
-            sooner after its last store, with fewer it waits less.
-        num_warps: of a program.
-        sums_slot: whether there is a slot that copy engines write, `SUMS_SLOT`.
-    """
-
-    num_ranks: int
-    max_tokens: int
-    row_bytes: int
-    top_k: int
+    num_ranks: int  # G
+    max_tokens: int  # C, most tokens of any rank; at least 1
+    row_bytes: int  # most bytes of a row, those of a sum; a multiple of `ROW_ALIGNMENT`
+    top_k: int  # K
+    # programs of one launch
     num_push: int
     num_receive: int
+    # chunks per push program, as near as powers of two come: with more a launch ends sooner after
+    # its last store, with fewer it waits less
     rounds: int = 8
-    num_warps: int = 16
-    sums_slot: bool = False
+    num_warps: int = 16  # of a program
+    sums_slot: bool = False  # whether there is a slot that copy engines write, `SUMS_SLOT`
 
     @property
     def source_rows(self) -> int:
@@ -90,12 +81,7 @@ class ExchangeLayout:
         return at_rows, at_ids, at_weights, at_flags
 
     def sums_at(self, memory: Tensor, rank: int) -> Tensor:
-        """Return where a rank copies its sums in a peer's memory, uint8 [C * row_bytes].
-
-        Args:
-            memory: uint8 [num_bytes], of the peer.
-            rank: who copies.
-        """
+        """Return where a rank copies its sums, uint8 [C * row_bytes] of a peer's [num_bytes]."""
         num_bytes = self.max_tokens * self.row_bytes
         return memory[SUMS_SLOT.value * self.slot_bytes :].narrow(0, rank * num_bytes, num_bytes)
 
@@ -120,23 +106,15 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerBuffer:
-    """One rank's view of the memory of all ranks, and its words of state.
+    """One rank's view of the memory of all ranks, and its words of state."""
 
-    Attributes:
-        rank: of this end.
-        bases: int64 [4, G] on the device, addresses of every rank's regions as seen here.
-        state: int32 [NUM_WORDS] on the device, zero at first.
-        report: int32 [NUM_WORDS] in memory that host and device see; errors are written here too.
-        timeout_ns: how long a receiver waits for a peer.
-        memory: what must live as long as the addresses are used.
-    """
-
-    rank: int
-    bases: Tensor
-    state: Tensor
+    rank: int  # of this end
+    bases: Tensor  # int64 [4, G] on the device, addresses of every rank's regions as seen here
+    state: Tensor  # int32 [NUM_WORDS] on the device, zero at first
+    # int32 [NUM_WORDS] in memory that host and device see; errors are written here too
     report: Tensor
-    timeout_ns: int
-    memory: Any = None
+    timeout_ns: int  # how long a receiver waits for a peer
+    memory: Any = None  # what must live as long as the addresses are used
 
     @property
     def end(self) -> End:
@@ -146,14 +124,10 @@ class PeerBuffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmetricBuffer(PeerBuffer):
-    """That of an exchange of rows.
+    """That of an exchange of rows."""
 
-    Attributes:
-        layout: the same on all ranks.
-        sums_slots: by peer, where `copy_sums` writes; empty without such a slot.
-    """
-
-    layout: ExchangeLayout
+    layout: ExchangeLayout  # the same on all ranks
+    # by peer, where `copy_sums` writes; empty without such a slot
     sums_slots: tuple[Tensor, ...] = ()
 
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, next_power_of_2, on_device, tl, triton
+from moecore.kernels.common import INTERPRET, launch, next_power_of_2, tl, triton
 from moecore.kernels.exchange.buffer import ALIGNMENT, AT_ROWS, OPERATION, PeerBuffer
 from moecore.kernels.exchange.protocol import finish, notify, time_left, wait
 
@@ -67,30 +67,19 @@ class CloneLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneBuffer(PeerBuffer):
-    """One rank's end.
+    """One rank's end."""
 
-    Attributes:
-        layout: the same on all ranks.
-    """
-
-    layout: CloneLayout
+    layout: CloneLayout  # the same on all ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """Which expert is where.
+    """Which expert is where."""
 
-    Attributes:
-        experts_N: int32 on the device, the expert in each place; -1 = the place is empty.
-        num_clones: c; place n is the (n % c)-th of block n // c.
-        num_local: e; block b owns experts [b * e, (b + 1) * e).
-        etp: ranks of a block; rank r is of block r // etp.
-    """
-
-    experts_N: Tensor
-    num_clones: int
-    num_local: int
-    etp: int = 1
+    experts_N: Tensor  # int32 on the device, the expert in each place; -1 = the place is empty
+    num_clones: int  # c; place n is the (n % c)-th of block n // c
+    num_local: int  # e; block b owns experts [b * e, (b + 1) * e)
+    etp: int = 1  # ranks of a block; rank r is of block r // etp
 
 
 class ClonePiece(NamedTuple):
@@ -180,8 +169,7 @@ def _copy(
         tl.store(to_ptr + columns, x, mask=inside)
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank"])
 def _store_weights_kernel(
     rows_ptr,  # [e, W] words
     experts_ptr,  # [N] int32
@@ -204,7 +192,7 @@ def _store_weights_kernel(
     notify(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
 
 
-@partial(triton.jit, do_not_specialize=["rank", "timeout"])
+@triton.jit(do_not_specialize=["rank", "timeout"])
 def _receive_weights_kernel(
     out_ptr,  # [c, W] words, out
     experts_ptr,  # [N] int32
@@ -229,7 +217,7 @@ def _receive_weights_kernel(
     finish(end.state, operation)
 
 
-@partial(triton.jit, do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank"])
 def _store_grads_kernel(
     grads_ptr,  # [c, W], of the clones
     experts_ptr,  # [N] int32
@@ -250,7 +238,7 @@ def _store_grads_kernel(
     notify(end.bases, operation, pid, CONST.PROGRAMS, rank, CONST)
 
 
-@partial(triton.jit, do_not_specialize=["rank", "timeout"])
+@triton.jit(do_not_specialize=["rank", "timeout"])
 def _receive_grads_kernel(
     grads_ptr,  # [e, W], of this rank's experts; added to
     experts_ptr,  # [N] int32
@@ -299,34 +287,13 @@ def pieces(layout: CloneLayout, rows: Tensor, num_clones: int) -> Iterator[Clone
         yield ClonePiece(width, start, min(most, width - start))
 
 
-def store_weights(buffer: CloneBuffer, rows_eW: Tensor, places: Places, piece: ClonePiece) -> None:
-    """Store a piece of this rank's experts in the slots of their clones' ranks. No host sync."""
-    _launch(_store_weights_kernel, buffer, rows_eW, places, piece, waits=False)
-
-
-def receive_weights(buffer: CloneBuffer, out_cW: Tensor, places: Places, piece: ClonePiece) -> None:
-    """Write a piece of this rank's clones, zeros where a place is empty. No host sync."""
-    _launch(_receive_weights_kernel, buffer, out_cW, places, piece, waits=True)
-
-
-def store_grads(buffer: CloneBuffer, grads_cW: Tensor, places: Places, piece: ClonePiece) -> None:
-    """Store a piece of the clones' gradients in slots of this rank. No host sync."""
-    _launch(_store_grads_kernel, buffer, grads_cW, places, piece, waits=False)
-
-
-def receive_grads(buffer: CloneBuffer, grads_eW: Tensor, places: Places, piece: ClonePiece) -> None:
-    """Add a piece of the clones' gradients to those of their experts, in place. No host sync."""
-    _launch(_receive_grads_kernel, buffer, grads_eW, places, piece, waits=True)
-
-
 def _launch(
     kernel: Any,
+    waits: bool,
     buffer: CloneBuffer,
-    rows: Tensor,
+    rows: Tensor,  # [e or c, W]
     places: Places,
     piece: ClonePiece,
-    *,
-    waits: bool,
 ) -> None:
     layout = buffer.layout
     const = CloneConstants(
@@ -343,12 +310,17 @@ def _launch(
         SPIN=not INTERPRET,
     )
     numbers = (buffer.rank, buffer.timeout_ns) if waits else (buffer.rank,)
-    with on_device(buffer.state):
-        kernel[(layout.num_programs,)](
-            *(rows, places.experts_N, buffer.end, piece, *numbers),
-            CONST=const,
-            num_warps=layout.num_warps,
-        )
+    args = (rows, places.experts_N, buffer.end, piece, *numbers)
+    launch(kernel, layout.num_programs, *args, CONST=const, num_warps=layout.num_warps)
+
+
+# Launches of (buffer, rows, places, piece), without a host sync: this rank's experts to the slots
+# of their clones' ranks; slots to clones, zeros where a place is empty; the clones' gradients to
+# slots of this rank; peers' slots added to the gradients of this rank's experts, in place.
+store_weights = partial(_launch, _store_weights_kernel, False)
+receive_weights = partial(_launch, _receive_weights_kernel, True)
+store_grads = partial(_launch, _store_grads_kernel, False)
+receive_grads = partial(_launch, _receive_grads_kernel, True)
 
 
 def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
@@ -357,9 +329,7 @@ def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
     Every rank must call it at the same place in its order of operations.
 
     Args:
-        buffer: this rank's end.
         rows: [e, ...] of any dtype, this rank's experts.
-        places: the same on all ranks.
     """
     out = rows.new_empty(places.num_clones, *rows.shape[1:])
     rows_eW = _as_words(rows.contiguous())
@@ -377,9 +347,7 @@ def bring_home_(buffer: CloneBuffer, grads: Tensor, places: Places) -> Tensor:
     place in its order of operations.
 
     Args:
-        buffer: this rank's end.
         grads: [e + c, ...] contiguous, of `SUM_DTYPES`: this rank's experts and then its clones.
-        places: the same on all ranks.
     """
     home_eW, clones_cW = _as_rows(grads).split((places.num_local, places.num_clones))
     for piece in pieces(buffer.layout, home_eW, places.num_clones):

@@ -1,12 +1,13 @@
 """Rows to the ranks that need them and partial sums back, by stores into the peers' memory.
 
-    spread   token t of rank g -> row g * C + t of every rank that owns one of its experts
-    reduce   row g * C + t of every such rank -> token t of rank g, added in fp32 in rank order
+    spread       token t of rank g -> row g * C + t of every rank that owns one of its experts
+    reduce       row g * C + t of every such rank -> token t of rank g, added in fp32 in rank order
+    limit_rows   offsets of expert rows, cut at a length
 
-Each is the other's gradient. The slots of a source row name its rows in memory: one row of [S, D],
-or its expert rows in [R, D], which a spread writes as copies and a reduce adds before the sum
-travels. Source rows are numbered by (rank, token), so no rank counts, sorts or waits for a size: a
-rank has S = G * C of them with holes, and a hole is never read.
+The first two are each other's gradient. The slots of a source row name its rows in memory: one row
+of [S, D], or its expert rows in [R, D], which a spread writes as copies and a reduce adds before
+the sum travels. Source rows are numbered by (rank, token), so no rank counts, sorts or waits for a
+size: a rank has S = G * C of them with holes, and a hole is never read.
 
 One launch per operation. Its first programs push: they store rows into the peers' receive buffers,
 token by token with the peers interleaved (one peer after the other is a third slower), and after
@@ -28,10 +29,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton
+from moecore.kernels.common import launch, next_power_of_2, on_device, tl, triton, use_kernel
 from moecore.kernels.exchange.buffer import (
     AT_ROWS,
     AT_WEIGHTS,
+    NEEDED_ROWS,
+    NEEDED_WORD,
     OPERATION,
     SUMS_SLOT,
     SymmetricBuffer,
@@ -55,20 +58,13 @@ Half = Literal["both", "push", "receive"]
 
 
 class SpreadChoices(NamedTuple):
-    """What arrives with the rows of a dispatch.
+    """What arrives with the rows of a dispatch."""
 
-    Attributes:
-        rows_SD: received rows; holes are uninitialised.
-        ids_SK: int32, global expert ids; -1 in holes.
-        weights_SK: fp32; 0 where the id is -1.
-        peers_T: int32, bit g of each local token: rank g needs it.
-        places_S: int32, the row's own number, or -1 for a hole: as slots [S, 1] they name rows_SD.
-    """
-
-    rows_SD: Tensor
-    ids_SK: Tensor
-    weights_SK: Tensor
-    peers_T: Tensor
+    rows_SD: Tensor  # received rows; holes are uninitialised
+    ids_SK: Tensor  # int32, global expert ids; -1 in holes
+    weights_SK: Tensor  # fp32; 0 where the id is -1
+    peers_T: Tensor  # int32, bit g of each local token: rank g needs it
+    # int32, the row's own number, or -1 for a hole: as slots [S, 1] they name rows_SD
     places_S: Tensor
 
 
@@ -116,8 +112,7 @@ class Ptrs(NamedTuple):
 UNSPECIALIZED = ["num_tokens", "max_tokens", "num_chunks", "rank", "timeout"]
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=[*UNSPECIALIZED, "num_local"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_local"])
 def _spread_kernel(
     ptrs,  # Ptrs; peers and places are outputs with choices
     choices,  # Choices [T, K]; None: they came with an earlier spread
@@ -181,7 +176,7 @@ def _spread_kernel(
         finish(end.state, operation)
 
 
-@partial(triton.jit, do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _reduce_kernel(
     ptrs,  # Ptrs
     choices,  # Choices: slots [S, K] of the choices, fp32 gradients [R]; or None
@@ -266,14 +261,13 @@ def spread_choices(
     No host sync. Every rank of the group must call it at the same place in its order of operations.
 
     Args:
-        buffer: this rank's end.
         x_TD: tokens, at most C, contiguous, in any dtype; rows of at most `row_bytes`.
         ids_TK: int32, contiguous, global expert ids; -1 = dropped.
         weights_TK: fp32, contiguous.
         num_local: experts of one rank; rank g owns block g // etp.
         etp: ranks that share a block.
-        half: "push" and "receive" one after the other make up "both" (for tests that play all
-            ranks in one process); what a half does not do is left uninitialised.
+        half: "push" and "receive" one after the other make up "both" (for tests that play all ranks
+            in one process); what a half does not do is left uninitialised.
     """
     layout, (T, K) = buffer.layout, ids_TK.shape
     S, integers = layout.source_rows, partial(torch.empty, dtype=torch.int32, device=x_TD.device)
@@ -305,13 +299,10 @@ def spread(
     No host sync. Rows that no slot names are uninitialised.
 
     Args:
-        buffer: this rank's end.
         x_TD: rows of the local tokens, as in `spread_choices`.
         peers_T: who needs them, from `spread_choices`.
         places_S: which source rows come, from `spread_choices`.
         slots_SN: int32, contiguous, the rows that become copies of each source row, -1 = none.
-        num_rows: R.
-        half: see `spread_choices`.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     ptrs = Ptrs(as_words(x_TD), peers_T, places_S, slots_SN, as_words(out_RD))
@@ -356,17 +347,15 @@ def reduce(
     Both in fp32; a sum travels in the dtype of the rows.
 
     Args:
-        buffer: this rank's end.
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`; those that no slot names are not
             read.
         peers_T: from `spread_choices`: where the sums of the local tokens come from.
         places_S: from `spread_choices`: which source rows have a sum.
         slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
-        choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots
-            [S, K], the expert row of each choice: gradients go home to their choices.
+        choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
+            K], the expert row of each choice: gradients go home to their choices.
         copied: `copy_sums` has brought the sums home already, on all ranks; y_RD and slots_SN are
             those sums [S, D] and their places [S, 1].
-        half: see `spread_choices`.
 
     Returns:
         [T, D], zero for a token that went nowhere; and [T, K] fp32 or None.
@@ -389,3 +378,54 @@ def reduce(
             num_warps=buffer.layout.num_warps,
         )
     return out_TD, out_TK
+
+
+# `build_index` drops the rows past its length, which only the last offset shows. Products must not
+# read past the length, and no row may be lost unseen: so the offsets are cut, and the number of
+# rows is kept where the host looks later.
+
+
+def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
+    """Return the offsets cut at `num_rows`, and record the most that was wanted."""
+    needed = int(offsets_e.max())
+    if needed > num_rows:
+        most = max(needed, int(state[NEEDED_WORD]))
+        state[NEEDED_WORD] = report[NEEDED_WORD] = most
+    return offsets_e.clamp(max=num_rows)
+
+
+@triton.jit
+def _limit_rows_kernel(
+    offsets_ptr,  # [e] int32
+    out_ptr,  # [e] int32, out
+    state_ptr,  # [NUM_WORDS] int32
+    report_ptr,  # [NUM_WORDS] int32
+    num_rows,  # R
+    NUM_LOCAL: tl.constexpr,
+    BINS: tl.constexpr,  # power of two >= NUM_LOCAL
+):
+    experts = tl.arange(0, BINS)
+    offsets = tl.load(offsets_ptr + experts, mask=experts < NUM_LOCAL, other=0)
+    tl.store(out_ptr + experts, tl.minimum(offsets, num_rows), mask=experts < NUM_LOCAL)
+    needed = tl.max(offsets, axis=0)
+    most = tl.maximum(needed, tl.load(state_ptr + NEEDED_ROWS))
+    if needed > num_rows:
+        tl.store(state_ptr + NEEDED_ROWS, most)
+        tl.store(report_ptr + NEEDED_ROWS, most)
+
+
+def limit_rows(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
+    """Return the offsets cut at R rows; a larger need is recorded. No host sync.
+
+    Args:
+        offsets_e: int32 running sum of rows per expert.
+        state: int32 [NUM_WORDS] on the device of the offsets; word NEEDED_ROWS becomes the most
+            rows that were ever wanted, when that is more than R.
+        report: the same words in memory that the host sees too.
+    """
+    if not use_kernel(offsets_e):
+        return limit_rows_ref(offsets_e, num_rows, state, report)
+    out_e, e = torch.empty_like(offsets_e), offsets_e.shape[0]
+    args = (offsets_e, out_e, state, report, num_rows)
+    launch(_limit_rows_kernel, 1, *args, NUM_LOCAL=e, BINS=next_power_of_2(e))
+    return out_e

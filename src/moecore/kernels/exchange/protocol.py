@@ -16,13 +16,7 @@ Letters: T local tokens, G ranks, K choices per token.
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.exchange.buffer import (
-    AT_FLAGS,
-    ERROR,
-    ERROR_BEFORE,
-    FINISHED,
-    OPERATION,
-)
+from moecore.kernels.exchange.buffer import AT_FLAGS, ERROR, ERROR_BEFORE, FINISHED, OPERATION
 
 
 @triton.jit

@@ -95,19 +95,9 @@ def sum_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
     return _tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, most, least_rows=8)
 
 
-def list_pairs_at_once(layout: ExchangeLayout, block_n: int) -> int:
-    """Return the pairs whose slots a program looks at together; whole tiles of sums."""
-    return min(list_width(layout), MAX_SLOTS // block_n)
-
-
 def list_width(layout: ExchangeLayout) -> int:
     """Return the rows of a list of slots: the pairs of a chunk, rounded up."""
     return next_power_of_2(layout.chunk * layout.num_ranks)
-
-
-def choice_pairs(layout: ExchangeLayout, block_k: int) -> int:
-    """Return the pairs whose choices a program pushes at once."""
-    return min(next_power_of_2(layout.chunk * layout.num_ranks), MAX_CHOICES // block_k)
 
 
 def list_size(layout: ExchangeLayout, num_slots: int) -> int:
@@ -122,6 +112,7 @@ def constants(
     """Return the constants of a kernel, shared by all its launches."""
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
+    width = list_width(layout)
     push = move_tile(layout, columns, layout.chunk * layout.num_ranks)
     if reduce and num_slots > 1:
         push = sum_tile(layout, columns)
@@ -139,14 +130,14 @@ def constants(
         N=num_slots,
         CHUNK=layout.chunk,
         LIST=list_size(layout, num_slots),
-        WIDTH=list_width(layout),
-        LIST_PAIRS=list_pairs_at_once(layout, block_n),
+        WIDTH=width,
+        LIST_PAIRS=min(width, MAX_SLOTS // block_n),  # whole tiles of sums
         PAIRS=push[0],
         PUSH_D=push[1],
         TAKE_ROWS=take[0],
         TAKE_D=take[1],
         TILES=tiles_at_once(layout, columns),
-        CHOICE_PAIRS=choice_pairs(layout, block_k),
+        CHOICE_PAIRS=min(width, MAX_CHOICES // block_k),
         BLOCK_K=block_k,
         BLOCK_N=block_n,
         BLOCK_G=next_power_of_2(layout.num_ranks),

@@ -46,19 +46,12 @@ class Grads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the forward keeps.
+    """What the forward keeps."""
 
-    Attributes:
-        rows: the source rows; None where backward refetches them.
-        h: FC1's output; None where FC1 runs again.
-        weights: without biases.
-        index: which source row each expert row reads.
-    """
-
-    rows: Rows | None
-    h: Rows | None
-    weights: ExpertWeights
-    index: ExpertIndex
+    rows: Rows | None  # the source rows; None where backward refetches them
+    h: Rows | None  # FC1's output; None where FC1 runs again
+    weights: ExpertWeights  # without biases
+    index: ExpertIndex  # which source row each expert row reads
 
     def tensors(self) -> list[Tensor | None]:
         """Return the tensors that `of` takes, in its order: without quantised weights."""
@@ -104,10 +97,8 @@ def differentiate(
     """Return the gradients of an output.
 
     Args:
-        products: of the saved index and weights.
         saved: by the forward; rows are needed where FC1 runs again, and for the gradient of w1.
         dy: contiguous [S, D], or [R, D] when unsummed; dx comes back alike.
-        wants: which gradients.
         unsummed: whether dy and dx are those of expert rows.
         sinks: of w1 and w2: what may take their gradients; those that it takes come back as None.
         sender: gets dx and dweights before those of w1 and w2 are computed.

@@ -27,19 +27,13 @@ LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 @dataclass(frozen=True, slots=True)
 class GradTarget:
-    """Where a weight's gradient goes.
+    """Where a weight's gradient goes."""
 
-    Attributes:
-        out: a tensor of the weight's shape, contiguous, fp32 or bf16; None = a new one.
-        adds: whether it is added to what `out` holds, else it takes its place.
-        dtype: of a new one; None = the weight's.
-        scale: of what goes there.
-    """
-
+    # a tensor of the weight's shape, contiguous, fp32 or bf16; None = a new one
     out: Tensor | None = None
-    adds: bool = False
-    dtype: torch.dtype | None = None
-    scale: float = 1.0
+    adds: bool = False  # whether it is added to what `out` holds, else it takes its place
+    dtype: torch.dtype | None = None  # of a new one; None = the weight's
+    scale: float = 1.0  # of what goes there
 
 
 SINK = "_moecore_sink"  # attribute of a parameter: shape of a view of it -> GradSink
@@ -70,12 +64,7 @@ class GradSink(Protocol):
 
 
 def sink_of(param: Tensor, shape: torch.Size) -> GradSink | None:
-    """Return what may take a parameter's gradient; None = autograd alone.
-
-    Args:
-        param: of a module.
-        shape: of the gradient, in the parameter's order.
-    """
+    """Return what may take a parameter's gradient of a shape; None = autograd alone."""
     if torch.compiler.is_compiling():
         return None
     make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
@@ -84,38 +73,28 @@ def sink_of(param: Tensor, shape: torch.Size) -> GradSink | None:
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """What is added to each expert's matrix, b @ a, and never formed.
+    """What is added to each expert's matrix, b @ a, and never formed."""
 
-    Attributes:
-        a_erI: [e, r, in], r a multiple of 16 bytes.
-        b_eOr: [e, out, r], scaling included.
-    """
-
-    a_erI: Tensor
-    b_eOr: Tensor
+    a_erI: Tensor  # [e, r, in], r a multiple of 16 bytes
+    b_eOr: Tensor  # [e, out, r], scaling included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
-    """One rank's experts, in the dtype of the products; with a recipe, in any of their own.
+    """One rank's experts, in the dtype of the products; with a recipe, in any of their own."""
 
-    Attributes:
-        w1_eCD: FC1, gate rows then up rows, or the two alternating (`ActivationOptions`).
-        w2_eDF: FC2.
-        b1_eC, b2_eD: biases, or None.
-        update1, update2: low-rank updates of w1 and w2, or None.
-        sinks: of w1 and w2: what may take their gradients past autograd, or None.
-        quantised: w1 and w2 as the recipe's products take them, kept for backward, which reads no
-            values of the matrices then. None = the products quantise them, in backward once more.
-    """
-
-    w1_eCD: Tensor
-    w2_eDF: Tensor
+    w1_eCD: Tensor  # FC1, gate rows then up rows, or the two alternating (`ActivationOptions`)
+    w2_eDF: Tensor  # FC2
+    # biases, or None
     b1_eC: Tensor | None = None
     b2_eD: Tensor | None = None
+    # low-rank updates of w1 and w2, or None
     update1: LowRankUpdate | None = None
     update2: LowRankUpdate | None = None
+    # of w1 and w2: what may take their gradients past autograd, or None
     sinks: tuple[GradSink | None, GradSink | None] = (None, None)
+    # w1 and w2 as the recipe's products take them, kept for backward, which reads no values of the
+    # matrices then. None = the products quantise them, in backward once more
     quantised: tuple[Both, Both] | None = None
 
 
@@ -136,53 +115,36 @@ class GradientSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refetch:
-    """Brings the source rows once more in backward, in place of keeping them.
+    """Brings the source rows once more in backward, in place of keeping them."""
 
-    Attributes:
-        fetch: fetch(*kept) -> the same rows, bit for bit.
-        kept: what autograd keeps instead.
-    """
-
-    fetch: Callable[..., Rows]
-    kept: tuple[Tensor, ...]
+    fetch: Callable[..., Rows]  # fetch(*kept) -> the same rows, bit for bit
+    kept: tuple[Tensor, ...]  # what autograd keeps instead
 
 
 @dataclass(frozen=True, slots=True)
 class UnsummedInput:
-    """The part of a dispatcher that adds expert rows itself; source rows then have no gradient.
+    """The part of a dispatcher that adds expert rows itself; source rows then have no gradient."""
 
-    Attributes:
-        handle_RD: [R, D], the autograd handle: the gradient of each expert row belongs to it. It
-            has no memory (stride 0) and is never read.
-        sender: sends these gradients and those of the routing weights home while the experts
-            compute their weights' gradients; None = backward returns them to the dispatcher.
-        refetch: brings the source rows in backward; None = they are kept.
-    """
-
+    # [R, D], the autograd handle: the gradient of each expert row belongs to it. It has no memory
+    # (stride 0) and is never read
     handle_RD: Tensor
+    # sends these gradients and those of the routing weights home while the experts compute their
+    # weights' gradients; None = backward returns them to the dispatcher
     sender: GradientSender | None = None
-    refetch: Refetch | None = None
+    refetch: Refetch | None = None  # brings the source rows in backward; None = they are kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertMLPOptions:
-    """How `expert_mlp` computes.
+    """How `expert_mlp` computes."""
 
-    Attributes:
-        activation: between the two products.
-        products: whose kernels multiply: "triton" (this package's), "torch" (torch's grouped
-            product) or "auto": "triton" for gated experts on Hopper that it supports.
-        keep_h: keep FC1's output for backward; False keeps X alone and multiplies again.
-        recipe: in which FP8 the products are computed, with "auto" or "triton"; None = in the dtype
-            of rows and weights.
-
-    Raises:
-        ValueError: for unknown products, and what a recipe does not go with.
-    """
-
-    activation: ActivationOptions
+    activation: ActivationOptions  # between the two products
+    # whose kernels multiply: "triton" (this package's), "torch" (torch's grouped product) or
+    # "auto": "triton" for gated experts on Hopper that it supports
     products: ProductsName = "torch"
-    keep_h: bool = True
+    keep_h: bool = True  # keep FC1's output for backward; False keeps X alone and multiplies again
+    # in which FP8 the products are computed, with "auto" or "triton"; None = in the dtype of rows
+    # and weights
     recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
@@ -200,32 +162,26 @@ class ExpertMLPOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSpec:
-    """What decides which products can compute some experts; None = not known yet.
+    """What decides which products can compute some experts; None = not known yet."""
 
-    Attributes:
-        gated, interleaved: as in `ActivationOptions`.
-        transposed: matrices are stored as [e, in, out], so that their views have strides.
-        fc1_bias, fc2_bias: whether there are biases.
-        adapted: whether a low-rank update is added to a matrix.
-        own_activation: whether the activation is the model's, see `ActivationOptions.function`.
-        dim, hidden_dim: D and F of this rank.
-        dtypes: of rows and weights in the products; with a recipe, of rows.
-        device: of both.
-        recipe: as in `ExpertMLPOptions`.
-    """
-
+    # as in `ActivationOptions`
     gated: bool
     interleaved: bool = False
+    # matrices are stored as [e, in, out], so that their views have strides
     transposed: bool = False
+    # whether there are biases
     fc1_bias: bool = False
     fc2_bias: bool = False
-    adapted: bool = False
+    adapted: bool = False  # whether a low-rank update is added to a matrix
+    # whether the activation is the model's, see `ActivationOptions.function`
     own_activation: bool = False
+    # D and F of this rank
     dim: int | None = None
     hidden_dim: int | None = None
+    # of rows and weights in the products; with a recipe, of rows
     dtypes: frozenset[torch.dtype] | None = None
-    device: torch.device | None = None
-    recipe: Recipe | None = None
+    device: torch.device | None = None  # of both
+    recipe: Recipe | None = None  # as in `ExpertMLPOptions`
 
     @classmethod
     def of(
@@ -255,6 +211,18 @@ class ExpertSpec:
             recipe=recipe,
         )
 
+    def not_plain(self) -> str | None:
+        """Return what torch's grouped products alone multiply; None = no such thing."""
+        found = {
+            "MoEConfig.fc1_bias": self.fc1_bias,
+            "MoEConfig.fc2_bias": self.fc2_bias,
+            "LoRA on experts": self.adapted,
+            "own activation of the model": self.own_activation,
+            "ExpertLayout.transposed": self.transposed,
+            "interleaved ExpertLayout.gate_up": self.interleaved and self.gated,
+        }
+        return next((field for field, is_so in found.items() if is_so), None)
+
     def misaligned(self) -> str | None:
         """Return why grouped products cannot multiply matrices of this size: 16-byte rows."""
         if self.dim is None or self.hidden_dim is None or self.dtypes is None:
@@ -270,21 +238,10 @@ class ExpertSpec:
         return None
 
     def refused_in_fp8(self, multiple: int) -> str | None:
-        """Return why experts cannot be multiplied in FP8, one line; None = they can.
-
-        Args:
-            multiple: of which D and F must be multiples.
-        """
-        for field, refused in (
-            ("MoEConfig.fc1_bias", self.fc1_bias),
-            ("MoEConfig.fc2_bias", self.fc2_bias),
-            ("LoRA on experts", self.adapted),
-            ("own activation of the model", self.own_activation),
-            ("ExpertLayout.transposed", self.transposed),
-            ("interleaved ExpertLayout.gate_up", self.interleaved and self.gated),
-        ):
-            if refused:
-                return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
+        """Return why FP8 cannot multiply experts, None = it can; `multiple` must divide D and F."""
+        field = self.not_plain()
+        if field is not None:
+            return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
         for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
             if size is not None and size % multiple:
                 return (

@@ -31,6 +31,7 @@ from moecore.base.torch_names import (
     tree_unflatten,
     will_run,
 )
+from moecore.kernels.common import rows_of_experts
 from moecore.kernels.experts.backward import Saved, Wants, differentiate
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
@@ -54,12 +55,11 @@ def expert_mlp_ref(
     options: ActivationOptions,
 ) -> Tensor:
     """Return y expert by expert, in plain differentiable PyTorch. Host sync."""
-    parts, start = [], 0
-    for i, stop in enumerate(index.offsets_e.tolist()):
-        x = x_SD.index_select(0, index.row_ids_R[start:stop])
-        a = activation(x @ w1_eCD[i].T, options) * index.weights_R[start:stop, None]
+    parts = []
+    for i, rows in enumerate(rows_of_experts(index.offsets_e)):
+        x = x_SD.index_select(0, index.row_ids_R[rows])
+        a = activation(x @ w1_eCD[i].T, options) * index.weights_R[rows, None]
         parts.append(a.to(x.dtype) @ w2_eDF[i].T)
-        start = stop
     return sum_rows_ref(torch.cat(parts), index.row_ids_R, index.slots_SK, None)
 
 
@@ -151,7 +151,6 @@ def expert_mlp(
         rows: [S, D] source rows, differentiable; quantised ones only with `unsummed`.
         weights: this rank's experts, without biases. Sinks are asked by every backward.
         index: which source row each expert row reads, and with which weight.
-        options: how.
         unsummed: of a dispatcher that adds expert rows itself: the expert rows themselves come
             back, and their gradients go to its handle; rows have none.
 

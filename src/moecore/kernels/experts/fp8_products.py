@@ -12,8 +12,9 @@ Letters: as in `contract.py`; t row tiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +31,7 @@ from moecore.kernels.rows.quantised import (
     quantise_weights,
     tile_tokens,
 )
-from moecore.kernels.rows.quantised_activation import (
-    quantised_activation,
-    quantised_activation_bwd,
-)
+from moecore.kernels.rows.quantised_activation import quantised_activation, quantised_activation_bwd
 from moecore.kernels.rows.record import Rows, widen_rows
 from moecore.kernels.rows.row_tiles import map_row_tiles
 from moecore.kernels.rows.scaling import Blocks, Both
@@ -57,15 +55,10 @@ class _OutputGrads(NamedTuple):
     is_unsummed: bool
 
 
-class BlockwiseProducts:
-    """The contract is `products.Products`. On a CPU every operation is its reference.
+class QuantisedProducts:
+    """What products of FP8 matrices share; a subclass has `quantise(w_eNK, recipe)`."""
 
-    Args:
-        index: which source row each expert row reads, and its weight.
-        activation: between the two products.
-        weights: without biases.
-        recipe: "blockwise".
-    """
+    quantise: Callable[[Tensor, Recipe], Both]
 
     def __init__(
         self,
@@ -74,12 +67,34 @@ class BlockwiseProducts:
         weights: ExpertWeights,
         recipe: Recipe,
     ) -> None:
-        self.activation, self.recipe = activation, recipe
+        self.activation, self.recipe, self.weights = activation, recipe, weights
+        self.dtypes = weights.w1_eCD.dtype, weights.w2_eDF.dtype
         self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
+
+    def drop_weights(self) -> None:
+        """Drop the matrices, and what they were quantised to."""
+        del self.weights
+        for name in ("_w1", "_w2"):
+            vars(self).pop(name, None)
+
+    @cached_property
+    def _w1(self) -> Both:
+        found = self.weights.quantised
+        return found[0] if found else self.quantise(self.weights.w1_eCD, self.recipe)
+
+    @cached_property
+    def _w2(self) -> Both:
+        found = self.weights.quantised
+        return found[1] if found else self.quantise(self.weights.w2_eDF, self.recipe)
+
+
+class BlockwiseProducts(QuantisedProducts):
+    """The contract is `products.Products`, the recipe "blockwise". On a CPU, the references."""
+
+    def __init__(self, index: ExpertIndex, *how: Any) -> None:
+        super().__init__(index, *how)
         self.tiles = map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
-        self.weights = weights
-        self.dtypes = weights.w1_eCD.dtype, weights.w2_eDF.dtype
 
     @staticmethod
     def quantise(w_eNK: Tensor, recipe: Recipe) -> Both:
@@ -154,25 +169,6 @@ class BlockwiseProducts:
         row_ids_R = None if dy.is_unsummed else self.where[0]
         dy_tiles = tile_tokens(dy.rows, row_ids_R, self.tiles)
         return self._wgrad(dy_tiles, a.rows, target, self.dtypes[1])
-
-    def drop_weights(self) -> None:
-        """Drop the matrices, and what they were quantised to."""
-        del self.weights
-        for name in ("_w1", "_w2"):
-            vars(self).pop(name, None)
-
-    @cached_property
-    def _w1(self) -> Both:
-        found = self.weights.quantised
-        return found[0] if found else self._blocks(self.weights.w1_eCD)
-
-    @cached_property
-    def _w2(self) -> Both:
-        found = self.weights.quantised
-        return found[1] if found else self._blocks(self.weights.w2_eDF)
-
-    def _blocks(self, w_eNK: Tensor) -> Both:
-        return self.quantise(w_eNK, self.recipe)
 
     def _quantised(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)

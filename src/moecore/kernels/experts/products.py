@@ -36,12 +36,9 @@ from moecore.kernels.rows.scaling import Both
 
 
 class Products(Protocol):
-    """The six products of the two matrices, and the activation between them.
+    """The six products of the two matrices, and the activation between them."""
 
-    Attributes:
-        where: row_ids_R, slots_SK and the number of used rows, as row movers take them.
-    """
-
+    # row_ids_R, slots_SK and the number of used rows, as row movers take them
     where: tuple[Tensor, Tensor, Tensor]
 
     def as_kept(self, rows: Rows) -> Rows:
@@ -119,11 +116,7 @@ def refuse_recipe(name: str) -> str:
 
 
 def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
-    """Return "triton" or "torch"; "auto" is "triton" where that is supported and was faster.
-
-    Raises:
-        ValueError: when these products cannot multiply such experts.
-    """
+    """Return "triton" or "torch"; "auto" is "triton" where that is supported and was faster."""
     if name == "auto":
         is_hopper = spec.device is not None and has_hopper_kernels(spec.device)
         is_faster = is_hopper and spec.gated and not why_not("triton", spec)

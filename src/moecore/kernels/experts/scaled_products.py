@@ -9,13 +9,14 @@ Letters: as in `contract.py`.
 
 from __future__ import annotations
 
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
+from moecore.kernels.experts.contract import ExpertSpec, GradTarget
+from moecore.kernels.experts.fp8_products import QuantisedProducts
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
     pad_rows,
@@ -26,39 +27,19 @@ from moecore.kernels.grouped.scaled import (
     scaled_wgrad,
 )
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.rows.activation import (
-    ActivationOptions,
-    weighted_activation,
-    weighted_activation_bwd,
-)
-from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.activation import weighted_activation, weighted_activation_bwd
 from moecore.kernels.rows.move import gather_rows_plain
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import Blocks, Both
 
 
-class ScaledProducts:
-    """The contract is `products.Products`. On a CPU every product is its reference.
+class ScaledProducts(QuantisedProducts):
+    """The contract is `products.Products`; "rowwise" or "tensorwise". On a CPU, the references."""
 
-    Args:
-        index: which source row each expert row reads, and its weight.
-        activation: between the two products.
-        weights: without biases.
-        recipe: "rowwise" or "tensorwise".
-    """
-
-    def __init__(
-        self,
-        index: ExpertIndex,
-        activation: ActivationOptions,
-        weights: ExpertWeights,
-        recipe: Recipe,
-    ) -> None:
-        self.activation, self.recipe, self.weights = activation, recipe, weights
-        self.dtypes = weights.w1_eCD.dtype, weights.w2_eDF.dtype
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        recipe = self.recipe
         self.how = {"per_row": recipe.scaling == "rowwise", "power_of_two": recipe.power_of_two}
-        self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
-        self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
@@ -131,25 +112,6 @@ class ScaledProducts:
     def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
         """Put the gradient of w2 at the target; return it."""
         return self._wgrad(dy_RD, a_RF, target, self.dtypes[1])
-
-    def drop_weights(self) -> None:
-        """Drop the matrices, and what they were quantised to."""
-        del self.weights
-        for name in ("_w1", "_w2"):
-            vars(self).pop(name, None)
-
-    @cached_property
-    def _w1(self) -> Both:
-        found = self.weights.quantised
-        return found[0] if found else self._quantised(self.weights.w1_eCD)
-
-    @cached_property
-    def _w2(self) -> Both:
-        found = self.weights.quantised
-        return found[1] if found else self._quantised(self.weights.w2_eDF)
-
-    def _quantised(self, w_eNK: Tensor) -> Both:
-        return self.quantise(w_eNK, self.recipe)
 
     def _gathered(self, rows: Rows) -> Tensor:
         return gather_rows_plain(rows.widen(), *self.where)

@@ -34,13 +34,7 @@ class ProductSource:
 
 
 class TorchProducts:
-    """The contract is `products.Products`. Any strides, any device; a subclass has kernels.
-
-    Args:
-        index: which source row each expert row reads, and its weight.
-        activation: between the two products.
-        weights: without biases.
-    """
+    """The contract is `products.Products`. Any strides, any device; a subclass has kernels."""
 
     def __init__(
         self, index: ExpertIndex, activation: ActivationOptions, weights: ExpertWeights

@@ -1,22 +1,25 @@
 """The experts' operation as a custom op: what compilers, fake tensors and dispatch modes see.
 
-Schemas are flat; each op has a record of its arguments, so that nothing is taken by position.
+Schemas are flat; each op has a record of its arguments by the names in its schema, so that nothing
+is taken by position.
 
 Letters: as in `contract.py`.
 """
 
 from __future__ import annotations
 
+import re
+from collections import namedtuple
 from dataclasses import astuple, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
-from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, ProductsName
+from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import register
 from moecore.kernels.rows.activation import ActivationOptions
@@ -42,63 +45,18 @@ _BACKWARD = (
 )
 
 
-class _Inputs(NamedTuple):
-    """Arguments of the forward op; `handle_RD` and those before it may have gradients."""
-
-    x_SD: Any = None
-    w1_eCD: Any = None
-    w2_eDF: Any = None
-    weights_R: Any = None
-    handle_RD: Any = None
-    x_scales: Any = None
-    row_ids_R: Any = None
-    slots_SK: Any = None
-    offsets_e: Any = None
-    kind: Any = None
-    limit: Any = None
-    alpha: Any = None
-    interleaved: Any = None
-    products: Any = None
-    keep_h: Any = None
-    scaling: Any = None
-    power_of_two: Any = None
-    grad_format: Any = None
-    amax_history: Any = None
-    keep_hidden: Any = None
-    dtype: Any = None
+def _record(name: str, schema: str) -> Any:
+    """Return a record of a schema's arguments, of which any may be left out."""
+    names = re.findall(r"(\w+)[,)]", schema.split("->")[0])
+    return namedtuple(name, names, defaults=[None] * len(names))
 
 
-class _BackwardInputs(NamedTuple):
-    """Arguments of the backward op; h_RC is [0] where FC1 runs again, h_scales without scales."""
-
-    dy: Tensor
-    x_SD: Tensor
-    x_scales: Tensor | None
-    h_RC: Tensor
-    h_scales: Tensor
-    w1_eCD: Tensor
-    w2_eDF: Tensor
-    weights_R: Tensor
-    row_ids_R: Tensor
-    slots_SK: Tensor
-    offsets_e: Tensor
-    kind: str
-    limit: float
-    alpha: float
-    interleaved: bool
-    products: ProductsName
-    keep_h: bool
-    scaling: str
-    power_of_two: bool
-    grad_format: Any
-    amax_history: int
-    keep_hidden: Any
-    dtype: torch.dtype
-    unsummed: bool
-    wants: list[bool]
+_Inputs = _record("_Inputs", _FORWARD)  # `handle_RD` and those before it may have gradients
+# h_RC is [0] where FC1 runs again, h_scales where H has no scales.
+_BackwardInputs = _record("_BackwardInputs", _BACKWARD)
 
 
-def _options(args: _Inputs | _BackwardInputs) -> ExpertMLPOptions:
+def _options(args: Any) -> ExpertMLPOptions:
     activation = ActivationOptions(
         kind=args.kind, limit=args.limit, alpha=args.alpha, interleaved=args.interleaved
     )
@@ -123,11 +81,11 @@ def _rows(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Rows:
     return Rows(values) if scales is None else Rows(values, scales, dtype)
 
 
-def _index(args: _Inputs | _BackwardInputs) -> ExpertIndex:
+def _index(args: Any) -> ExpertIndex:
     return ExpertIndex(args.row_ids_R, args.weights_R, args.slots_SK, args.offsets_e)
 
 
-def _weights(args: _Inputs | _BackwardInputs) -> ExpertWeights:
+def _weights(args: Any) -> ExpertWeights:
     return ExpertWeights(w1_eCD=args.w1_eCD, w2_eDF=args.w2_eDF)
 
 
@@ -186,7 +144,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> _Inputs:
+def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
     if dy is None:
         return _Inputs()
     needs = _Inputs(*ctx.needs_input_grad)
@@ -200,12 +158,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> _Inputs:
 
 _bwd = register("expert_mlp_bwd", _backward, _backward_fake, schema=_BACKWARD)
 _fwd = register(
-    "expert_mlp",
-    _forward,
-    _forward_fake,
-    schema=_FORWARD,
-    setup_context=_save,
-    backward=_differentiate,
+    "expert_mlp", _forward, _forward_fake, schema=_FORWARD, save=_save, backward=_differentiate
 )
 
 

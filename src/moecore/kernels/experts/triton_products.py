@@ -39,19 +39,12 @@ class TritonProducts(TorchProducts):
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
         """Return why such experts cannot be multiplied; None = they can."""
-        for field, refused in (
-            ("MoEConfig.fc1_bias", spec.fc1_bias),
-            ("MoEConfig.fc2_bias", spec.fc2_bias),
-            ("LoRA on experts", spec.adapted),
-            ("own activation of the model", spec.own_activation),
-            ("ExpertLayout.transposed", spec.transposed),
-            ("interleaved ExpertLayout.gate_up", spec.interleaved and spec.gated),
-        ):
-            if refused:
-                return (
-                    f"{field} (True) must be False for expert_backend ('triton'): use "
-                    "expert_backend='torch'"
-                )
+        field = spec.not_plain()
+        if field is not None:
+            return (
+                f"{field} (True) must be False for expert_backend ('triton'): use "
+                "expert_backend='torch'"
+            )
         if spec.dtypes is not None and spec.dtypes not in ({torch.bfloat16}, {torch.float16}):
             shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes))
             return (

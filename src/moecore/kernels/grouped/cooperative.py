@@ -4,25 +4,60 @@
     cooperative_activation  h[r] = x[r] @ w1[expert(r)]^T,  out[r] = act(h[r]) * weight[r]
 
 Letters: R expert rows (length), e experts, M N K the sizes of one product, D model dim, F hidden
-dim, C = 2F columns of h.
+dim, C = 2F columns of h. One persistent program per multiprocessor:
 
-One persistent program per multiprocessor. A warp of its own fills a ring of stages by TMA. Each
-warp group multiplies half of a tile's rows, puts the result into shared memory, and goes on: while
-the next tile is multiplied, TMA stores this one and two more warps compute its activation.
+    loading warp      fills a ring of stages with blocks of a and b, by TMA  (_load)
+    warp group 0, 1   multiply the upper and the lower half of every tile    (_consume)
+    two more warps    turn h into the activation, with FC1                   (_activate)
+
+What they share:
+
+    ring    stages of a and of b, and two barriers each: full when its TMA has arrived, empty when
+            both groups have read it; they do not wait for each other otherwise
+    stage   what TMA stores: blocks of out, or gate of each group and up of each, with two barriers
+            per group: staged when gate and up are there, taken when those warps have read them
+    tiles   the map (`rows/row_tiles.py`), the number of row tiles, and that of column tiles
+
+A group stages its half of a tile in shared memory, once what it staged before has been read: by
+TMA, which stores the half as a whole, and by the warps that compute the activation. It goes on with
+the next tile meanwhile. Where an expert's rows end, or F within a tile of h, threads store what is
+there instead (store_part).
+
 2 * R * N * K floating-point operations. Bytes moved at least: a (R * K elements), b and the outputs
-once each.
-
-Tiles of this size read a quarter less through the L2 cache than those of `pingpong.py`, which costs
-power: a training step is bound by power (docs/findings/measuring.md). The Triton kernels of
-`gemm.py` compute the same; these run where they are faster.
+once each. Tiles of this size read a quarter less through the L2 cache than those of `pingpong.py`,
+which costs power: a training step is bound by power (docs/findings/measuring.md). The Triton
+kernels of `gemm.py` compute the same; these run where they are faster.
 """
 
 from torch import Tensor
 
-from moecore.kernels.common import gluon_descriptor, num_sms, on_device
-from moecore.kernels.grouped.cooperative_kernel import sm90_bf16_grouped_kernel
-from moecore.kernels.grouped.skeleton import GroupedConstants
+from moecore.kernels.common import (
+    gl,
+    gluon,
+    gluon_descriptor,
+    halves,
+    hopper,
+    num_sms,
+    on_device,
+    thread_barrier,
+    tma_load,
+    tma_store,
+)
+from moecore.kernels.grouped.skeleton import (
+    GroupedConstants,
+    Ring,
+    RowTiling,
+    await_stage,
+    begin_staging,
+    end_stage_before,
+    end_staging,
+    load_row_tiles,
+    locate_rows,
+    make_barriers,
+    store_part,
+)
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.activation_kernel import activate
 from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 
 BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
@@ -30,6 +65,201 @@ GROUP_M = 8  # row tiles that share weights in L2
 EPILOGUE_ROWS = 16  # of an activation, at a time in registers
 CONSUMER_REGISTERS = {False: 240, True: 208}  # without and with an activation
 EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
+
+
+@gluon.jit
+def _load(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
+    """Load the blocks of a step."""
+    a_desc, b_desc, K, N = operands
+    expert, row, _, n = place
+    HALF_N: gl.constexpr = CONST.BLOCK_N // 2
+    b = ring.b.index(slot)
+    tma_load(a_desc, [row, k], bar, ring.a.index(slot))
+    if CONST.ACTIVATION:  # gate columns, then the up columns that belong to them
+        first = expert * 2 * N + n * HALF_N
+        tma_load(b_desc, [first, k], bar, b.slice(0, HALF_N, 0))
+        tma_load(b_desc, [first + N, k], bar, b.slice(HALF_N, HALF_N, 0))
+    elif CONST.B_IS_NK:
+        tma_load(b_desc, [expert * N + n * CONST.BLOCK_N, k], bar, b)
+    else:
+        tma_load(b_desc, [expert * K + k, n * CONST.BLOCK_N], bar, b)
+
+
+@gluon.jit
+def _activate(
+    weights_ptr,
+    h_ptr,
+    out_ptr,
+    stage,
+    tiles,
+    N,
+    CONST: gl.constexpr,  # Constants
+):
+    """Store the weighted activation of every tile, ROWS at a time, and h where TMA does not."""
+    N = N // 8 * 8  # as in _consume
+    HALF_M: gl.constexpr = CONST.BLOCK_M // 2
+    HALF_N: gl.constexpr = CONST.BLOCK_N // 2
+    ROWS: gl.constexpr = CONST.EPILOGUE_ROWS
+    KIND: gl.constexpr = CONST.KIND
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    out_smem, staged, taken = stage
+    parity = 0
+    for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
+        _, first, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
+        column = n * HALF_N
+        for group in gl.static_range(2):
+            hopper.mbarrier.wait(staged.index(group), parity)
+            is_whole = (first + (group + 1) * HALF_M <= end) & (column + HALF_N <= N)
+            for i in gl.static_range(HALF_M // ROWS):
+                row = first + group * HALF_M + i * ROWS
+                gate = out_smem.index(group).slice(i * ROWS, ROWS, 0).load(layout)
+                up = out_smem.index(group + 2).slice(i * ROWS, ROWS, 0).load(layout)
+                if i == HALF_M // ROWS - 1:
+                    thread_barrier()  # all have read the last rows
+                    hopper.mbarrier.arrive(taken.index(group), count=1)
+                if not is_whole:
+                    store_part(h_ptr, gate, row, end, column, N, 2 * N)
+                    store_part(h_ptr + N, up, row, end, column, N, 2 * N)
+                rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+                weights = gl.load(weights_ptr + rows, mask=rows < end, other=0.0)
+                # The activation reads h as it is stored: the backward recomputes it from there.
+                gate, up = gate.to(gl.float32), up.to(gl.float32)
+                a = activate(gate, up, KIND, CONST.LIMIT, CONST.ALPHA)
+                out = (a * weights[:, None]).to(dtype)
+                store_part(out_ptr, out, row, end, column, N, N)
+        parity = 1 - parity
+
+
+@gluon.jit
+def _consume(
+    GROUP: gl.constexpr,
+    h_desc,
+    out_ptr,
+    out_desc,
+    stage,
+    ring,
+    tiles,
+    K,
+    N,
+    CONST: gl.constexpr,  # Constants
+):
+    """Multiply one half of every tile, and store it or h."""
+    N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    HALF_M: gl.constexpr = CONST.BLOCK_M // 2
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    out_smem = stage[0]
+    parity = 1
+    step = 0
+    for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
+        _, row, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
+        row += GROUP * HALF_M
+        total_MN = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
+        for k in range(0, K, CONST.BLOCK_K):
+            slot = await_stage(ring, step)
+            a = ring.a.index(slot).slice(GROUP * HALF_M, HALF_M, 0)
+            b = ring.b.index(slot)
+            if CONST.B_IS_NK:
+                b = b.permute((1, 0))
+            total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
+            total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
+            end_stage_before(ring, step, k > 0)
+            step += 1
+        total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
+        end_stage_before(ring, step, True)
+        out = total_MN.to(dtype)
+        if CONST.ACTIVATION:
+            column = n * HALF_N
+            gate, up = halves(out)
+            staged, taken = stage[1], stage[2]
+            hopper.mbarrier.wait(taken.index(GROUP), parity)
+            parity = 1 - parity
+            begin_staging()
+            out_smem.index(GROUP).store(gate)
+            out_smem.index(GROUP + 2).store(up)
+            end_staging()
+            hopper.mbarrier.arrive(staged.index(GROUP), count=1)
+            if (row + HALF_M <= end) & (column + HALF_N <= N):
+                tma_store(h_desc, [row, column], out_smem.index(GROUP))
+                tma_store(h_desc, [row, N + column], out_smem.index(GROUP + 2))
+        elif row + HALF_M <= end:
+            begin_staging()
+            out_smem.index(GROUP).store(out)
+            end_staging()
+            tma_store(out_desc, [row, n * BLOCK_N], out_smem.index(GROUP))
+        else:
+            wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+            left, right = halves(out)
+            column = n * BLOCK_N
+            store_part(out_ptr, gl.convert_layout(left, wide), row, end, column, N, N)
+            column += HALF_N
+            store_part(out_ptr, gl.convert_layout(right, wide), row, end, column, N, N)
+    hopper.tma.store_wait(0)
+
+
+@gluon.jit
+def sm90_bf16_grouped_kernel(
+    a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
+    b_desc,  # [e * N, K] as blocks [WIDTH, BLOCK_K], or [e * K, N] as blocks [BLOCK_K, BLOCK_N]
+    map_ptr,  # see `rows/row_tiles.py`
+    weights_ptr,  # [R] fp32, or None with h: the product alone
+    h_ptr,  # [R, 2F], out
+    h_desc,  # the same in blocks like those of out_desc
+    out_ptr,  # [R, N]; rows past the last offset stay as they are, in both outputs
+    out_desc,  # the same as blocks [BLOCK_M / 2, BLOCK_N], with h half as wide
+    K,
+    N,
+    CONST: gl.constexpr,  # Constants
+):
+    """Compute one of the two products."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    STAGES: gl.constexpr = CONST.STAGES
+    dtype: gl.constexpr = b_desc.dtype
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+    if CONST.B_IS_NK:
+        b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
+    else:
+        b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
+    blocks: gl.constexpr = 4 if CONST.ACTIVATION else 2
+    block: gl.constexpr = out_desc.block_type.shape
+    out_smem = gl.allocate_shared_memory(dtype, [blocks, block[0], block[1]], out_desc.layout)
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    num_n = gl.cdiv(N, BLOCK_N // 2 if CONST.ACTIVATION else BLOCK_N)
+    ring = Ring(a_smem, b_smem, full, empty)
+    if CONST.ACTIVATION:
+        stage = (out_smem, make_barriers(2, 1), make_barriers(2, 1))
+    else:
+        stage = (out_smem,)  # type: ignore[assignment]
+    tiles = RowTiling(map_ptr, gl.load(map_ptr), num_n)
+    operands = (a_desc, b_desc, K, N)
+    if CONST.ACTIVATION:
+        gl.warp_specialize(
+            [
+                (_consume, (0, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
+                (_consume, (1, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
+                (_activate, (weights_ptr, h_ptr, out_ptr, stage, tiles, N, CONST)),
+                (load_row_tiles, (gl.constexpr(_load), operands, ring, tiles, K, CONST)),
+            ],
+            [4, 2, 1],
+            [CONST.CONSUMER_REGISTERS, CONST.EPILOGUE_REGISTERS, CONST.PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
+                (_consume, (1, h_desc, out_ptr, out_desc, stage, ring, tiles, K, N, CONST)),
+                (load_row_tiles, (gl.constexpr(_load), operands, ring, tiles, K, CONST)),
+            ],
+            [4, 1],
+            [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],
+        )
 
 
 def _launch(
@@ -57,9 +287,7 @@ def _launch(
             EPILOGUE_REGISTERS=EPILOGUE_REGISTERS,
             EPILOGUE_ROWS=EPILOGUE_ROWS,
             ACTIVATION=True,
-            KIND=options.kind,
-            LIMIT=options.limit,
-            ALPHA=options.alpha,
+            **options.constants,
         )
     with on_device(a):
         sm90_bf16_grouped_kernel[(num_sms(a.device),)](
@@ -85,7 +313,6 @@ def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles) -> Tensor:
         a_RK: rows in expert order, bf16 or fp16, contiguous.
         b_eKN: dtype of `a_RK`; contiguous, or the transpose of a contiguous [e, N, K]. K and N are
             multiples of 8.
-        tiles: from `map_row_tiles`.
 
     Returns:
         [R, N], dtype of `a_RK`, summed in fp32 and rounded once. Rows past the last expert's are
@@ -109,7 +336,6 @@ def cooperative_activation(
     Args:
         x_RD: rows in expert order, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
-        tiles: from `map_row_tiles`.
         weights_R: fp32 routing weights.
         options: a gated activation, not interleaved.
 

@@ -20,7 +20,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
+from moecore.kernels.common import (
+    gluon_descriptor,
+    has_hopper_kernels,
+    num_sms,
+    on_device,
+    rows_of_experts,
+)
 from moecore.kernels.grouped.fp8_kernel import sm90_fp8_grouped_nt_kernel
 from moecore.kernels.grouped.fp8_wgrad_kernel import sm90_fp8_grouped_wgrad_kernel
 from moecore.kernels.grouped.skeleton import GroupedConstants
@@ -48,14 +54,12 @@ def fp8_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) ->
     """
     R, N = a.values.shape[0], b.values.shape[1]
     out_RN = torch.zeros(R, N, device=b.values.device)
-    start = 0
-    for i, stop in enumerate(offsets_e.tolist()):
+    for i, rows in enumerate(rows_of_experts(offsets_e)):
         for k in range(a.values.shape[1] // BLOCK):
             part = slice(k * BLOCK, (k + 1) * BLOCK)
-            product = a.values[start:stop, part].float() @ b.values[i, :, part].float().T
+            product = a.values[rows, part].float() @ b.values[i, :, part].float().T
             scales_N = b.scales[i, :, k].repeat_interleave(BLOCK)
-            out_RN[start:stop] += product * (a.scales[k, start:stop, None] * scales_N)
-        start = stop
+            out_RN[rows] += product * (a.scales[k, rows, None] * scales_N)
     return out_RN.to(dtype)
 
 
@@ -68,7 +72,6 @@ def fp8_gemm(
         a: rows in expert order, [R, K]; K a multiple of 128.
         b: one matrix of every expert, [e, N, K]; N a multiple of 128.
         offsets_e: int32 running sum of the experts' rows.
-        tiles: from `map_row_tiles`.
         dtype: of the result, bf16 or fp16 on a GPU.
 
     Returns:
@@ -107,14 +110,12 @@ def fp8_wgrad_ref(x: Blocks, y: Blocks, tiles: RowTiles) -> Tensor:
     """
     M, N = x.values.shape[1], y.values.shape[1]
     out_eMN = torch.zeros(tiles.ends_e.shape[0], M, N, device=tiles.ends_e.device)
-    first = 0
-    for i, last in enumerate(tiles.ends_e.tolist()):
-        for t in range(first, last):
+    for i, of_expert in enumerate(rows_of_experts(tiles.ends_e)):
+        for t in range(of_expert.start, of_expert.stop):
             product = x.values[t].float() @ y.values[t].float().T
             x_scales_M = x.scales[t].repeat_interleave(BLOCK)
             y_scales_N = y.scales[t].repeat_interleave(BLOCK)
             out_eMN[i] += product * (x_scales_M[:, None] * y_scales_N)
-        first = last
     return out_eMN
 
 
@@ -133,7 +134,6 @@ def fp8_wgrad(
     Args:
         x: columns of row tiles, [t, M, 128]; M a multiple of 128.
         y: likewise; N a multiple of 128.
-        tiles: from `map_row_tiles`, of both.
         out: fp32 or bf16 [e, M, N], contiguous, which takes the result.
         adds: whether the result is added to `out`, in fp32.
         dtype: of a new result.

@@ -16,8 +16,6 @@ A stage is one row tile: 128 rows of an expert are the summed dim. Its sum is pr
 `fp8_kernel.py`.
 """
 
-from functools import partial
-
 from moecore.kernels.common import gl, gluon, hopper, tma_load
 from moecore.kernels.grouped.skeleton import (
     Ring,
@@ -124,7 +122,7 @@ def _consume(
     hopper.tma.store_wait(0)
 
 
-@partial(gluon.jit, do_not_specialize=["num_experts"])
+@gluon.jit(do_not_specialize=["num_experts"])
 def sm90_fp8_grouped_wgrad_kernel(
     x_desc,  # [t * M, 128] as blocks [BLOCK_M, BLOCK_K]
     y_desc,  # [t * N, 128] as blocks [BLOCK_N, BLOCK_K]

@@ -16,7 +16,6 @@ floating-point operations.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,9 +23,10 @@ from torch import Tensor
 from moecore.kernels.common import (
     INTERPRET,
     TensorDescriptor,
+    launch,
     next_power_of_2,
     num_sms,
-    on_device,
+    rows_of_experts,
     tl,
     triton,
 )
@@ -52,10 +52,8 @@ def grouped_gemm_ref(
     rows_R = a if row_ids_R is None else a.index_select(0, row_ids_R)
     dtype = torch.promote_types(a.dtype, torch.float32)
     out = torch.zeros(rows_R.shape[0], b.shape[2], dtype=dtype, device=a.device)
-    start = 0
-    for i, stop in enumerate(offsets_e.tolist()):
-        out[start:stop] = rows_R[start:stop].to(dtype) @ b[i].to(dtype)
-        start = stop
+    for i, rows in enumerate(rows_of_experts(offsets_e)):
+        out[rows] = rows_R[rows].to(dtype) @ b[i].to(dtype)
     return out.to(a.dtype)
 
 
@@ -74,26 +72,20 @@ def grouped_gemm_activation_ref(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileConfig:
-    """How a product is cut.
+    """How a product is cut."""
 
-    Attributes:
-        block_m, block_n, block_k: sizes of a tile and of a step along K.
-        group_m: row tiles that share weights in L2.
-        num_stages: steps in flight.
-        num_warps: warps of a program.
-        flatten: let the next tile's loads start under this tile's epilogue. It slows down gathered
-            rows, whose addresses would be computed inside the flattened loop.
-        epilogue_parts: 1 or 2; columns are rounded and stored in this many parts, which share one
-            staging buffer in shared memory.
-    """
-
+    # sizes of a tile and of a step along K
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
-    group_m: int = 8
-    num_stages: int = 3
-    num_warps: int = 8
+    group_m: int = 8  # row tiles that share weights in L2
+    num_stages: int = 3  # steps in flight
+    num_warps: int = 8  # warps of a program
+    # let the next tile's loads start under this tile's epilogue. It slows down gathered rows, whose
+    # addresses would be computed inside the flattened loop
     flatten: bool = False
+    # 1 or 2; columns are rounded and stored in this many parts, which share one staging buffer in
+    # shared memory
     epilogue_parts: int = 1
 
 
@@ -159,7 +151,7 @@ def _store(
     tl.store(out_ptr + rows[:, None] * row_stride + columns[None, :], out, mask=mask)
 
 
-@partial(triton.jit, do_not_specialize=["num_experts"])
+@triton.jit(do_not_specialize=["num_experts"])
 def _grouped_gemm_fwd_kernel(
     a_ptr,  # [S or R, K]
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]; unused with GATHER
@@ -219,7 +211,7 @@ def _grouped_gemm_fwd_kernel(
             _store(out_ptr, right, rows, in_rows, column + BLOCK_N // 2, N, N)
 
 
-@partial(triton.jit, do_not_specialize=["num_experts"])
+@triton.jit(do_not_specialize=["num_experts"])
 def _grouped_gemm_activation_fwd_kernel(
     x_ptr,  # [S, D]
     w1_desc,  # [2e, F, D], gate and up of each expert in turn, as blocks [2, BLOCK_F, BLOCK_K]
@@ -273,23 +265,17 @@ def _grouped_gemm_activation_fwd_kernel(
 
 
 def grouped_gemm(
-    a: Tensor,
-    b: Tensor,
-    offsets_e: Tensor,
-    *,
-    row_ids_R: Tensor | None = None,
-    config: TileConfig | None = None,
+    a: Tensor, b: Tensor, offsets_e: Tensor, *, row_ids_R: Tensor | None = None
 ) -> Tensor:
     """Return each expert row times its expert's matrix. No autograd, no host sync.
 
     Args:
         a: [R, K] rows in expert order, or [S, K] source rows with `row_ids_R`; bf16 or fp16,
             contiguous.
-        b: [e, K, N], the dtype of `a`; contiguous, or the transpose of a contiguous [e, N, K].
-            K and N are multiples of 8 (16 bytes, for TMA).
+        b: [e, K, N], the dtype of `a`; contiguous, or the transpose of a contiguous [e, N, K]. K
+            and N are multiples of 8 (16 bytes, for TMA).
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         row_ids_R: int32, the row of `a` that each expert row reads; rows are gathered while loaded.
-        config: how to cut; default is what was fastest on an H200 at qwen3-30b's sizes.
 
     Returns:
         [R, N], dtype of `a`, summed in fp32 and rounded once. Rows past offsets_e[-1] are
@@ -303,27 +289,21 @@ def grouped_gemm(
     b_is_NK = b.stride(1) == 1
     flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else N)
     gather = row_ids_R is not None
-    c = config or (SMALL if INTERPRET else GATHERED if gather else CONTIGUOUS)
+    c = SMALL if INTERPRET else GATHERED if gather else CONTIGUOUS
     block_b = [c.block_n, c.block_k] if b_is_NK else [c.block_k, c.block_n]
     a_desc = a if gather else TensorDescriptor.from_tensor(a, [c.block_m, c.block_k])
-    with on_device(a):
-        _grouped_gemm_fwd_kernel[(num_sms(a.device),)](
-            a,
-            a_desc,
-            TensorDescriptor.from_tensor(flat, block_b),
-            row_ids_R if gather else offsets_e,
-            offsets_e,
-            out,
-            e,
-            N,
-            K,
-            GATHER=gather,
-            B_IS_NK=b_is_NK,
-            **_shared(c, e),
-            BLOCK_N=c.block_n,
-            FLATTEN=c.flatten,
-            PARTS=c.epilogue_parts,
-        )
+    b_desc = TensorDescriptor.from_tensor(flat, block_b)
+    launch(
+        _grouped_gemm_fwd_kernel,
+        num_sms(a.device),
+        *(a, a_desc, b_desc, row_ids_R if gather else offsets_e, offsets_e, out, e, N, K),
+        GATHER=gather,
+        B_IS_NK=b_is_NK,
+        **_shared(c, e),
+        BLOCK_N=c.block_n,
+        FLATTEN=c.flatten,
+        PARTS=c.epilogue_parts,
+    )
     return out
 
 
@@ -334,8 +314,6 @@ def grouped_gemm_activation(
     weights_R: Tensor,
     offsets_e: Tensor,
     options: ActivationOptions,
-    *,
-    config: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return FC1's output and the weighted activation of it, in one pass over the source rows.
 
@@ -348,7 +326,6 @@ def grouped_gemm_activation(
         weights_R: fp32 routing weights.
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         options: a gated activation, not interleaved.
-        config: how to cut.
 
     Returns:
         h_RC [R, 2F] and a_RF [R, F]; rows past offsets_e[-1] are uninitialised.
@@ -358,26 +335,17 @@ def grouped_gemm_activation(
     h_RC, a_RF = x_SD.new_empty(R, C), x_SD.new_empty(R, F)
     if not R or not x_SD.shape[0]:
         return h_RC, a_RF
-    c = config or (SMALL if INTERPRET else GATHERED)
+    c = SMALL if INTERPRET else GATHERED
     block = [2, c.block_n // 2, c.block_k]
-    with on_device(x_SD):
-        _grouped_gemm_activation_fwd_kernel[(num_sms(x_SD.device),)](
-            x_SD,
-            TensorDescriptor.from_tensor(w1_eCD.view(2 * e, F, D), block),
-            row_ids_R,
-            weights_R,
-            offsets_e,
-            h_RC,
-            a_RF,
-            e,
-            F,
-            D,
-            KIND=options.kind,
-            LIMIT=options.limit,
-            ALPHA=options.alpha,
-            **_shared(c, e),
-            BLOCK_F=c.block_n // 2,
-        )
+    w1_desc = TensorDescriptor.from_tensor(w1_eCD.view(2 * e, F, D), block)
+    launch(
+        _grouped_gemm_activation_fwd_kernel,
+        num_sms(x_SD.device),
+        *(x_SD, w1_desc, row_ids_R, weights_R, offsets_e, h_RC, a_RF, e, F, D),
+        **options.constants,
+        **_shared(c, e),
+        BLOCK_F=c.block_n // 2,
+    )
     return h_RC, a_RF
 
 

@@ -6,24 +6,60 @@
 row(r) is row_ids[r] where the rows are gathered while they are loaded, else r itself.
 
 Letters: S source rows, R expert rows (length), e experts, D model dim, F hidden dim, C = 2F
-columns of h.
+columns of h; M N K the sizes of one product: R rows, F columns, D summed. One persistent program
+per multiprocessor:
 
-One persistent program per multiprocessor. Warps of their own fill a ring of stages: w2 and
-contiguous rows by TMA, gathered rows by asynchronous copies. One warp group multiplies a tile of
-BLOCK_M x BLOCK_N while the other one, which moves six times what the product alone would store,
-ends the tile before: memory and tensor cores work at the same time. 2 * R * D * F floating-point
-operations. Bytes moved at least: dy (R * D elements), w2, h, dh and the activation once each.
+    loading warps     fill a ring of stages with blocks of dy and w2   (_produce)
+    warp group 0, 1   take turns: one multiplies, the other stores     (_consume)
 
-Products that store less multiply larger tiles instead (`grouped/cooperative.py`).
+What they share:
+
+    ring    stages of dy and of w2, and two barriers each: full when TMA and copies have arrived,
+            empty when the group that has the turn has multiplied it
+    turns   two barriers per group: it may multiply, it may use the stage
+    stage   da in quarters, since a loop over them needs few registers; the descriptor of h, and two
+            slots of its gate and up [4, BLOCK_M, BLOCK_N / 4] with a barrier each: h has arrived
+    tiles   the map (`rows/row_tiles.py`), the number of row tiles, and that of column tiles
+
+w2 and contiguous rows come by TMA, gathered rows by asynchronous copies. A group that stores moves
+six times what the product alone would store: memory and tensor cores work at the same time. Both
+groups use the slots of h, one after the other: a group that has read one has the columns after the
+next brought there, in the end those of the other group's tile. So h has come when a product ends.
+
+2 * R * D * F floating-point operations. Bytes moved at least: dy (R * D elements), w2, h, dh and
+the activation once each. Products that store less multiply larger tiles (`cooperative.py`).
 """
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, gluon_descriptor, num_sms, on_device, tl, triton
-from moecore.kernels.grouped.pingpong_kernel import sm90_bf16_grouped_nn_act_bwd_kernel
-from moecore.kernels.grouped.skeleton import GroupedConstants
+from moecore.kernels.common import (
+    async_load,
+    cdiv,
+    gl,
+    gluon,
+    gluon_descriptor,
+    halves,
+    hopper,
+    launch,
+    num_sms,
+    thread_barrier,
+    tl,
+    tma_load,
+    triton,
+)
+from moecore.kernels.grouped.skeleton import (
+    GroupedConstants,
+    Ring,
+    RowTiling,
+    await_stage,
+    begin_stage,
+    end_stage_before,
+    locate_rows,
+    make_barriers,
+)
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.activation_kernel import activate_with_gradients
 from moecore.kernels.rows.row_tiles import BLOCK_M, RowTiles
 
 BLOCK_N, BLOCK_K, STAGES = 128, 64, 5
@@ -31,6 +67,260 @@ GROUP_M = {False: 4, True: 8}  # row tiles that share weights in L2, without and
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56
 CLEARED_ROWS = 64  # after the last expert row, which `grouped_wgrad` multiplies by 0
 ROWS_PER_SUM = 1024
+
+
+@gluon.jit
+def _produce(
+    a_ptr,  # [S or R, K]
+    a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
+    b_desc,  # [e * K, N] as blocks [BLOCK_K, BLOCK_N]
+    row_ids_ptr,  # [R] int32; unused without GATHER
+    ring,
+    tiles,
+    K,
+    CONST: gl.constexpr,  # Constants
+):
+    """Load the blocks of every tile, in order."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    GATHER: gl.constexpr = CONST.GATHER
+    K = K // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and copies 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    in_tile = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    in_step = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    ELEMENTS: gl.constexpr = BLOCK_N if GATHER else BLOCK_M + BLOCK_N
+    step = 0
+    for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
+        expert, row, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
+        if GATHER:
+            in_rows = row + in_tile < end
+            source = gl.load(row_ids_ptr + row + in_tile, mask=in_rows, other=0).to(gl.int64)
+            a_rows = a_ptr + (source * K)[:, None] + in_step[None, :]
+        for k in range(0, K, BLOCK_K):
+            slot, bar = begin_stage(ring, step, ELEMENTS * BLOCK_K * 2)
+            tma_load(b_desc, [expert * K + k, n * BLOCK_N], bar, ring.b.index(slot))
+            if GATHER:
+                mask = in_rows[:, None] & (k + in_step < K)[None, :]
+                async_load(ring.a.index(slot), a_rows + k, mask)
+                hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                tma_load(a_desc, [row, k], bar, ring.a.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _fetch_h(
+    h_desc,  # [R, 2F] as blocks [BLOCK_M, PART]
+    h_smem,  # [4, BLOCK_M, PART]: two slots of gate and up
+    arrived,  # two barriers: a slot has its data
+    slot,
+    row,
+    column,
+    F,
+):
+    """Begin to load some columns of a tile's h."""
+    bar = arrived.index(slot)
+    hopper.mbarrier.expect(bar, h_smem.shape[1] * h_smem.shape[2] * 4)
+    tma_load(h_desc, [row, column], bar, h_smem.index(2 * slot))
+    tma_load(h_desc, [row, F + column], bar, h_smem.index(2 * slot + 1))
+
+
+@gluon.jit
+def _store(
+    total_MN,  # da
+    stage,
+    others_turn,  # barrier: the other group may use da_smem and h_smem
+    weights_ptr,
+    dh_ptr,
+    out_ptr,
+    dweights_ptr,  # [BLOCK_M] and on: this column tile's part
+    row,
+    end,
+    column,
+    F,
+    has_next,
+    next_row,  # of the other group's tile
+    next_column,
+    CONST: gl.constexpr,  # Constants
+):
+    """The first half of h is on its way; each quarter read makes room for the one after the next.
+
+    Those are this tile's second half, then the next tile's first one.
+    """
+    KIND: gl.constexpr = CONST.KIND
+    da_smem, h_desc, h_smem, arrived = stage
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    left, right = halves(total_MN.to(dtype))
+    part0, part1 = halves(left)
+    part2, part3 = halves(right)
+    da_smem.index(0).store(part0)
+    da_smem.index(1).store(part1)
+    da_smem.index(2).store(part2)
+    da_smem.index(3).store(part3)
+    BLOCK_M: gl.constexpr = total_MN.shape[0]
+    PART: gl.constexpr = total_MN.shape[1] // 4
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // PART, PART // 8], [gl.num_warps(), 1], [1, 0]
+    )
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    in_rows = rows < end
+    weights = gl.load(weights_ptr + rows, mask=in_rows, other=0.0)
+    dweights = gl.zeros((BLOCK_M,), gl.float32, gl.SliceLayout(1, layout))
+    for i in range(4):
+        columns = column + i * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
+        mask = in_rows[:, None] & (columns < F)[None, :]
+        hopper.mbarrier.wait(arrived.index(i % 2), i // 2)
+        gate = h_smem.index(i % 2 * 2).load(layout)
+        up = h_smem.index(i % 2 * 2 + 1).load(layout)
+        thread_barrier()  # all have read the slot
+        is_own = i < 2
+        if is_own or has_next:
+            coming_row = gl.where(is_own, row, next_row)
+            coming = gl.where(is_own, column, next_column) + (i + 2) % 4 * PART
+            _fetch_h(h_desc, h_smem, arrived, i % 2, coming_row, coming, F)
+        gate, up = gate.to(gl.float32), up.to(gl.float32)
+        a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, CONST.LIMIT, CONST.ALPHA)
+        da = da_smem.index(i).load(layout).to(gl.float32)
+        if i == 3:
+            thread_barrier()  # all have read da
+            hopper.mbarrier.arrive(others_turn, count=1)
+        dweights += gl.sum(gl.where(mask, da * a, 0.0), 1)
+        out = out_ptr + (rows.to(gl.int64) * F)[:, None] + columns[None, :]
+        gl.store(out, (a * weights[:, None]).to(dtype), mask=mask)
+        da = da * weights[:, None]
+        dh = dh_ptr + (rows.to(gl.int64) * (2 * F))[:, None] + columns[None, :]
+        gl.store(dh, (da * da_dgate).to(dtype), mask=mask)
+        gl.store(dh + F, (da * da_dup).to(dtype), mask=mask)
+    gl.store(dweights_ptr + rows, dweights, mask=in_rows)
+
+
+@gluon.jit
+def _consume(
+    GROUP: gl.constexpr,
+    turns,
+    stage,
+    ring,
+    tiles,
+    outputs,
+    R,
+    K,
+    N,
+    CONST: gl.constexpr,  # Constants
+):
+    """Multiply and store every other tile: group 0 the first, group 1 the second, and so on."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    N = N // 8 * 8  # as above
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    turn, store_turn = turns
+    weights_ptr, out_ptr, dh_ptr, dweights_ptr = outputs
+    _da_smem, h_desc, h_smem, arrived = stage
+    num_k = gl.cdiv(K, CONST.BLOCK_K)
+    num_tiles = tiles.num_rows * tiles.num_columns
+    step = GROUP * num_k
+    parity = 1 - GROUP
+    store_parity = parity
+    first = gl.program_id(0) + GROUP * gl.num_programs(0)
+    if GROUP == 0:
+        if first < num_tiles:
+            _, row, _, n = locate_rows(first, tiles, CONST.GROUP_M)
+            _fetch_h(h_desc, h_smem, arrived, 0, row, n * BLOCK_N, N)
+            _fetch_h(h_desc, h_smem, arrived, 1, row, n * BLOCK_N + BLOCK_N // 4, N)
+    for tile in range(first, num_tiles, 2 * gl.num_programs(0)):
+        _, row, end, n = locate_rows(tile, tiles, CONST.GROUP_M)
+        total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+        # Not before the other group has read its last stage: a barrier distinguishes even and
+        # odd phases only, so a group that waits too early reads the other's data as its own.
+        hopper.mbarrier.wait(turn.index(GROUP), parity)
+        parity = 1 - parity
+        for i in range(num_k):
+            slot = await_stage(ring, step)
+            hopper.fence_async_shared()  # gathered rows came through the generic proxy
+            a, b = ring.a.index(slot), ring.b.index(slot)
+            total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
+            total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
+            end_stage_before(ring, step, i > 0)
+            step += 1
+        hopper.mbarrier.arrive(turn.index(1 - GROUP), count=1)
+        total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
+        end_stage_before(ring, step, True)
+        step += num_k  # the other group's
+        after = tile + gl.num_programs(0)  # the other group's
+        has_next = after < num_tiles
+        at = gl.where(has_next, after, tile)
+        _, next_row, _, next_n = locate_rows(at, tiles, CONST.GROUP_M)
+        hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
+        store_parity = 1 - store_parity
+        _store(
+            total_MN,
+            stage,
+            store_turn.index(1 - GROUP),
+            weights_ptr,
+            dh_ptr,
+            out_ptr,
+            dweights_ptr + n.to(gl.int64) * R,
+            row,
+            end,
+            n * BLOCK_N,
+            N,
+            has_next,
+            next_row,
+            next_n * BLOCK_N,
+            CONST,
+        )
+
+
+@gluon.jit(do_not_specialize=["R"])
+def sm90_bf16_grouped_nn_act_bwd_kernel(
+    a_ptr,  # [S or R, K]
+    a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
+    b_desc,  # see _produce
+    row_ids_ptr,  # [R] int32; unused without GATHER
+    map_ptr,  # see `rows/row_tiles.py`
+    weights_ptr,  # [R] fp32
+    h_desc,  # [R, 2F] as blocks [BLOCK_M, BLOCK_N / 4]
+    out_ptr,  # [R, F], out; rows past the last offset stay as they are, in all outputs
+    dh_ptr,  # [R, 2F], out
+    dweights_ptr,  # [column tiles, R] fp32, out
+    R,
+    K,
+    N,
+    CONST: gl.constexpr,  # Constants
+):
+    """Compute da and what follows from it."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    STAGES: gl.constexpr = CONST.STAGES
+    dtype: gl.constexpr = b_desc.dtype
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
+    # One arrival for the TMA, one for each producing thread's copies.
+    full, empty = make_barriers(STAGES, 129 if CONST.GATHER else 1), make_barriers(STAGES, 1)
+    turn, store_turn = make_barriers(2, 1), make_barriers(2, 1)
+    arrived = make_barriers(2, 1)
+    part: gl.constexpr = [4, BLOCK_M, BLOCK_N // 4]
+    staged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    da_smem = gl.allocate_shared_memory(dtype, part, staged)
+    h_smem = gl.allocate_shared_memory(dtype, part, h_desc.layout)
+    turns = (turn, store_turn)
+    stage = (da_smem, h_desc, h_smem, arrived)
+    ring = Ring(a_smem, b_smem, full, empty)
+    num_n = gl.cdiv(N, BLOCK_N)
+    tiles = RowTiling(map_ptr, gl.load(map_ptr), num_n)
+    outputs = (weights_ptr, out_ptr, dh_ptr, dweights_ptr)
+    gl.warp_specialize(
+        [
+            (_consume, (0, turns, stage, ring, tiles, outputs, R, K, N, CONST)),
+            (_consume, (1, turns, stage, ring, tiles, outputs, R, K, N, CONST)),
+            (_produce, (a_ptr, a_desc, b_desc, row_ids_ptr, ring, tiles, K, CONST)),
+        ],
+        [4, 4],
+        [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],
+    )
 
 
 @triton.jit
@@ -91,7 +381,6 @@ def pingpong_activation_bwd(
         dy: [R, D] rows in expert order, or [S, D] source rows with `row_ids_R`; bf16 or fp16,
             contiguous.
         w2_eDF: contiguous; D and F multiples of 8.
-        tiles: from `map_row_tiles`.
         h_RC: [R, 2F] FC1's output, contiguous.
         weights_R: fp32 routing weights.
         offsets_e: int32 running sum of the experts' rows.
@@ -112,36 +401,17 @@ def pingpong_activation_bwd(
     const = GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        KIND=options.kind,
-        LIMIT=options.limit,
-        ALPHA=options.alpha,
+        **options.constants,
         GATHER=gathers,
     )
-    e = offsets_e.shape[0]
-    with on_device(dy):
-        sm90_bf16_grouped_nn_act_bwd_kernel[(num_sms(dy.device),)](
-            dy,
-            gluon_descriptor(dy, (BLOCK_M, BLOCK_K)),
-            gluon_descriptor(w2_eDF.reshape(-1, F), (BLOCK_K, BLOCK_N)),
-            tiles.map if row_ids_R is None else row_ids_R,
-            tiles.map,
-            weights_R,
-            gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4)),
-            *(a_RF, dh_RC, parts, R, D, F),
-            CONST=const,
-            num_warps=4,
-        )
-        _finish_bwd_kernel[(CLEARED_ROWS + cdiv(R, ROWS_PER_SUM),)](
-            parts,
-            offsets_e,
-            dweights_R,
-            dh_RC,
-            a_RF,
-            e,
-            R,
-            F,
-            parts.shape[0],
-            CLEARED=CLEARED_ROWS,
-            BLOCK=ROWS_PER_SUM,
-        )
+    dy_desc = gluon_descriptor(dy, (BLOCK_M, BLOCK_K))
+    w2_desc = gluon_descriptor(w2_eDF.reshape(-1, F), (BLOCK_K, BLOCK_N))
+    h_desc = gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4))
+    rows = (row_ids_R if gathers else tiles.map, tiles.map, weights_R, h_desc)
+    args = (dy, dy_desc, w2_desc, *rows, a_RF, dh_RC, parts, R, D, F)
+    kernel = sm90_bf16_grouped_nn_act_bwd_kernel
+    launch(kernel, num_sms(dy.device), *args, CONST=const, num_warps=4)
+    ends = (parts, offsets_e, dweights_R, dh_RC, a_RF, offsets_e.shape[0], R, F, parts.shape[0])
+    grid = CLEARED_ROWS + cdiv(R, ROWS_PER_SUM)
+    launch(_finish_bwd_kernel, grid, *ends, CLEARED=CLEARED_ROWS, BLOCK=ROWS_PER_SUM)
     return dh_RC, dweights_R, a_RF

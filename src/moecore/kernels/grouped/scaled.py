@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_names import is_silent, scaled_grouped_mm
-from moecore.kernels.common import cdiv
+from moecore.kernels.common import cdiv, rows_of_experts
 from moecore.kernels.rows.e4m3 import FP8, block_scale_ref, magnitude_ref
 from moecore.kernels.rows.scaling import Blocks, Both, quantise_ref
 
@@ -27,27 +27,16 @@ ALIGNED = 16  # of which K, N, and each expert's rows in P are multiples
 
 
 class PaddedRows(NamedTuple):
-    """Where expert rows lie when each expert's are padded.
+    """Where expert rows lie when each expert's are padded."""
 
-    Attributes:
-        expert_R: int64 expert of each row; e for rows past the last one in use.
-        place_R: int64 row in P; P for rows past the last one in use.
-        offsets_e: int32 running sum of the padded counts.
-        length: P.
-    """
-
-    expert_R: Tensor
-    place_R: Tensor
-    offsets_e: Tensor
-    length: int
+    expert_R: Tensor  # int64 expert of each row; e for rows past the last one in use
+    place_R: Tensor  # int64 row in P; P for rows past the last one in use
+    offsets_e: Tensor  # int32 running sum of the padded counts
+    length: int  # P
 
 
 def pad_rows(offsets_e: Tensor, num_rows: int) -> PaddedRows:
     """Return where padded rows lie, in plain PyTorch. No host sync.
-
-    Args:
-        offsets_e: int32 on the device, running sum of the experts' rows.
-        num_rows: R, the length.
 
     Every expert has rows there: torch's product leaves what has none uninitialised.
 
@@ -95,7 +84,6 @@ def scaled_columns(
         x_RC: rows in expert order; those past the last one in use may be finite only.
         padded: of these rows.
         per_row: of the operand: a column of every expert.
-        power_of_two: of the scales; else amax / 448.
     """
     C, e = x_RC.shape[1], padded.offsets_e.shape[0]
     x_RC = x_RC.float()
@@ -120,11 +108,9 @@ def is_reference(x: Tensor) -> bool:
 def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `scaled_gemm` returns, expert by expert in plain PyTorch. Host sync."""
     out_RN = torch.zeros(a.values.shape[0], b.values.shape[1], device=b.values.device)
-    start = 0
-    for i, stop in enumerate(offsets_e.tolist()):
-        product = a.values[start:stop].float() @ b.values[i].float().T
-        out_RN[start:stop] = product * a.scales[start:stop, None] * b.scales[i]
-        start = stop
+    for i, rows in enumerate(rows_of_experts(offsets_e)):
+        product = a.values[rows].float() @ b.values[i].float().T
+        out_RN[rows] = product * a.scales[rows, None] * b.scales[i]
     return out_RN.to(dtype)
 
 
@@ -151,11 +137,10 @@ def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> 
 
 def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what `scaled_wgrad` returns, expert by expert in plain PyTorch. Host sync."""
-    out, start = [], 0
-    for i, stop in enumerate(offsets_e.tolist()):
-        product = x.values[:, start:stop].float() @ y.values[:, start:stop].float().T
+    out = []
+    for i, rows in enumerate(rows_of_experts(offsets_e)):
+        product = x.values[:, rows].float() @ y.values[:, rows].float().T
         out.append(product * x.scales[i, :, None] * y.scales[i])
-        start = stop
     return torch.stack(out).to(dtype)
 
 

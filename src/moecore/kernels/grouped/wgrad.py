@@ -9,20 +9,55 @@ FC1's gradient has the source rows as x and dH as y, transposed; FC2's has dY an
 Letters: S source rows, R expert rows (length), e experts, M columns of x, N columns of y.
 
 Hopper only; elsewhere a gather and torch's grouped product. One persistent program runs on each
-multiprocessor. Warps of its own fill a ring of stages: contiguous rows by TMA, rows that lie apart
-by asynchronous copies. Two warp groups multiply a tile of BLOCK_M x BLOCK_N. Rows of x past the
-expert's last one are made 0, so what y holds there is multiplied by 0. x takes the narrow side of
-the tile: copies of 256 columns take longer than the product of a stage ("weight gradients with
-gathered rows" in docs/findings/kernels.md). 2 * R * M * N floating-point operations.
+multiprocessor:
+
+    loading warps      fill a ring of stages with blocks of x and y     (_load, _gather)
+    two warp groups    multiply a tile together, then store it          (_consume)
+
+What they share:
+
+    ring    stages of x and of y, and two barriers each: full when TMA and copies have arrived,
+            empty when both groups have multiplied it
+    tiles   the number of row tiles, of column tiles, and of the tiles of all experts
+
+Contiguous rows come by TMA, rows that lie apart by asynchronous copies. Rows of x past the expert's
+last one are made 0, so what y holds there is multiplied by 0. x takes the narrow side of the tile:
+copies of 256 columns take longer than the product of a stage ("weight gradients with gathered rows"
+in docs/findings/kernels.md). 2 * R * M * N floating-point operations.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
-from moecore.kernels.grouped.skeleton import GroupedConstants
-from moecore.kernels.grouped.wgrad_kernel import sm90_bf16_grouped_wgrad_kernel
+from moecore.kernels.common import (
+    async_load,
+    gl,
+    gluon,
+    gluon_descriptor,
+    halves,
+    has_hopper_kernels,
+    hopper,
+    launch,
+    num_sms,
+    rows_of_experts,
+    thread_barrier,
+    tma_load,
+)
+from moecore.kernels.grouped.skeleton import (
+    GroupedConstants,
+    Ring,
+    WeightTiling,
+    add_part,
+    await_stage,
+    begin_stage,
+    end_stage_before,
+    load_weight_tiles,
+    locate_weights,
+    make_barriers,
+    range_of,
+    store_weight_block,
+)
 from moecore.kernels.rows.scaled_cast import scaled_cast
 
 BLOCK_M, BLOCK_N, BLOCK_K, CONSUMER_WARPS = 128, 256, 64, 8
@@ -45,12 +80,262 @@ def grouped_wgrad_ref(
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
-    out, start = [], 0
-    for stop in offsets_e.tolist():
-        product = x_RM[start:stop].to(dtype).T @ y_RN[start:stop].to(dtype)
+    out = []
+    for rows in rows_of_experts(offsets_e):
+        product = x_RM[rows].to(dtype).T @ y_RN[rows].to(dtype)
         out.append(product.T if transposed else product)
-        start = stop
     return torch.stack(out).to(x.dtype)
+
+
+@gluon.jit
+def _gather(
+    x_ptr,  # [S, M]
+    y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
+    row_ids_ptr,  # [R] int32
+    offsets_ptr,  # [e] int32
+    ring,
+    tiles,
+    M,
+    CONST: gl.constexpr,  # Constants
+):
+    """Load the rows of every tile, in order: those of x by their ids."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    WARPS: gl.constexpr = CONST.PRODUCER_WARPS
+    M = M // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and copies 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_M, BLOCK_M // 8], [WARPS, 1], [1, 0]
+    )
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    ids_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    in_step = gl.arange(0, BLOCK_K, row_layout)
+    ids = row_ids_ptr + gl.arange(0, BLOCK_K, ids_layout)
+    id_in_step = gl.arange(0, BLOCK_K, ids_layout)
+    columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    step = 0
+    for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
+        expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
+        start, end = range_of(offsets_ptr, expert)
+        # Row ids are read three steps ahead: a copy cannot start before its address is known.
+        ids0 = gl.load(ids + start, mask=start + id_in_step < end, other=0)
+        row = start + BLOCK_K
+        ids1 = gl.load(ids + row, mask=row + id_in_step < end, other=0)
+        row += BLOCK_K
+        ids2 = gl.load(ids + row, mask=row + id_in_step < end, other=0)
+        for row in range(start, end, BLOCK_K):
+            source = gl.convert_layout(ids0, row_layout).to(gl.int64)
+            ids0 = ids1
+            ids1 = ids2
+            ahead = row + 3 * BLOCK_K
+            ids2 = gl.load(ids + ahead, mask=ahead + id_in_step < end, other=0)
+            x = x_ptr + (source * M)[:, None] + (m * BLOCK_M + columns)[None, :]
+            mask = (row + in_step < end)[:, None] & (m * BLOCK_M + columns < M)[None, :]
+            slot, bar = begin_stage(ring, step, y_desc.block_type.nbytes)
+            tma_load(y_desc, [row, n * CONST.BLOCK_N], bar, ring.b.index(slot))
+            async_load(ring.a.index(slot), x, mask)
+            hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
+            step += 1
+
+
+@gluon.jit
+def _load(operands, m, n, row, ring, slot, bar, CONST: gl.constexpr):
+    """Load contiguous rows of a step."""
+    x_desc, y_desc = operands
+    tma_load(x_desc, [row, m * CONST.BLOCK_M], bar, ring.a.index(slot))
+    tma_load(y_desc, [row, n * CONST.BLOCK_N], bar, ring.b.index(slot))
+
+
+@gluon.jit
+def _clear_rows(
+    x,  # [BLOCK_K, BLOCK_M] in shared memory
+    num_rows,
+):
+    """Make the rows from num_rows on 0."""
+    BLOCK_K: gl.constexpr = x.shape[0]
+    LANES: gl.constexpr = x.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+    )
+    rows = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
+    values = x.load(layout)
+    x.store(gl.where((rows < num_rows)[:, None], values, 0.0).to(values.dtype))
+    hopper.fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def _add_to(
+    out_ptr,  # one expert's [rows, num_columns], fp32 or bf16
+    x,  # [*, *] fp32
+    row,
+    column,
+    num_rows,
+    num_columns,
+):
+    """Add a block to global memory, 4 values a thread and access."""
+    THREADS: gl.constexpr = 32 if x.shape[1] >= 128 else x.shape[1] // 4
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
+    )
+    add_part(out_ptr, gl.convert_layout(x, layout), row, column, num_rows, num_columns)
+
+
+@gluon.jit
+def _add_tile(
+    out_ptr,
+    total_MN,
+    m,
+    n,
+    M,
+    N,
+    TRANSPOSED: gl.constexpr,
+):
+    """Add a tile to global memory in four parts, so that the staging buffer stays small."""
+    PART: gl.constexpr = total_MN.shape[1] // 4
+    left, right = halves(total_MN)
+    part0, part1 = halves(left)
+    part2, part3 = halves(right)
+    row = m * total_MN.shape[0]
+    column = n * total_MN.shape[1]
+    for i in gl.static_range(4):
+        if i == 0:
+            part = part0
+        elif i == 1:
+            part = part1
+        elif i == 2:
+            part = part2
+        else:
+            part = part3
+        if TRANSPOSED:
+            _add_to(out_ptr, part.permute([1, 0]), column + i * PART, row, N, M)
+        else:
+            _add_to(out_ptr, part, row, column + i * PART, M, N)
+
+
+@gluon.jit
+def _consume(
+    offsets_ptr,
+    ring,
+    tiles,
+    out_smem,  # [1, BLOCK_M, BLOCK_N], or transposed; None with ADD
+    out_desc,  # [e, M, N] in such blocks, or transposed; None with ADD
+    out_ptr,
+    M,
+    N,
+    scale,
+    CONST: gl.constexpr,  # Constants
+):
+    """Multiply and store, or add, every tile."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    ADD: gl.constexpr = CONST.ADD
+    TRANSPOSED: gl.constexpr = CONST.TRANSPOSED
+    WIDE: gl.constexpr = not ADD and out_desc.dtype.primitive_bitwidth == 32
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    step = 0
+    for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
+        expert, m, n = locate_weights(tile, tiles, CONST.GROUP_M)
+        start, end = range_of(offsets_ptr, expert)
+        total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+        for row in range(start, end, BLOCK_K):
+            slot = await_stage(ring, step)
+            if CONST.GATHER:
+                hopper.fence_async_shared()  # x came through the generic proxy, wgmma's is another
+            elif row + BLOCK_K > end:
+                _clear_rows(ring.a.index(slot), end - row)
+            x_T = ring.a.index(slot).permute((1, 0))
+            total_MN = hopper.warpgroup_mma(x_T, ring.b.index(slot), total_MN, is_async=True)
+            total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
+            thread_barrier()  # both warp groups have read the stage before this one
+            end_stage_before(ring, step, row > start)
+            step += 1
+        total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
+        thread_barrier()
+        end_stage_before(ring, step, end > start)
+        total_MN = total_MN * scale
+        if ADD:
+            expert_out = out_ptr + expert.to(gl.int64) * M * N
+            _add_tile(expert_out, total_MN, m, n, M, N, TRANSPOSED)
+        elif WIDE:
+            left, right = halves(total_MN)
+            row, column = m * BLOCK_M, n * BLOCK_N
+            store_weight_block(out_desc, out_smem, left, expert, row, column, TRANSPOSED)
+            column += BLOCK_N // 2
+            store_weight_block(out_desc, out_smem, right, expert, row, column, TRANSPOSED)
+        else:
+            row, column = m * BLOCK_M, n * BLOCK_N
+            store_weight_block(out_desc, out_smem, total_MN, expert, row, column, TRANSPOSED)
+    if not ADD:
+        hopper.tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_experts"])
+def sm90_bf16_grouped_wgrad_kernel(
+    x_ptr,  # [S or R, M]
+    x_desc,  # the same as blocks [BLOCK_K, BLOCK_M]
+    y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
+    row_ids_ptr,  # [R] int32; unused without GATHER
+    offsets_ptr,  # [e] int32
+    out_desc,  # [e, M, N] as blocks [1, BLOCK_M, BLOCK_N], or transposed; None with ADD
+    out_ptr,  # the same in plain
+    num_experts,
+    M,
+    N,
+    scale,  # fp32, of every product
+    CONST: gl.constexpr,  # Constants
+):
+    """Write (or add) every expert's gradient; see `grouped_wgrad`."""
+    BLOCK_M: gl.constexpr = CONST.BLOCK_M
+    BLOCK_N: gl.constexpr = CONST.BLOCK_N
+    BLOCK_K: gl.constexpr = CONST.BLOCK_K
+    STAGES: gl.constexpr = CONST.STAGES
+    dtype: gl.constexpr = y_desc.dtype
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_M], x_desc.layout)
+    y_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], y_desc.layout)
+    if CONST.ADD:
+        out_smem: gl.constexpr = None
+    else:
+        out_smem = gl.allocate_shared_memory(
+            out_desc.dtype, out_desc.block_type.shape, out_desc.layout
+        )
+    # One arrival for the TMA, one for each producing thread's copies.
+    full = make_barriers(STAGES, 1 + 32 * CONST.PRODUCER_WARPS if CONST.GATHER else 1)
+    empty = make_barriers(STAGES, 1)
+    num_m = gl.cdiv(M, BLOCK_M)
+    num_n = gl.cdiv(N, BLOCK_N)
+    ring = Ring(x_smem, y_smem, full, empty)
+    tiles = WeightTiling(num_m, num_n, num_m * num_n * num_experts)
+    if CONST.GATHER:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (offsets_ptr, ring, tiles, out_smem, out_desc, out_ptr, M, N, scale, CONST),
+                ),
+                (_gather, (x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M, CONST)),
+            ],
+            [CONST.PRODUCER_WARPS],
+            [CONST.PRODUCER_REGISTERS],
+        )
+    else:
+        operands = (x_desc, y_desc)
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (offsets_ptr, ring, tiles, out_smem, out_desc, out_ptr, M, N, scale, CONST),
+                ),
+                (
+                    load_weight_tiles,
+                    (gl.constexpr(_load), operands, offsets_ptr, ring, tiles, BLOCK_K, CONST),
+                ),
+            ],
+            [1],
+            [CONST.PRODUCER_REGISTERS],
+        )
 
 
 def grouped_wgrad(
@@ -99,19 +384,16 @@ def grouped_wgrad(
     columns = BLOCK_N * 2 // out.dtype.itemsize  # what the staging buffer has room for
     block = (1, columns, BLOCK_M) if transposed else (1, BLOCK_M, columns)
     gathers = row_ids_R is not None
-    with on_device(x):
-        sm90_bf16_grouped_wgrad_kernel[(num_sms(x.device),)](
-            x,
-            gluon_descriptor(x, (BLOCK_K, BLOCK_M)),
-            gluon_descriptor(y_RN, (BLOCK_K, BLOCK_N)),
-            offsets_e if row_ids_R is None else row_ids_R,
-            offsets_e,
-            None if adds else gluon_descriptor(out, block),
-            out,
-            *(e, M, N, scale),
-            CONST=CONST._replace(GATHER=gathers, ADD=adds, TRANSPOSED=transposed),
-            num_warps=CONSUMER_WARPS,
-        )
+    x_desc, y_desc = (gluon_descriptor(t, (BLOCK_K, n)) for t, n in ((x, BLOCK_M), (y_RN, BLOCK_N)))
+    out_desc = None if adds else gluon_descriptor(out, block)
+    rows = row_ids_R if gathers else offsets_e
+    launch(
+        sm90_bf16_grouped_wgrad_kernel,
+        num_sms(x.device),
+        *(x, x_desc, y_desc, rows, offsets_e, out_desc, out, e, M, N, scale),
+        CONST=CONST._replace(GATHER=gathers, ADD=adds, TRANSPOSED=transposed),
+        num_warps=CONSUMER_WARPS,
+    )
     return out
 
 

@@ -13,7 +13,6 @@ flops and one or two exponentials per logit, 50 flops for sqrtsoftplus. Sums are
 that depends on shapes and device alone, without atomics: equal inputs give equal bits.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from torch import Tensor
 
 from moecore.kernels.common import (
     cdiv,
+    launch,
     next_power_of_2,
     num_sms,
-    on_device,
     tl,
     triton,
     use_kernel,
@@ -99,7 +98,7 @@ def _real_rows(
     return real
 
 
-@partial(triton.jit, do_not_specialize=["num_rows", "num_parts"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def balance_statistics_fwd_kernel(
     logits,  # fp32 [B * num_rows, E]
     padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
@@ -139,7 +138,7 @@ def balance_statistics_fwd_kernel(
     tl.store(z_parts + program, tl.sum(z_sums, axis=0))
 
 
-@partial(triton.jit, do_not_specialize=["num_parts", "num_all_parts"])
+@triton.jit(do_not_specialize=["num_parts", "num_all_parts"])
 def balance_statistics_fwd_reduce_kernel(
     score_parts,  # fp32 [B * num_parts, E]
     z_parts,  # fp32 [num_all_parts]
@@ -171,7 +170,7 @@ def balance_statistics_fwd_reduce_kernel(
         tl.store(score_sums + sequence * E + cols, tl.sum(sums, axis=0), mask=cols < E)
 
 
-@partial(triton.jit, do_not_specialize=["num_rows", "num_tiles"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def balance_statistics_bwd_kernel(
     logits,  # fp32 [B * num_rows, E]
     padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
@@ -234,31 +233,13 @@ def _statistics(
     score_parts = logits_TE.new_empty(B * num_parts, E)
     z_parts = logits_TE.new_empty(B * num_parts)
     score_sums_BE, z_sum = logits_TE.new_empty(B, E), logits_TE.new_empty(())
-    with on_device(logits_TE):
-        balance_statistics_fwd_kernel[(B * num_parts,)](
-            logits_TE,
-            _bytes(padding_mask_T),
-            score_parts,
-            z_parts,
-            num_rows,
-            num_parts,
-            E=E,
-            FUNCTION=score_function,
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-        )
-        block_e = min(block_e, 16)
-        balance_statistics_fwd_reduce_kernel[(B * cdiv(E, block_e) + 1,)](
-            score_parts,
-            z_parts,
-            score_sums_BE,
-            z_sum,
-            num_parts,
-            B * num_parts,
-            E=E,
-            BLOCK_P=256,
-            BLOCK_E=block_e,
-        )
+    args = (logits_TE, _bytes(padding_mask_T), score_parts, z_parts, num_rows, num_parts)
+    how = dict(E=E, FUNCTION=score_function, BLOCK_T=block_t, BLOCK_E=block_e)
+    launch(balance_statistics_fwd_kernel, B * num_parts, *args, **how)
+    block_e = min(block_e, 16)
+    args = (score_parts, z_parts, score_sums_BE, z_sum, num_parts, B * num_parts)
+    grid = B * cdiv(E, block_e) + 1
+    launch(balance_statistics_fwd_reduce_kernel, grid, *args, E=E, BLOCK_P=256, BLOCK_E=block_e)
     return score_sums_BE, z_sum
 
 
@@ -280,20 +261,10 @@ def _statistics_bwd(
         return dlogits_TE
     block_t, block_e = _tile(E)
     num_tiles = cdiv(T // B, block_t)
-    with on_device(logits_TE):
-        balance_statistics_bwd_kernel[(B * num_tiles,)](
-            logits_TE,
-            _bytes(padding_mask_T),
-            dscore_sums_BE.contiguous(),
-            dz_sum.contiguous(),
-            dlogits_TE,
-            T // B,
-            num_tiles,
-            E=E,
-            FUNCTION=score_function,
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-        )
+    grads = (dscore_sums_BE.contiguous(), dz_sum.contiguous())
+    args = (logits_TE, _bytes(padding_mask_T), *grads, dlogits_TE, T // B, num_tiles)
+    how = dict(E=E, FUNCTION=score_function, BLOCK_T=block_t, BLOCK_E=block_e)
+    launch(balance_statistics_bwd_kernel, B * num_tiles, *args, **how)
     return dlogits_TE
 
 
@@ -321,7 +292,7 @@ _balance_statistics = Op(
     "balance_statistics",
     _statistics,
     _statistics_fake,
-    setup_context=_save_statistics,
+    save=_save_statistics,
     backward=_statistics_backward,
 )
 
@@ -340,19 +311,16 @@ def balance_statistics(
     Args:
         logits_TE: [T, E] fp32, or fp64, which the reference computes on every device.
         num_sequences: B, a divisor of T where sequences are consecutive tokens of equal number.
-        score_function: "softmax", or "sigmoid" or "sqrtsoftplus", whose scores are divided by
-            their sum.
+        score_function: "softmax", or "sigmoid" or "sqrtsoftplus", whose scores are divided by their
+            sum.
         padding_mask_T: bool [T], True = padding: in no sum, and its gradient is 0 whatever its
             logits, NaN included. None = no padding.
-        sequences_T: int64 [T], the sequence of each token, summed in plain PyTorch; None = they
-            are consecutive tokens of equal number.
+        sequences_T: int64 [T], the sequence of each token, summed in plain PyTorch; None = they are
+            consecutive tokens of equal number.
 
     Returns:
         score_sums_BE, the scores summed over each sequence, and the 0-dim sum over all tokens of
         logsumexp(logits)^2, both in the dtype of the logits.
-
-    Raises:
-        ValueError: for a mask that is not bool [T].
     """
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS

@@ -7,13 +7,12 @@ One program each way reads [B, E] a few times and little else. Sums are made in 
 depends on shapes alone: equal inputs give equal bits.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import next_power_of_2, on_device, tl, triton, use_kernel, warn_plain
+from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_kernel, warn_plain
 from moecore.kernels.ops import Op
 from moecore.kernels.routing.counts import MAX_EXPERTS
 
@@ -51,7 +50,7 @@ def _at_least_one(count):
     return tl.maximum(count, 1).to(tl.float32)
 
 
-@partial(triton.jit, do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=["num_sequences"])
 def balance_loss_fwd_kernel(
     score_sums,  # fp32 [B, E]
     z_sum,  # fp32 []
@@ -105,7 +104,7 @@ def balance_loss_fwd_kernel(
     tl.store(losses + 3, z_factor * (tl.load(z_sum) / total))
 
 
-@partial(triton.jit, do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=["num_sequences"])
 def balance_loss_bwd_kernel(
     dlosses,  # fp32 [4]
     counts,  # int64 [B, E + 1], the tokens last
@@ -174,11 +173,8 @@ def _loss(
     if not B:
         return z_sum.new_zeros(4)
     losses = z_sum.new_empty(4)
-    scores, counts = score_sums_BE.contiguous(), counts_BX.contiguous()
-    with on_device(losses):
-        balance_loss_fwd_kernel[(1,)](
-            scores, z_sum, counts, global_counts_E, losses, B, *factors, **_loss_launch(B, E)
-        )
+    args = (score_sums_BE.contiguous(), z_sum, counts_BX.contiguous(), global_counts_E, losses)
+    launch(balance_loss_fwd_kernel, 1, *args, B, *factors, **_loss_launch(B, E))
     return losses
 
 
@@ -193,11 +189,8 @@ def _loss_bwd(
     if not B:
         return dlosses.new_zeros(0, E), dlosses.new_zeros(())
     dscores, dz = dlosses.new_empty(B, E), dlosses.new_empty(())
-    dlosses, counts = dlosses.contiguous(), counts_BX.contiguous()
-    with on_device(dlosses):
-        balance_loss_bwd_kernel[(1,)](
-            dlosses, counts, global_counts_E, dscores, dz, B, *factors, **_loss_launch(B, E)
-        )
+    args = (dlosses.contiguous(), counts_BX.contiguous(), global_counts_E, dscores, dz)
+    launch(balance_loss_bwd_kernel, 1, *args, B, *factors, **_loss_launch(B, E))
     return dscores, dz
 
 
@@ -219,9 +212,7 @@ def _loss_backward(ctx: Any, dlosses: Tensor) -> tuple:
     return dscores if needs_scores else None, dz if needs_z else None, None, None, None
 
 
-_balance_loss = Op(
-    "balance_loss", _loss, _loss_fake, setup_context=_save_loss, backward=_loss_backward
-)
+_balance_loss = Op("balance_loss", _loss, _loss_fake, save=_save_loss, backward=_loss_backward)
 
 
 def balance_loss(

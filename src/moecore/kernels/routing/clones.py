@@ -20,30 +20,23 @@ Source: ECHO, https://arxiv.org/abs/2603.07685, section 4.3.7 (the idea; the rul
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.rows.index import build_index
 
 BLOCK = 1024  # choices of one program
 
 
 class ClonePlan(NamedTuple):
-    """What each place for a clone holds; place n is the (n % c)-th of rank n // c.
+    """What each place for a clone holds; place n is the (n % c)-th of rank n // c."""
 
-    Attributes:
-        experts_N: int32, the expert; -1 = the place is empty.
-        starts_N: int32, the first of the expert's tokens that it computes.
-        stops_N: int32, behind the last.
-    """
-
-    experts_N: Tensor
-    starts_N: Tensor
-    stops_N: Tensor
+    experts_N: Tensor  # int32, the expert; -1 = the place is empty
+    starts_N: Tensor  # int32, the first of the expert's tokens that it computes
+    stops_N: Tensor  # int32, behind the last
 
 
 def plan_clones_ref(loads_E: Tensor, num_ranks: int, num_clones: int, least: float) -> ClonePlan:
@@ -138,7 +131,6 @@ def plan_clones(
     Args:
         loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).
         num_ranks: P, of which E is a multiple.
-        num_clones: c.
         least: no clone gets fewer tokens than this share of a rank's mean.
 
     Example, two ranks of two experts, one clone each, loads [6, 2, 1, 1]: the mean is 5, so rank 1
@@ -148,18 +140,18 @@ def plan_clones(
         return plan_clones_ref(loads_E, num_ranks, num_clones, least)
     E, N = loads_E.numel(), num_ranks * num_clones
     plan = ClonePlan(*(torch.empty(N, dtype=torch.int32, device=loads_E.device) for _ in range(3)))
-    with on_device(loads_E):
-        _plan_clones_kernel[(1,)](
-            loads_E.contiguous(),
-            *plan,
-            SHARE=_share(least),
-            NUM_LOCAL=E // num_ranks,
-            P=num_ranks,
-            CLONES=num_clones,
-            EXPERTS=next_power_of_2(E // num_ranks),
-            RANKS=next_power_of_2(num_ranks),
-            PLACES=next_power_of_2(N),
-        )
+    launch(
+        _plan_clones_kernel,
+        1,
+        *(loads_E.contiguous(), *plan),
+        SHARE=_share(least),
+        NUM_LOCAL=E // num_ranks,
+        P=num_ranks,
+        CLONES=num_clones,
+        EXPERTS=next_power_of_2(E // num_ranks),
+        RANKS=next_power_of_2(num_ranks),
+        PLACES=next_power_of_2(N),
+    )
     return plan
 
 
@@ -177,7 +169,7 @@ def physical_ids_ref(
     return found_TK
 
 
-@partial(triton.jit, do_not_specialize=["num_choices"])
+@triton.jit(do_not_specialize=["num_choices"])
 def _physical_ids_kernel(
     ids_ptr,  # [T K] int32
     rows_ptr,  # [T K] int32, each choice's row in the order of experts
@@ -217,9 +209,6 @@ def physical_ids(
     Args:
         ids_TK: int32, expert ids; -1 = dropped, and stays.
         before_E: int32, how many tokens of each expert are on ranks before this one.
-        plan: the same on every rank.
-        num_local: e.
-        num_clones: c.
 
     Example, the plan of `plan_clones`, all ten choices on one rank: of expert 0's six tokens the
     first three go to physical expert 0, the others to 5; expert 1 is 1, experts 2 and 3 are 3, 4.
@@ -233,14 +222,7 @@ def physical_ids(
         places_TK = rows_TK + base_E[ids_TK.clamp(min=0).long()]
         return physical_ids_ref(ids_TK, places_TK, plan, num_local, num_clones)
     out_TK, num_choices = torch.empty_like(rows_TK), ids_TK.numel()
-    if num_choices:
-        with on_device(ids_TK):
-            _physical_ids_kernel[(cdiv(num_choices, BLOCK),)](
-                *(ids_TK.contiguous(), rows_TK, offsets_E, before_E.contiguous(), *plan, out_TK),
-                num_choices,
-                NUM_LOCAL=num_local,
-                CLONES=num_clones,
-                N=plan.experts_N.numel(),
-                BLOCK=BLOCK,
-            )
+    args = (ids_TK.contiguous(), rows_TK, offsets_E, before_E.contiguous(), *plan, out_TK)
+    how = dict(NUM_LOCAL=num_local, CLONES=num_clones, N=plan.experts_N.numel(), BLOCK=BLOCK)
+    launch(_physical_ids_kernel, cdiv(num_choices, BLOCK), *args, num_choices, **how)
     return out_TK

@@ -9,20 +9,10 @@ its ids and adds it with one integer atomic per expert that occurs; integer sums
 depend on. Counts are int64, because they are summed over ranks and micro-batches of a step.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    cdiv,
-    next_power_of_2,
-    on_device,
-    tl,
-    triton,
-    use_kernel,
-    warn_plain,
-)
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel, warn_plain
 from moecore.kernels.ops import Op
 
 # Bins of a program's histogram, and (balance.py) a row of a tile; more use the references.
@@ -38,12 +28,7 @@ def add_expert_counts_ref(counts_BE: Tensor, ids_TK: Tensor) -> None:
 
 
 def check_padding_mask(padding_mask_T: Tensor | None, num_tokens: int) -> None:
-    """Raise a ValueError for a mask that is not bool [T].
-
-    Args:
-        padding_mask_T: the mask, or None.
-        num_tokens: T.
-    """
+    """Raise a ValueError for a mask that is not bool [T]."""
     if padding_mask_T is None:
         return
     shape, dtype = tuple(padding_mask_T.shape), padding_mask_T.dtype
@@ -53,7 +38,7 @@ def check_padding_mask(padding_mask_T: Tensor | None, num_tokens: int) -> None:
         )
 
 
-@partial(triton.jit, do_not_specialize=["num_ids", "num_tokens", "num_blocks"])
+@triton.jit(do_not_specialize=["num_ids", "num_tokens", "num_blocks"])
 def expert_counts_fwd_kernel(
     ids,  # int32 [B, num_ids]; -1 is not counted
     padding,  # uint8 [B, num_tokens], 1 = padding, whose ids are -1; None = there is none
@@ -97,20 +82,10 @@ def _add_counts(
         return
     num_tokens = T // B
     num_blocks = cdiv(num_tokens * K, BLOCK)
-    with on_device(ids_TK):
-        expert_counts_fwd_kernel[(B * num_blocks,)](
-            ids_TK.contiguous(),
-            None if padding_mask_T is None else padding_mask_T.contiguous().view(torch.uint8),
-            counts_BX,
-            num_tokens * K,
-            num_tokens,
-            num_blocks,
-            E=num_experts,
-            WIDTH=width,
-            BINS=max(32, next_power_of_2(num_experts)),
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
+    padding = None if padding_mask_T is None else padding_mask_T.contiguous().view(torch.uint8)
+    args = (ids_TK.contiguous(), padding, counts_BX, num_tokens * K, num_tokens, num_blocks)
+    how = dict(E=num_experts, WIDTH=width, BINS=max(32, next_power_of_2(num_experts)), BLOCK=BLOCK)
+    launch(expert_counts_fwd_kernel, B * num_blocks, *args, **how, num_warps=8)
 
 
 def _add_counts_fake(counts_BX, ids_TK, padding_mask_T, num_experts):
@@ -151,16 +126,11 @@ def count_experts_and_tokens(
     A memset and one kernel. Tokens whose choices were all dropped are tokens too, padding is none.
 
     Args:
-        ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted. T is a
-            multiple of B without `sequences_T`.
-        num_sequences: B.
-        num_experts: E.
+        ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted. T is a multiple of B
+            without `sequences_T`.
         padding_mask_T: bool [T], True = padding, whose ids are -1 already; None = no padding.
         sequences_T: int64 [T], the sequence of each token, counted in plain PyTorch; None = they
             are consecutive tokens of equal number.
-
-    Raises:
-        ValueError: for a mask that is not bool [T].
     """
     B, E, T = num_sequences, num_experts, ids_TK.shape[0]
     check_padding_mask(padding_mask_T, T)

@@ -16,12 +16,10 @@ alone: eval and no_grad do without. A token of 128 experts is 512 bytes, 0.11 ns
 229 ns at 989 TFLOP/s: 0.05% of these products, and a layer takes longer.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.routing.scores import row_scores, scores_ref
 
 UNIT = 2.0**-24  # nats
@@ -44,8 +42,7 @@ def add_entropy_ref(
     total_2[0] += units_T.sum()
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _add_entropy_kernel(
     logits_ptr,  # [T, E] fp32
     padding_ptr,  # [T] bool, or None
@@ -93,7 +90,6 @@ def add_entropy_(
     Args:
         total_2: int64, contiguous: units of 2^-24 nats, and tokens.
         logits_TE: of the router.
-        score_function: one of `SCORE_FUNCTIONS`.
         padding_mask_T: bool, True = not counted; None = no padding.
     """
     if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
@@ -103,17 +99,6 @@ def add_entropy_(
     T, E = logits_TE.shape
     EP = next_power_of_2(E)
     BT = max(1, TILE // EP)
-    if T:
-        with on_device(logits_TE):
-            _add_entropy_kernel[(cdiv(T, BT),)](
-                logits_TE.contiguous(),
-                None if padding_mask_T is None else padding_mask_T.contiguous(),
-                total_2,
-                T,
-                E=E,
-                FUNCTION=score_function,
-                UNITS=1 / UNIT,
-                BT=BT,
-                EP=EP,
-                num_warps=4,
-            )
+    padding = None if padding_mask_T is None else padding_mask_T.contiguous()
+    how = dict(E=E, FUNCTION=score_function, UNITS=1 / UNIT, BT=BT, EP=EP, num_warps=4)
+    launch(_add_entropy_kernel, cdiv(T, BT), logits_TE.contiguous(), padding, total_2, T, **how)

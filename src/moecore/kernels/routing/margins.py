@@ -12,12 +12,10 @@ bytes, and adds T * E times in the second-level cache; the reference makes about
 [T, E]. The quantiles of any number of layers are one launch, which reads each histogram once.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.routing.scores import row_scores, scores_ref
 
 NUM_BINS = 1000
@@ -67,8 +65,7 @@ def even_bias_ref(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
     return torch.where(total_E1[..., 0] > 0, solved_E, bias_E)
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _add_margins_kernel(
     logits_ptr,  # [T, E] fp32
     bias_ptr,  # [E] fp32
@@ -126,7 +123,6 @@ def add_margins_(
         histogram_EX: int64, contiguous.
         logits_TE: fp32, of the router.
         bias_E: fp32, the bias with which these tokens chose.
-        top_k: K, less than E.
         score_function: one of `SCORE_FUNCTIONS` whose scores lie in [0, 1].
         padding_mask_T: bool, True = not counted; None = no padding.
     """
@@ -136,23 +132,15 @@ def add_margins_(
     T, E = logits_TE.shape
     EP = next_power_of_2(E)
     BT = max(1, TILE // EP)
-    if T:
-        with on_device(logits_TE):
-            _add_margins_kernel[(cdiv(T, BT),)](
-                logits_TE.contiguous(),
-                bias_E.contiguous(),
-                None if padding_mask_T is None else padding_mask_T.contiguous(),
-                histogram_EX,
-                T,
-                E=E,
-                K=top_k,
-                X=histogram_EX.shape[1],
-                FUNCTION=score_function,
-                BT=BT,
-                EP=EP,
-                enable_fp_fusion=False,  # scores with the bits of `route`
-                num_warps=max(1, EP // TILE),
-            )
+    padding = None if padding_mask_T is None else padding_mask_T.contiguous()
+    launch(
+        _add_margins_kernel,
+        cdiv(T, BT),
+        *(logits_TE.contiguous(), bias_E.contiguous(), padding, histogram_EX, T),
+        **dict(E=E, K=top_k, X=histogram_EX.shape[1], FUNCTION=score_function, BT=BT, EP=EP),
+        enable_fp_fusion=False,  # scores with the bits of `route`
+        num_warps=max(1, EP // TILE),
+    )
 
 
 @triton.jit
@@ -195,23 +183,16 @@ def even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
     Args:
         histogram_EX: int64 [..., E, X], counts of margins.
         bias_E: fp32 [..., E], the bias under which they were counted.
-        top_k: K, less than E.
     """
     if not use_kernel(bias_E):
         return even_bias_ref(histogram_EX, bias_E, top_k)
     E, X = histogram_EX.shape[-2:]
     out_E = torch.empty_like(bias_E, memory_format=torch.contiguous_format)
-    if bias_E.numel():
-        with on_device(bias_E):
-            _even_bias_kernel[(bias_E.numel(),)](
-                histogram_EX.contiguous(),
-                bias_E.contiguous(),
-                out_E,
-                E=E,
-                K=top_k,
-                X=X,
-                XP=next_power_of_2(X),
-                EP=next_power_of_2(E),
-                enable_fp_fusion=False,  # the bits of the reference
-            )
+    launch(
+        _even_bias_kernel,
+        bias_E.numel(),
+        *(histogram_EX.contiguous(), bias_E.contiguous(), out_E),
+        **dict(E=E, K=top_k, X=X, XP=next_power_of_2(X), EP=next_power_of_2(E)),
+        enable_fp_fusion=False,  # the bits of the reference
+    )
     return out_E

@@ -1,32 +1,31 @@
 """Which experts each token goes to, and with which weight: scores, top-k choice, weights.
 
+    route           the choice and its weights
+    route_weights   the weights of a choice that is given: of a replayed one, or one that a rule
+                    made. They are those that `route` would give, had it chosen so
+
 Letters: T tokens, E experts, K experts per token, G expert groups of S experts.
 
 Budget: forward reads the logits once, 4TE bytes, and writes 8TK; backward reads 4TE + 8TK and
 writes 4TE (scores of each logit and "post" read only K logits of a row). Neither is bound by
 memory: a choice is an argmax over E in registers, about 6 integer instructions per logit and
-choice.
-
-Notes [order], [columns] and [one warp] are in `route_kernel.py`.
+choice. `route_weights` runs the kernels of `route` without the argmaxes, so that a replayed choice
+gets the very weights of its recording.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    cdiv,
-    next_power_of_2,
-    on_device,
-    use_kernel,
-    warn_plain,
-)
+from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel, warn_plain
 from moecore.kernels.ops import Op
 from moecore.kernels.routing.route_kernel import route_bwd_kernel, route_fwd_kernel
 from moecore.kernels.routing.scores import scores_ref
 
+# A program is one warp that holds a tile of whole rows: a row never spans two warps, so that a
+# reduction needs no shared memory and no barrier.
 FWD_TILE, BWD_TILE = 1024, 512  # logits of one program: 32 and 16 registers per thread
 MAX_TOKENS = 64  # of one program, where E is small
 MAX_EXPERTS = 1024  # of a row, which one warp holds; more use the references
@@ -34,30 +33,23 @@ MAX_EXPERTS = 1024  # of a row, which one warp holds; more use the references
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteOptions:
-    """How logits become a choice and weights; `MoEConfig` checks which values go together.
+    """How logits become a choice and weights; `MoEConfig` checks which values go together."""
 
-    Attributes:
-        top_k: experts per token K.
-        score_function: "softmax" over the experts; "sigmoid" or "sqrtsoftplus",
-            sqrt(log(1 + exp(x))), of each logit; not read with "post".
-        score_order: "pre" scores all experts and keeps the scores of the chosen; "post" ranks the
-            logits, and its weights are a softmax over the K chosen logits.
-        normalize: divide the K weights of a token by their sum (+ 1e-20); "pre" only.
-        scale: factor on the weights.
-        num_groups: experts are split into this many equal groups.
-        top_groups: groups that a token may choose from, ranked by the sum of their
-            `group_experts` best selection scores.
-        group_experts: at most the experts of a group. 2 is DeepSeek-V3's rule, 1 DeepSeek-V2's,
-            top_k / top_groups Megatron-Core's.
-    """
-
-    top_k: int
+    top_k: int  # experts per token K
+    # "softmax" over the experts; "sigmoid" or "sqrtsoftplus", sqrt(log(1 + exp(x))), of each logit;
+    # not read with "post"
     score_function: str
+    # "pre" scores all experts and keeps the scores of the chosen; "post" ranks the logits, and its
+    # weights are a softmax over the K chosen logits
     score_order: str
-    normalize: bool
-    scale: float
-    num_groups: int
+    normalize: bool  # divide the K weights of a token by their sum (+ 1e-20); "pre" only
+    scale: float  # factor on the weights
+    num_groups: int  # experts are split into this many equal groups
+    # groups that a token may choose from, ranked by the sum of their `group_experts` best selection
+    # scores
     top_groups: int
+    # at most the experts of a group. 2 is DeepSeek-V3's rule, 1 DeepSeek-V2's, top_k / top_groups
+    # Megatron-Core's
     group_experts: int = 2
 
 
@@ -111,38 +103,31 @@ def _tokens_per_program(tile: int, num_columns: int) -> int:
     return max(1, min(MAX_TOKENS, tile // num_columns))
 
 
-def _route(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    top_k: int,
-    score_function: str,
-    score_order: str,
-    normalize: bool,
-    scale: float,
-    num_groups: int,
-    top_groups: int,
-    group_experts: int,
-) -> tuple[Tensor, Tensor]:
+# `RouteOptions` as arguments of a custom op, in the order of its fields.
+_OPTIONS = (
+    "int top_k, str score_function, str score_order, bool normalize, float scale, int num_groups, "
+    "int top_groups, int group_experts"
+)
+_NAMES = [field.name for field in fields(RouteOptions)]
+
+
+def _flat(options: RouteOptions) -> tuple[Any, ...]:
+    return tuple(getattr(options, name) for name in _NAMES)
+
+
+def _record(flat: tuple[Any, ...]) -> RouteOptions:
+    return RouteOptions(**dict(zip(_NAMES, flat, strict=True)))
+
+
+def _route(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
     logits_TE = logits_TE.contiguous()
-    T = logits_TE.shape[0]
-    ids_TK = logits_TE.new_empty((T, top_k), dtype=torch.int32)
-    weights_TK = logits_TE.new_empty((T, top_k))
+    ids_TK, weights_TK = _route_fake(logits_TE, bias_E, *flat)
     bias_E = None if bias_E is None else bias_E.float().contiguous()
-    options = RouteOptions(
-        top_k=top_k,
-        score_function=score_function,
-        score_order=score_order,
-        normalize=normalize,
-        scale=scale,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        group_experts=group_experts,
-    )
-    launch_forward(logits_TE, bias_E, ids_TK, weights_TK, options, given=False)
+    _launch_forward(logits_TE, bias_E, ids_TK, weights_TK, _record(flat), given=False)
     return ids_TK, weights_TK
 
 
-def launch_forward(
+def _launch_forward(
     logits_TE: Tensor,
     bias_E: Tensor | None,
     ids_TK: Tensor,
@@ -153,35 +138,23 @@ def launch_forward(
 ) -> None:
     """Fill weights_TK, and ids_TK unless they are given; all contiguous."""
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
-    if T == 0:
-        return
     G = options.num_groups if options.top_groups < options.num_groups else 1
     GP, SP, KP = (next_power_of_2(n) for n in (G, E // G, K))
     BT = _tokens_per_program(FWD_TILE, max(GP * SP, KP))
-    with on_device(logits_TE):
-        route_fwd_kernel[(cdiv(T, BT),)](
-            logits_TE,
-            bias_E,
-            ids_TK,
-            weights_TK,
-            T,
-            options.scale,
-            E=E,
-            K=K,
-            G=G,
-            TOP_GROUPS=options.top_groups,
-            GROUP_EXPERTS=options.group_experts,
-            FUNCTION=options.score_function,
-            POST=options.score_order == "post",
-            NORMALIZE=options.normalize,
-            GIVEN=given,
-            BT=BT,
-            KP=KP,
-            GP=GP,
-            SP=SP,
-            num_warps=1,
-            enable_fp_fusion=False,  # Note [same bits] of scores.py
-        )
+    launch(
+        route_fwd_kernel,
+        cdiv(T, BT),
+        *(logits_TE, bias_E, ids_TK, weights_TK, T, options.scale),
+        **dict(E=E, K=K, G=G, BT=BT, KP=KP, GP=GP, SP=SP),
+        TOP_GROUPS=options.top_groups,
+        GROUP_EXPERTS=options.group_experts,
+        FUNCTION=options.score_function,
+        POST=options.score_order == "post",
+        NORMALIZE=options.normalize,
+        GIVEN=given,
+        num_warps=1,
+        enable_fp_fusion=False,  # Note [same bits] of scores.py
+    )
 
 
 def _route_fake(
@@ -203,29 +176,19 @@ def _route_bwd(
     logits_TE, dweights_TK = logits_TE.contiguous(), dweights_TK.contiguous()
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     dlogits_TE = torch.empty_like(logits_TE)
-    if T == 0:
-        return dlogits_TE
     EP = next_power_of_2(E)
     BT = _tokens_per_program(BWD_TILE, EP)
-    with on_device(logits_TE):
-        route_bwd_kernel[(cdiv(T, BT),)](
-            logits_TE,
-            ids_TK,
-            dweights_TK,
-            dlogits_TE,
-            T,
-            scale,
-            E=E,
-            K=K,
-            FUNCTION=score_function,
-            POST=score_order == "post",
-            NORMALIZE=normalize,
-            BT=BT,
-            KP=next_power_of_2(K),
-            EP=EP,
-            num_warps=1,
-            enable_fp_fusion=False,  # Note [same bits] of scores.py
-        )
+    launch(
+        route_bwd_kernel,
+        cdiv(T, BT),
+        *(logits_TE, ids_TK, dweights_TK, dlogits_TE, T, scale),
+        **dict(E=E, K=K, BT=BT, KP=next_power_of_2(K), EP=EP),
+        FUNCTION=score_function,
+        POST=score_order == "post",
+        NORMALIZE=normalize,
+        num_warps=1,
+        enable_fp_fusion=False,  # Note [same bits] of scores.py
+    )
     return dlogits_TE
 
 
@@ -234,13 +197,12 @@ def _route_bwd_fake(logits_TE: Tensor, *rest: Any) -> Tensor:
 
 
 # dlogits of `route` and `route_weights`; an id of -1 is no choice.
-route_backward = Op("route_bwd", _route_bwd, _route_bwd_fake)
+_route_backward = Op("route_bwd", _route_bwd, _route_bwd_fake)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits_TE, _, _, score_function, score_order, normalize, scale, *_ = inputs
-    ctx.save_for_backward(logits_TE, output[0])
-    ctx.options = (score_function, score_order, normalize, scale)
+    ctx.save_for_backward(inputs[0], output[0])
+    ctx.options = inputs[3:7]
     ctx.mark_non_differentiable(output[0])
     ctx.set_materialize_grads(False)  # the ids would get zeros of their size
 
@@ -248,11 +210,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor | None) -> tuple[Tensor | None, ...]:
     dlogits_TE = None
     if ctx.needs_input_grad[0] and dweights_TK is not None:
-        dlogits_TE = route_backward(*ctx.saved_tensors, dweights_TK, *ctx.options)
+        dlogits_TE = _route_backward(*ctx.saved_tensors, dweights_TK, *ctx.options)
     return (dlogits_TE, *(None,) * 9)
 
 
-_route_op = Op("route", _route, _route_fake, setup_context=_setup_context, backward=_backward)
+_route_op = Op(
+    "route",
+    _route,
+    _route_fake,
+    save=_setup_context,
+    backward=_backward,
+    schema=f"(Tensor logits_TE, Tensor? bias_E, {_OPTIONS}) -> (Tensor, Tensor)",
+)
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tuple[Tensor, Tensor]:
@@ -274,9 +243,6 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
 
     Returns:
         Expert ids [T, K] int32, best first, and weights [T, K] fp32, differentiable in the logits.
-
-    Raises:
-        ValueError: when E experts do not suffice for the groups and choices of `options`.
     """
     E = logits_TE.shape[1]
     allowed = options.top_groups * (E // options.num_groups)
@@ -296,15 +262,78 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
         warn_plain(logits_TE, f"routing to {E} experts in {logits_TE.dtype}")
         ids_TK, weights_TK = route_ref(logits_TE, bias_E, options)
         return ids_TK, weights_TK.float()
-    return _route_op(
-        logits_TE.float(),
-        bias_E,
-        options.top_k,
-        options.score_function,
-        options.score_order,
-        options.normalize,
-        options.scale,
-        options.num_groups,
-        options.top_groups,
-        options.group_experts,
-    )
+    return _route_op(logits_TE.float(), bias_E, *_flat(options))
+
+
+def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> Tensor:
+    """Return what `route_weights` returns, in plain PyTorch, in fp32 or fp64 as the logits."""
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    chosen_TK = ids_TK >= 0
+    ids_TK = ids_TK.long().clamp(min=0)
+    if options.score_order == "post":
+        picked_TK = logits_TE.gather(1, ids_TK)
+        # A row without a choice would be a softmax of nothing, NaN.
+        out_TK = ~chosen_TK & chosen_TK.any(-1, keepdim=True)
+        weights_TK = picked_TK.masked_fill(out_TK, -torch.inf).softmax(-1)
+        weights_TK = torch.where(chosen_TK, weights_TK, 0)
+    else:
+        scores_TE = scores_ref(logits_TE, options.score_function)
+        weights_TK = torch.where(chosen_TK, scores_TE.gather(1, ids_TK), 0)
+        if options.normalize:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return weights_TK * options.scale
+
+
+def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat: Any) -> Tensor:
+    logits_TE, ids_TK = logits_TE.contiguous(), ids_TK.contiguous()
+    weights_TK = logits_TE.new_empty(ids_TK.shape)
+    _launch_forward(logits_TE, None, ids_TK, weights_TK, _record(flat), given=True)
+    return weights_TK
+
+
+def _route_weights_fake(logits_TE: Tensor, ids_TK: Tensor, *flat: Any) -> Tensor:
+    return logits_TE.new_empty(ids_TK.shape)
+
+
+def _save_choice(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.options = inputs[3:7]
+
+
+def _weights_backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
+    logits_TE, ids_TK = ctx.saved_tensors
+    dlogits_TE = None
+    if ctx.needs_input_grad[0]:
+        dlogits_TE = _route_backward(logits_TE, ids_TK.contiguous(), dweights_TK, *ctx.options)
+    return (dlogits_TE, *(None,) * 9)
+
+
+_route_weights_op = Op(
+    "route_weights",
+    _route_weights,
+    _route_weights_fake,
+    save=_save_choice,
+    backward=_weights_backward,
+    schema=f"(Tensor logits_TE, Tensor ids_TK, {_OPTIONS}) -> Tensor",
+)
+
+
+def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> Tensor:
+    """Return the weights of the given choices; of a choice that `route` made, its bits.
+
+    Args:
+        logits_TE: [T, E], fp32 or fp64 (others are widened to fp32). fp64 takes the plain PyTorch
+            path on every device.
+        ids_TK: int32, distinct in a row; -1 = no choice.
+        options: scores, weights and groups, whose layout orders the sums; its other fields of the
+            choice are not read.
+
+    Returns:
+        [T, K] fp32, differentiable in the logits; no host sync.
+    """
+    is_small = logits_TE.dtype != torch.float64 and logits_TE.shape[1] <= MAX_EXPERTS
+    if not (is_small and use_kernel(logits_TE)):
+        what = f"routing weights of {logits_TE.shape[1]} experts in {logits_TE.dtype}"
+        warn_plain(logits_TE, what)
+        return route_weights_ref(logits_TE, ids_TK, options).float()
+    return _route_weights_op(logits_TE.float(), ids_TK, *_flat(options))

@@ -1,30 +1,22 @@
-"""The kernels behind `route.py` and `route_weights.py`.
+"""The kernels behind `route.py`.
 
 Letters: T tokens, E experts, K experts per token, G expert groups of S experts; a program holds BT
 tokens, and P marks a size up to a power of two.
-
-Note [order]. A row is ranked by (selection score, greatest first; then id, lowest first). The
-kernel compares int32 keys that sort like the floats, so that equal floats tie exactly: -0.0 is
-0.0, every NaN is one value above infinity, and -2**31, which no float has, marks what may not be
-chosen. A choice is then two integer reductions, the greatest key and the lowest column that has
-it; a warp reduces 32-bit integers in one instruction each.
-
-Note [columns]. With groups, a row is laid out as G blocks of a power of two columns, so that it
-reshapes to [groups, experts of a group] whatever E is. Columns keep the order of the ids.
-
-Note [one warp]. A program is one warp that holds a tile of whole rows: a row never spans two
-warps, so that a reduction needs no shared memory and no barrier.
 """
-
-from functools import partial
 
 from moecore.kernels.common import tl, triton
 from moecore.kernels.routing.scores import exp, row_scores, row_sums, score
 
+# A row is ranked by (selection score, greatest first; then id, lowest first). The kernel compares
+# int32 keys that sort like the floats, so that equal floats tie exactly: -0.0 is 0.0, every NaN is
+# one value above infinity, and -2**31, which no float has, marks what may not be chosen. A choice
+# is then two integer reductions, the greatest key and the lowest column that has it; a warp reduces
+# 32-bit integers in one instruction each.
+
 
 @triton.jit
 def _key(x):
-    """Return int32 keys that sort like fp32 x: see Note [order]."""
+    """Return int32 keys that sort like fp32 x."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -106,7 +98,7 @@ def _choose(
     return chosen
 
 
-@partial(triton.jit, do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def route_fwd_kernel(
     logits,  # [T, E] fp32
     bias,  # [E] fp32, or None
@@ -128,7 +120,7 @@ def route_fwd_kernel(
     GP: tl.constexpr,
     SP: tl.constexpr,
 ):
-    """Route BT tokens: see Note [order], [columns] and [one warp]."""
+    """Route BT tokens."""
     S: tl.constexpr = E // G
     rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
     slots = tl.arange(0, KP)[None, :]
@@ -136,6 +128,8 @@ def route_fwd_kernel(
     columns = tl.arange(0, GP * SP)[None, :]
     experts = columns
     real = columns < E
+    # With groups, a row is laid out as G blocks of a power of two columns, so that it reshapes to
+    # [groups, experts of a group] whatever E is. Columns keep the order of the ids.
     if GP > 1:
         experts = (columns // SP) * S + columns % SP
         real = (columns % SP < S) & (columns < G * SP)
@@ -170,7 +164,7 @@ def route_fwd_kernel(
     tl.store(weights + rows * K + slots, w * scale, mask=here & (slots < K))
 
 
-@partial(triton.jit, do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def route_bwd_kernel(
     logits,  # [T, E] fp32
     ids,  # [T, K] int32, -1 = no choice

@@ -6,29 +6,9 @@ Budget: forward reads 2TD bytes of x (again from L2 for every further tile of ex
 weight from L2, writes 4TE, and takes 2TDE flops per part. Backward reads 4TE and 2TD, writes 2TD,
 and writes and reads dlogits in parts, 4TE (8TE for an fp32 weight). Launches: forward 1 (2 with an
 fp32 weight), backward 5, and 1 for the bias.
-
-Note [parts]. A bf16 number has 8 bits of mantissa, so a product of two is exact in fp32, and a
-tensor core adds in fp32: bf16 tensors lose nothing but the order of the sum. An fp32 number is
-the exact sum of three bf16 numbers, hi = bf16(v), mid = bf16(v - hi), lo = bf16(v - hi - mid), as
-3 * 8 bits hold its 24 (below 2**-110 the last bits fall out of the range of bf16). Every part is
-then multiplied by the one bf16 tensor, never by other parts: no cross terms are dropped. Zero
-parts make inf * 0: where fp32 gives inf for an infinite x, this gives NaN.
-
-Note [chains]. Tensor cores cut off, not round, what they add to an accumulator (Source:
-arXiv:2203.03341), which pulls a sum towards zero a little with every step of 16 terms. Imitated
-in fp64, the relative error of one chain of 2048 terms is 2.4e-6 and of 7168 terms 9.6e-6, where
-one rounded addition after the other makes 0.4e-6 and 0.9e-6. So an accumulator runs for CHUNK
-terms (0.5e-6 for any number of them) and is then added to a total in ordinary fp32. The parts mid
-and lo, 2**-8 of the sum, have one accumulator of their own for all terms.
-
-Note [two parts]. A gradient that is rounded to bf16 at the end (dx always, dweight of a bf16
-weight) needs no more than an error far below the 2**-9 of that rounding: two parts of dlogits
-leave 2**-16 of each term (of a product of two split tensors, hi * hi + hi * mid + mid * hi do).
-dweight of an fp32 weight gets all three. dx is then one bf16 matmul of torch, the parts side by
-side along its inner dim, rounded as that of any bf16 linear layer.
 """
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,17 +19,23 @@ from moecore.base.torch_names import in_forward_mode
 from moecore.kernels.common import (
     INTERPRET,
     cdiv,
+    launch,
     next_power_of_2,
     no_autocast,
     num_sms,
-    on_device,
     tl,
     triton,
     use_kernel,
 )
 from moecore.kernels.ops import Op
 
-CHUNK = 512  # terms of one accumulator: see Note [chains]
+# Tensor cores cut off, not round, what they add to an accumulator (Source: arXiv:2203.03341), which
+# pulls a sum towards zero a little with every step of 16 terms. Imitated in fp64, the relative
+# error of one chain of 2048 terms is 2.4e-6 and of 7168 terms 9.6e-6, where one rounded addition
+# after the other makes 0.4e-6 and 0.9e-6. So an accumulator runs for CHUNK terms (0.5e-6 for any
+# number of them) and is then added to a total in ordinary fp32. The parts mid and lo, 2**-8 of the
+# sum, have one accumulator of their own for all terms.
+CHUNK = 512  # terms of one accumulator
 SPLIT_TOKENS = 2048  # fewest tokens of one program of dweight
 SUM_BLOCK = 1024  # elements of one program of _sum_splits_kernel
 SPLIT_BLOCK = 4096  # elements of one program of _split_kernel
@@ -102,6 +88,14 @@ class _RouterLinear(torch.autograd.Function):
         return dx_TD, dweight_ED, dlogits_TE.sum(0) if need_dbias else None
 
 
+# A bf16 number has 8 bits of mantissa, so a product of two is exact in fp32, and a tensor core adds
+# in fp32: bf16 tensors lose nothing but the order of the sum. An fp32 number is the exact sum of
+# three bf16 numbers, hi = bf16(v), mid = bf16(v - hi), lo = bf16(v - hi - mid), as 3 * 8 bits hold
+# its 24 (below 2**-110 the last bits fall out of the range of bf16). Every part is then multiplied
+# by the one bf16 tensor, never by other parts: no cross terms are dropped. Zero parts make inf * 0:
+# where fp32 gives inf for an infinite x, this gives NaN.
+
+
 @triton.jit
 def _part(v, INDEX: tl.constexpr):
     """Return bf16 part 0 (hi), 1 (mid) or 2 (lo) of fp32 v; inf is all in the first part."""
@@ -112,7 +106,7 @@ def _part(v, INDEX: tl.constexpr):
     return part
 
 
-@partial(triton.jit, do_not_specialize=["num_rows", "num_out_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_out_rows"])
 def _split_kernel(
     v,  # [num_rows, COLUMNS], fp32 or bf16, contiguous
     out,  # out, bf16: part s of an element at row * ROW_STRIDE + s * PART_STRIDE + column
@@ -146,7 +140,7 @@ def _dot(a, b, total, WIDEN: tl.constexpr):
         return tl.dot(a, b, total)
 
 
-@partial(triton.jit, do_not_specialize=["num_tokens", "split_size"])
+@triton.jit(do_not_specialize=["num_tokens", "split_size"])
 def _product_kernel(
     x,  # [T, D] bf16
     b,  # bf16; forward: weight parts [P, EP, D]; gradient: part p of dlogits at column p * EP
@@ -166,7 +160,7 @@ def _product_kernel(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Add x[m, k] * b[n, k] over k, one [BM, BN] tile: see Note [chains].
+    """Add x[m, k] * b[n, k] over k, one [BM, BN] tile, in accumulators of CHUNK terms.
 
     Forward: m is a token, n an expert, k runs over D. Gradient: m is a column of D, n an expert, k
     runs over the tokens of one split.
@@ -251,20 +245,18 @@ def _split(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
     out = v.new_empty(shape, dtype=torch.bfloat16)
     BC = min(128, next_power_of_2(out_columns))
     BR = SPLIT_BLOCK // BC
-    with on_device(v):
-        _split_kernel[(cdiv(out_rows, BR), cdiv(out_columns, BC))](
-            v,
-            out,
-            rows,
-            out_rows,
-            COLUMNS=columns,
-            OUT_COLUMNS=out_columns,
-            ROW_STRIDE=shape[1],
-            PART_STRIDE=part_stride,
-            PARTS=parts,
-            BR=BR,
-            BC=BC,
-        )
+    launch(
+        _split_kernel,
+        (cdiv(out_rows, BR), cdiv(out_columns, BC)),
+        *(v, out, rows, out_rows),
+        COLUMNS=columns,
+        OUT_COLUMNS=out_columns,
+        ROW_STRIDE=shape[1],
+        PART_STRIDE=part_stride,
+        PARTS=parts,
+        BR=BR,
+        BC=BC,
+    )
     return out
 
 
@@ -291,23 +283,10 @@ def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Te
     if weight_ED.dtype == torch.float32:
         parts, P, rows = _split(weight_ED, (0, 1, 2), side_by_side=False), 3, _padded(E)
     tile = _tile(E, P)
-    grid = (cdiv(T, tile["BM"]) * cdiv(E, tile["BN"]),)
-    with on_device(x_TD):
-        _product_kernel[grid](
-            x_TD,
-            parts,
-            None if bias_E is None else bias_E.contiguous(),
-            logits_TE,
-            T,
-            D,
-            D=D,
-            E=E,
-            P=P,
-            GRADIENT=False,
-            EP=rows,
-            B_STRIDE=1,
-            **tile,
-        )
+    bias_E = None if bias_E is None else bias_E.contiguous()
+    args = (x_TD, parts, bias_E, logits_TE, T, D)
+    how = dict(D=D, E=E, P=P, GRADIENT=False, EP=rows, B_STRIDE=1)
+    launch(_product_kernel, cdiv(T, tile["BM"]) * cdiv(E, tile["BN"]), *args, **how, **tile)
     return logits_TE
 
 
@@ -324,8 +303,13 @@ def _router_logits_bwd(
     if x_TD.shape[0] == 0:
         return dx_TD, dweight_ED.zero_()
     wide = weight_ED.dtype == torch.float32
+    # A gradient that is rounded to bf16 at the end (dx always, dweight of a bf16 weight) needs no
+    # more than an error far below the 2**-9 of that rounding: two parts of dlogits leave 2**-16 of
+    # each term (of a product of two split tensors, hi * hi + hi * mid + mid * hi do). dweight of an
+    # fp32 weight gets all three. dx is then one bf16 matmul of torch, the parts side by side along
+    # its inner dim, rounded as that of any bf16 linear layer.
     # An fp32 weight: hi, hi, mid for dx, which takes mid, hi, hi of the weight; the last three
-    # parts for dweight. A bf16 weight: hi, mid for both. See Note [two parts].
+    # parts for dweight. A bf16 weight: hi, mid for both.
     dlogits = _split(dlogits_TE.contiguous(), (0, 0, 1, 2) if wide else (0, 1), side_by_side=True)
     EP = _padded(weight_ED.shape[0])
     if need_dx:
@@ -356,25 +340,11 @@ def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
     num_splits = max(1, min(wanted, T // SPLIT_TOKENS))
     split_size = cdiv(T, num_splits)
     splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
-    with on_device(x_TD):
-        _product_kernel[(tiles, num_splits)](
-            x_TD,
-            dlogits,
-            None,
-            splits,
-            T,
-            split_size,
-            D=D,
-            E=E,
-            P=P,
-            GRADIENT=True,
-            EP=_padded(E),
-            B_STRIDE=dlogits.stride(0),
-            **tile,
-        )
-        _sum_splits_kernel[(cdiv(E * D, SUM_BLOCK),)](
-            splits, dweight_ED, num_splits, E * D, BLOCK=SUM_BLOCK
-        )
+    args = (x_TD, dlogits, None, splits, T, split_size)
+    how = dict(D=D, E=E, P=P, GRADIENT=True, EP=_padded(E), B_STRIDE=dlogits.stride(0))
+    launch(_product_kernel, (tiles, num_splits), *args, **how, **tile)
+    sums = (splits, dweight_ED, num_splits, E * D)
+    launch(_sum_splits_kernel, cdiv(E * D, SUM_BLOCK), *sums, BLOCK=SUM_BLOCK)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -396,11 +366,7 @@ def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _router_logits_op = Op(
-    "router_logits",
-    _router_logits,
-    _router_logits_fake,
-    setup_context=_setup_context,
-    backward=_backward,
+    "router_logits", _router_logits, _router_logits_fake, save=_setup_context, backward=_backward
 )
 
 
@@ -420,9 +386,6 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     Returns:
         Logits [T, E] fp32. Gradients have the dtypes of the inputs; that of the bias is added up
         in fp32.
-
-    Raises:
-        ValueError: when the shapes do not fit together.
     """
     E = weight_ED.shape[0]
     if x_TD.shape[1:] != weight_ED.shape[1:] or (bias_E is not None and bias_E.shape != (E,)):

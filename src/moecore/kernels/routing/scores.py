@@ -6,11 +6,6 @@
 
 Letters: T tokens, E experts.
 
-Note [sqrtsoftplus]. With h = exp(-|x| / 2), u = h^2 and r = log(1 + u) / u, which lies between
-log(2) and 1, softplus(x) is u * r for x < 0 and x + u * r else. The square root of the first is
-h * sqrt(r): neither exp(x) nor a logarithm near 1 is ever formed, so that score and slope keep
-their digits down to exp(x / 2), where softplus in fp32 is 0 and its square root has no slope.
-
 Note [same bits]. Equal logits of a row must get equal scores, whichever lane holds them, and a
 choice its recorded weights, whichever kernel works them out. Two things would break that. A
 product that the compiler fuses into the sum after it: of the two lanes that add their terms to
@@ -66,7 +61,11 @@ def exp(x):
 
 @triton.jit
 def sqrtsoftplus(x):
-    """Return sqrt(softplus(x)) and its slope: see Note [sqrtsoftplus]."""
+    """Return sqrt(softplus(x)) and its slope."""
+    # With h = exp(-|x| / 2), u = h^2 and r = log(1 + u) / u, which lies between log(2) and 1,
+    # softplus(x) is u * r for x < 0 and x + u * r else. The square root of the first is h *
+    # sqrt(r): neither exp(x) nor a logarithm near 1 is ever formed, so that score and slope keep
+    # their digits down to exp(x / 2), where softplus in fp32 is 0 and its square root has no slope.
     h = exp(-0.5 * tl.abs(x))
     u = h * h
     # log(1 + u) = 2 artanh(z), z = u / (2 + u) <= 1/3: eight terms of the series leave 2e-9.

@@ -15,19 +15,14 @@ Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.fields import OneOf, Positive, check_fields
-from moecore.kernels.common import (
-    all_used,
-    cdiv,
-    on_device,
-    use_kernel,
-)
+from moecore.kernels.common import all_used, cdiv, launch, use_kernel
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation_kernel import (
     BWD_TILE,
@@ -45,27 +40,18 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationOptions:
-    """Which activation, and how its input columns lie.
+    """Which activation, and how its input columns lie."""
 
-    Attributes:
-        kind: "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
-            (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above and up on both
-            sides (Source: gpt-oss); without a gate "gelu" h * Phi(h), the exact form by erf,
-            "relu", "relu2" relu(h)^2 and "silu" h * sigmoid(h).
-        limit: clamp of "clamped_swiglu".
-        alpha: sigmoid slope of "clamped_swiglu".
-        interleaved: gate and up columns alternate; else all of gate comes first.
-        function: fp32 [..., C] -> [..., F], in place of `kind`, which then tells whether there is a
-            gate; known to `activation` alone, not to kernels. None = `kind`.
-
-    Raises:
-        ValueError: for an unknown kind.
-    """
-
+    # "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
+    # (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above and up on both sides
+    # (Source: gpt-oss); without a gate "gelu" h * Phi(h), the exact form by erf, "relu", "relu2"
+    # relu(h)^2 and "silu" h * sigmoid(h)
     kind: Annotated[str, OneOf(KINDS)]
-    limit: Positive = 7.0
-    alpha: Positive = 1.702
-    interleaved: bool = False
+    limit: Positive = 7.0  # clamp of "clamped_swiglu"
+    alpha: Positive = 1.702  # sigmoid slope of "clamped_swiglu"
+    interleaved: bool = False  # gate and up columns alternate; else all of gate comes first
+    # fp32 [..., C] -> [..., F], in place of `kind`, which then tells whether there is a gate; known
+    # to `activation` alone, not to kernels. None = `kind`
     function: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -76,13 +62,17 @@ class ActivationOptions:
         """Whether the activation reads two columns per output column."""
         return self.kind in GATED_KINDS
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The activation as kernels take it."""
+        return {"KIND": self.kind, "LIMIT": self.limit, "ALPHA": self.alpha}
+
 
 def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     """Return the activated rows in fp32, in plain differentiable PyTorch.
 
     Args:
         h_RC: [..., 2F] for gated activations, else [..., F]; any float dtype.
-        options: which activation.
 
     Returns:
         [..., F], fp32 (fp64 for fp64 input).
@@ -128,14 +118,9 @@ def halves(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
 
 
 def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the derivative of each output column by its input columns, in plain PyTorch.
+    """Return the derivative of each output column by its input columns, like h_RC.
 
-    Args:
-        h_RC: [..., 2F] for gated activations, else [..., F]; fp32 or fp64.
-        options: which activation.
-
-    Returns:
-        Shape and dtype of h_RC.
+    In plain PyTorch; h_RC is as for `activation`, in fp32 or fp64.
     """
     if not options.gated:
         return _plain_slope(h_RC, options.kind)
@@ -203,73 +188,36 @@ def _used(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
 
 
-def _constants(kind: str, limit: float, alpha: float, interleaved: bool) -> dict[str, object]:
-    gated = kind in GATED_KINDS
-    return {
-        "KIND": kind,
-        "GATED": gated,
-        "LIMIT": limit,
-        "ALPHA": alpha,
-        "INTERLEAVED": interleaved and gated,
-    }
+def _constants(kind: str, limit: float, alpha: float, interleaved: bool) -> dict[str, Any]:
+    gated, how = kind in GATED_KINDS, dict(KIND=kind, LIMIT=limit, ALPHA=alpha)
+    return dict(GATED=gated, INTERLEAVED=interleaved and gated, **how)
 
 
-def _forward(
-    h_RC: Tensor,
-    weights_R: Tensor | None,
-    num_rows: Tensor | None,
-    kind: str,
-    limit: float,
-    alpha: float,
-    interleaved: bool,
-) -> Tensor:
-    a_RF = _empty_output(h_RC, kind)
+def _forward(h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *how: Any) -> Tensor:
+    a_RF = _empty_output(h_RC, how[0])
     R, F_ = a_RF.shape
-    if not R or not F_:
-        return a_RF
     blocks = column_blocks(F_, FWD_TILE)
-    grid = (cdiv(R, blocks["BLOCK_R"]) * cdiv(F_, blocks["BLOCK_F"]),)
+    grid = cdiv(R, blocks["BLOCK_R"]) * cdiv(F_, blocks["BLOCK_F"])
     weights_R = None if weights_R is None else weights_R.contiguous()
-    constants = _constants(kind, limit, alpha, interleaved)
-    with on_device(h_RC):
-        weighted_activation_fwd_kernel[grid](
-            h_RC.contiguous(), weights_R, num_rows, a_RF, R, F=F_, **constants, **blocks
-        )
+    args = (h_RC.contiguous(), weights_R, num_rows, a_RF, R)
+    launch(weighted_activation_fwd_kernel, grid, *args, F=F_, **_constants(*how), **blocks)
     return a_RF
 
 
 def _backward(
-    h_RC: Tensor,
-    da_RF: Tensor,
-    weights_R: Tensor | None,
-    num_rows: Tensor | None,
-    kind: str,
-    limit: float,
-    alpha: float,
-    interleaved: bool,
-    with_output: bool,
+    h_RC: Tensor, da_RF: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dh_RC, dweights_R, a_RF = _empty_gradients(h_RC, kind, with_output)
+    *how, with_output = flat
+    dh_RC, dweights_R, a_RF = _empty_gradients(h_RC, how[0], with_output)
     R, F_ = da_RF.shape
     if not R or not F_:
         return dh_RC, dweights_R.zero_(), a_RF
     blocks = column_blocks(F_, BWD_TILE)
     weights_R = None if weights_R is None else weights_R.contiguous()
-    constants = _constants(kind, limit, alpha, interleaved)
-    with on_device(h_RC):
-        weighted_activation_bwd_kernel[(cdiv(R, blocks["BLOCK_R"]),)](
-            h_RC.contiguous(),
-            da_RF.contiguous(),
-            weights_R,
-            num_rows,
-            dh_RC,
-            dweights_R,
-            a_RF if with_output else None,
-            R,
-            F=F_,
-            **constants,
-            **blocks,
-        )
+    inputs = (h_RC.contiguous(), da_RF.contiguous(), weights_R, num_rows)
+    args = (*inputs, dh_RC, dweights_R, a_RF if with_output else None, R)
+    grid, constants = cdiv(R, blocks["BLOCK_R"]), _constants(*how)
+    launch(weighted_activation_bwd_kernel, grid, *args, F=F_, **constants, **blocks)
     return dh_RC, dweights_R, a_RF
 
 
@@ -291,7 +239,13 @@ def _backward_fake(h_RC, da_RF, weights_R, num_rows, kind, limit, alpha, interle
     return _empty_gradients(h_RC, kind, with_output)
 
 
-_weighted_activation_bwd = Op("weighted_activation_bwd", _backward, _backward_fake)
+_HOW = "Tensor? weights_R, Tensor? num_rows, str kind, float limit, float alpha, bool interleaved"
+_weighted_activation_bwd = Op(
+    "weighted_activation_bwd",
+    _backward,
+    _backward_fake,
+    schema=f"(Tensor h_RC, Tensor da_RF, {_HOW}, bool with_output) -> (Tensor, Tensor, Tensor)",
+)
 
 
 def _save_inputs(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -311,8 +265,9 @@ _weighted_activation = Op(
     "weighted_activation",
     _forward,
     _forward_fake,
-    setup_context=_save_inputs,
+    save=_save_inputs,
     backward=_weighted_activation_backward,
+    schema=f"(Tensor h_RC, {_HOW}) -> Tensor",
 )
 
 
@@ -330,9 +285,7 @@ def weighted_activation_bwd(
     Args:
         h_RC: as given to the forward.
         da_RF: gradient of the output; rows from num_rows on are not read.
-        weights_R: as given to the forward.
-        num_rows: as given to the forward.
-        options: as given to the forward.
+        weights_R, num_rows, options: as given to the forward.
 
     Returns:
         dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of a weight even when there were
@@ -352,11 +305,10 @@ def weighted_activation(
     Differentiable in h_RC and weights_R; saves only these two. No host sync.
 
     Args:
-        h_RC: FC1's output, [R, 2F] for gated activations, else [R, F]; any float dtype; copied
-            when not contiguous.
+        h_RC: FC1's output, [R, 2F] for gated activations, else [R, F]; any float dtype; copied when
+            not contiguous.
         weights_R: fp32 factor of each row; None means 1.
         num_rows: 0-dim int32 on the device: rows from there on are not read; None means R.
-        options: which activation, and how its columns lie.
 
     Returns:
         [R, F], dtype of h_RC. Rows from num_rows on are zero.

@@ -3,7 +3,7 @@
 Letters: as there.
 """
 
-from functools import cache, partial
+from functools import cache
 
 from moecore.kernels.common import next_power_of_2, tl, triton
 
@@ -145,8 +145,7 @@ def _load_halves(
     return gate.to(tl.float32), up.to(tl.float32)
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["num_expert_rows"])
+@triton.jit(do_not_specialize=["num_expert_rows"])
 def weighted_activation_fwd_kernel(
     h_ptr,  # [R, C]
     weights_ptr,  # [R] fp32, or None for 1
@@ -182,7 +181,7 @@ def weighted_activation_fwd_kernel(
     tl.store(a_ptr + rows[:, None] * F + columns[None, :], out, mask=mask)
 
 
-@partial(triton.jit, do_not_specialize=["num_expert_rows"])
+@triton.jit(do_not_specialize=["num_expert_rows"])
 def weighted_activation_bwd_kernel(
     h_ptr,  # [R, C]
     da_ptr,  # [R, F]

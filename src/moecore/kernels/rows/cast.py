@@ -10,17 +10,16 @@ is also the reference.
 Letters: T rows and D columns of what is quantised; M, K rows and columns of the first operand, m, k
 of the second. Bytes moved with b per element: T * D * (b + 1 per operand), plus scales; "row" and
 "tensor" read T * D * b once more for the largest magnitudes, unless one is given.
-
-Note "encode": the GPU's own conversion takes one instruction for two values; Triton's interpreter
-rounds FP8 otherwise (3.6), so there integer operations do it.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import INTERPRET, cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.e4m3 import BLOCK, encode, magnitude
 from moecore.kernels.rows.scaling import (
@@ -58,7 +57,9 @@ def _scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _encode(x, E5M2: tl.constexpr):  # fp32
-    """Return FP8 as uint8: nearest, ties to even, saturated; see note "encode"."""
+    """Return FP8 as uint8: nearest, ties to even, saturated."""
+    # The GPU's own conversion takes one instruction for two values; Triton's interpreter rounds FP8
+    # otherwise (3.6), so there integer operations do it.
     largest: tl.constexpr = 57344.0 if E5M2 else 448.0
     x = tl.where(x == x, tl.minimum(tl.maximum(x, -largest), largest), x)
     if E5M2:
@@ -206,23 +207,25 @@ def _cast_kernel(
         )  # fmt: skip
 
 
-def _cast(
-    x_TD: Tensor,
-    amax: Tensor | None,
-    seen: Tensor | None,
-    kind: str,
-    fmt: str,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class _How(NamedTuple):
+    """Arguments of `cast` that are no tensors."""
+
+    kind: str
+    fmt: str
+    power_of_two: bool
+    rows: bool
+    columns: bool
+
+
+def _cast(x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, *flat: Any) -> tuple[Tensor, ...]:
     """Return values and scales of both operands, as bytes and fp32; empty where not asked for."""
+    kind, fmt, power_of_two, rows, columns = how = _How(*flat)
     if not _has_kernel(x_TD):
-        return _cast_ref(x_TD, amax, seen, kind, fmt, power_of_two, rows, columns)
+        return _cast_ref(x_TD, amax, seen, *how)
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
     T, D = x_TD.shape
-    outputs = _cast_fake(x_TD, amax, seen, kind, fmt, power_of_two, rows, columns)
+    outputs = _cast_fake(x_TD, amax, seen, *how)
     if kind == "block":  # what fills the rows of their scales is read
         outputs[1].zero_()
         outputs[3].zero_()
@@ -230,34 +233,23 @@ def _cast(
     (M, K), (m, k) = operand_shape(T, D, kind), operand_shape(D, T, kind)
     is_narrow = power_of_two and kind != "block" and seen is None
     stored = torch.uint8 if INTERPRET else DTYPES[fmt]
-    with on_device(x_TD):
-        _cast_kernel[(cdiv(max(M, k), BLOCK) * cdiv(max(K, m), BLOCK),)](
-            x_TD,
-            row_amax,
-            column_amax,
-            seen,
-            outputs[0].view(stored),
-            outputs[1],
-            outputs[2].view(stored),
-            outputs[3],
-            T,
-            D,
-            x_TD.stride(0),
-            M,
-            K,
-            m,
-            k,
-            KIND=KIND_CODES[kind],
-            ROWS=rows,
-            COLUMNS=columns,
-            SEEN=seen is not None,
-            GIVEN=amax is not None,
-            E5M2=fmt == "e5m2",
-            POWER_OF_TWO=power_of_two,
-            BLOCK=BLOCK,
-            INTERPRETED=INTERPRET,
-            **(PROGRAM if is_narrow else WIDE_PROGRAM),
-        )
+    values = (outputs[0].view(stored), outputs[2].view(stored))
+    operands = (values[0], outputs[1], values[1], outputs[3])
+    launch(
+        _cast_kernel,
+        cdiv(max(M, k), BLOCK) * cdiv(max(K, m), BLOCK),
+        *(x_TD, row_amax, column_amax, seen, *operands, T, D, x_TD.stride(0), M, K, m, k),
+        KIND=KIND_CODES[kind],
+        ROWS=rows,
+        COLUMNS=columns,
+        SEEN=seen is not None,
+        GIVEN=amax is not None,
+        E5M2=fmt == "e5m2",
+        POWER_OF_TWO=power_of_two,
+        BLOCK=BLOCK,
+        INTERPRETED=INTERPRET,
+        **(PROGRAM if is_narrow else WIDE_PROGRAM),
+    )
     return outputs
 
 
@@ -278,11 +270,9 @@ def _amaxes(
 
 
 def _launch_amax(x_TD: Tensor, rows: Tensor, columns: Tensor, **which: bool) -> None:
-    T, D = x_TD.shape
-    with on_device(x_TD):
-        _amax_kernel[(cdiv(T, BLOCK) * cdiv(D, BLOCK),)](
-            x_TD, rows, columns, T, D, x_TD.stride(0), **which, BLOCK=BLOCK, num_warps=8
-        )
+    (T, D), how = x_TD.shape, dict(**which, BLOCK=BLOCK, num_warps=8)
+    args = (x_TD, rows, columns, T, D, x_TD.stride(0))
+    launch(_amax_kernel, cdiv(T, BLOCK) * cdiv(D, BLOCK), *args, **how)
 
 
 def _has_kernel(x_TD: Tensor) -> bool:
@@ -290,35 +280,29 @@ def _has_kernel(x_TD: Tensor) -> bool:
 
 
 def _cast_ref(
-    x_TD: Tensor,
-    amax: Tensor | None,
-    seen: Tensor | None,
-    kind: str,
-    fmt: str,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, *flat: Any
+) -> tuple[Tensor, ...]:
     """Return what `_cast` returns, in plain PyTorch."""
+    how = _How(*flat)
     if seen is not None:
         finite_TD = torch.where(x_TD.isinf(), 0, x_TD)
         seen.copy_(torch.maximum(seen, amax_ref(finite_TD)))
     outputs: list[Tensor] = []
-    for wanted, x in ((rows, x_TD), (columns, x_TD.T)):
+    for wanted, x in ((how.rows, x_TD), (how.columns, x_TD.T)):
         if wanted:
-            operand = cast_ref(x, amax, kind, fmt, power_of_two)
+            operand = cast_ref(x, amax, *how[:3])
             outputs += [operand.values.view(torch.uint8), operand.scales]
         else:
             outputs += [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)]
-    return outputs[0], outputs[1], outputs[2], outputs[3]
+    return tuple(outputs)
 
 
-def _cast_fake(x_TD, amax, seen, kind, fmt, power_of_two, rows, columns):  # type: ignore[no-untyped-def]
+def _cast_fake(x_TD, amax, seen, *flat):  # type: ignore[no-untyped-def]
     outputs: list[Tensor] = []
-    T, D = x_TD.shape
-    for wanted, shape in ((rows, (T, D)), (columns, (D, T))):
-        M, K = operand_shape(*shape, kind)
-        sizes = ((M, K), scales_shape(M, K, kind)) if wanted else ((0,), (0,))
+    (T, D), how = x_TD.shape, _How(*flat)
+    for wanted, shape in ((how.rows, (T, D)), (how.columns, (D, T))):
+        M, K = operand_shape(*shape, how.kind)
+        sizes = ((M, K), scales_shape(M, K, how.kind)) if wanted else ((0,), (0,))
         outputs.append(x_TD.new_empty(sizes[0], dtype=torch.uint8))
         outputs.append(x_TD.new_empty(sizes[1], dtype=torch.float32))
     return tuple(outputs)
@@ -338,16 +322,8 @@ def _amax_fake(x_TD: Tensor) -> Tensor:
     return x_TD.new_empty(1, dtype=torch.float32)
 
 
-def _cast_unseen(
-    x_TD: Tensor,
-    amax: Tensor | None,
-    kind: str,
-    fmt: str,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _cast(x_TD, amax, None, kind, fmt, power_of_two, rows, columns)
+def _cast_unseen(x_TD: Tensor, amax: Tensor | None, *flat: Any) -> tuple[Tensor, ...]:
+    return _cast(x_TD, amax, None, *flat)
 
 
 def _cast_unseen_fake(x_TD, amax, *rest):  # type: ignore[no-untyped-def]
@@ -355,8 +331,13 @@ def _cast_unseen_fake(x_TD, amax, *rest):  # type: ignore[no-untyped-def]
 
 
 # Two operations, because a compiler computes one that mutates nothing once for equal arguments.
-_cast_op = Op("fp8_cast", _cast_unseen, _cast_unseen_fake)
-_cast_seen_op = Op("fp8_cast_seen", _cast, _cast_fake, mutates_args=("seen",))
+_SCHEMA = (
+    "(Tensor x_TD, Tensor? amax{}, str kind, str fmt, bool power_of_two, bool rows, bool columns) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+_cast_op = Op("fp8_cast", _cast_unseen, _cast_unseen_fake, schema=_SCHEMA.format(""))
+_SEEN = _SCHEMA.format(", Tensor(a!) seen")
+_cast_seen_op = Op("fp8_cast_seen", _cast, _cast_fake, mutates_args=("seen",), schema=_SEEN)
 _amax_op = Op("fp8_amax", _amax, _amax_fake)
 
 
@@ -376,8 +357,6 @@ def cast(
     Args:
         x_TD: bf16, fp16, fp32 or fp64.
         kind: of the scales, see `scaling.py`.
-        fmt: "e4m3" or "e5m2".
-        power_of_two: whether scales are powers of two.
         rows: whether to make the operand that is summed over D.
         columns: whether to make the one that is summed over T.
         amax: "tensor": fp32 [1] that the scale comes from; None = of x_TD.

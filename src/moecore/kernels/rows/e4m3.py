@@ -33,7 +33,6 @@ def block_scale_ref(
 
     Args:
         amax: fp32, any shape; largest magnitude of each block, NaN left out.
-        power_of_two: see above.
         largest: value of the format.
 
     Returns:
@@ -49,11 +48,6 @@ def block_scale_ref(
 def magnitude_ref(x: Tensor) -> Tensor:
     """Return |x|, and 0 for NaN, in plain PyTorch."""
     return torch.where(x.isnan(), 0, x).abs()
-
-
-def amax_ref(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Return the largest magnitude along dims, which stay as 1; NaN left out."""
-    return magnitude_ref(x).amax(dim, keepdim=True)
 
 
 @triton.jit

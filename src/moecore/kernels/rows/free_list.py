@@ -12,24 +12,15 @@ Example, 4 pages: free list [0, 1, 2, 3]. A table that needs 2 takes [0, 1] and 
 that needs 3 gets [2, 3, MISSING]. The first table is returned: [0, 1]; one that needs 1 takes [0],
 and the second table is returned: [1, 2, 3]. The most that was wanted is 5 pages.
 
-Note "lock": the lists are changed by one program at a time, which holds a word of the state. So
-streams, and replays of CUDA graphs beside eager code, need no order among them: a page is in one
-table or in a list. Whoever returns a table does so after the last read of its pages.
-
-Note "static tables": a table keeps its entries from one replay to the next. `take_pages` returns
-what the table still names before it takes anything, so a replayed forward whose backward did not
-run loses no page.
-
 Letters: P device pages, Q host pages, N entries of a table, which are its first words.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel
+from moecore.kernels.common import launch, tl, triton, use_kernel
 
 BLOCK_IDS = 512  # entries of a table that a program takes at once: few, or predicates are spilled
 NUM_WARPS = 8
@@ -54,20 +45,13 @@ NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagePool:
-    """Pages for rows, and who has them.
+    """Pages for rows, and who has them."""
 
-    Attributes:
-        pages: uint8 [P, bytes of a page], uninitialised.
-        host_pages: the same in memory of the host that the device reaches; maybe none of them.
-        free_ids: int32 [P + number of host pages], two circular buffers.
-        state: int32 [NUM_WORDS] on the device.
-        report: int32 [NUM_WORDS] that the host sees too: MOST and MISSED, once a page was missed.
-    """
-
-    pages: Tensor
-    host_pages: Tensor
-    free_ids: Tensor
-    state: Tensor
+    pages: Tensor  # uint8 [P, bytes of a page], uninitialised
+    host_pages: Tensor  # the same in memory of the host that the device reaches; maybe none of them
+    free_ids: Tensor  # int32 [P + number of host pages], two circular buffers
+    state: Tensor  # int32 [NUM_WORDS] on the device
+    # int32 [NUM_WORDS] that the host sees too: MOST and MISSED, once a page was missed
     report: Tensor
 
     @classmethod
@@ -79,7 +63,6 @@ class PagePool:
         Args:
             num_pages: P, at least 1.
             page_bytes: of a page, a multiple of 16.
-            device: of the pages.
             num_host_pages: in host memory, pinned for a GPU.
         """
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
@@ -140,6 +123,9 @@ def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -
 
 @triton.jit
 def _lock(state_ptr):
+    # The lists are changed by one program at a time, which holds a word of the state. So streams,
+    # and replays of CUDA graphs beside eager code, need no order among them: a page is in one table
+    # or in a list. Whoever returns a table does so after the last read of its pages.
     while tl.atomic_cas(state_ptr + LOCK, 0, 1, sem="acquire") != 0:
         pass
     tl.debug_barrier()
@@ -222,6 +208,9 @@ def take_pages(
     BLOCK: tl.constexpr,
 ):
     """Give a table pages: the work of one program."""
+    # A table keeps its entries from one replay to the next. `take_pages` returns what the table
+    # still names before it takes anything, so a replayed forward whose backward did not run loses
+    # no page.
     _lock(state_ptr)
     head, host_head = _word(state_ptr, HEAD), _word(state_ptr, HOST_HEAD)
     most, missed = _word(state_ptr, MOST), _word(state_ptr, MISSED)
@@ -256,7 +245,7 @@ def take_pages(
     _unlock(state_ptr)
 
 
-@partial(triton.jit, do_not_specialize=["num_entries", "num_pages", "num_host"])
+@triton.jit(do_not_specialize=["num_entries", "num_pages", "num_host"])
 def _return_pages_kernel(
     table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK: tl.constexpr
 ):
@@ -269,15 +258,10 @@ def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
     Args:
         table: int32, on the device of the pool.
         num_entries: N, how many of its first words are ids.
-        pool: whose pages they are.
     """
     if not use_kernel(table):
         return_pages_ref(table, num_entries, pool)
     elif num_entries:
-        with on_device(table):
-            _return_pages_kernel[(1,)](
-                *(table, num_entries, pool.state, pool.free_ids),
-                *(pool.pages.shape[0], pool.host_pages.shape[0]),
-                BLOCK=BLOCK_IDS,
-                num_warps=NUM_WARPS,
-            )
+        sizes = (pool.pages.shape[0], pool.host_pages.shape[0])
+        args = (table, num_entries, pool.state, pool.free_ids, *sizes)
+        launch(_return_pages_kernel, 1, *args, BLOCK=BLOCK_IDS, num_warps=NUM_WARPS)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.ops import Op
 
 BLOCK_N = 128  # pairs of one program; place compares all pairs of a block with each other
@@ -37,19 +37,13 @@ MAX_ROWS = 2**31 - 1  # row numbers are int32
 
 
 class ExpertIndex(NamedTuple):
-    """Both directions between source rows and expert rows.
+    """Both directions between source rows and expert rows."""
 
-    Attributes:
-        row_ids_R: int32, source row of each expert row; 0 where there is none.
-        weights_R: fp32, weight of each expert row, differentiable; 0 where there is none.
-        slots_SK: int32, expert row of each source row's k-th choice; -1 where it has none here.
-        offsets_e: int32 running sum of the padded counts: expert i owns rows
-            [offsets_e[i - 1], offsets_e[i]).
-    """
-
-    row_ids_R: Tensor
-    weights_R: Tensor
+    row_ids_R: Tensor  # int32, source row of each expert row; 0 where there is none
+    weights_R: Tensor  # fp32, weight of each expert row, differentiable; 0 where there is none
+    # int32, expert row of each source row's k-th choice; -1 where it has none here
     slots_SK: Tensor
+    # int32 running sum of the padded counts: expert i owns rows [offsets_e[i - 1], offsets_e[i])
     offsets_e: Tensor
 
     @property
@@ -88,8 +82,7 @@ def build_index_ref(
     )
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["first", "num_pairs"])
+@triton.jit(do_not_specialize=["first", "num_pairs"])
 def _build_index_fwd_count_kernel(
     ids_ptr,  # [N] int32 global expert ids
     table_ptr,  # [B, e] int32, out: pairs of block b that go to expert i
@@ -108,7 +101,7 @@ def _build_index_fwd_count_kernel(
     tl.store(table_ptr + block * NUM_LOCAL + bins, counts, mask=bins < NUM_LOCAL)
 
 
-@partial(triton.jit, do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks"])
 def _build_index_fwd_scan_kernel(
     table_ptr,  # [B, e] int32, in place: counts become sums over earlier blocks
     totals_ptr,  # [e] int32, out
@@ -128,7 +121,7 @@ def _build_index_fwd_scan_kernel(
     tl.store(totals_ptr + expert, total)
 
 
-@partial(triton.jit, do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _build_index_fwd_layout_kernel(
     totals_ptr,  # [e] int32
     offsets_ptr,  # [e] int32, out: running sum of the padded totals
@@ -163,7 +156,7 @@ def _build_index_fwd_layout_kernel(
         tl.store(weights_ptr + rows, tl.zeros([BLOCK_R], tl.float32), mask=past)
 
 
-@partial(triton.jit, do_not_specialize=["first", "num_pairs", "num_rows"])
+@triton.jit(do_not_specialize=["first", "num_pairs", "num_rows"])
 def _build_index_fwd_place_kernel(
     ids_ptr,  # [N] int32 global expert ids
     pair_weights_ptr,  # [N] fp32
@@ -201,7 +194,7 @@ def _build_index_fwd_place_kernel(
     tl.store(slots_ptr + pairs, tl.where(here, row, -1), mask=pairs < num_pairs)
 
 
-@partial(triton.jit, do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs"])
 def _build_index_bwd_kernel(
     dweights_ptr,  # [R] fp32
     slots_ptr,  # [N] int32, -1 = none
@@ -225,53 +218,24 @@ def _index(
     table_Be = torch.empty(B, num_local, dtype=torch.int32, device=device)
     totals_e = torch.empty(num_local, dtype=torch.int32, device=device)
     sizes = dict(NUM_LOCAL=num_local, BINS=max(32, next_power_of_2(num_local)))
-    with on_device(ids_SK):
-        if N:
-            _build_index_fwd_count_kernel[(B,)](
-                ids_SK, table_Be, first, N, BLOCK_N=BLOCK_N, **sizes
-            )
-        _build_index_fwd_scan_kernel[(num_local,)](
-            table_Be, totals_e, B, NUM_LOCAL=num_local, BLOCK_B=BLOCK_B, num_warps=8
-        )
-        _build_index_fwd_layout_kernel[(num_local + cdiv(R, BLOCK_R),)](
-            totals_e,
-            offsets_e,
-            row_ids_R,
-            weights_R,
-            R,
-            MULTIPLE=multiple,
-            BLOCK_R=BLOCK_R,
-            **sizes,
-        )
-        if N:
-            _build_index_fwd_place_kernel[(B,)](
-                ids_SK,
-                weights_SK,
-                table_Be,
-                totals_e,
-                offsets_e,
-                row_ids_R,
-                weights_R,
-                slots_SK,
-                first,
-                N,
-                R,
-                K=ids_SK.shape[1],
-                NUM_LOCAL=num_local,
-                MULTIPLE=multiple,
-                BLOCK_N=BLOCK_N,
-            )
+    found = (offsets_e, row_ids_R, weights_R)
+    pairs = (ids_SK, weights_SK, table_Be, totals_e, *found, slots_SK, first, N, R)
+    scan = dict(NUM_LOCAL=num_local, BLOCK_B=BLOCK_B, num_warps=8)
+    layout = dict(MULTIPLE=multiple, BLOCK_R=BLOCK_R, **sizes)
+    place = dict(K=ids_SK.shape[1], NUM_LOCAL=num_local, MULTIPLE=multiple, BLOCK_N=BLOCK_N)
+    rows = num_local + cdiv(R, BLOCK_R)
+    count = _build_index_fwd_count_kernel
+    launch(count, B, ids_SK, table_Be, first, N, BLOCK_N=BLOCK_N, **sizes)
+    launch(_build_index_fwd_scan_kernel, num_local, table_Be, totals_e, B, **scan)
+    launch(_build_index_fwd_layout_kernel, rows, totals_e, *found, R, **layout)
+    launch(_build_index_fwd_place_kernel, B, *pairs, **place)
     return row_ids_R, weights_R, slots_SK, offsets_e
 
 
 def _index_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
-    N = slots_SK.numel()
-    if N:
-        with on_device(slots_SK):
-            _build_index_bwd_kernel[(cdiv(N, 1024),)](
-                dweights_R.contiguous(), slots_SK, dweights_SK, N, BLOCK=1024
-            )
+    args = (dweights_R.contiguous(), slots_SK, dweights_SK, slots_SK.numel())
+    launch(_build_index_bwd_kernel, cdiv(slots_SK.numel(), 1024), *args, BLOCK=1024)
     return dweights_SK
 
 
@@ -305,11 +269,7 @@ def _build_index_backward(ctx, _, dweights_R, *rest):  # type: ignore[no-untyped
 
 
 _build_index = Op(
-    "build_index",
-    _index,
-    _index_fake,
-    setup_context=_save_slots,
-    backward=_build_index_backward,
+    "build_index", _index, _index_fake, save=_save_slots, backward=_build_index_backward
 )
 
 
@@ -340,10 +300,6 @@ def build_index(
 
     Returns:
         The index. Padding rows and all rows past offsets_e[-1] have row id 0 and weight 0.
-
-    Raises:
-        ValueError: for shapes, dtypes or a multiple that do not fit, and for more rows than int32
-            counts.
 
     Example, experts 2 and 3 of six, multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row 1
     and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is

@@ -21,7 +21,7 @@ number is on the device, so no copy engine can be given it. A few programs take 
 PCIe is slow, and the multiprocessors are others'. Bytes moved: 2 * num_rows * (bytes of a row).
 """
 
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch import Tensor
 from moecore.kernels.common import (
     all_used,
     cdiv,
+    launch,
     next_power_of_2,
     on_device,
     tl,
@@ -82,8 +83,7 @@ def column_block(num_columns: int, itemsize: int) -> dict[str, int]:
     return {"BLOCK_D": block, "num_warps": max(2, min(8, block * itemsize // 512))}
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["num_expert_rows", "num_fill"])
+@triton.jit(do_not_specialize=["num_expert_rows", "num_fill"])
 def _gather_rows_fwd_kernel(
     x_ptr,  # [S, D]
     row_ids_ptr,  # [R] int32
@@ -193,36 +193,28 @@ def _launch_gather(
         return out_RD
     block = column_block(D, x_SD.element_size())
     num_fill = cdiv(R, FILL_ROWS)
-    with on_device(x_SD):
-        _gather_rows_fwd_kernel[(num_fill + S * cdiv(D, block["BLOCK_D"]),)](
-            x_SD.contiguous(),
-            row_ids_R.contiguous(),
-            slots_SK.contiguous(),
-            num_rows,
-            out_RD,
-            R,
-            num_fill,
-            D=D,
-            K=K,
-            BLOCK_K=min(FILL_CHOICES, next_power_of_2(K)),
-            FILL_R=FILL_ROWS,
-            FILL_D=128 // x_SD.element_size(),
-            CLEAR=clear,
-            **block,
-        )
+    inputs = (x_SD.contiguous(), row_ids_R.contiguous(), slots_SK.contiguous(), num_rows)
+    launch(
+        _gather_rows_fwd_kernel,
+        num_fill + S * cdiv(D, block["BLOCK_D"]),
+        *(*inputs, out_RD, R, num_fill),
+        D=D,
+        K=K,
+        BLOCK_K=min(FILL_CHOICES, next_power_of_2(K)),
+        FILL_R=FILL_ROWS,
+        FILL_D=128 // x_SD.element_size(),
+        CLEAR=clear,
+        **block,
+    )
     return out_RD
 
 
 def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
     (S, K), D = slots_SK.shape, y_RD.shape[1]
     out_SD = y_RD.new_empty(S, D)
-    if not S or not D:
-        return out_SD
     block = column_block(D, y_RD.element_size())
-    with on_device(y_RD):
-        _sum_rows_fwd_kernel[(S * cdiv(D, block["BLOCK_D"]),)](
-            y_RD.contiguous(), slots_SK.contiguous(), out_SD, D=D, K=K, **block
-        )
+    args = (y_RD.contiguous(), slots_SK.contiguous(), out_SD)
+    launch(_sum_rows_fwd_kernel, S * cdiv(D, block["BLOCK_D"]), *args, D=D, K=K, **block)
     return out_SD
 
 
@@ -271,15 +263,11 @@ _gather_rows = Op(
     "gather_rows",
     gather_rows_plain,
     _gather_rows_fake,
-    setup_context=_save_index,
+    save=_save_index,
     backward=_gather_rows_backward,
 )
 _sum_rows = Op(
-    "sum_rows",
-    sum_rows_plain,
-    _sum_rows_fake,
-    setup_context=_save_index,
-    backward=_sum_rows_backward,
+    "sum_rows", sum_rows_plain, _sum_rows_fake, save=_save_index, backward=_sum_rows_backward
 )
 
 
@@ -341,7 +329,7 @@ def copy_used_ref(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> Non
     target_RB[:used].copy_(source_RB[:used])
 
 
-@partial(triton.jit, do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length"])
 def _copy_used_kernel(
     source_ptr,  # [R, words of a row] int32
     target_ptr,  # [R, words of a row] int32, out
@@ -362,22 +350,16 @@ def copy_used(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
     """Copy the first rows of a matrix; what lies past them in the target stays as it is.
 
     Args:
-        target_RB: uint8, contiguous; on the GPU or in pinned host memory, like the source.
-        source_RB: likewise.
+        target_RB, source_RB: uint8, contiguous; on the GPU or in pinned host memory, like the
+            source.
         num_rows: 0-dim int32 on the GPU; more than R count as R.
     """
     row_bytes = source_RB.shape[1]
     if not use_kernel(num_rows) or row_bytes % 4:
         copy_used_ref(target_RB, source_RB, num_rows)
         return
-    with on_device(num_rows):
-        _copy_used_kernel[(COPY_PROGRAMS,)](
-            source_RB.view(torch.int32),
-            target_RB.view(torch.int32),
-            num_rows,
-            source_RB.shape[0],
-            row_bytes // 4,
-            PROGRAMS=COPY_PROGRAMS,
-            BLOCK=COPY_WORDS,
-            num_warps=8,
-        )
+    words = (source_RB.view(torch.int32), target_RB.view(torch.int32))
+    args = (*words, num_rows, source_RB.shape[0], row_bytes // 4)
+    how = dict(PROGRAMS=COPY_PROGRAMS, BLOCK=COPY_WORDS, num_warps=8)
+    with on_device(num_rows):  # the source or the target may lie in host memory
+        _copy_used_kernel[(COPY_PROGRAMS,)](*args, **how)

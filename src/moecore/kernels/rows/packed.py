@@ -22,18 +22,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
     FP8,
-    amax_ref,
     block_scale,
-    block_scale_ref,
     decode,
     encode,
     magnitude,
 )
 from moecore.kernels.rows.move import gather_rows_ref
+from moecore.kernels.rows.scaling import quantise_ref
 
 SCALED = BLOCK  # columns of one scale
 ROW_BYTES = 16  # of which packed rows are multiples
@@ -54,13 +53,10 @@ def pack_rows_ref(x_SD: Tensor) -> Tensor:
     S, D = x_SD.shape
     B = cdiv(D, SCALED)
     padded = torch.nn.functional.pad(x_SD.float(), (0, B * SCALED - D))
-    x_SB128 = padded.view(S, B, SCALED)
-    scales_SB, _ = block_scale_ref(amax_ref(x_SB128, 2)[..., 0], power_of_two=True)
-    scaled = (x_SB128 / scales_SB[:, :, None]).masked_fill(scales_SB.isinf()[:, :, None], torch.nan)
-    values = scaled.to(FP8)
+    values, scales_SB1 = quantise_ref(padded.view(S, B, SCALED), -1, power_of_two=True)
     packed_SW = x_SD.new_zeros(S, packed_bytes(D), dtype=PACKED)
     packed_SW[:, :D] = values.view(PACKED).flatten(1)[:, :D]
-    packed_SW[:, D : D + 4 * B] = scales_SB.view(PACKED)
+    packed_SW[:, D : D + 4 * B] = scales_SB1[..., 0].view(PACKED)
     return packed_SW
 
 
@@ -157,17 +153,9 @@ def pack_rows(x_SD: Tensor) -> Tensor:
         return pack_rows_ref(x_SD)
     (S, D), program = x_SD.shape, _program(x_SD.shape[1])
     packed_SW = torch.empty(S, packed_bytes(D), dtype=PACKED, device=x_SD.device)
-    if S:
-        with on_device(x_SD):
-            _pack_rows_kernel[(S * cdiv(D, SCALED * program["BLOCKS"]),)](
-                x_SD,
-                packed_SW,
-                packed_SW.view(torch.float32),
-                D=D,
-                W=packed_SW.shape[1],
-                SCALED=SCALED,
-                **program,
-            )
+    args = (x_SD, packed_SW, packed_SW.view(torch.float32))
+    how = dict(D=D, W=packed_SW.shape[1], SCALED=SCALED, **program)
+    launch(_pack_rows_kernel, S * cdiv(D, SCALED * program["BLOCKS"]), *args, **how)
     return packed_SW
 
 
@@ -179,7 +167,7 @@ def gather_packed_rows(
     slots_SK: Tensor,
     num_rows: Tensor,
 ) -> Tensor:
-    """Return the wide source row of each expert row; rows that no slot names are uninitialised.
+    """Return each expert row's wide source row, [R, D]; rows that no slot names are uninitialised.
 
     No autograd, no host sync.
 
@@ -187,31 +175,15 @@ def gather_packed_rows(
         values_SD: float8_e4m3fn [S, D] of `packed_views`; holes, which no slot names, may hold
             anything.
         scales_SB: fp32 [S, B] of the same memory.
-        dtype: of the result.
-        row_ids_R: as for `gather_rows`.
-        slots_SK: likewise.
-        num_rows: likewise.
-
-    Returns:
-        [R, D].
+        row_ids_R, slots_SK, num_rows: as for `gather_rows`.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not use_kernel(values_SD):
         wide_SD = unpack_rows(values_SD, scales_SB, dtype)
         return gather_rows_ref(wide_SD, row_ids_R, slots_SK, num_rows)
     out_RD, program = values_SD.new_empty(R, D, dtype=dtype), _program(D)
-    if R and S:
-        with on_device(values_SD):
-            _gather_packed_rows_kernel[(S * cdiv(D, SCALED * program["BLOCKS"]),)](
-                values_SD.view(PACKED),
-                scales_SB,
-                slots_SK.contiguous(),
-                out_RD,
-                D=D,
-                W=values_SD.stride(0),
-                K=K,
-                SCALED=SCALED,
-                BLOCK_K=next_power_of_2(K),
-                **program,
-            )
+    args = (values_SD.view(PACKED), scales_SB, slots_SK.contiguous(), out_RD)
+    how = dict(D=D, W=values_SD.stride(0), K=K, SCALED=SCALED, BLOCK_K=next_power_of_2(K))
+    num_programs = S * cdiv(D, SCALED * program["BLOCKS"]) if R else 0
+    launch(_gather_packed_rows_kernel, num_programs, *args, **how, **program)
     return out_RD

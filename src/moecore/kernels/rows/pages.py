@@ -18,7 +18,6 @@ Bytes moved: 4 * S * K for the list, 2 * used * B each way.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,32 +44,21 @@ TAKE_WARPS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout:
-    """Matrices of one dispatch, and how their used rows lie in pages.
+    """Matrices of one dispatch, and how their used rows lie in pages."""
 
-    Attributes:
-        pool: whose pages.
-        widths: B of each, at most MOST_MATRICES, none above the bytes of a page.
-        has_list: of each, whether its used rows are those with a slot, else the first so many.
-        source_rows: S.
-        expert_rows: R.
-        num_entries: N, when all rows are in use.
-        listed_steps: rows of a page, of each matrix with a list.
-        first_steps: likewise, of each without.
-        block_rows, block_words: of each, the tile that a program copies at once.
-        programs: of a copy.
-    """
-
-    pool: PagePool
-    widths: tuple[int, ...]
+    pool: PagePool  # whose pages
+    widths: tuple[int, ...]  # B of each, at most MOST_MATRICES, none above the bytes of a page
+    # of each, whether its used rows are those with a slot, else the first so many
     has_list: tuple[bool, ...]
-    source_rows: int
-    expert_rows: int
-    num_entries: int
-    listed_steps: tuple[int, ...]
-    first_steps: tuple[int, ...]
+    source_rows: int  # S
+    expert_rows: int  # R
+    num_entries: int  # N, when all rows are in use
+    listed_steps: tuple[int, ...]  # rows of a page, of each matrix with a list
+    first_steps: tuple[int, ...]  # likewise, of each without
+    # of each, the tile that a program copies at once
     block_rows: tuple[int, ...]
     block_words: tuple[int, ...]
-    programs: int
+    programs: int  # of a copy
 
     @classmethod
     def of(
@@ -169,9 +157,8 @@ def _pages_of(used, STEPS: tl.constexpr):
     return need
 
 
-@partial(
-    triton.jit,
-    do_not_specialize=["source_rows", "expert_rows", "num_entries", "num_pages", "num_host"],
+@triton.jit(
+    do_not_specialize=["source_rows", "expert_rows", "num_entries", "num_pages", "num_host"]
 )
 def _take_rows_kernel(
     slots_ptr,  # [S, K] int32, negative = none; None = no matrix has a list
@@ -271,7 +258,7 @@ def _copy_matrix(
     return table_ptr + entries
 
 
-@partial(triton.jit, do_not_specialize=["num_entries", "num_pages", "over_entries", "num_host"])
+@triton.jit(do_not_specialize=["num_entries", "num_pages", "over_entries", "num_host"])
 def _copy_pages_kernel(
     a_ptr,  # matrices: bytes, or None
     b_ptr,
@@ -327,11 +314,10 @@ def take_rows(
 
     Args:
         table: of `layout.table()`; what it names is returned first.
-        layout: of the matrices.
         slots_SK: int32: a row all of whose slots are negative is not in use; None where no matrix
             has a list.
-        num_rows: 0-dim int32: the first so many of R are in use, more than R count as R; None
-            where all matrices have a list.
+        num_rows: 0-dim int32: the first so many of R are in use, more than R count as R; None where
+            all matrices have a list.
 
     Example: slots [[-1], [0], [7], [-1], [1]] give the list [1, 2, 4].
     """
@@ -340,9 +326,10 @@ def take_rows(
         return
     pool, K = layout.pool, 1 if slots_SK is None else slots_SK.shape[1]
     block_k = next_power_of_2(K)
+    slots_SK = None if slots_SK is None else slots_SK.contiguous()
     with on_device(table):
         _take_rows_kernel[(1,)](
-            *(None if slots_SK is None else slots_SK.contiguous(), num_rows, table),
+            *(slots_SK, num_rows, table),
             *(layout.source_rows, layout.expert_rows, layout.num_entries),
             *(pool.state, pool.report, pool.free_ids),
             *(pool.pages.shape[0], pool.host_pages.shape[0]),
@@ -371,8 +358,7 @@ def copy_rows(
 
     Args:
         matrices: uint8, contiguous, those of the layout in order; None = not this one.
-        table: of `take_rows`.
-        layout: likewise.
+        table, layout: of `take_rows`.
         stash: to the pages; else back.
         over: a table of the same pool, and its N, whose pages nobody reads any more: they go to the
             tail of the free list, which a launch of its own would do (`return_pages`).

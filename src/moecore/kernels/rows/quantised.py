@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel
 from moecore.kernels.rows.e4m3 import BLOCK, FP8, LEAST_SCALE
 from moecore.kernels.rows.move import column_block
 from moecore.kernels.rows.quantised_kernel import (
@@ -146,14 +146,11 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
     Args:
         x_SD: bf16, fp16 or fp32, contiguous; D a multiple of 128.
         power_of_two: of the scales, as `pack_rows` has them; else amax / 448.
-        num_rows: 0-dim int32 on the device: rows from there on are not read and uninitialised
-            in the result; None means S.
+        num_rows: 0-dim int32 on the device: rows from there on are not read and uninitialised in
+            the result; None means S.
 
     Returns:
         Values float8_e4m3fn [S, D] and scales fp32 [S, D / 128].
-
-    Raises:
-        ValueError: for other columns.
     """
     S, D = x_SD.shape
     check_columns("D", D)
@@ -162,18 +159,9 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
     values_SD = torch.empty_like(x_SD, dtype=FP8)
     scales_SB = x_SD.new_empty(S, D // BLOCK, dtype=torch.float32)
     num_blocks = scales_SB.numel()
-    if num_blocks:
-        with on_device(x_SD):
-            quantise_rows_kernel[(cdiv(num_blocks, ROWS_PROGRAM["BLOCKS"]),)](
-                x_SD,
-                num_rows,
-                values_SD.view(torch.uint8),
-                scales_SB,
-                num_blocks,
-                ROW_BLOCKS=D // BLOCK,
-                POWER_OF_TWO=power_of_two,
-                **ROWS_PROGRAM,
-            )
+    args = (x_SD, num_rows, values_SD.view(torch.uint8), scales_SB, num_blocks)
+    how = dict(ROW_BLOCKS=D // BLOCK, POWER_OF_TWO=power_of_two, **ROWS_PROGRAM)
+    launch(quantise_rows_kernel, cdiv(num_blocks, ROWS_PROGRAM["BLOCKS"]), *args, **how)
     return Rows(values_SD, scales_SB, x_SD.dtype)
 
 
@@ -185,18 +173,14 @@ def gather_row_blocks(
     No autograd, no host sync.
 
     Args:
-        rows: with scales; D a multiple of 128, rows maybe strided. Those that no slot names are
-            not read.
+        rows: with scales; D a multiple of 128, rows maybe strided. Those that no slot names are not
+            read.
         row_ids_R: as for `gather_rows`; None, and slots_SK too, for rows in expert order: their
             values are those of the result, and must be contiguous.
-        slots_SK: as for `gather_rows`.
-        num_rows: likewise.
+        slots_SK, num_rows: as for `gather_rows`.
 
     Returns:
         Rows from num_rows on, and values of rows that no slot names, are uninitialised.
-
-    Raises:
-        ValueError: for other columns.
     """
     assert rows.scales is not None
     S, D = rows.values.shape
@@ -213,27 +197,22 @@ def gather_row_blocks(
         K = slots_SK.shape[1] if slots_SK is not None else 1
         num_scale, block = cdiv(R, SCALE_R), column_block(D, 1)
         num_copy = S * cdiv(D, block["BLOCK_D"]) if moves else 0
-        with on_device(rows.values):
-            gather_row_blocks_kernel[(num_scale + num_copy,)](
-                rows.values.view(torch.uint8),
-                rows.scales,
-                row_ids_R,
-                slots_SK.contiguous() if slots_SK is not None else None,
-                num_rows,
-                out.values.view(torch.uint8),
-                out.scales,
-                R,
-                num_scale,
-                out.scales.shape[1],
-                D=D,
-                W=rows.values.stride(0),
-                SCALES_W=rows.scales.stride(0),
-                K=K,
-                BLOCK_K=next_power_of_2(K),
-                SCALE_R=SCALE_R,
-                SCALE_B=SCALE_B,
-                **block,
-            )
+        slots_SK = None if slots_SK is None else slots_SK.contiguous()
+        sources = (rows.values.view(torch.uint8), rows.scales, row_ids_R, slots_SK, num_rows)
+        targets = (out.values.view(torch.uint8), out.scales)
+        launch(
+            gather_row_blocks_kernel,
+            num_scale + num_copy,
+            *(*sources, *targets, R, num_scale, out.scales.shape[1]),
+            D=D,
+            W=rows.values.stride(0),
+            SCALES_W=rows.scales.stride(0),
+            K=K,
+            BLOCK_K=next_power_of_2(K),
+            SCALE_R=SCALE_R,
+            SCALE_B=SCALE_B,
+            **block,
+        )
     return out
 
 
@@ -244,13 +223,10 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
     scale of that block infinite. No autograd, no host sync.
 
     Args:
-        rows: with scales, maybe strided; D a multiple of 128. Those that no row of a tile names
-            are not read.
+        rows: with scales, maybe strided; D a multiple of 128. Those that no row of a tile names are
+            not read.
         row_ids_R: int32, source row of each expert row; None for rows in expert order.
         tiles: from `map_row_tiles` of the R expert rows.
-
-    Raises:
-        ValueError: for other columns.
     """
     values_SD, scales_SB = _with_scales(rows)
     S, D = values_SD.shape
@@ -262,22 +238,12 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
         scales_SB.new_empty(tiles.most, D // BLOCK),
         "block",
     )
-    if S and D:
-        with on_device(values_SD):
-            tile_tokens_kernel[(tiles.most * (D // BLOCK),)](
-                values_SD.view(torch.int32),
-                scales_SB,
-                row_ids_R,
-                tiles.map,
-                out.values.view(torch.int32),
-                out.scales,
-                scales_SB.stride(1),
-                D=D,
-                W=values_SD.stride(0) // 4,
-                SCALES_W=scales_SB.stride(0),
-                FIELDS=MAP_FIELDS,
-                num_warps=TOKEN_WARPS,
-            )
+    if S:
+        sources = (values_SD.view(torch.int32), scales_SB, row_ids_R, tiles.map)
+        args = (*sources, out.values.view(torch.int32), out.scales, scales_SB.stride(1))
+        how = dict(D=D, W=values_SD.stride(0) // 4, SCALES_W=scales_SB.stride(0))
+        how |= dict(FIELDS=MAP_FIELDS, num_warps=TOKEN_WARPS)
+        launch(tile_tokens_kernel, tiles.most * (D // BLOCK), *args, **how)
     return out
 
 
@@ -288,10 +254,6 @@ def quantise_weights(w_eNK: Tensor, *, power_of_two: bool) -> Both:
 
     Args:
         w_eNK: bf16, fp16 or fp32, contiguous; N and K multiples of 128.
-        power_of_two: of the scales; else amax / 448.
-
-    Raises:
-        ValueError: for other N or K.
     """
     e, N, K = w_eNK.shape
     check_columns("N", N)
@@ -301,16 +263,7 @@ def quantise_weights(w_eNK: Tensor, *, power_of_two: bool) -> Both:
     values_eNK = torch.empty_like(w_eNK, dtype=FP8)
     scales_eNK = w_eNK.new_empty(e, N // BLOCK, K // BLOCK, dtype=torch.float32)
     transposed_eKN = w_eNK.new_empty(e, K, N, dtype=FP8)
-    if w_eNK.numel():
-        with on_device(w_eNK):
-            quantise_weights_kernel[(scales_eNK.numel(),)](
-                w_eNK,
-                values_eNK.view(torch.uint8),
-                transposed_eKN.view(torch.int32),
-                scales_eNK,
-                N=N,
-                K=K,
-                POWER_OF_TWO=power_of_two,
-                num_warps=TILE_WARPS,
-            )
+    values = (values_eNK.view(torch.uint8), transposed_eKN.view(torch.int32))
+    how = dict(N=N, K=K, POWER_OF_TWO=power_of_two, num_warps=TILE_WARPS)
+    launch(quantise_weights_kernel, scales_eNK.numel(), w_eNK, *values, scales_eNK, **how)
     return _both(values_eNK, scales_eNK, transposed_eKN)

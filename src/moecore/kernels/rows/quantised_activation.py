@@ -16,22 +16,21 @@ Bytes moved per expert row, with b bytes per element: forward C * b + F, backwar
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, on_device, use_kernel
+from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.activation import (
     ActivationOptions,
     activation,
     weighted_activation_bwd_ref,
 )
+from moecore.kernels.rows.activation_kernel import activate, activate_with_gradients
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.quantised import check_columns, empty_row_blocks, row_blocks_ref
-from moecore.kernels.rows.quantised_activation_kernel import (
-    quantised_activation_bwd_kernel,
-    quantised_activation_fwd_kernel,
-    sum_parts_kernel,
-)
+from moecore.kernels.rows.quantised_kernel import store_row_blocks
 from moecore.kernels.rows.scaling import Blocks
 
 FWD_PROGRAM = {"BLOCK_R": 32, "num_warps": 4}  # 32 elements per thread
@@ -64,14 +63,119 @@ def quantised_activation_bwd_ref(
     return row_blocks_ref(dh_RC, power_of_two), dweights_R, row_blocks_ref(a_RF, power_of_two)
 
 
-def _constants(options: ActivationOptions, power_of_two: bool) -> dict[str, object]:
-    return {
-        "KIND": options.kind,
-        "GATED": options.gated,
-        "LIMIT": options.limit,
-        "ALPHA": options.alpha,
-        "POWER_OF_TWO": power_of_two,
-    }
+@triton.jit(do_not_specialize=["num_expert_rows", "stride"])
+def quantised_activation_fwd_kernel(
+    h_ptr,  # [R, C]
+    weights_ptr,  # [R] fp32, or None for 1
+    num_rows_ptr,  # 0-dim int32, or None for R
+    values_ptr,  # [R, F] uint8, out
+    scales_ptr,  # [F / 128, R4] fp32, out
+    num_expert_rows,  # R
+    stride,  # R4
+    F: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Write the weighted activation of BLOCK_R rows and 128 columns."""
+    BLOCKS: tl.constexpr = F // 128
+    C: tl.constexpr = 2 * F if GATED else F
+    block = tl.program_id(0) % BLOCKS
+    rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    used = rows < num_expert_rows
+    if num_rows_ptr is not None:
+        used = used & (rows < tl.load(num_rows_ptr))
+    at = h_ptr + rows[:, None] * C + block * 128 + tl.arange(0, 128)[None, :]
+    gate = tl.load(at, mask=used[:, None], other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(at + F, mask=used[:, None], other=0.0).to(tl.float32)
+    a = activate(gate, up, KIND, LIMIT, ALPHA)
+    if weights_ptr is not None:
+        a = a * tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]
+    store_row_blocks(a, values_ptr, scales_ptr, rows, used, block, stride, F, POWER_OF_TWO)
+
+
+@triton.jit(do_not_specialize=["num_expert_rows", "stride"])
+def quantised_activation_bwd_kernel(
+    h_ptr,  # [R, C]
+    da_ptr,  # [R, F]
+    weights_ptr,  # [R] fp32, or None for 1
+    num_rows_ptr,  # 0-dim int32, or None for R
+    dh_ptr,  # [R, C] uint8, out
+    dh_scales_ptr,  # [C / 128, R4] fp32, out
+    a_ptr,  # [R, F] uint8, out
+    a_scales_ptr,  # [F / 128, R4] fp32, out
+    sums_ptr,  # [F / 128, R] fp32, out: parts of dweights
+    num_expert_rows,  # R
+    stride,  # R4
+    F: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Write all of BLOCK_R rows and 128 columns of F."""
+    BLOCKS: tl.constexpr = F // 128
+    C: tl.constexpr = 2 * F if GATED else F
+    block = tl.program_id(0) % BLOCKS
+    rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    used = rows < num_expert_rows
+    if num_rows_ptr is not None:
+        used = used & (rows < tl.load(num_rows_ptr))
+    columns = block * 128 + tl.arange(0, 128)[None, :]
+    at = h_ptr + rows[:, None] * C + columns
+    gate = tl.load(at, mask=used[:, None], other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(at + F, mask=used[:, None], other=0.0).to(tl.float32)
+    da = tl.load(da_ptr + rows[:, None] * F + columns, mask=used[:, None], other=0.0)
+    da = da.to(tl.float32)
+    a, dgate, dup = activate_with_gradients(gate, up, KIND, LIMIT, ALPHA)
+    tl.store(
+        sums_ptr + block.to(tl.int64) * num_expert_rows + rows, tl.sum(da * a, axis=1), mask=used
+    )
+    if weights_ptr is not None:
+        weights = tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]
+        a = a * weights
+        da = da * weights
+    store_row_blocks(a, a_ptr, a_scales_ptr, rows, used, block, stride, F, POWER_OF_TWO)
+    dgate = da * dgate
+    store_row_blocks(dgate, dh_ptr, dh_scales_ptr, rows, used, block, stride, C, POWER_OF_TWO)
+    if GATED:
+        dup, block = da * dup, block + BLOCKS
+        store_row_blocks(dup, dh_ptr, dh_scales_ptr, rows, used, block, stride, C, POWER_OF_TWO)
+
+
+@triton.jit(do_not_specialize=["num_expert_rows"])
+def sum_parts_kernel(
+    sums_ptr,  # [parts, R] fp32
+    num_rows_ptr,  # 0-dim int32, or None for R
+    out_ptr,  # [R] fp32, out
+    num_expert_rows,  # R
+    PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Add the parts of each row in their order; 0 from num_rows on."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    used = rows < num_expert_rows
+    if num_rows_ptr is not None:
+        used = used & (rows < tl.load(num_rows_ptr))
+    total = tl.zeros([BLOCK_R], tl.float32)
+    at = sums_ptr + rows
+    for _ in range(PARTS):
+        total += tl.load(at, mask=used, other=0.0)
+        at += num_expert_rows
+    tl.store(out_ptr + rows, total, mask=rows < num_expert_rows)
+
+
+def _constants(options: ActivationOptions, power_of_two: bool) -> dict[str, Any]:
+    return dict(GATED=options.gated, POWER_OF_TWO=power_of_two, **options.constants)
 
 
 def quantised_activation(
@@ -91,14 +195,9 @@ def quantised_activation(
             gated activations, else [R, F]; F a multiple of 128.
         weights_R: fp32, contiguous factor of each row; None means 1.
         num_rows: 0-dim int32 on the device: rows from there on are not read; None means R.
-        options: which activation, not interleaved.
-        power_of_two: of the scales; else amax / 448.
 
     Returns:
         [R, F]. Rows from num_rows on are uninitialised.
-
-    Raises:
-        ValueError: for another F.
     """
     R, C = h_RC.shape
     F = C // 2 if options.gated else C
@@ -106,20 +205,10 @@ def quantised_activation(
     if not use_kernel(h_RC):
         return quantised_activation_ref(h_RC, weights_R, options, power_of_two=power_of_two)
     out = empty_row_blocks(h_RC, R, F)
-    if R and F:
-        with on_device(h_RC):
-            quantised_activation_fwd_kernel[(cdiv(R, FWD_PROGRAM["BLOCK_R"]) * (F // BLOCK),)](
-                h_RC,
-                weights_R,
-                num_rows,
-                out.values.view(torch.uint8),
-                out.scales,
-                R,
-                out.scales.shape[1],
-                F=F,
-                **_constants(options, power_of_two),
-                **FWD_PROGRAM,
-            )
+    args = (h_RC, weights_R, num_rows, out.values.view(torch.uint8), out.scales)
+    grid, how = cdiv(R, FWD_PROGRAM["BLOCK_R"]) * (F // BLOCK), _constants(options, power_of_two)
+    sizes = (R, out.scales.shape[1])
+    launch(quantised_activation_fwd_kernel, grid, *args, *sizes, F=F, **how, **FWD_PROGRAM)
     return out
 
 
@@ -139,45 +228,26 @@ def quantised_activation_bwd(
     Args:
         h_RC: as given to the forward.
         da_RF: gradient of the output, dtype of h_RC, contiguous.
-        weights_R: as given to the forward.
-        num_rows: as given to the forward.
-        options: as given to the forward.
-        power_of_two: of the scales; else amax / 448.
+        weights_R, num_rows, options: as given to the forward.
 
     Returns:
         dh [R, C], quantised from fp32 values; dweights_R fp32, zero from num_rows on; the forward's
         output [R, F]. Rows of the first and the last from num_rows on are uninitialised.
-
-    Raises:
-        ValueError: for an F that is no multiple of 128.
     """
     (R, C), F = h_RC.shape, da_RF.shape[1]
     check_columns("F", F)
     if not use_kernel(h_RC, da_RF):
-        args = (h_RC, da_RF, weights_R, num_rows, options)
-        return quantised_activation_bwd_ref(*args, power_of_two=power_of_two)
+        how = (weights_R, num_rows, options)
+        return quantised_activation_bwd_ref(h_RC, da_RF, *how, power_of_two=power_of_two)
     dh, a = empty_row_blocks(h_RC, R, C), empty_row_blocks(h_RC, R, F)
     dweights_R = h_RC.new_empty(R, dtype=torch.float32)
     sums = h_RC.new_empty(F // BLOCK, R, dtype=torch.float32)
-    if R and F:
-        with on_device(h_RC):
-            quantised_activation_bwd_kernel[(cdiv(R, BWD_PROGRAM["BLOCK_R"]) * (F // BLOCK),)](
-                h_RC,
-                da_RF,
-                weights_R,
-                num_rows,
-                dh.values.view(torch.uint8),
-                dh.scales,
-                a.values.view(torch.uint8),
-                a.scales,
-                sums,
-                R,
-                dh.scales.shape[1],
-                F=F,
-                **_constants(options, power_of_two),
-                **BWD_PROGRAM,
-            )
-            sum_parts_kernel[(cdiv(R, SUM_ROWS),)](
-                sums, num_rows, dweights_R, R, PARTS=F // BLOCK, BLOCK_R=SUM_ROWS
-            )
+    if F:
+        outputs = (dh.values.view(torch.uint8), dh.scales, a.values.view(torch.uint8), a.scales)
+        args = (h_RC, da_RF, weights_R, num_rows, *outputs, sums, R, dh.scales.shape[1])
+        constants = dict(F=F, **_constants(options, power_of_two), **BWD_PROGRAM)
+        grid = cdiv(R, BWD_PROGRAM["BLOCK_R"]) * (F // BLOCK)
+        launch(quantised_activation_bwd_kernel, grid, *args, **constants)
+        parts, sizes = (sums, num_rows, dweights_R, R), dict(PARTS=F // BLOCK, BLOCK_R=SUM_ROWS)
+        launch(sum_parts_kernel, cdiv(R, SUM_ROWS), *parts, **sizes)
     return dh, dweights_R, a

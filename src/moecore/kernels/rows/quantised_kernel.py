@@ -1,4 +1,4 @@
-"""The kernels of `quantised.py`, and device functions for `quantised_activation_kernel.py`.
+"""The kernels of `quantised.py`, and device functions for `quantised_activation.py`.
 
 Letters: as there.
 
@@ -7,16 +7,8 @@ four bytes of a transposed word lie in one thread, and words instead of bytes ch
 threads.
 """
 
-from functools import partial
-
 from moecore.kernels.common import tl, triton
-from moecore.kernels.rows.e4m3 import (
-    block_scale,
-    magnitude,
-    to_e4m3,
-    to_words,
-    transpose_words,
-)
+from moecore.kernels.rows.e4m3 import block_scale, magnitude, to_e4m3, to_words, transpose_words
 
 
 @triton.jit
@@ -38,8 +30,7 @@ def store_row_blocks(
     tl.store(scales_ptr + block.to(tl.int64) * stride + rows, scale, mask=used)
 
 
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks"])
 def quantise_rows_kernel(
     x_ptr,  # [blocks, 128]
     num_rows_ptr,  # 0-dim int32, or None for all rows
@@ -62,7 +53,7 @@ def quantise_rows_kernel(
     tl.store(scales_ptr + blocks, scale, mask=used)
 
 
-@partial(triton.jit, do_not_specialize=["num_expert_rows", "num_scale", "stride"])
+@triton.jit(do_not_specialize=["num_expert_rows", "num_scale", "stride"])
 def gather_row_blocks_kernel(
     values_ptr,  # [S, D] uint8, W apart
     scales_ptr,  # [S, D / 128] fp32, SCALES_W apart
@@ -139,7 +130,7 @@ def _factor(scale, largest):
     return tl.div_rn(scale, largest).to(tl.float16)[:, None]
 
 
-@partial(triton.jit, do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["stride"])
 def tile_tokens_kernel(
     words_ptr,  # [S, D / 4] int32, W words apart
     scales_ptr,  # fp32 [S, D / 128], SCALES_W apart, or [D / 128, stride]

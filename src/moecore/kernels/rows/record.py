@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_names import register_dataclass
-from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import from_e4m3
 from moecore.kernels.rows.packed import packed_views, unpack_rows
 
@@ -22,19 +22,13 @@ PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements p
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows and, where they are quantised, their scales.
+    """Rows and, where they are quantised, their scales."""
 
-    Attributes:
-        values: [S, D] bf16, fp16, fp32 or fp64; float8_e4m3fn with scales, rows maybe strided.
-        scales: None, or fp32 [S, ceil(D / 128)]: factor of each 128 columns.
-        wide_dtype: with scales: the dtype in which products multiply.
-        is_kept: the values are kept for backward anyway (a router reads them too), so that keeping
-            them in fewer bytes would only be another copy.
-    """
-
-    values: Tensor
-    scales: Tensor | None = None
-    wide_dtype: torch.dtype | None = None
+    values: Tensor  # [S, D] bf16, fp16, fp32 or fp64; float8_e4m3fn with scales, rows maybe strided
+    scales: Tensor | None = None  # None, or fp32 [S, ceil(D / 128)]: factor of each 128 columns
+    wide_dtype: torch.dtype | None = None  # with scales: the dtype in which products multiply
+    # the values are kept for backward anyway (a router reads them too), so that keeping them in
+    # fewer bytes would only be another copy
     is_kept: bool = False
 
     @classmethod
@@ -87,14 +81,7 @@ def widen_rows(rows: Rows, num_rows: Tensor) -> Tensor:
     if rows.scales is None or not use_kernel(rows.values):
         return rows.widen()
     out_RC = rows.values.new_empty(rows.values.shape, dtype=rows.dtype)
-    if rows.scales.numel():
-        with on_device(rows.values):
-            _widen_rows_kernel[(cdiv(rows.scales.numel(), PROGRAM["BLOCKS"]),)](
-                rows.values.view(torch.uint8),
-                rows.scales,
-                num_rows,
-                out_RC,
-                ROW_BLOCKS=rows.scales.shape[1],
-                **PROGRAM,
-            )
+    args = (rows.values.view(torch.uint8), rows.scales, num_rows, out_RC)
+    grid, row_blocks = cdiv(rows.scales.numel(), PROGRAM["BLOCKS"]), rows.scales.shape[1]
+    launch(_widen_rows_kernel, grid, *args, ROW_BLOCKS=row_blocks, **PROGRAM)
     return out_RC

@@ -15,7 +15,7 @@ Source: RoFormer (arXiv:2104.09864).
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.ops import Op
 
 ELEMENTS = 4096  # of one program
@@ -93,28 +93,20 @@ def _turn(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward:
     y = x.new_empty(x.shape)
     half = cos_Td.shape[-1]
     n = w - 2 * half
-    block = triton.next_power_of_2(w)
+    block = next_power_of_2(w)
     rows = max(1, ELEMENTS // block)
     if y.numel():
-        with on_device(x):
-            _rotary_kernel[(cdiv(B * T * H, rows),)](
-                x,
-                cos_Td,
-                sin_Td,
-                y,
-                *x.stride()[:3],
-                B * T * H,
-                T,
-                H,
-                n,
-                half,
-                BACKWARD=backward,
-                NEIGHBOURS=neighbours,
-                BLOCK_R=rows,
-                BLOCK_N=triton.next_power_of_2(n) if n else 0,
-                BLOCK_HALF=triton.next_power_of_2(half),
-                num_warps=NUM_WARPS,
-            )
+        launch(
+            _rotary_kernel,
+            cdiv(B * T * H, rows),
+            *(x, cos_Td, sin_Td, y, *x.stride()[:3], B * T * H, T, H, n, half),
+            BACKWARD=backward,
+            NEIGHBOURS=neighbours,
+            BLOCK_R=rows,
+            BLOCK_N=next_power_of_2(n) if n else 0,
+            BLOCK_HALF=next_power_of_2(half),
+            num_warps=NUM_WARPS,
+        )
     return y
 
 
@@ -142,7 +134,7 @@ def _rotary_backward(ctx, dy):  # type: ignore[no-untyped-def]
     return _rotary_bwd(dy, *ctx.saved_tensors, ctx.neighbours), None, None, None
 
 
-_rotary = Op("rotary", _forward, _fake, setup_context=_save, backward=_rotary_backward)
+_rotary = Op("rotary", _forward, _fake, save=_save, backward=_rotary_backward)
 
 
 def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool = False) -> Tensor:
@@ -153,8 +145,7 @@ def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool =
 
     Args:
         x_BTHw: [B, T, H, n + d], any strides.
-        cos_Td: fp32 [T, d / 2].
-        sin_Td: likewise.
+        cos_Td, sin_Td: fp32 [T, d / 2].
         neighbours: pairs are dims (2i, 2i + 1) of the last d (DeepSeek); else (i, i + d / 2)
             (Llama).
 

@@ -11,14 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import (
-    cdiv,
-    next_power_of_2,
-    on_device,
-    tl,
-    triton,
-    use_kernel,
-)
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 
 BLOCK_M = 128  # rows of a tile
 MAP_FIELDS = 4  # int32 words of a row tile: expert, first row, end of the expert's rows, unused
@@ -57,15 +50,10 @@ def _map_row_tiles_kernel(
 
 
 class RowTiles(NamedTuple):
-    """Which rows each row tile covers, on the device.
+    """Which rows each row tile covers, on the device."""
 
-    Attributes:
-        map: int32 [1 + most row tiles, MAP_FIELDS], see above.
-        ends_e: int32 running sum of the experts' row tiles.
-    """
-
-    map: Tensor
-    ends_e: Tensor
+    map: Tensor  # int32 [1 + most row tiles, MAP_FIELDS], see above
+    ends_e: Tensor  # int32 running sum of the experts' row tiles
 
     @property
     def most(self) -> int:
@@ -92,11 +80,7 @@ def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
 def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
     """Return which rows of which expert each row tile covers, for all products of one index.
 
-    No host sync.
-
-    Args:
-        offsets_e: int32 on the device, running sum of the experts' rows.
-        num_rows: R, the length.
+    No host sync. `offsets_e` is the running sum of the experts' rows, `num_rows` R.
     """
     if not use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)
@@ -105,14 +89,6 @@ def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
         offsets_e.new_empty(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS),
         torch.empty_like(offsets_e),
     )
-    with on_device(offsets_e):
-        _map_row_tiles_kernel[(e,)](
-            offsets_e,
-            *tiles,
-            e,
-            E_POW2=next_power_of_2(e),
-            BLOCK_M=BLOCK_M,
-            FIELDS=MAP_FIELDS,
-            BLOCK=32,
-        )
+    how = dict(E_POW2=next_power_of_2(e), BLOCK_M=BLOCK_M, FIELDS=MAP_FIELDS, BLOCK=32)
+    launch(_map_row_tiles_kernel, e, offsets_e, *tiles, e, **how)
     return tiles

@@ -7,7 +7,7 @@ and product would move 14.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 
 BLOCK = 8192  # elements of one program
 NUM_WARPS = 8
@@ -36,29 +36,18 @@ def _scaled_cast_kernel(
 
 
 def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
-    """Return x * scale in another dtype; computed in fp32, or fp64 for fp64. No gradient.
+    """Return x * scale in another dtype, contiguous; in fp32, or fp64 for fp64. No gradient.
 
     Args:
         x: any float dtype and shape; made contiguous.
-        dtype: of the result.
         scale: rounded to fp32 (fp64 for fp64 tensors); a tensor [] is read on its device.
-
-    Returns:
-        A new contiguous tensor.
     """
     if not use_kernel(x) or torch.float64 in (x.dtype, dtype) or torch.compiler.is_compiling():
         return scaled_cast_ref(x, dtype, scale)
     x = x.contiguous()
     y = torch.empty_like(x, dtype=dtype)
-    if x.numel():
-        with on_device(x):
-            _scaled_cast_kernel[(cdiv(x.numel(), BLOCK),)](
-                x,
-                y,
-                x.numel(),
-                scale.float() if isinstance(scale, Tensor) else scale,
-                ON_DEVICE=isinstance(scale, Tensor),
-                BLOCK=BLOCK,
-                num_warps=NUM_WARPS,
-            )
+    on_device = isinstance(scale, Tensor)
+    args = (x, y, x.numel(), scale.float() if isinstance(scale, Tensor) else scale)
+    how = dict(ON_DEVICE=on_device, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    launch(_scaled_cast_kernel, cdiv(x.numel(), BLOCK), *args, **how)
     return y

@@ -55,17 +55,11 @@ DIMS: dict[str, int | tuple[int, ...]] = {"tile": 3, "block": (1, 3), "row": 1, 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """One side of a product, quantised in blocks.
+    """One side of a product, quantised in blocks."""
 
-    Attributes:
-        values: float8, contiguous, the summed dim innermost; zero in the padding.
-        scales: fp32, of the shape that `kind` has in this file's table.
-        kind: of the scales.
-    """
-
-    values: Tensor
-    scales: Tensor
-    kind: str
+    values: Tensor  # float8, contiguous, the summed dim innermost; zero in the padding
+    scales: Tensor  # fp32, of the shape that `kind` has in this file's table
+    kind: str  # of the scales
 
 
 class Both(NamedTuple):
@@ -131,9 +125,6 @@ def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_tw
     Args:
         x_TD: any float dtype and strides.
         amax: fp32 [1] of a "tensor" operand; None = of x_TD.
-        kind: of the scales.
-        fmt: "e4m3" or "e5m2".
-        power_of_two: whether scales are powers of two.
     """
     T, D = x_TD.shape
     M, K = operand_shape(T, D, kind)

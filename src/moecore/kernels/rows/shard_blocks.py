@@ -20,13 +20,13 @@ program takes a block: what of it lies on another rank is masked, and costs a la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import (
     BLOCK,
     FP8,
@@ -42,53 +42,30 @@ NUM_WARPS = 8  # 64 elements of fp32 per thread
 TRANSPOSE_WARPS = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartOfMatrix:
+class PartOfMatrix(NamedTuple):
     """Where a rank's part [r, c] lies in the whole matrix [R, C].
 
     Rows come in runs: row i of the part is row (i // run) * period + first_row + i % run.
-
-    Attributes:
-        rows, columns: R and C.
-        run: rows of the part that are neighbours in the whole.
-        period: rows of the whole from one run to the next.
-        first_row: of the first run.
-        first_column: of the part.
-        part_columns: c.
     """
 
+    # R and C
     rows: int
     columns: int
-    run: int
-    period: int
-    first_row: int
-    first_column: int
-    part_columns: int
+    run: int  # rows of the part that are neighbours in the whole
+    period: int  # rows of the whole from one run to the next
+    first_row: int  # of the first run
+    first_column: int  # of the part
+    part_columns: int  # c
 
     @classmethod
     def of(cls, shape: torch.Size, dim: int, start: int, size: int) -> PartOfMatrix:
         """Return where a chunk of one dim of a parameter lies; the last dim are the columns."""
         rows, columns = shape[:-1].numel(), shape[-1]
         if dim == len(shape) - 1:
-            return cls(
-                rows=rows,
-                columns=columns,
-                run=rows,
-                period=rows,
-                first_row=0,
-                first_column=start,
-                part_columns=size,
-            )
+            return cls(rows, columns, rows, rows, 0, first_column=start, part_columns=size)
         inner = shape[dim + 1 : -1].numel()
-        return cls(
-            rows=rows,
-            columns=columns,
-            run=size * inner,
-            period=shape[dim] * inner,
-            first_row=start * inner,
-            first_column=0,
-            part_columns=columns,
-        )
+        runs = (size * inner, shape[dim] * inner, start * inner)
+        return cls(rows, columns, *runs, first_column=0, part_columns=columns)
 
     @property
     def scales_shape(self) -> tuple[int, int]:
@@ -159,24 +136,18 @@ def quantise_blocks_ref_(
 
 @triton.jit
 def _block(
-    rows,
-    columns,
-    run,
-    period,
-    first_row,
-    first_column,
-    part_columns,
+    part,  # PartOfMatrix
     BLOCK: tl.constexpr,
 ):
     """Return the block's row and column, places in the part, and which of them are in it."""
-    blocks = tl.cdiv(columns, BLOCK)
+    blocks = tl.cdiv(part.columns, BLOCK)
     i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     row = i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    within = row % period - first_row
-    column = j * BLOCK + tl.arange(0, BLOCK) - first_column
-    row_inside = (row < rows) & (within >= 0) & (within < run)
-    column_inside = (column >= 0) & (column < part_columns)
-    at = (row // period * run + within)[:, None] * part_columns + column[None, :]
+    within = row % part.period - part.first_row
+    column = j * BLOCK + tl.arange(0, BLOCK) - part.first_column
+    row_inside = (row < part.rows) & (within >= 0) & (within < part.run)
+    column_inside = (column >= 0) & (column < part.part_columns)
+    at = (row // part.period * part.run + within)[:, None] * part.part_columns + column[None, :]
     return i, j, at, row_inside[:, None] & column_inside[None, :]
 
 
@@ -184,20 +155,12 @@ def _block(
 def block_amax_kernel(
     part_ptr,  # [r, c]
     amax_ptr,  # fp32 [R / 128, stride], out
-    rows,
-    columns,
-    run,
-    period,
-    first_row,
-    first_column,
-    part_columns,
+    part,  # PartOfMatrix
     stride,
     BLOCK: tl.constexpr,
 ):
     """Write the largest magnitude of the part in one block; 0 where there is none of it."""
-    i, j, at, inside = _block(
-        rows, columns, run, period, first_row, first_column, part_columns, BLOCK
-    )
+    i, j, at, inside = _block(part, BLOCK)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(amax_ptr + i * stride + j, tl.max(tl.max(magnitude(x), 1), 0))
 
@@ -208,21 +171,13 @@ def quantise_blocks_kernel(
     amax_ptr,  # fp32 [R / 128, stride]
     scales_ptr,  # likewise, out
     values_ptr,  # uint8 [r, c], out
-    rows,
-    columns,
-    run,
-    period,
-    first_row,
-    first_column,
-    part_columns,
+    part,  # PartOfMatrix
     stride,
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the values of the part in one block, and its scale."""
-    i, j, at, inside = _block(
-        rows, columns, run, period, first_row, first_column, part_columns, BLOCK
-    )
+    i, j, at, inside = _block(part, BLOCK)
     scale, inverse = block_scale(tl.load(amax_ptr + i * stride + j), POWER_OF_TWO)
     x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(values_ptr + at, to_e4m3(x * inverse), mask=inside)
@@ -267,7 +222,6 @@ def block_amax_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
 
     Args:
         part: bf16 or fp32, contiguous, of r * c elements; maybe of none.
-        place: where it lies.
         amax: fp32 of `place.scales_shape`, out; 0 where the part has nothing. What fills its rows
             up to a multiple of 4 is not written.
     """
@@ -276,10 +230,8 @@ def block_amax_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
     elif not use_kernel(part):
         block_amax_ref_(part, place, amax)
     else:
-        with on_device(part):
-            block_amax_kernel[(place.num_blocks,)](
-                part, amax, *_place(place), BLOCK=BLOCK, num_warps=NUM_WARPS
-            )
+        args = (part, amax, place, place.scales_shape[1])
+        launch(block_amax_kernel, place.num_blocks, *args, BLOCK=BLOCK, num_warps=NUM_WARPS)
 
 
 def quantise_blocks_(
@@ -294,32 +246,17 @@ def quantise_blocks_(
     """Write the FP8 values of a part, and the scales of all blocks. No autograd, no host sync.
 
     Args:
-        part: as for `block_amax_`.
-        place: likewise.
+        part, place: as for `block_amax_`.
         amax: fp32 of `place.scales_shape`: largest magnitudes of the whole matrix's blocks.
         scales: likewise, out; what fills its rows is not written.
         values: uint8, contiguous, as many as the part has, out.
-        power_of_two: of the scales; else amax / 448.
     """
     if not use_kernel(scales):
         quantise_blocks_ref_(part, place, amax, scales, values, power_of_two=power_of_two)
         return
-    with on_device(scales):
-        quantise_blocks_kernel[(place.num_blocks,)](
-            part,
-            amax,
-            scales,
-            values,
-            *_place(place),
-            POWER_OF_TWO=power_of_two,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
-
-
-def _place(place: PartOfMatrix) -> tuple[int, ...]:
-    runs = (place.run, place.period, place.first_row, place.first_column)
-    return place.rows, place.columns, *runs, place.part_columns, place.scales_shape[1]
+    args = (part, amax, scales, values, place, place.scales_shape[1])
+    how = dict(POWER_OF_TWO=power_of_two, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    launch(quantise_blocks_kernel, place.num_blocks, *args, **how)
 
 
 def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
@@ -337,16 +274,9 @@ def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
     if not use_kernel(values_eNK):
         return pad(bytes_eNK.transpose(1, 2), (0, M - N)).contiguous().view(values_eNK.dtype)
     out_eKM = values_eNK.new_empty(e, K, M)
-    if out_eKM.numel():
-        with on_device(values_eNK):
-            transpose_values_kernel[(e * cdiv(M, BLOCK) * cdiv(K, BLOCK),)](
-                bytes_eNK.view(torch.int32),
-                out_eKM.view(torch.int32),
-                N=N,
-                K=K,
-                M=M,
-                num_warps=TRANSPOSE_WARPS,
-            )
+    words = (bytes_eNK.view(torch.int32), out_eKM.view(torch.int32))
+    grid, how = e * cdiv(M, BLOCK) * cdiv(K, BLOCK), dict(N=N, K=K, M=M)
+    launch(transpose_values_kernel, grid, *words, **how, num_warps=TRANSPOSE_WARPS)
     return out_eKM
 
 

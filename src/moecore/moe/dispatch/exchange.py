@@ -27,7 +27,6 @@ from moecore.kernels.exchange.buffer import (
 )
 from moecore.kernels.exchange.clones import CloneBuffer, Places
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
-from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.moe.placement import balanced_tokens
 from moecore.moe.shortage import Shortage
 
@@ -184,7 +183,7 @@ class Exchange:
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets, at most `num_rows`; larger ones are recorded as a shortage."""
-        return limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
+        return kernels.limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
     @property
     def shortage(self) -> Shortage:
