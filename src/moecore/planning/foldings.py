@@ -2,12 +2,10 @@
 
     divisors of the GPUs -> what parallelize_moe refuses -> what the guidelines advise against
 
-Legality is what `ParallelConfig` and `plan_sharding` refuse; guidelines are the report's.
-
 Legend of a folding: pp, tp, cp, ep, etp as in `ParallelConfig`; the data ranks are what is left.
 Of stages a folding has the number; `schedules_of` has the orders that they may run in.
 
-Source: arXiv:2603.07685, section 9.1.2.
+Source of the guidelines: arXiv:2603.07685, section 9.1.2.
 """
 
 from __future__ import annotations
@@ -113,11 +111,7 @@ class Folding(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a folding is not planned.
-
-    Attributes:
-        rule: in few words, for counts.
-    """
+    """Why a folding is not planned; `rule` is the reason in few words, for counts."""
 
     rule: str
     reason: str
@@ -186,14 +180,12 @@ def num_micro_batches(request: SearchRequest, folding: Folding) -> int:
 
 
 def schedules_of(run: TrainingRun) -> list[TrainingRun]:
-    """Return a run of a search, and those with the same stages in another order.
-
-    "gpipe" is left out, because 1F1B takes as long and holds less.
-    """
+    """Return a run of a search, and those with the same stages in another order."""
     if run.pipeline is None:
         return [run]
     chunks = run.pipeline.chunks or 1
     takes = (name for name, rule in RULES.items() if rule.chunks in (None, chunks))
+    # 1F1B takes as long as "gpipe" and holds less.
     others = (name for name in takes if name not in ("gpipe", run.pipeline.schedule))
     pipelines = (PipelineConfig(schedule=name, chunks=chunks) for name in others)  # type: ignore[arg-type]
     return [run, *(replace(run, pipeline=pipeline) for pipeline in pipelines)]

@@ -13,14 +13,14 @@ NODE = 8  # GPUs of a server, which NVLink connects
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One kind of GPU, in a server of 8. Rates are peaks, of dense products.
+    """One kind of GPU, in a server of 8. Rates are peaks per second, of dense products.
 
     Attributes:
         memory: bytes that a process can allocate.
-        bf16_flops, fp8_flops, fp32_flops: per second; fp8_flops is None where there is no FP8.
-        nvlink: bytes per second, both directions together.
-        pcie: bytes per second in one direction, to and from the host.
-        network: bytes per second, both directions together, of a GPU's share of the network cards.
+        fp8_flops: None where there is no FP8.
+        nvlink: bytes, both directions together.
+        pcie: bytes in one direction, to and from the host.
+        network: bytes, both directions together, of a GPU's share of the network cards.
     """
 
     memory: int

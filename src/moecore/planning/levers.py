@@ -296,12 +296,7 @@ OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Levers:
-    """One rung: all options of a run that decide its memory, except the folding.
-
-    Attributes:
-        overhead: the overhead of the option that this rung adds.
-        name: the name of that option; "none" on the first rung.
-    """
+    """One rung: the options that decide a run's memory, and the last one that was added."""
 
     overhead: Overhead
     name: str
@@ -312,12 +307,7 @@ class Levers:
 
 
 def ladder(model: DecoderConfig, gpu: str, **given: Any) -> tuple[Levers, ...]:
-    """Return the rungs, cheapest first; each has the options of the rung before, and one more.
-
-    Args:
-        gpu: a key of `GPUS`.
-        given: for each of `FIELDS` a value that all rungs have, or "any".
-    """
+    """Return rungs, cheapest first, each with one more option; `given` has FIELDS, or "any"."""
     plain = dict(fsdp=WHOLE, memory=MemoryOptions(), precision=None, optimizer=OptimizerOptions())
     is_open = {name: value == "any" for name, value in given.items()}
     fields: dict[str, Any] = {n: plain[n] if is_open[n] else given[n] for n in FIELDS}

@@ -129,12 +129,7 @@ def run_measure(args: Any) -> int:
 
 
 def host_seconds(run: TrainingRun, device: torch.device) -> float:
-    """Return how long this host takes for a piece of work of a run's step. No communication.
-
-    Args:
-        run: what is trained, on one GPU.
-        device: where, with nothing else to do.
-    """
+    """Return how long an idle host takes for a piece of work of a run's step, on one GPU."""
     found = []
     with fake_world(run.num_gpus), quiet():
         model = model_of(run, device.type)
@@ -156,11 +151,7 @@ def host_seconds(run: TrainingRun, device: torch.device) -> float:
 
 
 def gpu_name(device_name: str) -> str:
-    """Return the name under which plans know a GPU.
-
-    Raises:
-        ValueError: when they do not.
-    """
+    """Return the name under which plans know a GPU."""
     for name in GPUS:
         if name.split("-")[0] in device_name.lower():
             return name
@@ -201,11 +192,7 @@ def alone(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
 
 
 def together(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
-    """Yield collectives over all ranks, of one node, from a small part of the bytes to all.
-
-    Raises:
-        ValueError: for more ranks than a node has: between nodes other links count.
-    """
+    """Yield collectives over all ranks, of one node, from a small part of the bytes to all."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if not 2 <= ranks <= NODE or int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks:
         raise ValueError(f"ranks ({ranks}) must be 2 to {NODE} of one node: start as many there")
@@ -379,11 +366,7 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 
 def _device() -> torch.device:
-    """Return this rank's GPU.
-
-    Raises:
-        ValueError: without one.
-    """
+    """Return this rank's GPU."""
     if not torch.cuda.is_available():
         raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

@@ -30,12 +30,10 @@ Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
 
 
 def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
-    """Return a run of few layers on the ranks of one stage, and which is like each layer.
-
-    Of the last layer's kind there are the first two and the last two, of the other kind one. What a
-    layer prefetches is that of the next but one: so between them a forward is like the second one's
-    and a backward like the last but one's.
-    """
+    """Return a run of few layers on the ranks of one stage, and which is like each layer."""
+    # Of the last layer's kind there are the first two and the last two, of the other kind one. A
+    # layer prefetches for the next but one: so between them a forward is like the second one's and
+    # a backward like the last but one's.
     p, model = run.resolved, run.model
     kinds = [model.is_dense(i) for i in range(model.num_layers)]
     alike = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
@@ -80,8 +78,7 @@ class QueuePiece(NamedTuple):
         place: from where to where in the queue.
         delta: bytes that are allocated more behind it than before it.
         rise: most of them within it.
-        kinds: `delta` by kind.
-        most: `rise` by kind.
+        kinds, most: `delta` and `rise` by kind.
     """
 
     place: range
@@ -149,11 +146,7 @@ class Pieces:
         return 1 + max(micro_batch for micro_batch, _, _ in self.found)
 
     def of_stage(self, stage: Stage, of: Pass, micro_batch: int) -> list[QueuePiece]:
-        """Return the pieces of a stage's pass, in order.
-
-        Args:
-            micro_batch: of the step that was cut.
-        """
+        """Return the pieces of a stage's pass, in order; the micro-batch is of the cut step."""
         parts = self.parts(stage, of)
         return [piece for part in parts for piece in self.of_part(part, of, micro_batch)]
 
@@ -186,11 +179,7 @@ class Pieces:
         return found
 
     def _copy(self, place: range, lengths: tuple[int, ...]) -> Copy:
-        """Return a piece behind others, made once.
-
-        Args:
-            lengths: of the two pieces that it is behind, the newest first; () = it is the first.
-        """
+        """Return a piece behind the two pieces (the newest first) of these lengths, made once."""
         if (place, lengths) not in self._copies:
             ones, far = list[Placed](), list[Far]()
             for i in place:

@@ -5,11 +5,7 @@
 
 A rule refuses a folding in microseconds, but a plan takes seconds. So only a few foldings are
 planned in full (`plan_memory`, `plan_time`), the most promising first, and the result counts the
-others. Rules are the limits of `ParallelConfig` and `plan_sharding`, and the report's guidelines.
-
-Legend of a folding: pp, tp, cp, ep, etp as in `ParallelConfig`; all other ranks are data ranks.
-
-Source: arXiv:2603.07685, section 9.1.2.
+others. `foldings.py` has the rules, and the legend of a folding.
 """
 
 from __future__ import annotations
@@ -72,11 +68,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitting(Candidate):
-    """A candidate that fits.
-
-    Attributes:
-        time: the planned time of a step.
-    """
+    """A candidate that fits, and the planned time of its step."""
 
     time: TimePlan
 
@@ -206,10 +198,7 @@ def search(
 
 
 def timed(request: SearchRequest, found: Candidate, table: CostTable) -> Fitting:
-    """Return a candidate that fits with the fastest order of its stages.
-
-    If less recompute or offload also fits with it and is faster, the candidate has less.
-    """
+    """Return a candidate in its fastest order, with less recompute if that is faster."""
     orders = _orders(request, found)
     times = plan_times([other.run for other in orders], table)
     time, best = min(zip(times, orders, strict=True), key=lambda pair: pair[0].seconds)
@@ -271,11 +260,9 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
 
 
 def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -> Candidate:
-    """Plan a folding with the cheapest levers with which it fits, or with all if it never fits.
-
-    Memory falls from the first rung to the last, if not at each of them. The search goes from
-    `guess` rung by rung; without a guess it is a binary search.
-    """
+    """Plan a folding with the cheapest levers with which it fits, or with all if it never fits."""
+    # Memory falls from the first rung to the last, if not at each. From a guess the search goes
+    # rung by rung; without one it is a binary search.
     rungs, found = rungs_of(request), dict[int, Candidate]()
     low, high = -1, len(rungs)  # a rung that is too large, and one that fits
     at = len(rungs) // 2 if guess is None else rungs.index(guess)

@@ -225,11 +225,7 @@ class TimePlan:
 
 
 def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
-    """Return the planned time of a run's step. No GPU, no communication.
-
-    Args:
-        run: the model and its training.
-        table: the costs of operations.
+    """Return the planned time of a run's step, at a table's costs. No GPU, no communication.
 
     Raises:
         ValueError, NotImplementedError: as `parallelize_moe`, when options do not fit the model.
@@ -239,11 +235,7 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
 
 
 def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
-    """Return `plan_time` of runs with equal pieces, whose passes are timed once.
-
-    Args:
-        runs: runs that differ only in the order of stages or in the optimizer's offload.
-    """
+    """Return `plan_time` of runs that differ only in the order of stages or in state offload."""
     known: Known = {}
     found = []
     for run in runs:
