@@ -15,7 +15,7 @@ from moecore.parallel.attached import moe_state
 from moecore.parallel.shard.engine import progress_of
 from moecore.train.graphs import forward_backward
 from moecore.train.graphs import graphed_part as module
-from moecore.train.graphs.forms import form_of
+from moecore.train.graphs.graphed_part import form_of
 
 
 class FakeRecorder:
