@@ -128,19 +128,12 @@ class GraphMemory:
 
 
 class _Call(NamedTuple):
-    """Properties of a call that must equal those of the capture for a replay.
+    """Properties of a call that must equal those of the capture for a replay."""
 
-    Attributes:
-        form: the arguments without their tensors (`form_of`).
-        tensors: (shape, dtype, whether it needs a gradient) of each tensor.
-        autocast: the dtype of autocast; None = off.
-        facts: modes, configs and addresses of tensors of the modules.
-    """
-
-    form: Any
-    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
-    autocast: torch.dtype | None
-    facts: list[Any]
+    form: Any  # the arguments without their tensors (`form_of`)
+    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]  # and whether each needs a gradient
+    autocast: torch.dtype | None  # its dtype; None = off
+    facts: list[Any]  # modes, configs and addresses of tensors of the modules
 
 
 class GraphedPart:
@@ -237,27 +230,18 @@ class GraphedPart:
 
 @dataclass(eq=False, slots=True)
 class _GraphPair:
-    """The graphs of a part, and the tensors that they read and write.
-
-    Attributes:
-        form, outputs: the part's result: its form, and its tensors.
-        held: references that keep memory of the graphs alive.
-        backward: replays the backward; None if no output needs a gradient.
-        output_grads: gradients of the outputs that need them, copied in.
-        grads: gradients of the inputs and parameters that need them, copied out.
-        holder: returns the turn of the last forward, while its backward can come.
-    """
+    """The graphs of a part, and the tensors that they read and write."""
 
     slot: _GraphSlot
     forward: Callable[[], None]
     inputs: list[Tensor]
-    form: Any
-    outputs: list[Tensor]
-    held: Any
-    backward: Callable[[], None] | None = None
-    output_grads: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor | None] = field(default_factory=list)
-    holder: weakref.ref[_Turn] | None = None
+    form: Any  # of the part's result
+    outputs: list[Tensor]  # of the part's result
+    held: Any  # keeps memory of the graphs alive
+    backward: Callable[[], None] | None = None  # None if no output needs a gradient
+    output_grads: list[Tensor] = field(default_factory=list)  # of outputs that need them
+    grads: list[Tensor | None] = field(default_factory=list)  # of inputs and parameters
+    holder: weakref.ref[_Turn] | None = None  # of the last forward's turn
 
     @property
     def is_free(self) -> bool:
