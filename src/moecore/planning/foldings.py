@@ -27,7 +27,7 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.gpus import GPUS, NODE
-from moecore.planning.levers import TWICE, Levers, ladder
+from moecore.planning.levers import FIELDS, TWICE, Levers, ladder
 from moecore.planning.run import OptimizerOptions, TrainingRun
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
@@ -137,8 +137,7 @@ def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
 
 def rungs_of(request: SearchRequest) -> tuple[Levers, ...]:
     """Return the levers of a request."""
-    names = ("fsdp", "memory", "precision", "optimizer")
-    given = {name: getattr(request, name) for name in names}
+    given = {name: getattr(request, name) for name in FIELDS}
     return ladder(request.model, request.gpu, **given)
 
 

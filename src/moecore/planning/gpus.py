@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 GIB = 1 << 30
@@ -33,6 +33,16 @@ class Gpu:
     network: float
 
 
+H100 = Gpu(
+    memory=79 * GIB,
+    bf16_flops=989.4 * TERA,
+    fp8_flops=1978.9 * TERA,
+    fp32_flops=66.9 * TERA,
+    memory_bandwidth=3350 * GIGA,
+    nvlink=900 * GIGA,
+    pcie=64 * GIGA,
+    network=100 * GIGA,  # ConnectX-7: 400 Gb/s each way
+)
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         "a100-80": Gpu(
@@ -45,26 +55,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             pcie=32 * GIGA,
             network=50 * GIGA,  # 200 Gb/s each way
         ),
-        "h100-80": Gpu(
-            memory=79 * GIB,
-            bf16_flops=989.4 * TERA,
-            fp8_flops=1978.9 * TERA,
-            fp32_flops=66.9 * TERA,
-            memory_bandwidth=3350 * GIGA,
-            nvlink=900 * GIGA,
-            pcie=64 * GIGA,
-            network=100 * GIGA,  # ConnectX-7: 400 Gb/s each way
-        ),
-        "h200-141": Gpu(
-            memory=139 * GIB,
-            bf16_flops=989.4 * TERA,
-            fp8_flops=1978.9 * TERA,
-            fp32_flops=66.9 * TERA,
-            memory_bandwidth=4800 * GIGA,
-            nvlink=900 * GIGA,
-            pcie=64 * GIGA,
-            network=100 * GIGA,
-        ),
+        "h100-80": H100,
+        "h200-141": replace(H100, memory=139 * GIB, memory_bandwidth=4800 * GIGA),
         "b200-180": Gpu(
             memory=178 * GIB,
             bf16_flops=2250 * TERA,

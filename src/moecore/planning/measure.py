@@ -5,8 +5,7 @@
 
 Each operation runs until the GPU has settled, and then in rounds, each after a read of more than
 its L2 holds, which also gives the host time to queue the call. The median counts; of a collective
-that of the slowest rank. The host's time for a piece of work is that of a step of few tokens, while
-the GPU has nothing else to do, over what it queues.
+that of the slowest rank.
 
 Legend: M, N, K of a product, R rows of E experts, B rows of T tokens with H heads of d dims.
 """
@@ -58,19 +57,12 @@ CUDNN, FLASH = "aten._scaled_dot_product_cudnn_attention", "aten._flash_attentio
 
 
 class Sizes(NamedTuple):
-    """What is measured; tests measure less.
+    """What is measured; tests measure less."""
 
-    Attributes:
-        products: M, N, K.
-        grouped: E, R, D, F of an MoE layer.
-        attention: B, H, T, d, v.
-        num_bytes: of a tensor that is copied, stepped by the optimizer, or sent at most.
-    """
-
-    products: tuple[tuple[int, int, int], ...]
-    grouped: tuple[tuple[int, int, int, int], ...]
-    attention: tuple[tuple[int, int, int, int, int], ...]
-    num_bytes: int
+    products: tuple[tuple[int, int, int], ...]  # M, N, K
+    grouped: tuple[tuple[int, int, int, int], ...]  # E, R, D, F of an MoE layer
+    attention: tuple[tuple[int, int, int, int, int], ...]  # B, H, T, d, v
+    num_bytes: int  # of a tensor that is copied, stepped by the optimizer, or sent at most
 
 
 FULL = Sizes(
@@ -129,7 +121,7 @@ def run_measure(args: Any) -> int:
 
 
 def host_seconds(run: TrainingRun, device: torch.device) -> float:
-    """Return how long an idle host takes for a piece of work of a run's step, on one GPU."""
+    """Return how long an idle host takes for a piece of work of a step on one GPU."""
     found = []
     with fake_world(run.num_gpus), quiet():
         model = model_of(run, device.type)

@@ -32,14 +32,7 @@ from moecore.planning.pieces import (
 )
 from moecore.planning.record import HELD, HOST_COPIES, PASSES, Pass
 from moecore.planning.run import TrainingRun, fake_world
-from moecore.planning.stored import (
-    WHOLE,
-    held_bytes,
-    held_kinds,
-    ranks_of,
-    sizes_of,
-    state_bytes,
-)
+from moecore.planning.stored import WHOLE, held_bytes, held_kinds, ranks_of, sizes_of, state_bytes
 
 
 class _Pass(NamedTuple):
@@ -62,17 +55,12 @@ class _Level(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """A pipeline rank: what it holds between steps by kind, and its passes.
-
-    Attributes:
-        away: bytes of the optimizer's state that leave with the pieces of the first pass and come
-            back with the last's.
-    """
+    """A pipeline rank: what it holds between steps by kind, and its passes."""
 
     held: Mapping[str, int]
     passes: Sequence[_Pass]
     end: QueuePiece
-    away: int
+    away: int  # of the optimizer's state: leaves in the first pass, comes back in the last
 
     def levels(self) -> Iterator[_Level]:
         """Yield the most bytes within each piece."""

@@ -26,7 +26,7 @@ from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
 from moecore.planning.foldings import Folding, SearchRequest, run_of, rungs_of
 from moecore.planning.levers import OVERHEADS, Levers
-from moecore.planning.pieces import MIDDLE, Pieces, pieces_of, timed_layers, timed_stages
+from moecore.planning.pieces import MIDDLE, Pieces, passes_of, timed_layers, timed_stages
 from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
 from moecore.train.memory.kept import ModelKept, kept_bytes
@@ -203,7 +203,7 @@ class Promise:
         return sum(block.num_bytes for block in (*blocks, found.outside)), away
 
     def _pieces_of(self, rung: Levers) -> Pieces:
-        return pieces_of(self._node(rung, MIDDLE))
+        return passes_of(self._node(rung, MIDDLE))
 
     def _node(self, rung: Levers, num_micro_batches: int) -> TrainingRun:
         """Return a run on one node, whose number of ranks divides the number of experts."""

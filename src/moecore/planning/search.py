@@ -68,7 +68,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitting(Candidate):
-    """A candidate that fits, and the planned time of its step."""
+    """A candidate that fits.
+
+    Attributes:
+        time: the planned time of a step.
+    """
 
     time: TimePlan
 
@@ -83,8 +87,7 @@ class SearchResult:
         too_large: foldings that do not fit with any levers.
         refused: the number of foldings that each rule refused.
         not_planned: the number of foldings that no rule refused and that were not planned.
-        change: the smallest change of the request that makes a folding fit, if none does; None = a
-            folding fits, or no change was found.
+        change: the smallest change with which one fits, if none does and a change was found.
     """
 
     request: SearchRequest
@@ -103,7 +106,9 @@ class SearchResult:
             numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), shown_schedule(found))
             rows = (str(run.num_micro_batches), str(run.batch_size))
             memory = (shown_bytes(max(found.peaks)), shown_bytes(found.headroom))
-            lines.append((*numbers, *rows, shown_levers(found), *memory, *_shown_time(found)))
+            time = found.time
+            speed = (f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall)
+            lines.append((*numbers, *rows, shown_levers(found), *memory, *speed))
         return "\n".join(columns(lines))
 
 
@@ -137,20 +142,10 @@ def shown_levers(found: Candidate) -> str:
     return ", ".join(texts) or "none"
 
 
-def _shown_time(found: Fitting) -> tuple[str, ...]:
-    time = found.time
-    return f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall
-
-
-def by_time(found: Fitting) -> float:
-    """Return the seconds of a step; all candidates of a search have equal tokens per step."""
-    return found.time.seconds
-
-
 def search(
     request: SearchRequest,
     *,
-    rank_by: Callable[[Fitting], Any] = by_time,
+    rank_by: Callable[[Fitting], Any] = lambda found: found.time.seconds,
     table: CostTable | None = None,
     wanted: Count = 3,
     most_planned: Count = 4,
@@ -159,7 +154,7 @@ def search(
 
     Args:
         request: the model and its training, and the options that may vary.
-        rank_by: the sort key of foldings that fit, ascending.
+        rank_by: the sort key of foldings that fit, ascending; all have equal tokens per step.
         table: the costs of operations; None = moecore's table of the GPU.
         wanted: the search ends after this number of foldings that fit with cheap levers.
         most_planned: the most foldings that are planned in full.
@@ -214,7 +209,7 @@ def _eased(request: SearchRequest, found: Candidate) -> Candidate:
     memories = list(dict.fromkeys(rung.memory for rung in rungs_of(request)))
     for memory in reversed(memories[: memories.index(found.run.memory)]):
         levers, run = replace(found.levers, memory=memory), replace(found.run, memory=memory)
-        other = _planned(request, found.folding, levers, run)
+        other = planned_with(request, found.folding, levers, run)
         if not other.fits:
             break
         found = other
@@ -231,7 +226,7 @@ def _orders(request: SearchRequest, found: Candidate) -> list[Candidate]:
     alike = [(run, rung) for run, rung in zip(plain, more, strict=True) if small_of(run) == small]
     for i, _ in enumerate(schedules_of(found.run)[1:], 1):
         for run, rung in alike:
-            other = _planned(request, found.folding, rung, schedules_of(run)[i])
+            other = planned_with(request, found.folding, rung, schedules_of(run)[i])
             if other.fits:
                 orders.append(other)
                 break
@@ -274,21 +269,14 @@ def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -
     return found[min(high, len(rungs) - 1)]
 
 
-def planned_with(request: SearchRequest, folding: Folding, levers: Levers) -> Candidate:
-    """Plan a folding with the levers of one rung."""
-    return _planned(request, folding, levers, run_of(request, folding, levers))
-
-
-def _planned(
-    request: SearchRequest, folding: Folding, levers: Levers, run: TrainingRun
+def planned_with(
+    request: SearchRequest, folding: Folding, levers: Levers, run: TrainingRun | None = None
 ) -> Candidate:
+    """Plan a folding with the levers of one rung, or with a run that differs from theirs."""
+    run = run_of(request, folding, levers) if run is None else run
     peaks = plan_peak(run)
     return Candidate(
-        folding=folding,
-        run=run,
-        levers=levers,
-        peaks=peaks,
-        headroom=request.limit - max(peaks),
+        folding=folding, run=run, levers=levers, peaks=peaks, headroom=request.limit - max(peaks)
     )
 
 
