@@ -91,6 +91,7 @@ def test_all_levers_need_less_memory_than_none() -> None:
     first, *_, last = rungs_of(request)
     runs = (run_of(request, Folding(pp=2, ep=8, chunks=2), rung) for rung in (first, last))
     whole, least = (max(plan_peak(run)) for run in runs)
+    # One rung needs more: where weights stay whole, "blockwise" adds FP8 copies of the experts'.
     assert least < 0.5 * whole
 
 
@@ -120,12 +121,16 @@ def test_stages_run_in_the_fastest_order_that_fits() -> None:
 
 
 def test_any_guess_finds_the_rung() -> None:
-    request = replace(LARGE, model=replace(DEEPSEEK, num_layers=16), num_gpus=64)
-    folding, rungs = Folding(pp=2, ep=8, chunks=2), rungs_of(request)
-    (levers,) = {fit(request, folding, guess).levers for guess in (None, rungs[0], rungs[-1])}
-    at = rungs.index(levers)
-    peaks = [max(planned_with(request, folding, rungs[i]).peaks) for i in (at - 1, at)]
-    assert 0 < at < len(rungs) - 1 and peaks[1] <= request.limit < peaks[0]
+    model = replace(TINY, num_layers=2, num_mtp_layers=0, mtp_loss_coef=0.0)
+    request, folding = replace(SMALL, model=model, num_gpus=8, nvlink=None), Folding(ep=4)
+    rungs, memory = rungs_of(request), GPUS[request.gpu].memory
+    peaks = [max(planned_with(request, folding, rung).peaks) for rung in rungs[:4]]
+    assert peaks == sorted(set(peaks), reverse=True)
+    for at in (1, 2, 3):  # the limit is just above what this rung needs
+        tight = replace(request, reserve=1 - (peaks[at] + peaks[at - 1]) / 2 / memory)
+        assert peaks[at] <= tight.limit < peaks[at - 1]
+        guesses = (None, rungs[0], rungs[4], rungs[-1])
+        assert {fit(tight, folding, guess).levers.name for guess in guesses} == {rungs[at].name}
 
 
 def test_a_search_ranks_what_fits() -> None:
@@ -160,12 +165,12 @@ def test_tokens_travel_by_stores_where_a_node_has_the_experts() -> None:
 
 def test_what_promises_to_be_fast_is_planned_first() -> None:
     """Of runs that differ, the order of promises is that of plans; bytes are about the plan's."""
-    model = replace(preset("qwen3-30b-a3b"), num_layers=12)
-    request = SearchRequest(model=model, num_gpus=32, gpu="a100-80")
+    model = replace(preset("qwen3-30b-a3b"), num_layers=6)
+    request = SearchRequest(model=model, num_gpus=32, gpu="a100-80", nvlink=None)
     table = CostTable.of("a100-80")
     promise = Promise(request, table)
     some = [f for f in foldings(32) if refuse(request, f) is None and max(f.tp, f.ep) >= 4]
-    plans = {f: fit(request, f) for f in sorted(some, key=promise.key)[::18]}
+    plans = {f: fit(request, f, promise.rung(f)) for f in sorted(some, key=promise.key)[::14]}
     seconds = {f: plan_time(found.run, table).seconds for f, found in plans.items()}
     pairs = [(a, b) for a, b in combinations(plans, 2) if seconds[b] > 1.2 * seconds[a]]
     right = [promise.key(a) < promise.key(b) for a, b in pairs]
@@ -173,13 +178,19 @@ def test_what_promises_to_be_fast_is_planned_first() -> None:
 
 
 def test_deepseek_v3() -> None:
-    (best,) = search(LARGE, wanted=1, most_planned=1).fitting
-    assert max(best.peaks) <= LARGE.limit and best.headroom == LARGE.limit - max(best.peaks)
-    within_a_node = fit(LARGE, Folding(pp=32, tp=4, ep=8))
-    nodes = plan_time(within_a_node.run, CostTable.of(LARGE.gpu))
-    assert within_a_node.fits and best.time.tokens_per_second > nodes.tokens_per_second
-    ranks = data_ranks(LARGE, best.folding)
-    assert best.run.num_micro_batches * best.run.batch_size * ranks == LARGE.rows
+    """A quarter of its depth on a quarter of the GPUs: experts go across nodes, not into stages.
+
+    With all 61 layers and 256 GPUs it is 1.36 times, since pairs hide nothing in a plan.
+    """
+    request = replace(LARGE, model=replace(DEEPSEEK, num_layers=16), num_gpus=64)
+    (best,) = search(request, wanted=1, most_planned=1).fitting
+    assert max(best.peaks) <= request.limit and best.headroom == request.limit - max(best.peaks)
+    within_a_node = fit(request, Folding(pp=8, tp=4, ep=8), best.levers)
+    nodes = plan_time(within_a_node.run, CostTable.of(request.gpu))
+    assert within_a_node.fits and best.folding.ep > 8
+    assert best.time.tokens_per_second > 1.5 * nodes.tokens_per_second
+    ranks = data_ranks(request, best.folding)
+    assert best.run.num_micro_batches * best.run.batch_size * ranks == request.rows
 
 
 def test_micro_batches_have_the_rows_that_are_fastest() -> None:

@@ -69,7 +69,7 @@ def add_plan(rooms: Any) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add what one run is made of: see `run_of_options`."""
+    """Add the options of `run_of_options`."""
     add = parser.add_argument
     add("--preset", required=True, choices=tuple(PRESETS), help="the model")
     add("--gpus", type=int, required=True, help="ranks of the world")

@@ -106,21 +106,13 @@ class CostTable:
 
     @classmethod
     def of(cls, gpu: GpuName) -> CostTable:
-        """Return the table that moecore ships, for a GPU by name.
-
-        Raises:
-            ValueError: for a GPU that `moecore plan` does not know.
-        """
+        """Return the table that moecore ships, for a GPU that `moecore plan` knows."""
         check_arguments(CostTable.of, locals())
         return _shipped().on(gpu)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CostTable:
-        """Return the table of a file that `write` or `moecore measure` has written.
-
-        Raises:
-            ValueError: of one line, when the file is no such table.
-        """
+        """Return the table of a file that `write` or `moecore measure` has written."""
         check_arguments(CostTable.read, locals())
         return _parsed(Path(path).read_text(), os.fspath(path))
 
@@ -137,7 +129,7 @@ class CostTable:
         return f"{self.points_from}, its efficiencies with the maker's rates of {self.gpu}"
 
     def extended(self, points: Sequence[Point], source: str) -> CostTable:
-        """Return a table with points that were measured on its GPU, in place of those so named.
+        """Return a table with points measured on its GPU, in place of those so named.
 
         Args:
             points: what was measured.
@@ -243,11 +235,9 @@ class CostTable:
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
     def _like(self, work: Work) -> list[Point]:
-        """Return the points of its name, or of the one that stands for its kind; perhaps none.
-
-        A point's name is within the operation's, without case and signs: "sum_rows" is that of
-        "_sum_rows_fwd_kernel". The longest one counts, then those of its dtype if there are any.
-        """
+        """Return the points of its name, or of the one that stands for its kind; perhaps none."""
+        # A point's name is within the operation's, without case and signs: "sum_rows" is that of
+        # "_sum_rows_fwd_kernel". The longest counts, then those of its dtype if there are any.
         ours = [point for point in self.points if point.work.kind == work.kind]
         other = self.stands_for.get(work.kind, "")
         backward = "backward" if BACKWARD.search(work.name) else ""
@@ -302,20 +292,17 @@ def _in_node(work: Work, node_ranks: int) -> int:
 
 
 def _links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall, float]:
-    """Return the seconds of a collective's bytes on each link.
-
-    What goes to each rank on its own crosses the network but for the share of its node. What all
-    ranks get, or sum, each node but one takes in and passes on, over the cards of all its ranks
-    there. A message takes one of a card's two directions.
-    """
+    """Return the seconds of a collective's bytes on each link."""
     ranks = work.shape[0]
     if inside == ranks:
         return {"nvlink": work.num_bytes / nvlink}
+    # What goes to each rank on its own crosses the network but for the share of its node.
     if ALL_TO_ALL.search(work.name.lower()):
         away = work.num_bytes * (ranks - inside) / (ranks - 1)
         return {"nvlink": (work.num_bytes - away) / nvlink, "network": away / network}
-    if MESSAGE.match(work.name.lower()):
+    if MESSAGE.match(work.name.lower()):  # one of a card's two directions
         return {"network": 2 * work.num_bytes / network}
+    # What all ranks get, or sum, each node but one takes in and passes on, over all its cards.
     within = work.num_bytes / nvlink if inside > 1 else 0.0
     passed_on = 2 * work.num_bytes * (1 - inside / ranks)
     return {"nvlink": within, "network": passed_on / (inside * network)}

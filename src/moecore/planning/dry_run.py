@@ -1,15 +1,15 @@
 """A step of one rank of a world that is not there: what it would hold at once, and what runs.
 
     TrainingRun -> the model on meta, parallelized in a fake world -> two steps of its TrainStep
-                -> Recorder -> DryRun
+                -> WorkRecorder -> DryRun
 
 The host's code is that of the real step, down to the launches: units, dispatcher, experts,
-recompute, offload, the schedule of the stages, clipping, AdamW. So there is nothing to keep in
-line with it. Loads are balanced, and what arrives from other ranks has sizes alone.
+recompute, offload, the schedule of the stages, clipping, AdamW. Loads are balanced, and what
+arrives from other ranks has sizes alone.
 
 Not seen: memory that an allocator cannot use, workspace inside of torch's operations, NCCL's
-buffers. Where "nvlink" has more room than rows come, memory is that of the room, and what runs that
-of the rows: of a second run, which has no more room.
+buffers. Where "nvlink" has capacity for more rows than come, memory is that of the capacity, and
+work that of the rows: of a second run, whose capacity is even.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import CountOrZero, check_arguments
 from moecore.base.streams import dry_streams
+from moecore.base.torch_names import local_of
 from moecore.kernels.common import launches_on_meta
 from moecore.models import Decoder
 from moecore.parallel.attached import attached
@@ -52,8 +52,7 @@ class DryRun:
         buffers: bytes of buffers of dispatcher "nvlink", which that does not count.
         pages: bytes of a stash's pages on the device, which are within what is held.
         queued: what the device does, in the order in which the host queues it.
-        starts: where parts of the model begin a pass, in a run without stages; and where all
-            gradients are there, and clipping and AdamW follow.
+        starts: where parts of the model begin a pass, in a run without stages, and END begins.
     """
 
     rank: int
@@ -76,11 +75,7 @@ class DryRun:
 
 
 def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
-    """Return what a step of one rank holds and does. No GPU, no communication.
-
-    Args:
-        run: what is trained, and how.
-        rank: of the world.
+    """Return what a step of one rank of the world holds and does. No GPU, no communication.
 
     Raises:
         ValueError, NotImplementedError: as `parallelize_moe` and `fake_world`.
@@ -96,8 +91,7 @@ def _dry_run(run: TrainingRun, rank: int) -> DryRun:
     with fake_world(run.num_gpus, rank), quiet(), new_garbage(), dry[0], dry[1]:
         model = model_of(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):
-            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            recorder.take(own)
+            recorder.take(local_of(tensor))
         recorder.params = list(model.parameters())
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = optimizer_of(run, model)
@@ -131,7 +125,7 @@ def _dry_run(run: TrainingRun, rank: int) -> DryRun:
 
 
 def cut(model: Decoder, recorder: WorkRecorder) -> None:
-    """Tell a recorder when a module begins a pass, and which part of a layer runs."""
+    """Let a recorder know when a module begins a pass, and which part of a layer runs."""
     calls: dict[str, int] = {}
 
     def watch(module: nn.Module, part: str) -> None:
@@ -172,10 +166,8 @@ def _within(
 
 def _moved(optimizer: AdamW, param: Tensor) -> int:
     """Return the bytes that a step reads and writes for a parameter: itself, gradient, state."""
-    own = param.to_local() if isinstance(param, DTensor) else param
     state = [x for x in optimizer.state_of(param).values() if x.numel() > 1]
-    kept = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in state)
-    return 3 * own.nbytes + 2 * kept
+    return 3 * local_of(param).nbytes + 2 * sum(local_of(x).nbytes for x in state)
 
 
 def _with_bytes(queued: list[Queued], moved: int) -> Iterator[Queued]:

@@ -1,7 +1,7 @@
 """explain(model): who owns what, in about twenty lines: a `ShardPlan` as text.
 
 A plain model gets a plan of its own names and shapes. No communication, no host sync, on meta too.
-`train/memory/listed.py` lists what is saved for backward.
+What MoE layers and blocks save for backward are the counts of `train/memory/kept.py`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import check_arguments
+from moecore.base.fields import Count, check_arguments
+from moecore.base.options.memory import OFFLOADED, MemoryOptions
 from moecore.base.tables import (
     HEADER,
     TableRow,
@@ -26,7 +28,9 @@ from moecore.base.tables import (
     shown_count,
 )
 from moecore.kernels.experts.products import choose_products
-from moecore.moe.layer import RoutedLayer
+from moecore.models import Decoder
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.parallel.attached import attached
 from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
@@ -34,9 +38,10 @@ from moecore.parallel.request import Request
 from moecore.parallel.shard.make import dtype_name
 from moecore.parallel.shard.plan import AxisPlacement, Coordinate, LayerPlan, ParamPlan, ShardPlan
 from moecore.parallel.shard.size import rank_bytes
-from moecore.parallel.shard.units import kinds
+from moecore.parallel.shard.units import find_blocks, kinds
 from moecore.precision.apply import fp8_linears
-from moecore.train.memory.listed import Batch, How, batch_lines, how_computed, layer_line
+from moecore.train.graphs.regions import compiled_modules
+from moecore.train.memory.kept import kept_bytes
 
 UNITS = {"block": "blocks", "experts": "experts", "routers": "routers", "head": "heads"}
 
@@ -81,11 +86,7 @@ def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
 
 
 def plan_now(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
-    """Return a model's plan with its parameters as they are now, and this rank's coordinate.
-
-    A model without a plan gets one without units. `make_plan` refuses models that can be listed,
-    and needs a process group of one rank, which a rank of a larger world cannot have.
-    """
+    """Return a model's plan with its parameters as they are now, and this rank's coordinate."""
     found, modules = attached(model), {clean_name(n): m for n, m in model.named_modules()}
     layers = {name: m for name, m in modules.items() if isinstance(m, RoutedLayer)}
     kind_of, here = kinds(model, layers), dict[str, int]()
@@ -106,6 +107,8 @@ def plan_now(model: nn.Module) -> tuple[ShardPlan, Coordinate]:
     )
     if found is not None:
         return replace(found.plan, params=params), here
+    # `make_plan` refuses models that can be listed, and needs a process group of one rank, which a
+    # rank of a larger world cannot have.
     names = {module: name for name, module in modules.items()}
     linears = ((names[linear], products.recipe) for linear, products in fp8_linears(model))
     dispatchers = {type(layer.dispatcher).__name__: None for layer in layers.values()}
@@ -297,3 +300,94 @@ def _buffers(plan: ShardPlan) -> str:
         f"{shown_bytes(size.weights)}, of sums {shown_bytes(size.sums)}, and "
         f"{shown_bytes(size.accumulated)} while micro-batches accumulate"
     )
+
+
+COLUMNS = (*OFFLOADED[:-1], "routing", "rest", "all", "recomputed", "in host memory")
+TOKENS = 1024  # of which a layer's bytes per token are counted
+Batch = Annotated[tuple[Count, Count], "pass (sequences, tokens of each)"]
+How = dict[str, Any]  # arguments of `kept_bytes`
+
+
+def how_computed(model: nn.Module) -> How:
+    """Return where and in which dtypes a model computes; one on meta without meshes on a GPU."""
+    found = attached(model)
+    if found is None:
+        device_type = next((p.device.type for p in model.parameters()), "meta")
+        return dict(device_type="cuda" if device_type == "meta" else device_type)
+    how: How = dict(device_type=found.request.meshes.device_type)
+    dtype = found.request.fsdp.param_dtype
+    if dtype is not None:
+        routers = [unit.modules for unit in found.plan.units if unit.role == "routers"]
+        own = {p for name in chain(*routers) for p in model.get_submodule(name).parameters()}
+        how["dtype_of"] = lambda p: p.dtype if p in own or not p.is_floating_point() else dtype
+    return how
+
+
+def layer_line(layer: RoutedLayer, how: How) -> str:
+    """Return what a layer saves of a token for its backward, by part."""
+    config, experts = layer.config, layer.part("experts")
+    options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
+    weight = next(experts.parameters())
+    dtype = how["dtype_of"](weight) if "dtype_of" in how else weight.dtype
+    x_TD = torch.empty(TOKENS, config.dim, dtype=dtype, device="meta").requires_grad_()
+    inputs = [x_TD]
+    if not isinstance(layer, MoELayer):  # the choice is the model's own
+        inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.int64)]
+        inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.float32).requires_grad_()]
+    (kept,) = kept_bytes(layer, [layer], lambda copy: copy(*inputs), options=options, **how).blocks
+    parts = [
+        f"{part.replace('_', ' ')} {shown_bytes(n / TOKENS)}" for part, n in kept.device.items()
+    ]
+    more = "; FC1 is recomputed" if experts.recompute_fc1 else ""
+    dispatcher = layer.dispatcher
+    is_sent_twice = isinstance(dispatcher, NVLinkDispatcher) and not dispatcher.keeps_rows
+    more += "; rows are sent once more in backward" if is_sent_twice else ""
+    return f"{shown_bytes(kept.num_bytes / TOKENS)} per token and layer: {', '.join(parts)}{more}"
+
+
+def batch_lines(model: nn.Module, batch: Batch) -> list[str]:
+    """Return what blocks save of a batch, those that are alike in one row, and the sums."""
+    tokens_BT = torch.zeros(batch, dtype=torch.int64)
+    blocks, how, options, found = find_blocks(model), how_computed(model), None, attached(model)
+    if found is not None:
+        options = found.request.memory
+        if found.request.compile_dense:
+            how["compiled"] = frozenset(m for block in blocks for m in compiled_modules(block))
+    more: dict[str, Any] = {}
+    if isinstance(model, Decoder):
+        more = dict(labels_BT=tokens_BT)  # multi-token prediction is part of the loss
+    elif hasattr(model, "get_input_embeddings"):  # of transformers
+        more = dict(use_cache=False, position_ids=torch.arange(batch[1])[None])
+    kept, whole = (
+        kept_bytes(model, blocks, lambda copy: copy(tokens_BT, **more), options=asked, **how).blocks
+        for asked in (options or MemoryOptions(), MemoryOptions())
+    )
+    rows: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for i, (one, all_of_it) in enumerate(zip(kept, whole, strict=True)):
+        sums = {"all": one.num_bytes, "in host memory": sum(one.host.values())}
+        sums["recomputed"] = all_of_it.num_bytes - sum(sums.values())
+        shown = tuple((name, n) for name, n in {**one.device, **sums}.items() if n)
+        rows.setdefault(shown, []).append(i)
+    names = [name for name in COLUMNS if any(name in dict(row) for row in rows)]
+    table = [("layers", *(name.replace("_", " ") for name in names))]
+    for row, layers in rows.items():
+        cells = {name: shown_bytes(n / tokens_BT.numel()) for name, n in row}
+        table.append((_ranges(layers), *(cells.get(name, "-") for name in names)))
+    here = shown_bytes(sum(one.num_bytes for one in kept))
+    host = sum(sum(one.host.values()) for one in kept)
+    return [
+        f"saved for backward per token, of {batch[0]} x {batch[1]} tokens",
+        *columns(table),
+        f"all layers: {here}" + (f", {shown_bytes(host)} in host memory" if host else ""),
+    ]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return numbers in order as text: 0, 2 to 5."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and n == found[-1][-1] + 1:
+            found[-1][1:] = [n]
+        else:
+            found.append([n])
+    return ", ".join(" to ".join(map(str, ends)) for ends in found)

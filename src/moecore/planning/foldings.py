@@ -2,12 +2,10 @@
 
     divisors of the GPUs -> what parallelize_moe refuses -> what the guidelines advise against
 
-Legality is what `ParallelConfig` and `plan_sharding` refuse; guidelines are the report's.
-
 Legend of a folding: pp, tp, cp, ep, etp as in `ParallelConfig`; the data ranks are what is left.
 Of stages a folding has the number; `schedules_of` has the orders that they may run in.
 
-Source: arXiv:2603.07685, section 9.1.2.
+Source of the guidelines: arXiv:2603.07685, section 9.1.2.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.gpus import GPUS, NODE
-from moecore.planning.levers import TWICE, Levers, ladder
+from moecore.planning.levers import FIELDS, TWICE, Levers, ladder
 from moecore.planning.run import OptimizerOptions, TrainingRun
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
@@ -113,11 +111,7 @@ class Folding(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a folding is not planned.
-
-    Attributes:
-        rule: in few words, for counts.
-    """
+    """Why a folding is not planned; `rule` is the reason in few words, for counts."""
 
     rule: str
     reason: str
@@ -143,8 +137,7 @@ def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
 
 def rungs_of(request: SearchRequest) -> tuple[Levers, ...]:
     """Return the levers of a request."""
-    names = ("fsdp", "memory", "precision", "optimizer")
-    given = {name: getattr(request, name) for name in names}
+    given = {name: getattr(request, name) for name in FIELDS}
     return ladder(request.model, request.gpu, **given)
 
 
@@ -186,14 +179,12 @@ def num_micro_batches(request: SearchRequest, folding: Folding) -> int:
 
 
 def schedules_of(run: TrainingRun) -> list[TrainingRun]:
-    """Return a run of a search, and those with the same stages in another order.
-
-    "gpipe" is left out, because 1F1B takes as long and holds less.
-    """
+    """Return a run of a search, and those with the same stages in another order."""
     if run.pipeline is None:
         return [run]
     chunks = run.pipeline.chunks or 1
     takes = (name for name, rule in RULES.items() if rule.chunks in (None, chunks))
+    # 1F1B takes as long as "gpipe" and holds less.
     others = (name for name in takes if name not in ("gpipe", run.pipeline.schedule))
     pipelines = (PipelineConfig(schedule=name, chunks=chunks) for name in others)  # type: ignore[arg-type]
     return [run, *(replace(run, pipeline=pipeline) for pipeline in pipelines)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 GIB = 1 << 30
@@ -13,14 +13,14 @@ NODE = 8  # GPUs of a server, which NVLink connects
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One kind of GPU, in a server of 8. Rates are peaks, of dense products.
+    """One kind of GPU, in a server of 8. Rates are peaks per second, of dense products.
 
     Attributes:
         memory: bytes that a process can allocate.
-        bf16_flops, fp8_flops, fp32_flops: per second; fp8_flops is None where there is no FP8.
-        nvlink: bytes per second, both directions together.
-        pcie: bytes per second in one direction, to and from the host.
-        network: bytes per second, both directions together, of a GPU's share of the network cards.
+        fp8_flops: None where there is no FP8.
+        nvlink: bytes, both directions together.
+        pcie: bytes in one direction, to and from the host.
+        network: bytes, both directions together, of a GPU's share of the network cards.
     """
 
     memory: int
@@ -33,6 +33,16 @@ class Gpu:
     network: float
 
 
+H100 = Gpu(
+    memory=79 * GIB,
+    bf16_flops=989.4 * TERA,
+    fp8_flops=1978.9 * TERA,
+    fp32_flops=66.9 * TERA,
+    memory_bandwidth=3350 * GIGA,
+    nvlink=900 * GIGA,
+    pcie=64 * GIGA,
+    network=100 * GIGA,  # ConnectX-7: 400 Gb/s each way
+)
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         "a100-80": Gpu(
@@ -45,26 +55,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             pcie=32 * GIGA,
             network=50 * GIGA,  # 200 Gb/s each way
         ),
-        "h100-80": Gpu(
-            memory=79 * GIB,
-            bf16_flops=989.4 * TERA,
-            fp8_flops=1978.9 * TERA,
-            fp32_flops=66.9 * TERA,
-            memory_bandwidth=3350 * GIGA,
-            nvlink=900 * GIGA,
-            pcie=64 * GIGA,
-            network=100 * GIGA,  # ConnectX-7: 400 Gb/s each way
-        ),
-        "h200-141": Gpu(
-            memory=139 * GIB,
-            bf16_flops=989.4 * TERA,
-            fp8_flops=1978.9 * TERA,
-            fp32_flops=66.9 * TERA,
-            memory_bandwidth=4800 * GIGA,
-            nvlink=900 * GIGA,
-            pcie=64 * GIGA,
-            network=100 * GIGA,
-        ),
+        "h100-80": H100,
+        "h200-141": replace(H100, memory=139 * GIB, memory_bandwidth=4800 * GIGA),
         "b200-180": Gpu(
             memory=178 * GIB,
             bf16_flops=2250 * TERA,

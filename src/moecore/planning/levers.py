@@ -2,7 +2,7 @@
 
     ladder        a request -> rungs of options that save memory, cheapest first
     next_change   a plan    -> the option that gains most tokens per second and fits
-    takes_from    a trace   -> the options that shorten its largest parts (`report.py`)
+    report.py     a trace   -> the options that shorten its largest parts (`takes_from`)
 
 Overheads are those of table 13 of the report (arXiv:2603.07685). Low: recompute of parts without
 communication, FP8, short moments. Medium: offload, weights that every micro-batch all-gathers.
@@ -47,10 +47,6 @@ def _recompute(run: TrainingRun, *parts: Recomputed, **others: Any) -> TrainingR
     return replace(run, memory=memory)
 
 
-def _recompute_moe(run: TrainingRun) -> TrainingRun:
-    return _recompute(run, "moe") if run.model.moe else run
-
-
 def _fp8(run: TrainingRun) -> TrainingRun:
     moe = run.model.moe
     has_products = moe is None or not (moe.expert_dim % 128 or moe.hidden_dim % 128)
@@ -63,18 +59,6 @@ def _optimizer(run: TrainingRun, **changes: Any) -> TrainingRun:
     return replace(run, optimizer=replace(run.optimizer, moment_dtype="bfloat16", **changes))
 
 
-def _gather_weights(run: TrainingRun) -> TrainingRun:
-    return replace(run, fsdp=replace(run.fsdp, dense_strategy="optim_grads_params"))
-
-
-def _offload(run: TrainingRun) -> TrainingRun:
-    return replace(run, memory=replace(run.memory, offload=("attention", "experts", "mlp")))
-
-
-def _nvlink(run: TrainingRun) -> TrainingRun:
-    return run if run.nvlink is not None else replace(run, nvlink=TWICE)
-
-
 def _more_chunks(run: TrainingRun) -> TrainingRun:
     if run.pipeline is None or run.pipeline.layout is not None:
         return run
@@ -84,29 +68,16 @@ def _more_chunks(run: TrainingRun) -> TrainingRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """An option of a run.
+    """An option of a run; `change` returns the same run where it does not apply."""
 
-    Attributes:
-        name: the option's source, or words.
-        page: the page and section of docs.
-        change: run -> the run with the option, or the same run where the option does not apply;
-            None = a plan does not show its effect.
-        overhead: the cost in time of the memory that the option saves; None = it saves no memory.
-        gains: whether the option may save time.
-        takes_from: the parts of a report (`report.PARTS`) that it shortens.
-        most: the largest share of these parts that it saves, by bytes or arithmetic.
-        unless: a pattern of names of kernels and launches. A match shows that the option is set
-            already, or cannot be set.
-    """
-
-    name: str
-    page: str
-    change: Callable[[TrainingRun], TrainingRun] | None = None
-    overhead: Overhead | None = None
-    gains: bool = False
-    takes_from: tuple[str, ...] = ()
-    most: float = 1.0
-    unless: str = r"(?!)"
+    name: str  # its source, or words
+    page: str  # and section of docs
+    change: Callable[[TrainingRun], TrainingRun] | None = None  # None = no plan shows it
+    overhead: Overhead | None = None  # in time, of the memory that it saves; None = it saves none
+    gains: bool = False  # whether it may save time
+    takes_from: tuple[str, ...] = ()  # parts of a report (`report.PARTS`) that it shortens
+    most: float = 1.0  # the largest share of these parts that it saves, by bytes or arithmetic
+    unless: str = r"(?!)"  # kernels and launches of a trace in which it is set, or cannot be set
 
     def applied(self, run: TrainingRun, gpu: str) -> TrainingRun:
         """Return the run with the option, or the same run where the option does not apply."""
@@ -166,13 +137,17 @@ OPTIONS = (
     ),
     Option(
         name='FSDPOptions(dense_strategy="optim_grads_params")',
-        change=_gather_weights,
+        change=lambda run: replace(
+            run, fsdp=replace(run.fsdp, dense_strategy="optim_grads_params")
+        ),
         overhead="medium",
         page="sharding.md#strategies",
     ),
     Option(
         name='MemoryOptions(offload=("attention", "experts", "mlp"))',
-        change=_offload,
+        change=lambda run: replace(
+            run, memory=replace(run.memory, offload=("attention", "experts", "mlp"))
+        ),
         overhead="medium",
         page="memory.md#offload",
     ),
@@ -184,7 +159,7 @@ OPTIONS = (
     ),
     Option(
         name="recompute of MoE layers",
-        change=_recompute_moe,
+        change=lambda run: _recompute(run, "moe") if run.model.moe else run,
         overhead="high",
         page="memory.md#recompute",
     ),
@@ -206,7 +181,7 @@ OPTIONS = (
     ),
     Option(
         name=f'dispatcher="nvlink", nvlink=NVLinkOptions(row_factor={TWICE.row_factor})',
-        change=_nvlink,
+        change=lambda run: run if run.nvlink is not None else replace(run, nvlink=TWICE),
         gains=True,
         takes_from=("dispatch by collectives",),
         page="dispatchers.md#nvlink",
@@ -214,7 +189,7 @@ OPTIONS = (
     Option(
         name='PipelineConfig(schedule="overlapped"), dispatcher="alltoall"',
         takes_from=("dispatch by collectives",),
-        most=0.31,  # the measured share with NCCL; a plan counts none (`times._PlanCosts`)
+        most=0.31,  # the measured share with NCCL; a plan counts none (`times._seconds_of`)
         page="pipeline.md#schedules",
     ),
     Option(
@@ -296,12 +271,7 @@ OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Levers:
-    """One rung: all options of a run that decide its memory, except the folding.
-
-    Attributes:
-        overhead: the overhead of the option that this rung adds.
-        name: the name of that option; "none" on the first rung.
-    """
+    """One rung: the options that decide a run's memory, and the last one that was added."""
 
     overhead: Overhead
     name: str
@@ -312,12 +282,7 @@ class Levers:
 
 
 def ladder(model: DecoderConfig, gpu: str, **given: Any) -> tuple[Levers, ...]:
-    """Return the rungs, cheapest first; each has the options of the rung before, and one more.
-
-    Args:
-        gpu: a key of `GPUS`.
-        given: for each of `FIELDS` a value that all rungs have, or "any".
-    """
+    """Return rungs, cheapest first, each with one more option; `given` has FIELDS, or "any"."""
     plain = dict(fsdp=WHOLE, memory=MemoryOptions(), precision=None, optimizer=OptimizerOptions())
     is_open = {name: value == "any" for name, value in given.items()}
     fields: dict[str, Any] = {n: plain[n] if is_open[n] else given[n] for n in FIELDS}

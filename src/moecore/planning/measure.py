@@ -5,8 +5,7 @@
 
 Each operation runs until the GPU has settled, and then in rounds, each after a read of more than
 its L2 holds, which also gives the host time to queue the call. The median counts; of a collective
-that of the slowest rank. The host's time for a piece of work is that of a step of few tokens, while
-the GPU has nothing else to do, over what it queues.
+that of the slowest rank.
 
 Legend: M, N, K of a product, R rows of E experts, B rows of T tokens with H heads of d dims.
 """
@@ -58,19 +57,12 @@ CUDNN, FLASH = "aten._scaled_dot_product_cudnn_attention", "aten._flash_attentio
 
 
 class Sizes(NamedTuple):
-    """What is measured; tests measure less.
+    """What is measured; tests measure less."""
 
-    Attributes:
-        products: M, N, K.
-        grouped: E, R, D, F of an MoE layer.
-        attention: B, H, T, d, v.
-        num_bytes: of a tensor that is copied, stepped by the optimizer, or sent at most.
-    """
-
-    products: tuple[tuple[int, int, int], ...]
-    grouped: tuple[tuple[int, int, int, int], ...]
-    attention: tuple[tuple[int, int, int, int, int], ...]
-    num_bytes: int
+    products: tuple[tuple[int, int, int], ...]  # M, N, K
+    grouped: tuple[tuple[int, int, int, int], ...]  # E, R, D, F of an MoE layer
+    attention: tuple[tuple[int, int, int, int, int], ...]  # B, H, T, d, v
+    num_bytes: int  # of a tensor that is copied, stepped by the optimizer, or sent at most
 
 
 FULL = Sizes(
@@ -129,12 +121,7 @@ def run_measure(args: Any) -> int:
 
 
 def host_seconds(run: TrainingRun, device: torch.device) -> float:
-    """Return how long this host takes for a piece of work of a run's step. No communication.
-
-    Args:
-        run: what is trained, on one GPU.
-        device: where, with nothing else to do.
-    """
+    """Return how long an idle host takes for a piece of work of a step on one GPU."""
     found = []
     with fake_world(run.num_gpus), quiet():
         model = model_of(run, device.type)
@@ -156,11 +143,7 @@ def host_seconds(run: TrainingRun, device: torch.device) -> float:
 
 
 def gpu_name(device_name: str) -> str:
-    """Return the name under which plans know a GPU.
-
-    Raises:
-        ValueError: when they do not.
-    """
+    """Return the name under which plans know a GPU."""
     for name in GPUS:
         if name.split("-")[0] in device_name.lower():
             return name
@@ -201,11 +184,7 @@ def alone(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
 
 
 def together(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
-    """Yield collectives over all ranks, of one node, from a small part of the bytes to all.
-
-    Raises:
-        ValueError: for more ranks than a node has: between nodes other links count.
-    """
+    """Yield collectives over all ranks, of one node, from a small part of the bytes to all."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if not 2 <= ranks <= NODE or int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks:
         raise ValueError(f"ranks ({ranks}) must be 2 to {NODE} of one node: start as many there")
@@ -379,11 +358,7 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 
 def _device() -> torch.device:
-    """Return this rank's GPU.
-
-    Raises:
-        ValueError: without one.
-    """
+    """Return this rank's GPU."""
     if not torch.cuda.is_available():
         raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

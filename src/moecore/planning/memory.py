@@ -32,14 +32,7 @@ from moecore.planning.pieces import (
 )
 from moecore.planning.record import HELD, HOST_COPIES, PASSES, Pass
 from moecore.planning.run import TrainingRun, fake_world
-from moecore.planning.stored import (
-    WHOLE,
-    held_bytes,
-    held_kinds,
-    ranks_of,
-    sizes_of,
-    state_bytes,
-)
+from moecore.planning.stored import WHOLE, held_bytes, held_kinds, ranks_of, sizes_of, state_bytes
 
 
 class _Pass(NamedTuple):
@@ -51,7 +44,7 @@ class _Pass(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """Most bytes within a piece, and the optimizer's state that is on the host then."""
+    """Most bytes within a piece, and the optimizer's state that is `away`, on the host, then."""
 
     num_bytes: int
     away: int
@@ -62,17 +55,12 @@ class _Level(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """A pipeline rank: what it holds between steps by kind, and its passes.
-
-    Attributes:
-        away: bytes of the optimizer's state that leave with the pieces of the first pass and come
-            back with the last's.
-    """
+    """A pipeline rank: what it holds between steps by kind, and its passes."""
 
     held: Mapping[str, int]
     passes: Sequence[_Pass]
     end: QueuePiece
-    away: int
+    away: int  # of the optimizer's state: leaves in the first pass, comes back in the last
 
     def levels(self) -> Iterator[_Level]:
         """Yield the most bytes within each piece."""
@@ -150,9 +138,6 @@ def plan_peak(run: TrainingRun) -> tuple[int, ...]:
     """Return the most bytes of each pipeline rank, as `torch.cuda.max_memory_allocated` counts.
 
     And buffers of dispatcher "nvlink", which that does not count.
-
-    Args:
-        run: what is trained, and how.
 
     Raises:
         ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
@@ -262,15 +247,13 @@ def _passes(run: TrainingRun, pieces: Pieces) -> Iterator[list[_Pass]]:
 def _of_stage(
     stage: Stage, of: Pass, micro_batch: int, pieces: Pieces, share: float
 ) -> list[QueuePiece]:
-    """Return the pieces of a stage's pass, and what it frees or keeps at the end of a backward.
-
-    In the step that was cut this is in the embedding's piece, for all layers. A micro-batch between
-    the first and the last keeps nothing. These keep what their pieces have more than its, and of
-    what ends have more the stage's share of gradients that are summed up.
-    """
+    """Return the pieces of a stage's pass, and what it frees or keeps at the end of a backward."""
     own = pieces.of_stage(stage, of, micro_batch)
     if of == "F" or pieces.num_micro_batches < MIDDLE:
         return own
+    # In the cut step, what a backward frees or keeps at its end is in the embedding's piece, for
+    # all layers. A micro-batch between the first and the last keeps nothing. These keep what their
+    # pieces have more than its, and of the ends' surplus the stage's share of gradient sums.
     layers, ends = replace(stage, embedding=False, loss=False), replace(WHOLE, layers=(), mtp=())
     kept = sum(
         part_share * (_net(part, micro_batch, pieces) - _net(part, MIDDLE // 2, pieces))

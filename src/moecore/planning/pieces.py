@@ -30,12 +30,10 @@ Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
 
 
 def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
-    """Return a run of few layers on the ranks of one stage, and which is like each layer.
-
-    Of the last layer's kind there are the first two and the last two, of the other kind one. What a
-    layer prefetches is that of the next but one: so between them a forward is like the second one's
-    and a backward like the last but one's.
-    """
+    """Return a run of few layers on the ranks of one stage, and which is like each layer."""
+    # Of the last layer's kind there are the first two and the last two, of the other kind one. A
+    # layer prefetches for the next but one: so between them a forward is like the second one's and
+    # a backward like the last but one's.
     p, model = run.resolved, run.model
     kinds = [model.is_dense(i) for i in range(model.num_layers)]
     alike = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
@@ -74,21 +72,13 @@ def _of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderC
 
 
 class QueuePiece(NamedTuple):
-    """What a step does between two starts.
+    """What a step does between two starts."""
 
-    Attributes:
-        place: from where to where in the queue.
-        delta: bytes that are allocated more behind it than before it.
-        rise: most of them within it.
-        kinds: `delta` by kind.
-        most: `rise` by kind.
-    """
-
-    place: range
-    delta: int
-    rise: int
-    kinds: Mapping[str, int]
-    most: Mapping[str, int]
+    place: range  # from where to where in the queue
+    delta: int  # bytes that are allocated more behind it than before it
+    rise: int  # most of them within it
+    kinds: Mapping[str, int]  # `delta` by kind
+    most: Mapping[str, int]  # `rise` by kind
 
 
 def _piece(place: range, start: Start, level: int, kinds: Mapping[str, int]) -> QueuePiece:
@@ -114,19 +104,13 @@ Copy = tuple[list[Placed], list[Far]]
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """A step that was cut.
-
-    Attributes:
-        like: of each pass, the layer that each layer of the whole model is like.
-        found: (micro-batch, pass, part) -> pieces in order.
-        end: what follows all gradients: clipping and the optimizer.
-    """
+    """A step that was cut."""
 
     queued: Sequence[Queued]
     held: int
-    like: Likes
-    found: dict[tuple[int, Pass, str], list[QueuePiece]]
-    end: QueuePiece
+    like: Likes  # of each pass, the layer that each layer of the whole model is like
+    found: dict[tuple[int, Pass, str], list[QueuePiece]]  # (micro-batch, pass, part) -> in order
+    end: QueuePiece  # clipping and the optimizer
 
     @classmethod
     def of(cls, queued: Sequence[Queued], starts: Sequence[Start], like: Likes) -> Pieces:
@@ -149,11 +133,7 @@ class Pieces:
         return 1 + max(micro_batch for micro_batch, _, _ in self.found)
 
     def of_stage(self, stage: Stage, of: Pass, micro_batch: int) -> list[QueuePiece]:
-        """Return the pieces of a stage's pass, in order.
-
-        Args:
-            micro_batch: of the step that was cut.
-        """
+        """Return the pieces of a stage's pass, in order; the micro-batch is of the cut step."""
         parts = self.parts(stage, of)
         return [piece for part in parts for piece in self.of_part(part, of, micro_batch)]
 
@@ -186,11 +166,7 @@ class Pieces:
         return found
 
     def _copy(self, place: range, lengths: tuple[int, ...]) -> Copy:
-        """Return a piece behind others, made once.
-
-        Args:
-            lengths: of the two pieces that it is behind, the newest first; () = it is the first.
-        """
+        """Return a piece behind the two pieces (the newest first) of these lengths, made once."""
         if (place, lengths) not in self._copies:
             ones, far = list[Placed](), list[Far]()
             for i in place:
@@ -247,12 +223,21 @@ class Pieces:
 
 def pieces_of(run: TrainingRun) -> Pieces:
     """Return the pieces of a run's step, whose optimizer's state stays on the device."""
+    pieces, share = passes_of(run), stored_bytes(run) / stored_bytes(small_of(run))
+    first = pieces.end.place.start
+    works = ((one, one.work) for one in pieces.queued[first:])
+    end = (
+        one._replace(work=replace(work, num_bytes=round(share * work.num_bytes)))
+        for one, work in works
+    )
+    return replace(pieces, queued=[*pieces.queued[:first], *end])
+
+
+def passes_of(run: TrainingRun) -> Pieces:
+    """Return the pieces of a run's step; the optimizer's is that of few layers."""
     small, like = _small(run)
     step = _dry_run(small)
-    share = stored_bytes(run) / stored_bytes(small)
-    first = step.starts[-1].first
-    end = (_grown(one, share) for one in step.queued[first:])
-    return Pieces.of([*step.queued[:first], *end], step.starts, like)
+    return Pieces.of(step.queued, step.starts, like)
 
 
 def small_step(run: TrainingRun) -> DryRun:
@@ -289,9 +274,3 @@ def like_of(number: int, known: int) -> list[int]:
     if number <= known:
         return [*range(number - 1), known - 1] if number > 1 else [0]
     return [0, *[known // 2] * (number - 2), known - 1]
-
-
-def _grown(one: Queued, share: float) -> Queued:
-    """Return work on so many times the bytes."""
-    work = one.work
-    return one._replace(work=replace(work, num_bytes=round(share * work.num_bytes)))

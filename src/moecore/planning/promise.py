@@ -26,7 +26,7 @@ from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
 from moecore.planning.foldings import Folding, SearchRequest, run_of, rungs_of
 from moecore.planning.levers import OVERHEADS, Levers
-from moecore.planning.pieces import MIDDLE, Pieces, pieces_of, timed_layers, timed_stages
+from moecore.planning.pieces import MIDDLE, Pieces, passes_of, timed_layers, timed_stages
 from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
 from moecore.train.memory.kept import ModelKept, kept_bytes
@@ -37,13 +37,7 @@ LAYERS = 3  # layers with whole weights or gradients at once, if micro-batches a
 
 
 class _Held(NamedTuple):
-    """Parameters with which a rank computes.
-
-    Attributes:
-        size: the number of elements.
-        ranks: the number of ranks that share the parameters between steps.
-        node_ranks: the number of these ranks in one node.
-    """
+    """Parameters with which a rank computes, the ranks that share them, and those of one node."""
 
     size: float
     ranks: int
@@ -173,13 +167,8 @@ class Promise:
         return _Seconds(max(host - sum(sent), sum(computed)), sum(sent))
 
     def _share_of(self, work: Work, rows: Fraction, experts: int) -> float | None:
-        """Return the seconds of a rank's share of work; None if the share is empty.
-
-        Args:
-            work: the work of a rank in the run of one node.
-            rows: rows of the rank; less than 1 if ranks share a row.
-            experts: the number of ranks that share the experts; 0 = the work has no experts.
-        """
+        """Return the seconds of a rank's share of work of one node's run; None if it is empty."""
+        # `rows` is less than 1 if ranks share a row; `experts` is 0 if the work has none.
         shape = work.shape
         if work.kind == "collective":
             shape = (experts,)
@@ -214,7 +203,7 @@ class Promise:
         return sum(block.num_bytes for block in (*blocks, found.outside)), away
 
     def _pieces_of(self, rung: Levers) -> Pieces:
-        return pieces_of(self._node(rung, MIDDLE))
+        return passes_of(self._node(rung, MIDDLE))
 
     def _node(self, rung: Levers, num_micro_batches: int) -> TrainingRun:
         """Return a run on one node, whose number of ranks divides the number of experts."""

@@ -1,7 +1,6 @@
-"""What a step of one rank does and allocates, written down in a world that is not there.
+"""What a step of one rank does and allocates, recorded in a world that is not there.
 
-    fake_world           meshes, plans and steps of one rank, whose collectives return at once
-    Recorder             the host's code of a step, on meta -> allocations, Queued work
+    WorkRecorder         the host's code of a step, on meta -> allocations, Queued work
     work_of_*            one operation, kernel or collective -> Work, as numbers
 
 Storages are those of tensors that are no subclass: a DTensor's are its rank's part. Sizes are
@@ -33,6 +32,7 @@ from moecore.base.streams import Queues, wait_on_host
 from moecore.base.torch_names import (
     DispatchMode,
     is_host_memory,
+    local_of,
     phases,
     storage_key,
     tree_map_only,
@@ -104,13 +104,7 @@ class Queued(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Queued work in any queue, by distance: copies of a part of a queue are the same objects.
-
-    Attributes:
-        queued: what it is; the numbers in it are those of the queue that it was recorded in.
-        behind: how many places before it there is what must have ended before it starts.
-        host_behind: likewise what the host has waited for.
-    """
+    """Queued work in any queue; what `Queued` names by number is so many places before."""
 
     queued: Queued
     behind: tuple[int, ...]
@@ -176,13 +170,11 @@ def work_of_kernel(name: str, args: Args) -> Work:
 
 
 def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
-    """Return what a collective moves: this rank's part of what it sends and receives.
-
-    An all-reduce sends and receives the one tensor that it is given.
-    """
+    """Return what a collective moves: this rank's part of what it sends and receives."""
     tensors = tensors_of(args)
     dtype = _dtype(tensors[0]) if tensors else "uint8"
-    num_bytes = sum(t.nbytes for t in tensors) * (2 if name.startswith("allreduce") else 1)
+    times = 2 if name.startswith("allreduce") else 1  # it sends and receives the one tensor
+    num_bytes = times * sum(t.nbytes for t in tensors)
     return Work(name, "collective", 0, num_bytes, (num_ranks,), dtype)
 
 
@@ -276,60 +268,39 @@ def _dtype(x: Tensor) -> str:
 
 ALIGNMENT = 512  # bytes: what torch's allocator rounds to
 FOREACH = "foreach"
-
-
 HELD, GRADIENTS, OPTIMIZER = "held", "gradients", "optimizer step"
 KINDS = {"F": "activations: outside", "B": "backward"}  # of memory outside of a layer's parts
 OUTER = ("activations: rest", "activations: routing")  # in which other parts lie
 END = "end"  # clipping and the optimizer
-
-
 Pass = Literal["F", "B"]
-
-
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
 
 class Start(NamedTuple):
-    """Where the host begins a module's pass.
-
-    Attributes:
-        part: "embedding", "layer 3", "predictions" (all modules of them), "head"; END behind all.
-        first: how much it has queued.
-        top: most bytes until the next one.
-        kinds: `level` by kind.
-        most: `top` by kind.
-    """
+    """Where the host begins a module's pass."""
 
     of: Pass
-    part: str
-    first: int
-    level: int
-    top: int
-    kinds: Mapping[str, int] = MappingProxyType({})
-    most: Mapping[str, int] = MappingProxyType({})
+    part: str  # "embedding", "layer 3", "predictions" (all modules of them), "head"; END behind all
+    first: int  # how much it has queued
+    level: int  # bytes then
+    top: int  # most bytes until the next one
+    kinds: Mapping[str, int] = MappingProxyType({})  # `level` by kind
+    most: Mapping[str, int] = MappingProxyType({})  # `top` by kind
 
 
 class WorkRecorder(DispatchMode):
-    """The mode; within `launches_on_meta`, with `launched` for it.
-
-    Attributes:
-        kinds: these by kind: `HELD` since `mark`, else by pass and part of the model.
-        peak: most of them since `mark`.
-        queued: what ran since `mark`, in the order in which the host queued it.
-        starts: where parts of the model have begun since then.
-        params: whose gradients are a kind of their own from the next start on.
-    """
+    """Records what runs and is allocated since `mark`; within `launches_on_meta(self.launched)`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.level = self.peak = self._top = self._held = 0
+        # Bytes by kind: `HELD` at `mark`, else by pass and part of the model.
         self.kinds, self._most = Counter[str](), Counter[str]()
         self._within = [HELD]  # kinds of the parts that have begun
         self.queues = Queues()
         self.queued: list[Queued] = []
         self.starts: list[Start] = []
-        self.params: list[Tensor] = []
+        self.params: list[Tensor] = []  # their gradients are a kind of their own
         self._first = 0
         self._sizes: dict[int, tuple[int, str]] = {}  # bytes and kind
 
@@ -341,7 +312,7 @@ class WorkRecorder(DispatchMode):
         self.kinds, self._most = (Counter({HELD: self.level}) for _ in range(2))
 
     def begin(self, of: Pass, part: str) -> None:
-        """Write down that a part of the model begins a pass."""
+        """Record that a part of the model begins a pass."""
         self._find_gradients()
         level = self.level if self.starts else self._held
         kinds = self.kinds if self.starts else Counter({HELD: self._held})
@@ -350,14 +321,14 @@ class WorkRecorder(DispatchMode):
         self._within = [OPTIMIZER if part == END else KINDS[of]]
 
     def end(self) -> None:
-        """Write down how much the last of these parts had at most."""
+        """Record how much the last of these parts had at most."""
         if self.starts:
             self.starts[-1] = self.starts[-1]._replace(top=self._top, most=self._most)
             self._top, self._most = self.level, self.kinds.copy()
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Within, memory is that of a part of the model; of two, one in the other, the outer's."""
+        """Count memory as that of a part of the model; of two, one in the other, as the outer's."""
         kind = self._within[-1]
         if len(self._within) == 1 or kind in OUTER:
             kind = f"activations: {part}"
@@ -369,7 +340,7 @@ class WorkRecorder(DispatchMode):
 
     def _find_gradients(self) -> None:
         for grad in (param.grad for param in self.params if param.grad is not None):
-            key = storage_key(grad.to_local() if isinstance(grad, DTensor) else grad)
+            key = storage_key(local_of(grad))
             size, kind = self._sizes.get(key, (0, HELD))
             if kind == KINDS["B"]:
                 self._sizes[key] = size, GRADIENTS
@@ -400,7 +371,7 @@ class WorkRecorder(DispatchMode):
         self.kinds[kind] -= size
 
     def launched(self, name: str, args: Sequence[Any]) -> None:
-        """Write down a kernel of this package."""
+        """Record a kernel of this package."""
         self._queue(work_of_kernel(name, args))
 
     def _queue(self, work: Work, node_ranks: int = 0) -> None:
@@ -437,7 +408,7 @@ class WorkRecorder(DispatchMode):
         return out
 
     def _communicate(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Write a collective down; ranks that are not there get nothing."""
+        """Record a collective; ranks that are not there get nothing."""
         groups = [x for x in args if isinstance(x, torch.ScriptObject)]
         ranks = max((_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
         node = dist.get_rank() // NODE

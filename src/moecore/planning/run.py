@@ -227,10 +227,6 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
     A collective returns at once and leaves its output as it was. So values are meaningless, but
     shapes, sizes and owners are those of the real world.
 
-    Args:
-        world_size: the number of ranks.
-        rank: the rank of this process.
-
     Raises:
         ValueError: when a process group exists already, or `rank` is not below `world_size`.
     """

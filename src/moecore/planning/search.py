@@ -5,11 +5,7 @@
 
 A rule refuses a folding in microseconds, but a plan takes seconds. So only a few foldings are
 planned in full (`plan_memory`, `plan_time`), the most promising first, and the result counts the
-others. Rules are the limits of `ParallelConfig` and `plan_sharding`, and the report's guidelines.
-
-Legend of a folding: pp, tp, cp, ep, etp as in `ParallelConfig`; all other ranks are data ranks.
-
-Source: arXiv:2603.07685, section 9.1.2.
+others. `foldings.py` has the rules, and the legend of a folding.
 """
 
 from __future__ import annotations
@@ -91,8 +87,7 @@ class SearchResult:
         too_large: foldings that do not fit with any levers.
         refused: the number of foldings that each rule refused.
         not_planned: the number of foldings that no rule refused and that were not planned.
-        change: the smallest change of the request that makes a folding fit, if none does; None = a
-            folding fits, or no change was found.
+        change: the smallest change with which one fits, if none does and a change was found.
     """
 
     request: SearchRequest
@@ -111,7 +106,9 @@ class SearchResult:
             numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), shown_schedule(found))
             rows = (str(run.num_micro_batches), str(run.batch_size))
             memory = (shown_bytes(max(found.peaks)), shown_bytes(found.headroom))
-            lines.append((*numbers, *rows, shown_levers(found), *memory, *_shown_time(found)))
+            time = found.time
+            speed = (f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall)
+            lines.append((*numbers, *rows, shown_levers(found), *memory, *speed))
         return "\n".join(columns(lines))
 
 
@@ -145,20 +142,10 @@ def shown_levers(found: Candidate) -> str:
     return ", ".join(texts) or "none"
 
 
-def _shown_time(found: Fitting) -> tuple[str, ...]:
-    time = found.time
-    return f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall
-
-
-def by_time(found: Fitting) -> float:
-    """Return the seconds of a step; all candidates of a search have equal tokens per step."""
-    return found.time.seconds
-
-
 def search(
     request: SearchRequest,
     *,
-    rank_by: Callable[[Fitting], Any] = by_time,
+    rank_by: Callable[[Fitting], Any] = lambda found: found.time.seconds,
     table: CostTable | None = None,
     wanted: Count = 3,
     most_planned: Count = 4,
@@ -167,7 +154,7 @@ def search(
 
     Args:
         request: the model and its training, and the options that may vary.
-        rank_by: the sort key of foldings that fit, ascending.
+        rank_by: the sort key of foldings that fit, ascending; all have equal tokens per step.
         table: the costs of operations; None = moecore's table of the GPU.
         wanted: the search ends after this number of foldings that fit with cheap levers.
         most_planned: the most foldings that are planned in full.
@@ -206,10 +193,7 @@ def search(
 
 
 def timed(request: SearchRequest, found: Candidate, table: CostTable) -> Fitting:
-    """Return a candidate that fits with the fastest order of its stages.
-
-    If less recompute or offload also fits with it and is faster, the candidate has less.
-    """
+    """Return a candidate in its fastest order, with less recompute if that is faster."""
     orders = _orders(request, found)
     times = plan_times([other.run for other in orders], table)
     time, best = min(zip(times, orders, strict=True), key=lambda pair: pair[0].seconds)
@@ -225,7 +209,7 @@ def _eased(request: SearchRequest, found: Candidate) -> Candidate:
     memories = list(dict.fromkeys(rung.memory for rung in rungs_of(request)))
     for memory in reversed(memories[: memories.index(found.run.memory)]):
         levers, run = replace(found.levers, memory=memory), replace(found.run, memory=memory)
-        other = _planned(request, found.folding, levers, run)
+        other = planned_with(request, found.folding, levers, run)
         if not other.fits:
             break
         found = other
@@ -242,7 +226,7 @@ def _orders(request: SearchRequest, found: Candidate) -> list[Candidate]:
     alike = [(run, rung) for run, rung in zip(plain, more, strict=True) if small_of(run) == small]
     for i, _ in enumerate(schedules_of(found.run)[1:], 1):
         for run, rung in alike:
-            other = _planned(request, found.folding, rung, schedules_of(run)[i])
+            other = planned_with(request, found.folding, rung, schedules_of(run)[i])
             if other.fits:
                 orders.append(other)
                 break
@@ -271,11 +255,9 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
 
 
 def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -> Candidate:
-    """Plan a folding with the cheapest levers with which it fits, or with all if it never fits.
-
-    Memory falls from the first rung to the last, if not at each of them. The search goes from
-    `guess` rung by rung; without a guess it is a binary search.
-    """
+    """Plan a folding with the cheapest levers with which it fits, or with all if it never fits."""
+    # Memory falls from the first rung to the last, if not at each. From a guess the search goes
+    # rung by rung; without one it is a binary search.
     rungs, found = rungs_of(request), dict[int, Candidate]()
     low, high = -1, len(rungs)  # a rung that is too large, and one that fits
     at = len(rungs) // 2 if guess is None else rungs.index(guess)
@@ -287,21 +269,14 @@ def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -
     return found[min(high, len(rungs) - 1)]
 
 
-def planned_with(request: SearchRequest, folding: Folding, levers: Levers) -> Candidate:
-    """Plan a folding with the levers of one rung."""
-    return _planned(request, folding, levers, run_of(request, folding, levers))
-
-
-def _planned(
-    request: SearchRequest, folding: Folding, levers: Levers, run: TrainingRun
+def planned_with(
+    request: SearchRequest, folding: Folding, levers: Levers, run: TrainingRun | None = None
 ) -> Candidate:
+    """Plan a folding with the levers of one rung, or with a run that differs from theirs."""
+    run = run_of(request, folding, levers) if run is None else run
     peaks = plan_peak(run)
     return Candidate(
-        folding=folding,
-        run=run,
-        levers=levers,
-        peaks=peaks,
-        headroom=request.limit - max(peaks),
+        folding=folding, run=run, levers=levers, peaks=peaks, headroom=request.limit - max(peaks)
     )
 
 

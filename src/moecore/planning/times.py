@@ -173,9 +173,9 @@ def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
 
 ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline ranks
 Parts = Mapping[Part, float]
-
-
-Known = dict[object, dict[tuple[Pass, int], Parts]]  # starts of a stage's pieces -> its passes
+StagePasses = dict[tuple[Pass, int], Parts]  # by pass and micro-batch of the dry run
+Passes = Mapping[int, StagePasses]  # by stage
+Known = dict[object, StagePasses]  # by the starts of a stage's pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,11 +225,7 @@ class TimePlan:
 
 
 def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
-    """Return the planned time of a run's step. No GPU, no communication.
-
-    Args:
-        run: the model and its training.
-        table: the costs of operations.
+    """Return the planned time of a run's step, at a table's costs. No GPU, no communication.
 
     Raises:
         ValueError, NotImplementedError: as `parallelize_moe`, when options do not fit the model.
@@ -239,11 +235,7 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
 
 
 def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
-    """Return `plan_time` of runs with equal pieces, whose passes are timed once.
-
-    Args:
-        runs: runs that differ only in the order of stages or in the optimizer's offload.
-    """
+    """Return `plan_time` of runs that differ only in the order of stages or in state offload."""
     known: Known = {}
     found = []
     for run in runs:
@@ -316,22 +308,25 @@ def _staged(
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
     passes = _passes_of(stages, pieces, table, known)
     # Clipping and the optimizer follow the slowest pipeline rank.
-    end_seconds, end_parts = _end(pieces, table)
+    end_spans = run_queue(pieces.joined([pieces.end]), table)
+    end_seconds = max(end_spans.ends, default=0.0)
+    end_parts = exposed(end_spans, 0.0, end_seconds)
     send = _send_seconds(run, table)
     timelines: dict[int, Timeline] = {}
 
     def step(num_micro_batches: int) -> tuple[float, Parts]:
         schedule = make_schedule(
-            name,
-            pp=pp,
-            chunks=len(stages) // pp,
-            num_micro_batches=num_micro_batches,
+            name, pp=pp, chunks=len(stages) // pp, num_micro_batches=num_micro_batches
         )
         like = like_of(num_micro_batches, pieces.num_micro_batches)
-        costs = _PlanCosts(passes, like)
-        timeline = timelines[num_micro_batches] = simulate(schedule, costs.seconds, send)
+
+        def parts_of(item: Item) -> Parts:
+            return _sum(_seconds_of(action, passes, like) for action in actions_of(item))
+
+        timeline = simulate(schedule, lambda item: sum(parts_of(item).values()), send)
+        timelines[num_micro_batches] = timeline
         busiest = max(range(pp), key=lambda rank: timeline.busy[rank])
-        parts = _sum(costs.parts(span.item) for span in timeline.spans[busiest])
+        parts = _sum(parts_of(span.item) for span in timeline.spans[busiest])
         bubble = timeline.makespan - sum(parts.values())
         return timeline.makespan + end_seconds, _sum((parts, end_parts, {"bubble": bubble}))
 
@@ -339,38 +334,17 @@ def _staged(
     return seconds, parts, timelines[max(timelines)]
 
 
-class _PlanCosts:
-    """The costs of a schedule's items.
-
-    Args:
-        passes: stage -> (pass, micro-batch of the dry run) -> seconds by part.
-        like: for each micro-batch of the step, the micro-batch of the dry run with equal costs.
-    """
-
+def _seconds_of(action: Action, passes: Passes, like: Sequence[int]) -> Parts:
+    """Return the seconds of an action by part; D and W are half a backward each."""
     # A pair (`Overlap`) takes as long as its forward and its backward one after the other. With
     # NCCL between two GPUs, pairs hid 0.084 and 0.309 of the exchanges, and steps took 1.08 and
     # 1.01 of the time without pairs (benchmarks/results/pipeline/2026-11-23-2-x-nvidia-h200.jsonl).
     # The larger shares in that file are of a link that is simulated as a delay on one GPU. No run
     # over a network has shown a larger share.
-
-    def __init__(
-        self, passes: Mapping[int, Mapping[tuple[Pass, int], Parts]], like: Sequence[int]
-    ) -> None:
-        self._passes, self._like = passes, like
-
-    def seconds(self, item: Item) -> float:
-        """Return the seconds of an item."""
-        return sum(self.parts(item).values())
-
-    def parts(self, item: Item) -> Parts:
-        """Return the seconds of an item by part; D and W are half a backward each."""
-        return _sum(self._of(action) for action in actions_of(item))
-
-    def _of(self, action: Action) -> Parts:
-        of: Pass = "F" if action.kind == "F" else "B"
-        share = 0.5 if action.kind in "DW" else 1.0
-        parts = self._passes[action.stage][of, self._like[action.micro_batch]]
-        return {part: share * seconds for part, seconds in parts.items()}
+    of: Pass = "F" if action.kind == "F" else "B"
+    share = 0.5 if action.kind in "DW" else 1.0
+    parts = passes[action.stage][of, like[action.micro_batch]]
+    return {part: share * seconds for part, seconds in parts.items()}
 
 
 def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
@@ -381,9 +355,7 @@ def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
     return found
 
 
-def _passes_of(
-    stages: Sequence[Stage], pieces: Pieces, table: CostTable, known: Known
-) -> dict[int, dict[tuple[Pass, int], Parts]]:
+def _passes_of(stages: Sequence[Stage], pieces: Pieces, table: CostTable, known: Known) -> Passes:
     """Return `_passes` of each stage, computed once for stages with equal pieces."""
     found = {}
     for stage in stages:
@@ -394,9 +366,9 @@ def _passes_of(
     return found
 
 
-def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Parts]:
+def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> StagePasses:
     """Return seconds by part of a stage's passes, where forwards and backwards alternate."""
-    found: dict[tuple[Pass, int], Parts] = {}
+    found: StagePasses = {}
     queue: list[QueuePiece] = []
     ends: list[tuple[tuple[Pass, int], int]] = []
     for i in like_of(pieces.num_micro_batches + 1, pieces.num_micro_batches):
@@ -414,13 +386,6 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, 
 
 def _length(queue: Iterable[QueuePiece]) -> int:
     return sum(len(piece.place) for piece in queue)
-
-
-def _end(pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
-    """Return seconds and parts of clipping and the optimizer."""
-    spans = run_queue(pieces.joined([pieces.end]), table)
-    end = max(spans.ends, default=0.0)
-    return end, exposed(spans, 0.0, end)
 
 
 def _for_all(

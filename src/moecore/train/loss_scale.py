@@ -1,13 +1,9 @@
-"""LossScale: the factor of fp16's losses, by which gradients are divided.
-
-    scale(loss).backward()    the main loss times the scale
-    LoadTracker               auxiliary losses times the scale, in backward:
-                              `MoEState.set_loss_scale`
-    finish()                  norm and clipping divide gradients by the scale; then `update`
+"""LossScale: the factor of fp16's losses, by which `finish` divides norm and gradients.
 
 An fp16 gradient less than 2^-24 is 0, and one of 65,520 or more is inf. So the scale is as large as
 possible: an inf or nan on any rank skips the step and halves the scale on all ranks; after
-`growth_interval` steps without an inf or nan the scale doubles.
+`growth_interval` steps without an inf or nan the scale doubles. `scale(loss).backward()` scales the
+main loss, `MoEState.set_loss_scale` the auxiliary ones in backward.
 
 The scale is a tensor on the device that changes in place: the host never waits for it, and a CUDA
 graph reads it at its address. A scale is a power of two, so it rounds no gradient: in fp32 and bf16
@@ -59,12 +55,7 @@ class DynamicLossScale:
 
 
 class LossScale:
-    """The scale of one `TrainStep`, equal on every rank.
-
-    Attributes:
-        value: fp32 scalar, changed in place.
-        num_good: int32 scalar, steps since the last overflow or growth, changed in place.
-    """
+    """The scale of one `TrainStep`, equal on every rank, and the steps since it last changed."""
 
     def __init__(self, options: DynamicLossScale, device: torch.device) -> None:
         self.options = options

@@ -50,11 +50,7 @@ class Reruns:
         """Return the result of the first run whose rows fit on every rank.
 
         If any rank has a limited capacity, each run ends with one all-reduce and one host sync.
-        Layers in CUDA graphs are not rerun and do neither.
-
-        Args:
-            run: executes all forwards and backwards of a step.
-            tapes: recorded choices; each is rewound before a rerun.
+        Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
         """
         if not self._asks or any(capacity.is_graphed for capacity in self._capacities):
             return run()

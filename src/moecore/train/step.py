@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moecore.base.agreement import check_same, trained_entries
 from moecore.base.fields import Count, MaxNorm, check_arguments
-from moecore.base.torch_names import mark
+from moecore.base.torch_names import is_inside, mark
 from moecore.moe.lanes import Lanes
 from moecore.moe.state import NumMicroBatches
 from moecore.parallel.across import sum_copies
@@ -38,7 +39,6 @@ from moecore.parallel.shard.progress import Progress
 from moecore.precision.apply import advance_amax, has_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from moecore.train.rerun import Reruns, drop_step
-from moecore.train.step_checks import agree, check_real, listed
 from moecore.train.step_result import StepResult, joined
 
 T = TypeVar("T")
@@ -95,19 +95,27 @@ class TrainStep:
         records = [record for one in models for record in attached_in(one)]
         self._pipeline = records[0].pipeline if len(models) == 1 else None
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self._optimizers = listed(optimizer)
-        check_real(self._model, self._optimizers, loss_scale)
+        several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        self._optimizers = list(several or ())
+        if optimizer is not None and not self._optimizers:
+            raise ValueError(
+                "optimizer ([]) must be one, several or None: leave it out to step alone"
+            )
+        _check_real(self._model, self._optimizers, loss_scale)
         for one in models:
             check_loss_scale(one, loss_scale)
         refuse_earlier(self._model, self._optimizers)
-        agree(
-            self._model,
-            records[0].request,
-            max_norm,
-            num_micro_batches,
-            loss_scale,
-            self._optimizers,
-        )
+        request = records[0].request
+        # Ranks that differ would scale, clip, step or wait differently: all of them raise.
+        entries = {
+            "TrainStep.max_norm": float(max_norm),
+            "TrainStep.num_micro_batches": num_micro_batches,
+            "TrainStep.loss_scale": loss_scale,
+            "TrainStep.optimizer is None": not self._optimizers,
+        }
+        check_same(entries, request.meshes.device_type)
+        trained = trained_entries(self._model, self._optimizers)
+        check_same(trained, request.meshes.device_type, group=request.meshes.stage_group)
         self._max_norm = max_norm
         self._norm: GradientNorm | None = None
         self._progress = Progress()
@@ -116,17 +124,17 @@ class TrainStep:
         self._engines = [r.engine for r in records if r.engine is not None]
         for engine in self._engines:  # a later TrainStep of the same model takes over
             engine.progress = weakref.ref(self._progress)
-        request = records[0].request
         self._reruns = Reruns([capacity_of(one) for one in models], request.meshes.device)
         asked = request.pipeline
         self._is_overlapped = asked is not None and asked.schedule == "overlapped"
         self._lanes = Lanes([engine.resume for engine in self._engines])
-        self._scale: LossScale | None = None
         self._is_scaled = True  # the running micro-batch's loss
+        self._scale: LossScale | None = None
         if loss_scale is not None:
             self._scale = LossScale(loss_scale, next(self._model.parameters()).device)
+        self._scale_value = None if self._scale is None else self._scale.value
         for state in self._states:
-            state.set_loss_scale(None if self._scale is None else self._scale.value)
+            state.set_loss_scale(self._scale_value)
         self.num_micro_batches = num_micro_batches
 
     @property
@@ -167,10 +175,10 @@ class TrainStep:
     def micro_batches(self, *, forwards: Count | None = None, pairs: bool = True) -> Iterator[None]:
         """Return the context of all micro-batches of a step, several of them in flight.
 
-        Forwards and backwards may run in any order, such as a pipeline's schedule; every rank uses
-        the same order. A resident unit is reduced once, by its last backward after the last forward
-        has begun. A forward may have no backward. A global-batch balance loss counts micro-batches
-        in the order of their forwards.
+        Forwards and backwards may run in any order that all ranks share, such as a pipeline's
+        schedule. A resident unit is reduced once, by its last backward after the last forward has
+        begun. A forward may have no backward. A global-batch balance loss counts micro-batches in
+        the order of their forwards.
 
         Args:
             forwards: forwards with gradients of each model in the step; None = num_micro_batches.
@@ -204,10 +212,9 @@ class TrainStep:
 
         The two alternate at exchanges: while an exchange of one runs, the other computes.
         Dispatchers "alltoall" and "allgather" alternate; with others the backward follows the
-        forward, and gradients have the same bits. Every rank runs the same pairs.
-
-        Units that are resharded after each use ("optim_grads_params") are all-gathered once more
-        whenever forward and backward need the same buffer.
+        forward, and gradients have the same bits. Every rank runs the same pairs. Units that are
+        resharded after each use ("optim_grads_params") are all-gathered once more whenever forward
+        and backward need the same buffer.
 
         Args:
             forward: runs a micro-batch's forward, in this thread.
@@ -236,7 +243,6 @@ class TrainStep:
 
     @contextmanager
     def _running(self, number: int, *, to_come: float) -> Iterator[None]:
-        """Return the context of the step's next micro-batches; see `Engine.start_micro_batches`."""
         progress = self._progress
         progress.is_last = progress.done + 1 == self.num_micro_batches
         for engine in self._engines:
@@ -248,7 +254,11 @@ class TrainStep:
         try:
             with self._reruns.watched("skips"):
                 yield
-            self._check_scaled()
+            if not self._is_scaled:
+                raise ValueError(
+                    "micro_batch() must scale its loss where a loss_scale is given: call "
+                    "step.scale(loss).backward(), and drop() this step"
+                )
             progress.done += number
             if progress.done == self.num_micro_batches:
                 for engine in self._engines:
@@ -289,9 +299,9 @@ class TrainStep:
     def _run_all(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Run forward and backward of all micro-batches once; return their losses."""
         pipeline = self._pipeline
-        if pipeline is None and self._is_overlapped:
-            return torch.stack(self._run_in_pairs(micro_batches))
         if pipeline is None:
+            if self._is_overlapped:
+                return torch.stack(self._run_in_pairs(micro_batches))
             return torch.stack([self._run_alone(inputs) for inputs in micro_batches])
         forwards = pipeline.num_chunks * self.num_micro_batches
         with self.micro_batches(forwards=forwards, pairs=pipeline.config.schedule in PAIRING):
@@ -305,11 +315,7 @@ class TrainStep:
     def losses(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return the losses of any number of micro-batches without gradients, between steps.
 
-        Args:
-            micro_batches: as in `forward_backward`. The model runs in its mode (`model.eval()`).
-
-        Returns:
-            The losses, as `forward_backward` returns them.
+        They are as in `forward_backward`; the model runs in its mode (`model.eval()`).
         """
         self._progress.check_closed("losses()")
         if self._pipeline is not None:
@@ -344,23 +350,16 @@ class TrainStep:
         return self.scale(loss / self.num_micro_batches if is_mean else loss)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the loss scale, for backward; without a scale the loss itself.
-
-        Args:
-            loss: a micro-batch's loss, already divided by num_micro_batches.
-        """
+        """Return a loss, divided by num_micro_batches, times the loss scale; without one itself."""
         self._is_scaled = True
-        return loss if self._scale is None else loss * self._scale.value
+        return loss if self._scale_value is None else loss * self._scale_value
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the loss scale for a checkpoint's `extra`; {} without one."""
         return {} if self._scale is None else self._scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the loss scale of `state_dict`, in place; between steps.
-
-        Args:
-            state: may have more entries, as `extra` has; without a loss scale nothing is read.
+        """Load the loss scale of `state_dict`, in place, between steps; other entries are ignored.
 
         Raises:
             ValueError: when `state` has no loss scale, or a micro-batch is running.
@@ -370,14 +369,11 @@ class TrainStep:
             self._scale.load_state_dict(state)
 
     def clip(self) -> GradientNorm:
-        """Clip the gradient of a step whose optimizer is the caller's. Host sync.
+        """Clip the gradient of a step whose optimizer is the caller's; return its norm. Host sync.
 
         Gradients are divided by the loss scale first. A nan or inf on any rank sets all gradients
         to None, so that an optimizer changes nothing. The caller's step and zero_grad follow, then
         `finish`.
-
-        Returns:
-            The norm before clipping.
 
         Raises:
             ValueError: when `finish` clips, micro-batches are missing, or as `clip_grad_norm_`.
@@ -390,7 +386,7 @@ class TrainStep:
         self._check_complete("clip()")
         with mark("moecore::clip"):
             self._norm = unscale_and_clip_(
-                self._model, self._max_norm, self._value, is_wrong=self._reruns.is_short()
+                self._model, self._max_norm, self._scale_value, is_wrong=self._reruns.is_short()
             )
         return self._norm
 
@@ -428,7 +424,7 @@ class TrainStep:
                     self._model,
                     self._max_norm,
                     self._optimizers,
-                    loss_scale=self._value,
+                    loss_scale=self._scale_value,
                     is_wrong=is_short,
                 )
             for optimizer in self._optimizers:
@@ -477,17 +473,6 @@ class TrainStep:
         for exchanges in self._exchanges:
             exchanges.close()
 
-    @property
-    def _value(self) -> Tensor | None:
-        return None if self._scale is None else self._scale.value
-
-    def _check_scaled(self) -> None:
-        if not self._is_scaled:
-            raise ValueError(
-                "micro_batch() must scale its loss where a loss_scale is given: call "
-                "step.scale(loss).backward(), and drop() this step"
-            )
-
     def _check_complete(self, what: str) -> None:
         self._progress.check_between(what)
         if self._progress.done != self.num_micro_batches:
@@ -496,3 +481,16 @@ class TrainStep:
                 f"but {self._progress.done} are done: run forward and backward of each in "
                 "`with step.micro_batch():`, set num_micro_batches before the step, or drop()"
             )
+
+
+def _check_real(
+    model: nn.Module, optimizers: Sequence[Optimizer], loss_scale: DynamicLossScale | None
+) -> None:
+    """Raise for an optimizer of parameters that `to_empty` will replace."""
+    on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if (optimizers or loss_scale is not None) and on_meta is not None and not is_inside():
+        what = "optimizer" if optimizers else "loss scale"
+        raise ValueError(
+            f"{on_meta} (on meta) must have storage before the {what} is made: call "
+            "model.to_empty(device=...) and fill it (init_weights, load_hf, load)"
+        )

@@ -37,10 +37,8 @@ class StepResult:
         """Return name -> number for a logger: the numbers of `metrics` and of this record.
 
         The record's names are "grad_norm", "skipped", "lr" and "loss_scale"; a field that is None
-        has no entry. One host sync: after the first copy the others do not wait.
-
-        Args:
-            per_expert: as in `MoEMetrics.to_dict`.
+        has no entry. One host sync: after the first copy the others do not wait. `per_expert` is
+        that of `MoEMetrics.to_dict`.
         """
         numbers = self.metrics.to_dict(per_expert=per_expert)
         if self.norm is not None:

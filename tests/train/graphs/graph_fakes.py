@@ -15,7 +15,7 @@ from moecore.parallel.attached import moe_state
 from moecore.parallel.shard.engine import progress_of
 from moecore.train.graphs import forward_backward
 from moecore.train.graphs import graphed_part as module
-from moecore.train.graphs.forms import form_of
+from moecore.train.graphs.graphed_part import form_of
 
 
 class FakeRecorder:
@@ -156,8 +156,9 @@ def fake_graph_of(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, 
 @contextmanager
 def fake_steps() -> Iterator[None]:
     """Within, a step is a graph on CPUs too."""
-    cpu, run = torch.device("cpu"), forward_backward._run
-    fakes = dict(_gpu_of=lambda model: cpu, _watched=run, _graph_of=fake_graph_of)
+    cpu = torch.device("cpu")
+    fakes = dict(_gpu_of=lambda model: cpu, _graph_of=fake_graph_of)
+    fakes |= dict(_watched=lambda function, inputs: function(*inputs))
     with (
         patch.multiple(forward_backward, **fakes),
         patch("torch.cuda.synchronize", lambda device: None),

@@ -34,7 +34,7 @@ from moecore import (
 from moecore.parallel.attached import attached, capacity_of, moe_state
 from moecore.train import GraphedForwardBackward
 from moecore.train.graphs import forward_backward as module
-from moecore.train.graphs.facts import facts_of
+from moecore.train.graphs.forward_backward import facts_of
 from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import emulated
 from tests.moe.moe_cases import make_layer

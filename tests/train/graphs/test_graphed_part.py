@@ -18,8 +18,7 @@ from moecore.base.saved import packing
 from moecore.kernels.experts.contract import SINK
 from moecore.moe.micro_batch import MicroBatch
 from moecore.train.graphs import graphed_part as module
-from moecore.train.graphs.forms import filled, form_of
-from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart, GraphMemory
+from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart, GraphMemory, filled, form_of
 from tests.train.graphs.graph_fakes import FakeRecorder, fake_graphs
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moecore.io import Saver, load
 from moecore.train.memory import host
-from moecore.train.memory.host_copies import HostCopies
+from moecore.train.memory.host import HostCopies
 from tests.io.checkpoint.kills import build, fill, loaded_step
 
 

@@ -38,7 +38,8 @@ from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.parallel import dispatch
 from moecore.parallel.attached import capacity_of
-from moecore.train.memory import page_store, storages
+from moecore.train.memory import stash as stash_module
+from moecore.train.memory import storages
 from moecore.train.memory.apply import apply_memory, apply_stash
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
@@ -346,7 +347,7 @@ def test_a_layer_takes_three_launches_and_four_events(
     """
     model, counts = make_tower(5), Counter[str]()
     for name in ("take_rows", "copy_rows", "return_pages"):
-        monkeypatch.setattr(page_store, name, counted(getattr(page_store, name), counts))
+        monkeypatch.setattr(stash_module, name, counted(getattr(stash_module, name), counts))
     stash = stashed(model)
     streams = stash._streams
     here = CountedStream(counts)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.rows.free_list import FREE_WORD, MISSED_WORD, WANTED_WORD
-from moecore.train.memory.page_store import Dispatched
-from moecore.train.memory.stash import Stash
+from moecore.train.memory.stash import Dispatched, Stash
 from tests.train.memory.test_offload_gpu import assert_equal, capture, grads_of
 from tests.train.memory.towers import RoomyDispatcher, Tower, make_tower, stashed
 

@@ -17,7 +17,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from moecore.attention.rotary import RotaryTable
 from moecore.base.saved import Handle, Kept, is_packing, packing
 from moecore.base.torch_names import (
     autocast_dtype,
@@ -36,7 +37,6 @@ from moecore.base.torch_names import (
     saved_tensor_hooks,
 )
 from moecore.kernels.experts.contract import SINK
-from moecore.train.graphs.forms import filled, form_of
 
 WARM_UP = 3  # calls, after which kernels are compiled and caches are filled
 T = TypeVar("T")
@@ -128,29 +128,16 @@ class GraphMemory:
 
 
 class _Call(NamedTuple):
-    """Properties of a call that must equal those of the capture for a replay.
+    """Properties of a call that must equal those of the capture for a replay."""
 
-    Attributes:
-        form: the arguments without their tensors (`train/graphs/forms.py`).
-        tensors: (shape, dtype, whether it needs a gradient) of each tensor.
-        autocast: the dtype of autocast; None = off.
-        facts: modes, configs and addresses of tensors of the modules.
-    """
-
-    form: Any
-    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
-    autocast: torch.dtype | None
-    facts: list[Any]
+    form: Any  # the arguments without their tensors (`form_of`)
+    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]  # and whether each needs a gradient
+    autocast: torch.dtype | None  # its dtype; None = off
+    facts: list[Any]  # modes, configs and addresses of tensors of the modules
 
 
 class GraphedPart:
-    """Replaces a method of a module.
-
-    Args:
-        modules: the modules whose parameters and buffers the method reads. Hooks of the first run
-            around the part.
-        may_run: returns whether a graph may run now; None = always.
-    """
+    """Replaces a method that reads parameters of `modules`; only the first may have hooks."""
 
     def __init__(
         self,
@@ -243,28 +230,18 @@ class GraphedPart:
 
 @dataclass(eq=False, slots=True)
 class _GraphPair:
-    """The graphs of a part, and the tensors that they read and write.
-
-    Attributes:
-        form, outputs: the part's result: its form, and its tensors.
-        held: references that keep memory of the graphs alive.
-        backward: replays the backward; None if no output needs a gradient.
-        output_grads: gradients of the outputs that need them, copied in.
-        grads: gradients of the inputs and parameters that need them, copied out; None = no
-            gradient.
-        holder: returns the turn of the last forward, while its backward can come.
-    """
+    """The graphs of a part, and the tensors that they read and write."""
 
     slot: _GraphSlot
     forward: Callable[[], None]
     inputs: list[Tensor]
-    form: Any
-    outputs: list[Tensor]
-    held: Any
-    backward: Callable[[], None] | None = None
-    output_grads: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor | None] = field(default_factory=list)
-    holder: weakref.ref[_Turn] | None = None
+    form: Any  # of the part's result
+    outputs: list[Tensor]  # of the part's result
+    held: Any  # keeps memory of the graphs alive
+    backward: Callable[[], None] | None = None  # None if no output needs a gradient
+    output_grads: list[Tensor] = field(default_factory=list)  # of outputs that need them
+    grads: list[Tensor | None] = field(default_factory=list)  # of inputs and parameters
+    holder: weakref.ref[_Turn] | None = None  # of the last forward's turn
 
     @property
     def is_free(self) -> bool:
@@ -398,10 +375,7 @@ def _record(
 
 @contextmanager
 def _aliases(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Return a context in which modules have other parameters in the same memory.
-
-    Hooks and gradients of the modules' own parameters stay untouched.
-    """
+    """Let modules have other parameters in the same memory; their own keep hooks and gradients."""
     trained, found = list(_trained(modules)), list[Tensor]()
     for module, name, param in trained:
         alias = nn.Parameter(param.detach())
@@ -441,3 +415,62 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
     if found:
         foreach_copy_(found, tensors)
     return found
+
+
+class _FormSlot(NamedTuple):
+    """The slot of a tensor in a form."""
+
+    number: int
+
+
+class _FormRecord(NamedTuple):
+    """The form of an object that its attributes define, or of a named tuple."""
+
+    cls: type
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+def form_of(value: Any, tensors: list[Tensor]) -> Any:
+    """Return the form of a value, and append its tensors in the order of their slots.
+
+    Forms are equal if values differ only in tensors. These are found in tuples, lists, dicts,
+    dataclasses and rotary tables; objects of other types are compared with ==.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _FormSlot(len(tensors) - 1)
+    cls = type(value)
+    if cls in (tuple, list):
+        return cls(form_of(item, tensors) for item in value)
+    if cls is dict:
+        return {key: form_of(item, tensors) for key, item in value.items()}
+    if is_dataclass(cls):
+        names = tuple(f.name for f in fields(cls))
+    elif cls is RotaryTable:
+        names = tuple(vars(value))
+    elif isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+        return _FormRecord(cls, (), tuple(form_of(item, tensors) for item in value))
+    else:
+        return value
+    return _FormRecord(cls, names, tuple(form_of(getattr(value, name), tensors) for name in names))
+
+
+def filled(form: Any, tensors: list[Tensor]) -> Any:
+    """Return the value of a form with these tensors in its slots."""
+    cls = type(form)
+    if cls is _FormSlot:
+        return tensors[form.number]
+    if cls in (tuple, list):
+        return cls(filled(item, tensors) for item in form)
+    if cls is dict:
+        return {key: filled(item, tensors) for key, item in form.items()}
+    if cls is not _FormRecord:
+        return form
+    values = [filled(item, tensors) for item in form.values]
+    if issubclass(form.cls, tuple):
+        return form.cls(*values)
+    made = object.__new__(form.cls)
+    for name, item in zip(form.names, values, strict=True):
+        object.__setattr__(made, name, item)
+    return made

@@ -79,13 +79,10 @@ def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
     """Run parts of each block as CUDA graphs, from their fourth call on. In place; names stay.
 
     Parts are the methods in `compile_regions` of a block or of a module in it, the routers and
-    shared experts of MoE layers, and `alltoall`'s `prepare`. A router that communicates (a rule
-    that compares tokens), or whose choices are recorded, runs eagerly. `graphed_part.py` describes
-    when a graph is used.
+    shared experts of MoE layers, and `alltoall`'s `prepare`. Hooks around modules run outside.
 
     Args:
-        blocks: the blocks of one forward, by name. Hooks around their modules run outside of the
-            graphs.
+        blocks: the blocks of one forward, by name.
     """
     memory = GraphMemory()
     for name, block in blocks.items():

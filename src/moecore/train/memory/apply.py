@@ -33,22 +33,16 @@ def apply_memory(
     compiled: Set[nn.Module] = frozenset(),
     stages: Mapping[int, Sequence[nn.Module]] | None = None,
 ) -> Offload | None:
-    """Compute parts again in backward and offload others, as asked. Parameters and names stay.
+    """Recompute and offload parts of blocks, in place; return the offload, None for none.
 
     Args:
         blocks: modules that are called one after the other, such as a decoder's layers.
-        options: which parts. "expert_fc1" is the experts' own: see `Experts.set_backend`.
+        options: "expert_fc1" of them is the experts' own: see `Experts.set_backend`.
         device: of the model when it runs.
         compiled: modules inside of what is compiled already, with `inductor_options`: there the
-            compiler computes again, and nothing is offloaded.
+            compiler recomputes, and nothing is offloaded.
         stages: of a pipeline: those of the blocks that are called one after the other, by index;
             None = all blocks.
-
-    Returns:
-        What offloads; None for options without.
-
-    Raises:
-        ValueError: for fractions of stages without any.
     """
     if stages is None and isinstance(options.offload_fraction, tuple):
         raise ValueError(
@@ -74,15 +68,9 @@ def apply_stash(
     *,
     compiled: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Keep rows of routed experts in pages, as asked. Parameters and names stay.
+    """Save rows of routed experts in pages, in place; None where no layer has spare rows.
 
-    Args:
-        blocks: as in `apply_memory`, with the dispatchers that they will have.
-        device: of the model when it runs.
-        compiled: modules inside of what is compiled, which keep what their compiler decides.
-
-    Returns:
-        What does it; None for options without, and where no layer has rows of the worst case.
+    Arguments are those of `apply_memory`; blocks have the dispatchers that they will have.
     """
     if options.stash is None:
         return None
@@ -136,10 +124,7 @@ def _apply_recompute(
 def _offloaded(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> dict[nn.Module, str]:
-    """Return the modules whose savings are offloaded, and their parts.
-
-    What lies in a part is that part's: the norms of queries and keys are attention's.
-    """
+    """Return the modules whose savings are offloaded, and their parts."""
     found: dict[nn.Module, str] = {}
     for block in blocks:
         inside: set[nn.Module] = set()
@@ -163,7 +148,6 @@ def _offloaded(
 
 
 def _recompute(part: BlockPart, use: PartUse) -> None:
-    """Let a part run as wanted."""
     name, kind, module = part
     if kind == "moe":
         wrap(module, _checkpointed)

@@ -1,17 +1,14 @@
 """`MemoryOptions.recompute` where torch.compile runs a block: a mark on operations of its graph.
 
-Inductor cuts the joint graph of forward and backward where the fewest bytes are kept, and runs no
-product twice. Its heuristics keep values that a product reads, such as a norm's output, queries and
+Inductor cuts the joint graph of forward and backward where the fewest bytes are saved, and runs no
+product twice. Its heuristics save values that a product reads, such as a norm's output, queries and
 keys, rather than write them a second time. A mark, the one of torch's selective activation
-checkpointing, makes it compute them again:
+checkpointing, makes it recompute them:
 
     norm, attention, MLP    all but products, attention, communication and random numbers
     "qkv_proj" and the like products too, of the modules that are named so
 
-The graph has the path of the module that an operation of forward belongs to.
-
-Note "boundaries": a checkpoint around each part would keep what one part gives to the next, a
-norm's output. Marks have no boundaries.
+A checkpoint around each part would save what one part gives to the next; marks have no boundaries.
 """
 
 from __future__ import annotations
@@ -39,15 +36,10 @@ SCORES = re.compile(r"^_scaled_dot_product|(^|_)(bmm|baddbmm)$")  # or what they
 
 @dataclass(frozen=True)
 class Marks(CustomGraphPass):
-    """Marks what backward computes again, in a joint graph of torch.compile.
+    """Marks recomputed operations in a joint graph of torch.compile."""
 
-    Attributes:
-        parts: last names of the modules whose values are dropped.
-        products: of those that run their products again, too.
-    """
-
-    parts: frozenset[str]
-    products: frozenset[str]
+    parts: frozenset[str]  # last names of the modules whose values are dropped
+    products: frozenset[str]  # of those whose products run again, too
 
     @classmethod
     def of(cls, blocks: Iterable[nn.Module], options: MemoryOptions) -> Marks:
@@ -91,11 +83,7 @@ class Marks(CustomGraphPass):
 
 
 def inductor_options(blocks: Iterable[nn.Module], options: MemoryOptions) -> dict[str, Any]:
-    """Return the `options` of torch.compile with which blocks keep what `MemoryOptions` leaves.
-
-    Args:
-        blocks: of a model, before they are compiled.
-    """
+    """Return the `options` of torch.compile with which blocks, not yet compiled, are recomputed."""
     marks = Marks.of(blocks, options)
     return {"joint_custom_pre_pass": marks} if marks.parts else {}
 
@@ -106,7 +94,7 @@ def _last(path: str) -> str:
 
 
 def _is_small(node: Node) -> bool:
-    """Whether keeping a value is cheap beside what it is computed of, such as a sum."""
+    """Whether a saved value is small beside what it is computed of, such as a sum."""
     value = node.meta.get("val")
     inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]
     sizes = [x.nbytes for x in inputs if isinstance(x, torch.Tensor)]

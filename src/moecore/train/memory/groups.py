@@ -1,11 +1,5 @@
 """Records of an offloaded forward: storages by part and layer, with counts of their handles.
 
-    OffloadChunk   one forward of blocks whose backward a pipeline announces
-    Layer          one forward of a block
-    StorageGroup   the storages that one part of the layer saves
-    HostCopy       a storage, with its copy
-    StorageUse     a handle: a storage and the group that saved it
-
 A storage belongs to the group that saved it first. The storage and each group that saves it count
 their handles.
 """
@@ -30,10 +24,7 @@ REST: Key = ("", 0)  # tensors that a block saves outside of parts
 
 @dataclass(slots=True)
 class Readers:
-    """Counts of handles: living ones, and those that backward has yet to unpack in this turn.
-
-    A turn is one backward; a retained graph has several.
-    """
+    """Counts of living handles, and of those yet to be unpacked in this turn (one backward)."""
 
     alive: int = 0
     left: int = 0
@@ -69,31 +60,19 @@ class Readers:
 
 @dataclass(eq=False, slots=True)
 class HostCopy:
-    """One saved storage: on the device, in a store, or both.
-
-    Attributes:
-        ref: a weak reference to the saved storage.
-        counter: a tensor without memory that shares the version counter of the saved tensors.
-        data: the storage on the device, uint8; None while only the store has it.
-        home: the stream that waits before `data` is freed.
-        used: the rows in use; None = all.
-        piece: the copy's place in its store; None where the storage stays.
-        out: the end of the copy to the store.
-        busy: the end of the last copy that reads or writes `data`.
-        is_back: whether `data` was copied back.
-    """
+    """One saved storage: on the device, in a store, or both."""
 
     size: int
-    ref: StorageWeakRef
-    counter: Tensor
+    ref: StorageWeakRef  # to the saved storage
+    counter: Tensor  # without memory; shares the version counter of the saved tensors
     version: int
-    data: Tensor | None
-    home: Stream | None
-    used: UsedRows | None
-    piece: Any = None
-    out: CopyMark | None = None
-    busy: CopyMark | None = None
-    is_back: bool = False
+    data: Tensor | None  # uint8, on the device; None while only the store has it
+    home: Stream | None  # waits before `data` is freed
+    used: UsedRows | None  # the rows in use; None = all
+    piece: Any = None  # its place in the store; None where the storage stays
+    out: CopyMark | None = None  # the end of the copy to the store
+    busy: CopyMark | None = None  # the end of the last copy that reads or writes `data`
+    is_back: bool = False  # whether `data` was copied back
     readers: Readers = field(default_factory=Readers)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -118,22 +97,15 @@ class HostCopy:
 
 @dataclass(eq=False, slots=True)
 class StorageGroup:
-    """The storages that one part of a layer saves in one forward.
-
-    Attributes:
-        weights: keys of the storages of the part's parameters and buffers.
-        fresh: storages that this group was the first to save, in order.
-        before: groups that are copied back once this group's backward has run.
-        is_asked: whether backward has unpacked one of its handles.
-    """
+    """The storages that one part of a layer saves in one forward."""
 
     key: Key
     layer: Layer
-    weights: frozenset[int]
-    fresh: list[HostCopy] = field(default_factory=list)
-    before: list[StorageGroup] = field(default_factory=list)
+    weights: frozenset[int]  # keys of the storages of the part's parameters and buffers
+    fresh: list[HostCopy] = field(default_factory=list)  # that no earlier group saved
+    before: list[StorageGroup] = field(default_factory=list)  # copied back after this backward
     readers: Readers = field(default_factory=Readers)
-    is_asked: bool = False
+    is_asked: bool = False  # whether backward has unpacked one of its handles
 
     def retire(self) -> None:
         """Free the device memory of the storages that were copied out."""
@@ -144,12 +116,7 @@ class StorageGroup:
 
 @dataclass(eq=False, slots=True)
 class Layer:
-    """One forward of a block.
-
-    Attributes:
-        groups: groups by key, in the order in which parts began. A layer without living groups has
-            those of the layer before.
-    """
+    """One forward of a block; a layer without living groups has those of the layer before."""
 
     index: int
     is_last: bool
@@ -173,16 +140,11 @@ class Layer:
 
 @dataclass(eq=False, slots=True)
 class OffloadChunk:
-    """One forward of blocks whose backward is announced, such as that of a pipeline's stage.
+    """One forward of blocks whose backward is announced, such as that of a pipeline's stage."""
 
-    Attributes:
-        leaves_whole: whether the last block is offloaded, too.
-        leaving: groups that were copied out and whose device memory is not freed yet.
-    """
-
-    leaves_whole: bool
+    leaves_whole: bool  # whether the last block is offloaded, too
     layers: list[Layer] = field(default_factory=list)
-    leaving: list[StorageGroup] = field(default_factory=list)
+    leaving: list[StorageGroup] = field(default_factory=list)  # copied out, not freed yet
 
 
 @dataclass(slots=True)

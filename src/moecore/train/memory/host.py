@@ -7,6 +7,7 @@ and tensors lie side by side in slabs.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,33 +70,19 @@ class Slabs:
 
 @dataclass(frozen=True, slots=True)
 class HostPiece:
-    """Memory of a pool: uint8, at least as long as requested.
-
-    Attributes:
-        of_graph: whether a CUDA graph writes it in every replay; eager code must not use it then.
-    """
+    """Pool memory, uint8; only a graph may use a piece `of_graph`, which each replay writes."""
 
     memory: Tensor
     of_graph: bool
 
 
 class HostPool:
-    """Pieces of slabs by size class; a freed piece is used for the next request of its class.
-
-    A size is rounded up to one of eight classes between two powers of two.
-
-    Args:
-        pinned: whether a GPU copies to and from the pieces.
-        max_bytes: the limit for all slabs; None = the host's memory.
-
-    Attributes:
-        used_bytes: bytes of the pieces that are in use.
-    """
+    """Pieces of slabs by size class; a freed piece is used for the next request of its class."""
 
     def __init__(self, *, pinned: bool, max_bytes: int | None = None, device: str = "cpu") -> None:
-        self.max_bytes = max_bytes
+        self.max_bytes = max_bytes  # of all slabs; None = the host's memory
         self._slabs = Slabs(pinned=pinned, device=device)
-        self.used_bytes = 0
+        self.used_bytes = 0  # of the pieces that are in use
         self._free: defaultdict[tuple[int, bool], list[Tensor]] = defaultdict(list)
 
     @property
@@ -104,15 +91,7 @@ class HostPool:
         return self._slabs.num_bytes
 
     def take(self, num_bytes: int, *, in_capture: bool = False) -> HostPiece | None:
-        """Return a piece; None if the pool would need more than `max_bytes`.
-
-        Args:
-            in_capture: whether the piece is for a CUDA graph that is being captured and owns the
-                piece for its replays. No memory is pinned in a capture: None if no free piece fits.
-
-        Raises:
-            RuntimeError: when the host has no memory left.
-        """
+        """Return a piece; None if `max_bytes` do not suffice. In a capture no memory is pinned."""
         memory = self._find(size_class(num_bytes), in_capture)
         if memory is None:
             return None
@@ -158,10 +137,7 @@ class HostPool:
 
 
 def size_class(num_bytes: int) -> int:
-    """Return the size of a piece for a number of bytes.
-
-    Example: 1000 -> 1024, 1025 -> 1152, 1153 -> 1280; 1 -> 64.
-    """
+    """Return the size of a piece: 1000 -> 1024, 1025 -> 1152, 1153 -> 1280; 1 -> 64."""
     step = max(ALIGN_BYTES, power_of_two(num_bytes) // 16)
     return -(-max(num_bytes, 1) // step) * step
 
@@ -174,3 +150,82 @@ def aligned(num_bytes: int) -> int:
 def power_of_two(num_bytes: int) -> int:
     """Return the least power of two that is not smaller than a number of bytes."""
     return 1 << max(num_bytes - 1, 0).bit_length()
+
+
+class HostCopies:
+    """Copies of named tensors in host memory, all overwritten by the next `fill`."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+        # By the type of the source's device: pinned for a GPU, without memory for meta.
+        self._slabs = {of: Slabs(pinned=of == "cuda") for of in ("cpu", "cuda")}
+        self._slabs["meta"] = Slabs(pinned=False, device="meta")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return name -> memory for a copy; missing memory is allocated, which is slow to pin."""
+        new: dict[str, list[str]] = {of: [] for of in self._slabs}
+        for name, tensor in tensors.items():
+            copy = self._copies.get(name)
+            if copy is None:
+                new[tensor.device.type].append(name)
+            elif (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                # Memory of its own can be freed; in a slab each change would take further bytes.
+                self._copies[name] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                )
+        for of, names in new.items():
+            names.sort(key=lambda name: -tensors[name].nbytes)
+            left = sum(aligned(tensors[name].nbytes) for name in names)
+            for name in names:
+                like, size = tensors[name], aligned(tensors[name].nbytes)
+                data = _slab_with(self._slabs[of], size, left).take(like.nbytes)
+                self._copies[name] = data.view(like.dtype).view(like.shape)
+                left -= size
+        return {name: self._copies[name] for name in tensors}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return name -> host copy of plain tensors, after the current streams' work so far.
+
+        One host sync waits for the copies and the work before them, so the tensors may change as
+        soon as this returns. Other streams go on. The copies are valid until the next `fill`.
+        """
+        copies = self.reserve(tensors)
+        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        streams = {device: self._side_stream(device) for device in devices}
+        try:
+            for device, stream in streams.items():
+                with torch.cuda.stream(stream):
+                    for name, tensor in tensors.items():
+                        if tensor.device == device:
+                            copies[name].copy_(tensor, non_blocking=True)
+            for name, tensor in tensors.items():
+                if not tensor.is_cuda:  # meanwhile
+                    copies[name].copy_(tensor)
+        finally:  # also after an error: no copy may write into memory that the caller frees
+            for stream in streams.values():
+                stream.synchronize()
+        return copies
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all slabs."""
+        return sum(slabs.num_bytes for slabs in self._slabs.values())
+
+    def clear(self) -> None:
+        """Free all memory; torch caches pinned memory for its next user."""
+        self._copies.clear()
+        for slabs in self._slabs.values():
+            slabs.clear()
+
+    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream of the copies; it first waits for the current one."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        self._streams[device].wait_stream(torch.cuda.current_stream(device))
+        return self._streams[device]
+
+
+def _slab_with(slabs: Slabs, size: int, left: int) -> Slab:
+    """Return a slab with `size` free bytes; a new slab has `left` bytes, up to `SLAB_BYTES`."""
+    found = slabs.fitting(size)
+    return found or slabs.add(power_of_two(max(size, min(left, SLAB_BYTES))))

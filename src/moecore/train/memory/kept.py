@@ -1,11 +1,10 @@
-"""Bytes that a model's blocks keep for backward, counted before anything is allocated.
+"""Bytes that a model's blocks save for backward, counted before anything is allocated.
 
     kept = kept_bytes(model, blocks, lambda copy: copy(tokens), options=options, ...)
 
 There is no formula: a copy of the model on meta runs its forward once, with the regions, the
-offload and the packers of the real one, and what autograd saves has a size and no memory. So what a
-part drops is seen to be dropped. Ranks send nothing: on meta a dispatcher makes the shapes of
-balanced loads (`moe/placement.py`).
+offload and the packers of the real one. A saved tensor has a size and no memory. Ranks send
+nothing: on meta a dispatcher makes the shapes of balanced loads (`moe/placement.py`).
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ Parts = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class KeptBytes:
-    """What one block's forward leaves for its backward, in bytes by part.
+    """What one block's forward saves, in bytes by part; what two parts save counts in the first.
 
     Parts are those of `MemoryOptions.offload`, and "routing": router, dispatch, combine, balance.
-    What two parts keep counts in the first.
     """
 
     device: Parts
@@ -61,11 +59,7 @@ class KeptBytes:
 
 @dataclass(frozen=True, slots=True)
 class ModelKept:
-    """What a model's forward leaves for its backward.
-
-    Attributes:
-        outside: what no block or several keep: embedding, head, tables of positions.
-    """
+    """What a forward saves; `outside`: what no block or several save, such as the head."""
 
     blocks: tuple[KeptBytes, ...]
     outside: KeptBytes
@@ -81,19 +75,17 @@ def kept_bytes(
     dtype_of: Callable[[Tensor], torch.dtype] = lambda param: param.dtype,
     compiled: Set[nn.Module] = frozenset(),
 ) -> ModelKept:
-    """Return what a training forward keeps. Nothing is allocated, sent or changed.
+    """Return what a training forward saves. Nothing is allocated, sent or changed.
 
-    Exact for what runs eagerly, up to what attention's kernel keeps and how even loads are. A
+    Exact for what runs eagerly, up to what attention's kernel saves and how even loads are. A
     compiled region counts as if it were not: its compiler decides.
 
     Args:
-        model: plain or parallelized, on any device.
-        blocks: of the model, as `apply_memory` takes them.
+        model: plain or parallelized, on any device; what it recomputes or offloads now is ignored.
+        blocks, compiled: as `apply_memory` takes them.
         run: calls a copy of the model on meta. Tensors that it is given may be real.
-        options: what is computed again or offloaded; what the model itself does now is not asked.
         device_type: where the model runs, "cuda" or "cpu".
         dtype_of: parameter -> dtype in which it is computed with.
-        compiled: as `apply_memory` takes it.
     """
     copies = _copies(model, dtype_of)
     inner = [copies[block] for block in blocks]
@@ -120,14 +112,7 @@ def kept_bytes(
 
 @dataclass(slots=True)
 class _Storage:
-    """A storage that is kept.
-
-    Attributes:
-        num_bytes: of all of it, or of its pages.
-        address: as `StorageWeakRef` has it.
-        part: who kept it first; "" outside of blocks.
-        blocks: all that keep it; -1 stands for outside.
-    """
+    """A saved storage, or its pages; `address` is that of `StorageWeakRef`, block -1 is outside."""
 
     num_bytes: int
     address: int
@@ -138,10 +123,7 @@ class _Storage:
 class _Count:
     """Counts storages, each once: as the packer that is asked last, and as an offload's observer.
 
-    Args:
-        weights: storages that do not count.
-        move: a tensor -> itself on meta.
-        stash: whose pages have the rows in use, of even loads, where there is room for more.
+    `weights` do not count; pages of a stash do, of the rows in use of even loads.
     """
 
     def __init__(
@@ -185,7 +167,6 @@ class _Count:
             self._place = before
 
     def result(self, num_blocks: int, away: Set[int]) -> ModelKept:
-        """Return the sums."""
         sums: list[tuple[Counter[str], Counter[str]]]
         sums = [(Counter(), Counter()) for _ in range(num_blocks + 1)]
         for storage in self.found.values():
@@ -199,10 +180,7 @@ class _Count:
 def _copies(
     model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
 ) -> dict[nn.Module, nn.Module]:
-    """Return a copy on meta of each module of a model, as it was before anything wrapped it.
-
-    What records or counts stays behind.
-    """
+    """Return a copy on meta of each module, before anything wrapped it, without observers."""
 
     def computed(param: nn.Parameter) -> nn.Parameter:
         empty = torch.empty(_own_shape(param), dtype=dtype_of(param), device=META)
@@ -223,7 +201,7 @@ def _copies(
 
 
 def _own_shape(param: Tensor) -> list[int]:
-    """Return the shape with which this rank computes: what data ranks cut is gathered before."""
+    """Return the shape with which this rank computes: what data ranks cut is all-gathered."""
     shape = list(param.shape)
     if isinstance(param, DTensor):
         names = param.device_mesh.mesh_dim_names or ()

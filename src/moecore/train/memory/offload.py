@@ -4,8 +4,8 @@
     offload.attach(model.layers, part_of)      # module -> name of its part, or None
 
 `attach` wraps the forward of each block in `offload.layer(i, num_layers)` and the forward of each
-part in `offload.part(name, module)`; callers may also enter both themselves. The tensors that a
-part saves for backward are offloaded as whole storages, each once however many views are saved:
+part in `offload.part(name, module)`. The tensors that a part saves for backward are offloaded as
+whole storages, each once however many views are saved:
 
     forward     part of layer n ends          -> copies of its storages to the host start
                 same part of layer n + 1      -> the device memory of layer n's part is freed
@@ -18,8 +18,8 @@ storages beyond `fraction` or `max_host_bytes`, and storages that other code sti
 as a rotary table. If the device counts the used rows of a matrix (`saved.counting_rows`), only
 these rows are copied.
 
-`storages.py` decides when copies are made and read; a store (`store.py`) decides where they lie:
-in host memory, or in pages (`stash.py`).
+`storages.py` decides when copies are made and read; a store decides where they lie: in host memory,
+or in pages (`stash.py`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore.base.fields import Bound, CountOrZero, NumBytes, check_arguments
 from moecore.base.saved import packing
-from moecore.base.torch_names import is_recomputing, storage_key
+from moecore.base.torch_names import is_recomputing, local_of, storage_key
 from moecore.train.memory.groups import REST, Key, Layer, OffloadChunk, StorageGroup
 from moecore.train.memory.storages import SavedStorages
 
@@ -91,7 +90,6 @@ class Offload(SavedStorages):
         """Wrap the forward of blocks and of their parts; stages are attached one by one.
 
         Args:
-            blocks: in the order of their calls.
             part_of: module -> name of its part, or None. A block with a name of its own also
                 offloads tensors that it saves outside of parts.
             fraction: the fraction for these blocks; None = `self.fraction`.
@@ -169,15 +167,11 @@ class Offload(SavedStorages):
         rest: nn.Module | None = None,
         fraction: Fraction | None = None,
     ) -> Iterator[None]:
-        """Return the context of a block's forward.
+        """Return the context of the forward of block `index` of `num_layers`.
 
         Args:
-            index: the block's index from 0; a forward calls blocks in order.
-            num_layers: the number of blocks; parts of the last one stay on the device, unless the
-                chunk has `leaves_whole`.
             rest: the block, if tensors that it saves outside of parts are offloaded too, or None.
-            fraction: the fraction for the forward; None = `self.fraction`. Only the first block's
-                value is read.
+            fraction: that of the forward, read from block 0; None = `self.fraction`.
         """
         # Nothing is offloaded under no_grad, in a recomputed forward and in a compiler. Under the
         # caller's own hooks of saved tensors (activation checkpointing) `packing` does nothing.
@@ -248,8 +242,7 @@ class Offload(SavedStorages):
             found = [d for m in module.modules() for d in (m._parameters, m._buffers)]
             self._registries[module] = found
         tensors = (t for registry in found for t in registry.values() if t is not None)
-        local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-        return frozenset(storage_key(t) for t in local)
+        return frozenset(storage_key(local_of(t)) for t in tensors)
 
     def _send(self, group: StorageGroup) -> None:
         """Start to copy out the storages of a part, unless its layer is the last."""
@@ -258,11 +251,7 @@ class Offload(SavedStorages):
 
 
 def wrap(module: nn.Module, function: Callable[..., Any], *how: Any) -> Callable[[], None]:
-    """Replace a module's forward by `function(forward, *how, args, kwargs)`; return the undo.
-
-    The undo functions of one module are called in reverse order. In torch.compile the forward runs
-    without `function`.
-    """
+    """Replace a module's forward by `function(forward, *how, args, kwargs)`; return the undo."""
     own, forward = vars(module).get("forward"), module.forward
     # A partial of bound methods: the deep copy of a module gets a forward of its own.
     wrapped = partial(_unless_compiled, function, forward, how)

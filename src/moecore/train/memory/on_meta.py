@@ -1,8 +1,8 @@
-"""A device without memory: meta, with what operations keep and do on the device it stands for.
+"""A device without memory: meta, with what operations save and do on the device it stands for.
 
-Attention keeps queries, keys, values, its output and one fp32 sum per row and head, as flash and
+Attention saves queries, keys, values, its output and one fp32 sum per row and head, as flash and
 memory-efficient kernels do; a norm on a GPU its input and one fp32 number per row. moecore's own
-kernels are recorded without running (`kernels.common`).
+kernels are recorded without running (`kernels/common.py`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ ATTRIBUTES = {
 
 
 class OnMeta(TorchFunctionMode):
-    """Moves real tensors to meta beside others there, and keeps what a device keeps.
-
-    Args:
-        device_type: which device meta stands for, "cuda" or "cpu".
-    """
+    """Moves real tensors to meta beside others there, and saves what "cuda" or "cpu" saves."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()

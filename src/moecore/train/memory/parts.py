@@ -1,8 +1,7 @@
 """Which modules of a block play which part for `MemoryOptions`, found by structure and names.
 
 A norm is named so by its class. Attention and MLPs are what has projections of their names
-(`precision/apply.py`), in moecore's decoder, transformers and torchtitan alike. Linear attention is
-none: its scan is no product, and would run again.
+(`precision/apply.py`), in moecore's decoder, transformers and torchtitan.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class BlockPart(NamedTuple):
 
 
 class PartUse(NamedTuple):
-    """What of a part is computed again."""
+    """What of a part is recomputed."""
 
     parts: Set[Recomputed]  # of `MemoryOptions.recompute` that ask for it; none = nothing is
     products: tuple[str, ...] = ()  # modules inside whose products are, too; "" = the part itself
@@ -50,7 +49,7 @@ def find_parts(block: nn.Module) -> Iterator[BlockPart]:
 
 
 def use_of(part: BlockPart, wanted: Set[Recomputed]) -> PartUse:
-    """Return what of a part is computed again, of the parts of `MemoryOptions.recompute`."""
+    """Return what of a part is recomputed, of the wanted parts of `MemoryOptions.recompute`."""
     _, kind, module = part
     if kind in ("norm", "moe"):
         return PartUse(wanted & {kind})
@@ -86,5 +85,5 @@ def _kind_of(name: str, module: nn.Module) -> Kind | None:
 
 
 def _is_recurrent(module: nn.Module) -> bool:
-    """Whether attention carries a state from token to token, behind a short convolution."""
+    """Whether attention is a scan from token to token, no product, behind a short convolution."""
     return any(isinstance(child, nn.Conv1d) for child in module.modules())

@@ -1,24 +1,17 @@
-"""Regions: functions whose values are computed again in backward instead of being kept.
+"""Regions: functions whose values are recomputed in backward instead of being saved.
 
-A region keeps its inputs and what its products return. What lies between (norms, activations,
-rotary embeddings, residual adds) and what the region returns is dropped, and computed again by the
+A region saves its inputs and what its products return. What lies between (norms, activations,
+rotary embeddings, residual adds) and what the region returns is dropped, and recomputed by the
 first backward that reads it. Products (matrix products, attention) are not run again: the gradient
 of y = x W reads x and W, never y. So a chain that ends in a product costs no product:
 
-    x kept -> norm -> [x' dropped] -> linear -> [q kept] -> rotary -> [q' dropped] -> attention
+    x saved -> norm -> [x' dropped] -> linear -> [q saved] -> rotary -> [q' dropped] -> attention
 
 The consumers of a region's output may stand outside of it, a norm's three projections or the
 experts, in the same block: `sharing_outputs` surrounds a block's forward and finds them.
 
-Note "random numbers": a second run draws the numbers of the first. It sets the generators to the
-states that the first run began with, and puts theirs back when it ends. Of products only attention
-draws: a second run, which leaves attention out, sets the states that were behind it.
-
-Note "order": a second run saves the same tensors in the same order as the first, so a place in that
-order names a value. Shapes and dtypes are compared, and inputs must not have changed in place.
-
-Note "when": under no_grad, compilers and the caller's own activation checkpointing a region is a
-plain call. Inside a region another one is part of it.
+Under no_grad, compilers and the caller's own activation checkpointing a region is a plain call.
+Inside a region another one is part of it.
 """
 
 from __future__ import annotations
@@ -114,11 +107,7 @@ class _Dropped:
 
 @dataclass(eq=False)
 class _RunningRegion:
-    """One run of a function, and its second run.
-
-    Attributes:
-        has_products: whether products are looked for; their search costs host time.
-    """
+    """One run of a function, and its second run; a search for products costs host time."""
 
     name: str
     function: Callable[..., Any]
@@ -304,7 +293,7 @@ class _RunningRegion:
 
     @contextmanager
     def _drawing_again(self) -> Iterator[None]:
-        """Within, generators are as the first run had them."""
+        """Return a context in which generators are as the first run had them."""
         before, own = generators(), {g: g.get_state() for g in self._own_numbers}
         set_generators(self._numbers)
         for generator, state in self._own_numbers.items():
@@ -324,6 +313,7 @@ class _RunningRegion:
                 )
 
     def _find_saved(self, tensor: Tensor) -> None:
+        # Both runs save the same tensors in the same order, so a place in it names a value.
         if not self._is_kept(tensor):
             place = _ValuePlace("saved", self._num_saved)
             self._num_saved += 1
@@ -337,7 +327,7 @@ class _RunningRegion:
         product = self.products[number]
         if not product.is_needed:
             raise _Stop
-        if product.numbers:
+        if product.numbers:  # of products only attention draws; it is left out, and its states set
             set_generators(product.numbers)
         output = _map(_again, product.output)
         self._known |= {storage_key(t) for t in _tensors(output)}
@@ -383,10 +373,9 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Return what a function returns; keep its inputs and its products' results alone.
+    """Return what a function returns; save its inputs and its products' results alone.
 
     Args:
-        name: of what runs, for errors.
         function: of tensors and others, in any nesting; random numbers are torch's.
         has_products: False where the function has none, and draws from no generator of its own;
             this saves host time.
@@ -401,10 +390,7 @@ def recompute(
 
 @contextmanager
 def sharing_outputs() -> Iterator[None]:
-    """Within, whatever saves an output of a region for backward keeps the region instead.
-
-    Outputs live until it ends. It surrounds a block's forward.
-    """
+    """Let what saves an output of a region save the region instead; surrounds a block's forward."""
     here = _here
     if here.is_sharing or not torch.is_grad_enabled() or not is_plain_eager():
         yield

@@ -1,7 +1,7 @@
 """SavedStorages: copies of saved storages that leave the device in forward and return in backward.
 
 A handle replaces each saved tensor and refers to its storage; views of one storage share one copy.
-A store (`store.py`) holds the copies: host memory, or pages. `Offload` calls these methods where
+A `Store` holds the copies: host memory, or pages (`stash.py`). `Offload` calls these methods where
 parts of blocks begin and end:
 
     _pack      a tensor is saved            -> its handle, or None where the tensor stays
@@ -18,13 +18,14 @@ the allocator, and all ranks and the capture of a CUDA graph do the same.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,9 +34,104 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moecore.base.saved import Handle, Kept, UsedRows, changed_in_place, used_rows
 from moecore.base.torch_names import storage_key, version
 from moecore.train.memory.groups import HostCopy, StorageGroup, StorageUse, bytes_of
-from moecore.train.memory.host import HostPool
-from moecore.train.memory.store import HostStore, Store
-from moecore.train.memory.streams import CopyStreams
+from moecore.train.memory.host import HostPiece, HostPool
+from moecore.train.memory.streams import CopyStreams, Transfer
+
+logger = logging.getLogger("moecore.train.memory")
+
+
+class Store(Protocol):
+    """Holds copies of storages. Called by one thread at a time; no call waits for the device."""
+
+    def takes(self, used: UsedRows | None) -> bool:
+        """Return whether a storage with these rows in use (None = all) may be copied here."""
+        ...
+
+    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
+        """Start to copy out the storages that fit, set `piece`, `out` and `busy`; return them."""
+        ...
+
+    def bring(self, copies: Sequence[HostCopy], gone: Sequence[Any] = ()) -> None:
+        """Start to copy a group back to `data` of its size; set `busy`; free the pieces `gone`."""
+        ...
+
+    def give(self, pieces: Sequence[Any]) -> None:
+        """Free the pieces of copies that no handle needs any more."""
+        ...
+
+    def clear(self) -> None:
+        """Free all memory; no launched work uses it any more."""
+        ...
+
+
+class HostStore:
+    """Copies in pinned host memory."""
+
+    def __init__(self, streams: CopyStreams, pool: HostPool) -> None:
+        self._streams, self._pool = streams, pool
+        self._is_full = False  # logged once
+
+    def takes(self, used: UsedRows | None) -> bool:
+        """Return True: host memory takes any storage."""
+        return True
+
+    def put(self, copies: Sequence[HostCopy]) -> list[HostCopy]:
+        """Start to copy out the storages for which there is host memory."""
+        for copy in copies:
+            copy.piece = self._piece(copy.size)
+        going = [copy for copy in copies if copy.piece is not None]
+        if going:
+            mark = self._streams.copy_out(
+                Transfer(_host_memory(copy), copy.data, _counted(copy))
+                for copy in going
+                if copy.data is not None
+            )
+            for copy in going:
+                copy.out = copy.busy = mark
+        return going
+
+    def bring(self, copies: Sequence[HostCopy], gone: Sequence[HostPiece] = ()) -> None:
+        """Start to copy storages back."""
+        self.give(gone)
+        # Each storage has a mark of its own: the host's link is slow, and backward waits for the
+        # storage that it reads, not for the whole group.
+        for copy in copies:
+            assert copy.data is not None and copy.out is not None
+            transfer = Transfer(copy.data, _host_memory(copy), _counted(copy))
+            copy.busy = self._streams.copy_back([transfer], copy.out)
+
+    def give(self, pieces: Sequence[HostPiece]) -> None:
+        """Free host memory. The next copy into it comes after its last reader."""
+        for piece in pieces:
+            self._pool.give(piece)
+
+    def clear(self) -> None:
+        """Free host memory."""
+        self._pool.clear()
+
+    def _piece(self, size: int) -> HostPiece | None:
+        piece = self._pool.take(size, in_capture=self._streams.is_capturing())
+        if piece is None and not self._is_full:
+            self._is_full = True
+            logger.warning(
+                "offload: host memory (%d bytes) is full: what goes beyond stays on the device",
+                self._pool.num_bytes,
+            )
+        return piece
+
+
+def _counted(copy: HostCopy) -> tuple[Tensor, int] | None:
+    """Return how many first rows are copied, and the bytes of a row; None = all bytes."""
+    used = copy.used
+    if used is None or used.num_rows is None:
+        return None
+    return used.num_rows, copy.size // used.length
+
+
+def _host_memory(copy: HostCopy) -> Tensor:
+    """Return the host memory of a copy, without the bytes that its size class adds."""
+    memory: Tensor = copy.piece.memory
+    return memory[: copy.size]
 
 
 class _Offloaded:
@@ -60,18 +156,7 @@ class _Offloaded:
 
 
 class SavedStorages:
-    """Storages that a model's blocks save for backward, on the device or in a store.
-
-    Arguments are those of `Offload`.
-
-    Attributes:
-        kept_bytes: bytes of storages from `min_bytes` up that parts have saved so far, without
-            those of last layers.
-        out_bytes: bytes of them that were copied out, with rows that are not in use.
-        back_bytes: bytes that were copied back.
-        late_bytes: the part of `back_bytes` whose copy began only when backward unpacked a handle.
-        observe: is called with each tensor that gets a handle; None = no call.
-    """
+    """Storages that a model's blocks save for backward, on the device or in a store."""
 
     def __init__(
         self, device: torch.device, fraction: float, min_bytes: int, max_host_bytes: int | None
@@ -79,8 +164,10 @@ class SavedStorages:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.fraction, self.min_bytes = fraction, min_bytes
-        self.kept_bytes = self.out_bytes = self.back_bytes = self.late_bytes = 0
-        self.observe: Callable[[Tensor], None] | None = None
+        self.kept_bytes = 0  # of storages from `min_bytes` up, without those of last layers
+        self.out_bytes = self.back_bytes = 0  # copied out, with unused rows, and back
+        self.late_bytes = 0  # of `back_bytes`: the copy began only at the unpacking
+        self.observe: Callable[[Tensor], None] | None = None  # of tensors that get a handle
         self._streams = CopyStreams(device)
         self._pool = HostPool(
             pinned=device.type == "cuda",
@@ -235,10 +322,7 @@ class SavedStorages:
         return data
 
     def _bring_all(self, groups: Iterable[StorageGroup], gone: Sequence[Any] = ()) -> None:
-        """Start to copy back the storages of groups, in the order of backward; free `gone` pieces.
-
-        The first copy back of the store takes the pieces `gone`, which no handle needs any more.
-        """
+        """Start to copy groups back, in the order of backward, and free `gone` pieces."""
         for group in groups:
             copies = [c for c in reversed(group.fresh) if c.readers.alive and c.data is None]
             if copies:
@@ -277,16 +361,11 @@ class SavedStorages:
                 self._lock.release()
 
     def _tend(self, *, more_may_die: bool = False) -> None:
-        """Start to copy back the next groups, and free copies without handles.
-
-        Args:
-            more_may_die: whether to wait until all handles of a part whose backward has run are
-                dead. They die one after the other, and one launch of the store then returns their
-                pieces and brings the next group.
-        """
+        """Start to copy back the next groups, and free copies without handles."""
         # Backward of a part has run when each of its handles was unpacked or has died. The copy
         # back of the next part starts when all of them have died, or at the next unpacking, which
-        # is after the launch of the part's last operation.
+        # is after the launch of the part's last operation. With `more_may_die` it waits
+        # for all: they die one by one, and one launch of the store then returns their pieces.
         if not self._dead and not self._done:
             return
         gone = []

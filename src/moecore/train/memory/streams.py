@@ -1,9 +1,5 @@
 """Streams that copy between a device and host memory while the device computes.
 
-    CopyStream     copies in one direction
-    CopyStreams    copies of activations: out of the device and back, at the same time
-    CopyMark       a point in a stream's work, for which another stream waits
-
 Streams wait for each other on events; the host never waits. On a CPU each copy is done when its
 call returns.
 """
@@ -33,20 +29,14 @@ class Job(Protocol):
 
 
 class Transfer(NamedTuple):
-    """A copy of bytes: a `Job`.
-
-    Attributes:
-        target: uint8, 1-dim.
-        source: uint8, 1-dim, as long as `target`.
-        used: number of rows in use (a tensor on the device) and bytes of a row; None = all bytes.
-    """
+    """A copy of bytes, both uint8 with 1 dim: a `Job`."""
 
     target: Tensor
     source: Tensor
-    used: tuple[Tensor, int] | None = None
+    used: tuple[Tensor, int] | None = None  # rows in use, on the device, and bytes of a row
 
     def start(self, stream: CopyStream) -> None:
-        """Start the copy; on a CPU it is done at return."""
+        """Start the copy."""
         if self.used is None or self.target.is_meta:
             stream.copy(self.target, self.source)
             return
@@ -56,7 +46,7 @@ class Transfer(NamedTuple):
 
 
 class CopyMark:
-    """A point in a stream's work, after all work that the stream has now.
+    """A point in a stream's work, for which another stream waits, after all that it has now.
 
     Args:
         stream: the stream; None on a CPU, whose work is done.
@@ -86,12 +76,7 @@ class CopyMark:
 
 
 class CopyStream:
-    """Copies in order, while a GPU computes; on a CPU each is done at once.
-
-    Args:
-        device: the device on one side of every copy.
-        name: the name of its copies in a dry run.
-    """
+    """Copies in order, while a GPU computes; `name` is that of its copies in a dry run."""
 
     def __init__(self, device: torch.device, name: str = "copy to device") -> None:
         self._device, self.name = device, name
@@ -109,12 +94,7 @@ class CopyStream:
         return on_stream(self.next)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start a copy; on meta it is recorded. With pinned host memory the host does not wait.
-
-        Args:
-            target: contiguous if on a GPU and larger than `PIECE_BYTES`.
-            source: contiguous likewise, with the target's shape and dtype.
-        """
+        """Start a copy of a tensor of equal shape and dtype; both are contiguous if large."""
         if target.is_meta:
             with self.running():
                 record_launch(self.name, target)

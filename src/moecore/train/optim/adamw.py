@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from moecore.base.fields import OneOf, check_value
-from moecore.base.torch_names import foreach_add_
+from moecore.base.torch_names import foreach_add_, local_of
 from moecore.kernels.adamw import AdamWOptions, AdamWTensors, ParamRow, adamw_
 from moecore.kernels.adamw_formats import (
     MOMENT_BLOCK,
@@ -44,11 +44,8 @@ class AdamW(torch.optim.AdamW):
     back to memory, as torch's do.
 
     Args:
-        params: as in torch.
+        params, betas, eps, weight_decay: as in torch.
         lr: as in torch; a tensor is read on its device.
-        betas: as in torch.
-        eps: as in torch.
-        weight_decay: as in torch.
         moment_dtype: the dtype of both moments. torch.bfloat16 saves 4 bytes per parameter: moments
             are computed in fp32 and rounded stochastically, without a bias. torch.float8_e4m3fn
             saves 6 bytes per parameter: a moment has one byte, and 128 moments share a scale
@@ -112,9 +109,6 @@ class AdamW(torch.optim.AdamW):
         """Return the state of a parameter as checkpoints store it: scalars and parameter shapes.
 
         FP8 moments become bf16, which is exact and allocates; other tensors are the state's own.
-
-        Args:
-            param: a parameter of this optimizer.
         """
         # A block of FP8 is 128 neighbours of a rank's shard in memory, which no other layout has.
         # The same layout loads the bf16 moments to the bit; another rounds them to nearest in its
@@ -127,13 +121,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def restore_state(self, param: Tensor, stored: dict[str, Tensor]) -> None:
-        """Set the state of a parameter, each tensor converted to this optimizer's format.
-
-        Args:
-            param: a parameter of this optimizer.
-            stored: the state of any AdamW: step, moments, and a remainder or none. A tensor that
-                has the format already is not copied.
-        """
+        """Set a parameter's state from that of any AdamW; tensors that fit are not copied."""
         state = self.state[param] = dict(stored)
         state["step"] = state["step"].to(param.device, torch.float32)
         if self._is_fp8(param):
@@ -159,11 +147,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Load a state dict of torch's AdamW or this one; moments become `moment_dtype`.
-
-        Args:
-            state_dict: as in torch.
-        """
+        """Load a state dict of torch's AdamW or this one; moments become `moment_dtype`."""
         found: dict[str, Any] = {}  # the state dict after other hooks
         hook = self.register_load_state_dict_pre_hook(lambda _, given: found.update(given))
         try:
@@ -185,12 +169,6 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update all parameters that have a gradient.
 
-        Args:
-            closure: computes and returns the loss, with gradients.
-
-        Returns:
-            The closure's result; None without a closure.
-
         Raises:
             ValueError: when a group has `amsgrad` or `maximize`, a gradient is sparse or complex,
                 or a CUDA graph is captured.
@@ -200,11 +178,7 @@ class AdamW(torch.optim.AdamW):
                 "AdamW.step must not be captured, because it lists addresses on the host: capture "
                 "forward and backward, and step outside"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        first = 0
+        loss, first = loss_of_closure(closure), 0
         for group in self.param_groups:
             for name in ("amsgrad", "maximize"):
                 if group[name]:
@@ -225,39 +199,25 @@ class AdamW(torch.optim.AdamW):
 
     def _update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
         device = tensors.weights[0].device
-        signals: list[Tensor | None] = []
-        for name in ("grad_scale", "found_inf"):
-            signal = getattr(self, name, None)
-            signals.append(None if signal is None else signal.to(device))
-        grad_scale, found_inf = signals
+        grad_scale, found_inf = signals_of(self, device)
         steps = list(tensors.steps)
         if found_inf is None:
             foreach_add_(steps, 1)
         else:
-            taken = (found_inf <= 0).float().view(())
+            taken = (found_inf <= 0).float()
             foreach_add_(steps, [taken] * len(steps))  # the host would read a single tensor
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
     def _tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
-        """Return this rank's shards with a gradient, one record per launch; make missing state.
-
-        `first` is the number of the group's first parameter.
-        """
+        """Return this rank's shards with a gradient, by launch; make missing state."""
         rows: dict[Any, list[tuple[Any, ...]]] = {}
         for number, param in enumerate(group["params"], first):
             if param.grad is None:
                 continue
-            if param.grad.is_sparse or not param.is_floating_point():
-                raise ValueError(
-                    f"the gradient of a parameter {tuple(param.shape)} must be dense and real: use "
-                    "an optimizer of torch for it"
-                )
-            grad, state = param.grad, self.state_of(param)
-            if isinstance(param, DTensor) and grad.placements != param.placements:
-                grad = grad.redistribute(placements=param.placements)  # it may be a partial sum
+            grad, state = grad_of(param), self.state_of(param)
             optional = (state.get(name) for name in ("exponents", "remainder"))
             parts = (param, grad, *(state[name] for name in MOMENTS), state["step"], *optional)
-            row = ParamRow(*map(_local, parts))
+            row = ParamRow(*map(local_of, parts))
             # One record per kind: parameters that no kernel can update stay out of the others'.
             kind = (
                 param.device,
@@ -278,7 +238,7 @@ class AdamW(torch.optim.AdamW):
             for name in kept.keys() - {"step"}:
                 state[name] = torch.zeros_like(param, dtype=kept[name])
             if self._is_fp8(param):
-                blocks = num_moment_blocks(_local(param).numel())
+                blocks = num_moment_blocks(local_of(param).numel())
                 state["exponents"] = torch.zeros(blocks, 2, dtype=torch.uint8, device=param.device)
         fits = {name: (dtype, param.device) for name, dtype in kept.items()}
         found = {name: (t.dtype, t.device) for name, t in state.items() if name in fits}
@@ -302,9 +262,38 @@ class AdamW(torch.optim.AdamW):
         return torch.float64 if param.dtype == torch.float64 else self.moment_dtype
 
 
+def loss_of_closure(closure: Callable[[], Any] | None) -> Any:
+    """Return the result of a closure of an optimizer's step; None without one."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
+def grad_of(param: Tensor) -> Tensor:
+    """Return a parameter's gradient with its placements; raise if it is sparse or complex."""
+    grad = param.grad
+    assert grad is not None, "the caller skips parameters without one"
+    if grad.is_sparse or not param.is_floating_point():
+        raise ValueError(
+            f"the gradient of a parameter {tuple(param.shape)} must be dense and real: use an "
+            "optimizer of torch for it"
+        )
+    if isinstance(param, DTensor) and grad.placements != param.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    return grad  # it may have been a partial sum
+
+
+def signals_of(
+    optimizer: torch.optim.Optimizer, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scalars grad_scale and found_inf that clipping gives a fused optimizer."""
+    found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    grad_scale, found_inf = (None if x is None else x.to(device).view(()) for x in found)
+    return grad_scale, found_inf
+
+
 def _encoded(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return moments as the state of FP8 moments, rounded to nearest."""
-    m, v = (_local(moment).to(param.device).reshape(-1) for moment in moments)
+    m, v = (local_of(moment).to(param.device).reshape(-1) for moment in moments)
     codes = [torch.empty(m.numel(), dtype=torch.uint8, device=param.device) for _ in MOMENTS]
     exponents = [codes[0].new_empty(0, 2)]
     for start in range(0, m.numel(), CHUNK):
@@ -319,7 +308,7 @@ def _encoded(param: Tensor, moments: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def _decoded(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dict[str, Tensor]:
     """Return FP8 moments as bf16."""
-    m, v = (_local(moment).reshape(-1) for moment in moments)
+    m, v = (local_of(moment).reshape(-1) for moment in moments)
     flat = [torch.empty(m.numel(), dtype=torch.bfloat16, device=m.device) for _ in MOMENTS]
     for start in range(0, m.numel(), CHUNK):
         part = slice(start, start + CHUNK)
@@ -331,10 +320,6 @@ def _decoded(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dic
 def _like(param: Tensor, flat: Tensor) -> Tensor:
     """Return a tensor of a parameter's layout, whose local shard has flat values."""
     found = torch.empty_like(param, dtype=flat.dtype, device=flat.device)
-    local = _local(found)
+    local = local_of(found)
     local.copy_(flat.view(local.shape))
     return found
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -6,14 +6,15 @@ together there and the result goes back, each in one all-to-all of all matrices 
     gradient pieces, by owner -> all-to-all -> whole matrices -> all-to-all -> pieces, by holder
 
 The plan is a function of layouts alone, so all ranks make the same one without communication.
-Owners are chosen by cost, longest first, each to the rank with the least so far. Copies (HSDP,
-parameters that tp ranks hold alike) get one result: the owner's, so they stay equal to the bit.
+Copies (HSDP, parameters that tp ranks replicate) get one result: the owner's, so they stay equal to
+the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -28,19 +29,14 @@ Index = slice | Tensor
 
 
 class MatrixBlock(NamedTuple):
-    """Where matrices of one shape lie in a [batch, rows, columns] tensor.
+    """Where matrices of one shape lie in a [batch, rows, columns] tensor."""
 
-    Attributes:
-        place: of that tensor, in a list of such.
-        part: number of the part, which decides about the learning rate.
-    """
-
-    place: int
+    place: int  # of that tensor, in a list of such
     batch: Index
     rows: Index
     columns: Index
     shape: tuple[int, int, int]
-    part: int
+    part: int  # its number, which decides about the learning rate
 
     @property
     def is_view(self) -> bool:
@@ -69,34 +65,16 @@ class MatrixBlock(NamedTuple):
         target[batch[:, None, None], rows[:, None], columns] = values.to(target.dtype)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Round:
-    """One exchange, as one rank sees it; lists of blocks go by the other rank in the group.
+    """One exchange, as one rank sees it; lists of blocks go by the other rank in the group."""
 
-    Attributes:
-        params: places of the parameters that take part.
-        owned: [n, rows, columns] of the matrices that this rank orthogonalises.
-        sends: blocks of parameters that owners get from this rank.
-        receives: blocks of `owned` that come from others.
-        returns: blocks of `owned` that go back, to every copy.
-        results: blocks of parameters that come back.
-    """
-
-    params: list[int]
-    owned: list[tuple[int, int, int]]
-    sends: list[list[MatrixBlock]]
-    receives: list[list[MatrixBlock]]
-    returns: list[list[MatrixBlock]]
-    results: list[list[MatrixBlock]]
-
-    @classmethod
-    def empty(cls, num_ranks: int) -> Round:
-        """Return a round without parameters."""
-        lists: list[list[list[MatrixBlock]]] = [[[] for _ in range(num_ranks)] for _ in range(4)]
-        sends, receives, returns, results = lists
-        return cls(
-            params=[], owned=[], sends=sends, receives=receives, returns=returns, results=results
-        )
+    params: list[int]  # places of the parameters that take part
+    owned: list[tuple[int, int, int]]  # [n, rows, columns] of what this rank orthogonalises
+    sends: list[list[MatrixBlock]]  # blocks of parameters that owners get
+    receives: list[list[MatrixBlock]]  # blocks of `owned` that come from others
+    returns: list[list[MatrixBlock]]  # blocks of `owned` that go back, to every copy
+    results: list[list[MatrixBlock]]  # blocks of parameters that come back
 
     def exchange(
         self, like: Tensor, sources: Sequence[Tensor], *, back: bool, group: dist.ProcessGroup
@@ -106,7 +84,6 @@ class Round:
         Args:
             like: of the dtype and device of what travels; a rank may own nothing.
             sources: tensors of all parameters, or, on the way back, the matrices of `owned`.
-            back: the way of the results.
         """
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
@@ -119,23 +96,17 @@ class Round:
     def unpack(self, received: Tensor, *, back: bool) -> Iterator[tuple[MatrixBlock, Tensor]]:
         """Yield the blocks of what came, and their values."""
         blocks = [b for one in (self.results if back else self.receives) for b in one]
-        sizes = [_numel(block) for block in blocks]
+        sizes = [prod(block.shape) for block in blocks]
         for block, values in zip(blocks, received.split(sizes), strict=True):
             yield block, values.view(block.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixPlan:
-    """How one rank takes part in a step of some parameters.
+    """How one rank takes part in a step of some parameters."""
 
-    Attributes:
-        alone: parameters whose matrices are all on one rank each, and nowhere else: place -> this
-            rank's blocks.
-        rounds: exchanges of the others, with the group of each.
-    """
-
-    alone: dict[int, list[MatrixBlock]]
-    rounds: list[tuple[dist.ProcessGroup, Round]]
+    alone: dict[int, list[MatrixBlock]]  # place -> own blocks, of matrices on one rank each
+    rounds: list[tuple[dist.ProcessGroup, Round]]  # of the others
 
 
 def make_plan(
@@ -143,11 +114,7 @@ def make_plan(
     layouts: Sequence[MatrixLayout],
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup],
 ) -> MatrixPlan:
-    """Return the plan of a step. No communication, but for what `group_of` does.
-
-    Args:
-        group_of: the process group of some ranks, in their order.
-    """
+    """Return the plan of a step; `group_of` gives the process group of ranks, in their order."""
     holdings: dict[object, _Holding] = {}  # parameters of one layout share theirs
     alone: dict[int, list[MatrixBlock]] = {}
     shared: dict[tuple[int, ...], list[_Member]] = {}
@@ -173,15 +140,7 @@ def make_plan(
 
 
 class _Holding:
-    """What each rank of a mesh holds of a parameter's matrices.
-
-    Attributes:
-        ranks: of the mesh, ascending; lists and tensors below go by them.
-        held: the parts of each rank.
-        copy_of: what ranks that hold copies of each other differ in.
-        whole_on: per part, bool [ranks, batch]: who holds all of a matrix.
-        is_alone: whether each matrix is on one rank, whole.
-    """
+    """What each rank of a mesh holds of a parameter's matrices; lists go by `ranks`, ascending."""
 
     def __init__(self, param: Tensor, layout: MatrixLayout) -> None:
         self.layout, self.numel = layout, param.numel()
@@ -192,9 +151,11 @@ class _Holding:
         mesh = param.device_mesh.mesh
         found = {int(mesh[tuple(c)]): tuple(c.tolist()) for c in (mesh >= 0).nonzero()}
         self.ranks = tuple(sorted(found))
+        # What ranks that hold copies of each other differ in.
         replicated = [i for i, p in enumerate(param.placements) if p.is_replicate()]
         self.copy_of = [tuple(found[rank][i] for i in replicated) for rank in self.ranks]
         self.held = [layout.parts(param, found[rank]) for rank in self.ranks]
+        # Per part, bool [ranks, batch]: who holds all of a matrix.
         self.whole_on = [self._whole_on(number) for number in range(len(layout.shapes))]
         self.is_alone = all(
             bool((self._touched_by(number) == 1).all() and (whole.sum(0) == 1).all())
@@ -227,11 +188,7 @@ class _Member(NamedTuple):
     device: torch.device
 
     def block(self, part: MatrixPart, number: int, chosen: Tensor) -> MatrixBlock | None:
-        """Return the block of some matrices of a part in a rank's own tensor; None = nothing.
-
-        Args:
-            chosen: bool, of `part.batch`.
-        """
+        """Return the block of the chosen (bool) matrices in a rank's own tensor, or None."""
         (batch,) = chosen.nonzero(as_tuple=True)
         return _block(self.place, batch, part.rows, part.columns, number, self.device)
 
@@ -270,10 +227,7 @@ Owners = dict[tuple[int, int], Tensor]  # (place of the parameter, part) -> int6
 
 
 def _assign(members: list[_Member], num_ranks: int) -> Owners:
-    """Choose the rank that orthogonalises each matrix: the same on all ranks.
-
-    Those with one choice come first, then by cost: m^2 (2 l + m), m the shorter side, l the longer.
-    """
+    """Choose the owner of each matrix, the same on all ranks."""
     loads = [0] * num_ranks
     owners: Owners = {}
     every = list(range(num_ranks))
@@ -283,10 +237,11 @@ def _assign(members: list[_Member], num_ranks: int) -> Owners:
         for part, shape in enumerate(layout.shapes):
             owners[member.place, part] = torch.zeros(layout.batch, dtype=torch.int64)
             short, long = sorted(shape)
-            cost = short * short * (2 * long + short)
+            cost = short * short * (2 * long + short)  # of Newton-Schulz
             for i, whole in enumerate(member.holding.whole_on[part].T):
                 choice = whole.nonzero().flatten().tolist() or every
                 queue.append((len(choice) > 1, -cost, order, part, i, choice))
+    # Those with one choice come first, then the longest, each to the rank with the least so far.
     for _, cost, order, part, i, choice in sorted(queue):
         owner = min(choice, key=lambda rank: (loads[rank], rank))
         loads[owner] -= cost
@@ -295,12 +250,11 @@ def _assign(members: list[_Member], num_ranks: int) -> Owners:
 
 
 def _round(members: list[_Member], owners: Owners, rank: int) -> Round:
-    """Return a round as one rank sees it.
-
-    Both ends list their blocks in the order of parameters and parts, so nothing else need travel.
-    """
+    """Return a round as one rank sees it; both ends list their blocks in the order of parts."""
     num_ranks = len(members[0].holding.ranks)
-    found = Round.empty(num_ranks)
+    lists: Iterator[list[list[MatrixBlock]]] = ([[] for _ in range(num_ranks)] for _ in range(4))
+    sends, receives, returns, results = lists
+    found = Round([], [], sends, receives, returns, results)
     for member in members:
         found.params.append(member.place)
         held, copy_of = member.holding.held, member.holding.copy_of
@@ -345,10 +299,5 @@ def _as_tensor(index: Index, size: int, like: Tensor) -> Tensor:
     return torch.arange(*index.indices(size), device=like.device)
 
 
-def _numel(block: MatrixBlock) -> int:
-    n, rows, columns = block.shape
-    return n * rows * columns
-
-
 def _sizes(of_ranks: list[list[MatrixBlock]]) -> list[int]:
-    return [sum(map(_numel, blocks)) for blocks in of_ranks]
+    return [sum(prod(block.shape) for block in blocks) for blocks in of_ranks]

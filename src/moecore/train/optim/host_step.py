@@ -29,9 +29,9 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from moecore.base.fields import check_value
-from moecore.base.torch_names import foreach_add_
+from moecore.base.torch_names import foreach_add_, local_of
 from moecore.train.memory.streams import CopyStream
-from moecore.train.optim.adamw import MOMENTS, AdamW
+from moecore.train.optim.adamw import MOMENTS, AdamW, grad_of, loss_of_closure
 from moecore.train.optim.state_offload import Fraction, largest_up_to, of_host_memory
 
 CHUNK = 2**24  # elements
@@ -42,12 +42,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class _MomentPiece:
-    """Some elements of this rank's shard of a parameter; flat.
-
-    Attributes:
-        exp_avg, exp_avg_sq: fp32 on the host; fp64 of an fp64 parameter.
-        step: the number of updates before this one.
-    """
+    """Some elements of this rank's shard of a parameter; `step` counts earlier updates."""
 
     weight: Tensor
     grad: Tensor
@@ -104,11 +99,7 @@ class HostAdamW(AdamW):
     and returns when the CPU is done.
 
     Args:
-        params: as in torch.
-        lr: as in torch.
-        betas: as in torch.
-        eps: as in torch.
-        weight_decay: as in torch.
+        params, lr, betas, eps, weight_decay: as in torch.
         host_fraction: the part of the parameters' bytes that the host steps at most, 0 to 1. The
             largest parameters that fit are chosen, the same on all ranks.
         moment_dtype: the dtype of moments on the GPU; those on the host are fp32.
@@ -148,11 +139,7 @@ class HostAdamW(AdamW):
         self._choose()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as in torch; it may change which parameters are stepped on the host.
-
-        Args:
-            param_group: as in torch.
-        """
+        """Add a group as in torch; it may change which parameters are stepped on the host."""
         super().add_param_group(param_group)
         self._choose()
 
@@ -168,12 +155,7 @@ class HostAdamW(AdamW):
 
     @torch.no_grad()
     def restore_state(self, param: Tensor, stored: dict[str, Tensor]) -> None:
-        """Set the state of a parameter, each tensor converted to this optimizer's format.
-
-        Args:
-            param: a parameter of this optimizer.
-            stored: the state of any AdamW. A tensor that has the format already is not copied.
-        """
+        """Set a parameter's state from that of any AdamW; tensors that fit are not copied."""
         if param not in self.host_params:
             super().restore_state(param, stored)
             return
@@ -186,27 +168,18 @@ class HostAdamW(AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update all parameters that have a gradient.
 
-        Args:
-            closure: computes and returns the loss, with gradients.
-
-        Returns:
-            The closure's result; None without a closure.
-
         Raises:
             ValueError: as `AdamW.step`.
             MemoryError: when host memory is short; no parameter or state has changed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of_closure(closure)
         grads = {param: param.grad for param in self.host_params if param.grad is not None}
         if not grads:
             inspect.unwrap(AdamW.step)(self)
             return loss
         chunks = self._chunks()
         if self._stream is None:
-            self._stream = CopyStream(_local(next(iter(grads))).device)
+            self._stream = CopyStream(local_of(next(iter(grads))).device)
         stream = self._stream
         stream.follow()
         signals = _Signals(self, stream)
@@ -224,7 +197,7 @@ class HostAdamW(AdamW):
     def _choose(self) -> None:
         """Choose the parameters that the host steps, the same on every rank."""
         params = [param for group in self.param_groups for param in group["params"]]
-        movable = {p: _bytes_of(p) if _local(p).is_contiguous() else 0 for p in params}
+        movable = {p: _bytes_of(p) if local_of(p).is_contiguous() else 0 for p in params}
         self.host_params = {p for p in largest_up_to(self.host_fraction, movable) if movable[p]}
 
     def _step_on_device(self, grads: dict[Tensor, Tensor]) -> None:
@@ -274,20 +247,12 @@ class HostAdamW(AdamW):
         """Return this rank's shards of a group that the host steps, in one list per dtypes."""
         found: dict[Any, list[_MomentPiece]] = {}
         for param in group["params"]:
-            grad = param.grad
-            if param not in self.host_params or grad is None:
+            if param not in self.host_params or param.grad is None:
                 continue
-            if grad.is_sparse or not param.is_floating_point():
-                raise ValueError(
-                    f"the gradient of a parameter {tuple(param.shape)} must be dense and real: use "
-                    "an optimizer of torch for it"
-                )
-            if isinstance(param, DTensor) and grad.placements != param.placements:
-                grad = grad.redistribute(placements=param.placements)  # it may be a partial sum
-            state = self._host_state(param)
-            changed = (_local(x).view(-1) for x in (param, *(state[m] for m in MOMENTS)))
+            grad, state = grad_of(param), self._host_state(param)
+            changed = (local_of(x).view(-1) for x in (param, *(state[m] for m in MOMENTS)))
             weight, exp_avg, exp_avg_sq = changed
-            flat_grad = _local(grad).contiguous().view(-1)
+            flat_grad = local_of(grad).contiguous().view(-1)
             piece = _MomentPiece(weight, flat_grad, exp_avg, exp_avg_sq, state["step"])
             found.setdefault((param.dtype, grad.dtype), []).append(piece)
         return list(found.values())
@@ -307,10 +272,7 @@ class HostAdamW(AdamW):
 
 
 class _Signals:
-    """Device values that the host reads for a step: skip, gradient scale, learning rates.
-
-    `stream` copies them to the host after the work that computes them.
-    """
+    """Device values that the host reads for a step: skip, gradient scale, learning rates."""
 
     def __init__(self, optimizer: HostAdamW, stream: CopyStream) -> None:
         found: dict[Any, Any] = {
@@ -422,8 +384,3 @@ def _bytes_of(param: Tensor) -> int:
         for dim, placement in enumerate(param.placements):
             num_parts *= 1 if placement.is_replicate() else param.device_mesh.size(dim)
     return -(-param.numel() // num_parts) * param.element_size()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -63,13 +63,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixLayout:
-    """A parameter as [batch, rows, columns], and what is cut there.
-
-    Attributes:
-        rows, columns: of each, before the cut.
-        cut: None = it is one matrix.
-        transposed: columns are outputs, and rows inputs.
-    """
+    """A parameter as [batch, rows, columns] before the cut; transposed: columns are outputs."""
 
     batch: Count
     rows: Count
@@ -103,11 +97,7 @@ class MatrixLayout:
         return local.view(first, math.prod(middle), last)
 
     def parts(self, param: Tensor, coordinate: Sequence[int] | None = None) -> list[MatrixPart]:
-        """Return what a rank holds of each part.
-
-        Args:
-            coordinate: of the rank in its mesh; None = this rank.
-        """
+        """Return what a rank of the mesh, None = this one, holds of each part."""
         found = global_indices(param, coordinate)
         if len(found) == 2:
             found = [torch.arange(1), *found]
@@ -124,19 +114,13 @@ class MatrixLayout:
 
 
 class MatrixPart(NamedTuple):
-    """What a rank holds of the matrices of one part: places of its rows here and in the matrix.
+    """What a rank holds of the matrices of one part."""
 
-    Attributes:
-        batch: which matrices, in local order.
-        rows, columns: places in the rank's own tensor.
-        of_rows, of_columns: their places in the matrix.
-    """
-
-    batch: Tensor
-    rows: Tensor
-    of_rows: Tensor
-    columns: Tensor
-    of_columns: Tensor
+    batch: Tensor  # which matrices, in local order
+    rows: Tensor  # places in the rank's own tensor
+    of_rows: Tensor  # their places in the matrix
+    columns: Tensor  # as `rows`
+    of_columns: Tensor  # as `of_rows`
 
 
 def _pieces(cut: Cut, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -157,29 +141,22 @@ Overrides = Annotated[
 
 
 class Decision(NamedTuple):
-    """What `assign_matrices` decided about one parameter.
-
-    Attributes:
-        layout: its matrices; None = AdamW steps it.
-    """
+    """What `assign_matrices` decided about a parameter; layout None = AdamW steps it."""
 
     param: nn.Parameter
     layout: MatrixLayout | None
     reason: str
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class MatrixAssignment:
     """Which parameters Muon steps, as which matrices, and which are left to AdamW; prints as table.
-
-    Args:
-        decisions: by the name of the parameter.
 
     Attributes:
         decisions: name -> parameter, its `MatrixLayout` or None, and the reason.
     """
 
-    def __init__(self, decisions: dict[str, Decision]) -> None:
-        self.decisions = decisions
+    decisions: dict[str, Decision]
 
     @property
     def matrices(self) -> dict[nn.Parameter, MatrixLayout]:
@@ -344,17 +321,13 @@ def _linear_layout(
 
 
 def _fused_cut(parent: Any, last: str, rows: int) -> Cut | None:
-    """Return where transformers' modules keep queries, keys and values; None = unknown.
-
-    Phi-3 stores all queries first, Qwen3.5's linear attention too; Qwen3-Next goes by key heads and
-    has the output gate as a fourth.
-    """
-    if last == "qkv_proj" and hasattr(parent, "o_proj"):
+    """Return where transformers' modules store queries, keys and values; None = unknown."""
+    if last == "qkv_proj" and hasattr(parent, "o_proj"):  # Phi-3
         queries = parent.o_proj.weight.shape[1]
         return Cut(sizes=(queries, (rows - queries) // 2, (rows - queries) // 2))
-    if last == "in_proj_qkv" and hasattr(parent, "key_dim"):
+    if last == "in_proj_qkv" and hasattr(parent, "key_dim"):  # Qwen3.5's linear attention
         return Cut(sizes=(parent.key_dim, parent.key_dim, parent.value_dim))
-    if last == "in_proj_qkvz" and hasattr(parent, "num_k_heads"):
+    if last == "in_proj_qkvz" and hasattr(parent, "num_k_heads"):  # Qwen3-Next, with an output gate
         heads, key = parent.num_k_heads, parent.head_k_dim
         value = parent.num_v_heads * parent.head_v_dim // heads
         return Cut(sizes=(key, key, value, value), repeats=heads)

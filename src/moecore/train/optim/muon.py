@@ -19,17 +19,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from moecore.base.fields import (
-    Bound,
-    Count,
-    OneOf,
-    Positive,
-    PositiveOrZero,
-    check_arguments,
-)
+from moecore.base.fields import Bound, Count, OneOf, Positive, PositiveOrZero, check_arguments
+from moecore.base.torch_names import local_of
 from moecore.kernels.momentum import momentum_
+from moecore.train.optim.adamw import grad_of, loss_of_closure, signals_of
 from moecore.train.optim.exchange import MatrixBlock, MatrixPlan, Round, make_plan
 from moecore.train.optim.matrices import MatrixAssignment, MatrixLayout, scale_of
 
@@ -54,9 +48,8 @@ class Muon(torch.optim.Optimizer):
         weight_decay: decoupled weight decay: a step subtracts lr * weight_decay of each weight.
         momentum: the decay of the gradient's running mean, in [0, 1).
         nesterov: whether the mean of gradient and momentum is orthogonalised instead of momentum.
-        ns_coefficients: a, b and c of `orthogonalize`.
+        ns_coefficients, ns_steps: a, b and c of `orthogonalize`, and the number of iterations.
         eps: the least norm by which a matrix is divided.
-        ns_steps: the number of Newton-Schulz iterations.
         adjust_lr_fn: the factor on lr per matrix. "match_rms_adamw" is 0.2 * sqrt(longer side), for
             lr and weight decay of AdamW; "original" is sqrt(outputs / inputs), at least 1.
         ns_dtype: the dtype in which matrices are sent and multiplied. fp32 is for tests.
@@ -107,14 +100,7 @@ class Muon(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices of the assignment.
-
-        Args:
-            param_group: as in torch.
-
-        Raises:
-            ValueError: when the assignment has no matrices for a parameter.
-        """
+        """Add a group as in torch; a ValueError for parameters without matrices."""
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             if param not in self.layouts:
@@ -134,11 +120,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Load a state dict of this class or of `torch.optim.Muon`.
-
-        Args:
-            state_dict: as in torch.
-        """
+        """Load a state dict of this class or of `torch.optim.Muon`."""
         super().load_state_dict(state_dict)
         # torch has cast momentum to the dtype of its parameter, in which small changes are lost.
         params = [param for group in self.param_groups for param in group["params"]]
@@ -150,18 +132,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have a gradient; collective where matrices are sharded.
-
-        Args:
-            closure: computes and returns the loss, with gradients.
-
-        Returns:
-            The closure's result; None without a closure.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Update all parameters that have a gradient; collective where matrices are sharded."""
+        loss = loss_of_closure(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params:
@@ -205,10 +177,7 @@ class _Step:
             for param, layout in zip(params, self.layouts, strict=True)
         ]
         device = self.views[0].weight.device
-        signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        self.grad_scale, self.found_inf = (
-            None if signal is None else signal.to(device).view(()) for signal in signals
-        )
+        self.grad_scale, self.found_inf = signals_of(optimizer, device)
         lr = group["lr"]
         lr = lr.to(device).view(()) if isinstance(lr, Tensor) else torch.full((), lr, device=device)
         self.lr = lr.float()
@@ -300,11 +269,7 @@ class _Step:
 
 
 def _views(param: nn.Parameter, layout: MatrixLayout, momentum: Tensor) -> _MatrixViews:
-    grad = param.grad
-    assert grad is not None
-    if isinstance(param, DTensor) and grad.placements != param.placements:  # type: ignore[attr-defined]
-        grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
-    found = (_local(param.detach()), _local(grad).contiguous(), _local(momentum))
+    found = (local_of(param.detach()), local_of(grad_of(param)).contiguous(), local_of(momentum))
     return _MatrixViews(*map(layout.view, found))
 
 
@@ -317,10 +282,6 @@ def _momentum(optimizer: Muon, param: nn.Parameter) -> Tensor:
         found = torch.zeros_like(param, dtype=dtype)
     state["momentum_buffer"] = found.to(param.device, dtype)
     return state["momentum_buffer"]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def orthogonalize(
@@ -336,11 +297,7 @@ def orthogonalize(
     X <- a X + (b A + c A A) X with A = X X^T, a square of the shorter side. The usual coefficients
     are chosen for the steepest start, so singular values end between 0.7 and 1.2, not at 1. A step
     takes 2 m^2 (2 l + m) flops, m the shorter side, l the longer. Products add in fp32 and round to
-    the dtype of x.
-
-    Args:
-        x_nRC: n finite matrices, any strides.
-        eps: the least norm by which a matrix is divided.
+    the dtype of x; eps is the least norm by which a matrix is divided.
     """
     a, b, c = coefficients
     is_tall = x_nRC.shape[1] > x_nRC.shape[2]

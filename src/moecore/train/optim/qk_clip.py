@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import Positive, check_arguments
 from moecore.base.regions import once
+from moecore.base.torch_names import local_of
 from moecore.kernels.documents import documents_of
 from moecore.kernels.ops import Op
 from moecore.models.layers import Attention
@@ -50,8 +51,8 @@ def _raise_max(
 ) -> None:
     """Raise a running maximum, by blocks of queries; keys of other documents have no part.
 
-    `places_T` is where queries stand among the keys, of rows that are laid end to end where
-    documents are packed; None = queries and keys are of the same tokens.
+    `places_T`: places of queries among the keys, of rows end to end where documents are packed;
+    None = queries and keys are of the same tokens.
     """
     document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
@@ -146,10 +147,7 @@ class QKClip:
     def step(self, *, skipped: bool | Tensor = False) -> None:
         """Scale the projections of heads above tau, and watch anew. One all-reduce, no host sync.
 
-        Call it on every rank, after the optimizer.
-
-        Args:
-            skipped: whether the optimizer step was: then nothing changes (`StepResult.skipped`).
+        Call it on every rank, after the optimizer; with `skipped` nothing changes.
         """
         if not self._watched:
             return
@@ -179,17 +177,13 @@ class _Scaled(NamedTuple):
 
     def scale(self, factors_Hd: Tensor) -> None:
         """Multiply each row by its factor: [heads, rows of a head]."""
-        local = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        local = local_of(self.weight)
         factors = factors_Hd.flatten()[self.rows].to(local.dtype)
         local.mul_(factors[:, None])
 
 
 class _Watched:
-    """One attention module: the running maximum of this rank's heads, and what its clip scales.
-
-    Args:
-        num_heads: H over all tp ranks.
-    """
+    """An attention module of `num_heads` over all tp ranks, with this rank's running maximum."""
 
     def __init__(self, name: str, module: Any, num_heads: int, queries: str, keys: str) -> None:
         self.name, self.module, self.num_heads = name, module, num_heads

@@ -5,11 +5,11 @@
     last micro-batch's backward     after each block, the copy of a part to the device starts
     optimizer.step()                waits for the last part
 
-The state is every tensor of `optimizer.state` that is no scalar: moments, momenta, masters and
-remainders. It is cut into one part per block: parts leave while activations grow, and return while
-activations are freed. The host waits for no copy. If the bus is slower than the blocks, the model
-waits, and a lower `fraction` avoids it. A PCIe 5 bus copies 55e9 bytes per second; copies out
-overlap the first forward of a step, and copies back overlap the last micro-batch's backward.
+The state is every tensor of `optimizer.state` that is no scalar, cut into one part per block: parts
+leave while activations grow, and return while activations are freed. The host waits for no copy. If
+the bus is slower than the blocks, the model waits, and a lower `fraction` avoids it. A PCIe 5 bus
+copies 55e9 bytes per second; copies out overlap the first forward of a step, and copies back
+overlap the last micro-batch's backward.
 
 Code that reads `optimizer.state` itself, such as a deep copy, first calls `bring_state_back()`,
 because a copy to the host may be running. `state_dict`, `load_state_dict` and `moecore.io` call it
@@ -27,14 +27,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moecore.base.fields import Bound, check_arguments
-from moecore.base.torch_names import is_recomputing, tree_leaves
+from moecore.base.torch_names import is_recomputing, local_of, tree_leaves
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.units import find_blocks
-from moecore.train.memory.host_copies import HostCopies
+from moecore.train.memory.host import HostCopies
 from moecore.train.memory.streams import CopyStream
 
 Key = TypeVar("Key", bound=Hashable)
@@ -43,19 +42,13 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 
 @dataclass(slots=True)
 class _Moved:
-    """A state tensor that is offloaded.
+    """A state tensor that is offloaded."""
 
-    Attributes:
-        tensor: this rank's shard.
-        host: flat host memory for the copy.
-        device: flat device memory for the copy back; None before it starts.
-    """
-
-    tensor: Tensor
+    tensor: Tensor  # this rank's shard
     shape: torch.Size
     stride: tuple[int, ...]
-    host: Tensor
-    device: Tensor | None = None
+    host: Tensor  # flat, for the copy
+    device: Tensor | None = None  # flat, for the copy back; None before it starts
 
     def become(self, flat: Tensor) -> None:
         """Make the tensor a view of flat memory."""
@@ -66,16 +59,10 @@ class _Moved:
 
 @dataclass(slots=True)
 class _StatePart:
-    """State tensors that are copied out and back together.
-
-    Attributes:
-        place: "leaving": on the device, being copied to the host; "away": on the host; "coming":
-            on the host, being copied to the device.
-        copied: an event after the copies of "leaving" or "coming"; None on a CPU.
-    """
+    """State tensors that are copied together; `copied` is an event after the copies."""
 
     tensors: list[_Moved]
-    place: Literal["leaving", "away", "coming"]
+    place: Literal["leaving", "away", "coming"]  # to the host, on the host, to the device
     copied: torch.cuda.Event | None
 
 
@@ -111,11 +98,11 @@ class StateOffload:
                 "close() that one"
             )
         self._optimizer, self._fraction = optimizer, fraction
-        self._device = _local(optimizer.param_groups[0]["params"][0]).device
+        self._device = local_of(optimizer.param_groups[0]["params"][0]).device
         self._copies, self._stream = HostCopies(), CopyStream(self._device)
         self._parts: list[_StatePart] = []  # none while all state is on the device
         self._blocks = find_blocks(model) or [model]
-        self._enginess = engines_of(model)
+        self._engines = engines_of(model)
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_state_dict_pre_hook(lambda *_: self.bring_state_back()),
@@ -134,10 +121,8 @@ class StateOffload:
     def bring_state_back(self) -> None:
         """Copy all state back to the device, where it stays until the next forward.
 
-        Later work on the device's current stream may use the state.
-
-        Raises:
-            OutOfMemoryError: when device memory is short; the state is whole, on the host.
+        Later work on the device's current stream may use it. An OutOfMemoryError leaves it whole,
+        on the host.
         """
         for part in self._parts:
             self._fetch(part)
@@ -194,7 +179,7 @@ class StateOffload:
 
     def _before_backward_of(self, number: int) -> None:
         """Fetch a part for each block whose backward is done; all parts at the first block's."""
-        progress = next((p for p in (r.progress() for r in self._enginess) if p is not None), None)
+        progress = next((p for p in (r.progress() for r in self._engines) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
         num_done = len(self._blocks) - 1 - number
@@ -205,7 +190,9 @@ class StateOffload:
     @torch.no_grad()
     def _send(self) -> None:
         """Start to copy state to the host."""
-        tensors = _up_to(self._fraction, _movable(self._optimizer, self._device))
+        movable = _movable(self._optimizer, self._device)
+        chosen = largest_up_to(self._fraction, {name: x.nbytes for name, x in movable.items()})
+        tensors = {name: tensor for name, tensor in movable.items() if name in chosen}
         if not tensors:  # before the first step
             return
         flat = {
@@ -263,28 +250,19 @@ def of_host_memory(what: str) -> Iterator[None]:
 
 @torch.no_grad()
 def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, Tensor]:
-    """Return name -> this rank's shard of each state tensor whose offload frees memory.
-
-    Scalars, which optimizers read on the host, and views of larger memory are left out.
-    """
+    """Return name -> this rank's shard of each state tensor whose offload frees memory."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found: dict[str, Tensor] = {}
     for number, param in enumerate(params):
         for slot, value in optimizer.state.get(param, {}).items():
             if not isinstance(value, Tensor) or value.ndim == 0:
-                continue
-            local = _local(value)
+                continue  # optimizers read scalars on the host
+            local = local_of(value)
             is_dense = torch.empty_like(local, device="meta").stride() == local.stride()
             owns = local.untyped_storage().nbytes() == local.nbytes > 0
             if local.device == device and is_dense and owns:
                 found[f"{number}.{slot}"] = local
     return found
-
-
-def _up_to(fraction: float, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that `largest_up_to` chooses by their bytes."""
-    chosen = largest_up_to(fraction, {name: tensor.nbytes for name, tensor in tensors.items()})
-    return {name: tensor for name, tensor in tensors.items() if name in chosen}
 
 
 def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
@@ -301,18 +279,10 @@ def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
 
 
 def _in_parts(sizes: dict[str, int], num_parts: int) -> list[list[str]]:
-    """Return the names in parts of about the same bytes, in order; some may be empty.
-
-    Example: {a: 1, b: 6, c: 3} in 2 parts is [a, b], [c].
-    """
+    """Return names in parts of about equal bytes: {a: 1, b: 6, c: 3} in 2 is [a, b], [c]."""
     parts: list[list[str]] = [[] for _ in range(num_parts)]
     total, before = sum(sizes.values()), 0
     for name, size in sizes.items():
         parts[before * num_parts // total].append(name)
         before += size
     return parts
-
-
-def _local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
