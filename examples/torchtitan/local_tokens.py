@@ -21,9 +21,8 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.models import qwen3
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
-import moecore.integrations.torchtitan.v02.specs  # noqa: F401  (registers moecore's models)
-from moecore.integrations.torchtitan.v02.decoder import with_labels
-from moecore.integrations.torchtitan.v02.hf import TitanHFArgs
+from moecore.integrations.torchtitan.models import DecoderArgs
+from moecore.integrations.torchtitan.v02.specs import TitanHFArgs, with_labels
 
 NUM_RANDOM = 1 << 24  # ids drawn once; longer runs see them again
 
@@ -106,7 +105,8 @@ def _vocab_size(job_config: Any) -> int:
     args: Any = get_train_spec(model.name).model_args[model.flavor]
     if isinstance(args, TitanHFArgs):
         args.update_from_config(job_config)  # reads the config, which torchtitan asks for later
-    return args.config.vocab_size if hasattr(args, "config") else args.vocab_size
+        return args.hf_config.vocab_size
+    return args.decoder.vocab_size if isinstance(args, DecoderArgs) else args.vocab_size
 
 
 def local(spec: TrainSpec) -> TrainSpec:

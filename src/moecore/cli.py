@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,11 +45,7 @@ exit codes: 0 all is well, 1 a problem was found, 2 wrong usage"""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TARGETS = ("native", "hf", "megatron", "dcp", "dcp-transformers")
 # What only some targets have.
-FITTING = {
-    "step": ("native",),
-    "layout": ("hf",),
-    "max_shard_size": ("native", "hf"),
-}
+FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", "hf")}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -97,9 +95,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_readers(commands: Any) -> None:
     inspect = _command(commands, "inspect", _inspect, "print what a checkpoint holds")
-    inspect.add_argument(
-        "path", type=Path, help="step directory, run, Hugging Face or DCP directory"
-    )
     inspect.add_argument("--json", action="store_true", help="print one JSON object, all tensors")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
 
@@ -112,9 +107,10 @@ def _add_readers(commands: Any) -> None:
         "index, missing layers, experts and scales; that format has no digests, so damage inside a "
         "tensor is not seen.",
     )
-    verify.add_argument(
-        "path", type=Path, help="step directory, run, Hugging Face or DCP directory"
-    )
+    for reader in (inspect, verify):
+        reader.add_argument(
+            "path", type=Path, help="step directory, run, Hugging Face or DCP directory"
+        )
     verify.add_argument(
         "--sizes", action="store_true", help="native: sizes and headers only, no hashing"
     )
@@ -201,10 +197,7 @@ def _native_facts(path: Path) -> dict[str, Any]:
         "config": facts.config,
         "extra": facts.extra,
         "files": {name: file.size for name, file in manifest.files.items()},
-        "tensors": {
-            name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
-            for name, tensor in manifest.tensors.items()
-        },
+        "tensors": _entries(manifest.tensors),
     }
 
 
@@ -226,10 +219,7 @@ def _hf_facts(path: Path) -> dict[str, Any]:
         "quantized": quantization and quantization.get("quant_method"),
         "versions": {"transformers": config.get("transformers_version")},
         "files": {f: (path / f).stat().st_size for f in sorted({t.file for t in stored.values()})},
-        "tensors": {
-            name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
-            for name, tensor in stored.items()
-        },
+        "tensors": _entries(stored),
     }
 
 
@@ -245,25 +235,25 @@ def _dcp_facts(path: Path) -> dict[str, Any]:
         "format": "DCP",
         "names": names,
         "files": {file: (path / file).stat().st_size for file in used},
-        "tensors": {
-            name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
-            for name, tensor in stored.items()
-        },
+        "tensors": _entries(stored),
+    }
+
+
+def _entries(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
+        for name, tensor in tensors.items()
     }
 
 
 def _totals(tensors: dict[str, Any]) -> dict[str, Any]:
     """Number of tensors, elements and bytes by dtype."""
-    dtypes: dict[str, int] = {}
-    sizes = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
-    total = 0
+    elements = Counter[str]()
     for entry in tensors.values():
-        numel = 1
-        for n in entry["shape"]:
-            numel *= n
-        dtypes[entry["dtype"]] = dtypes.get(entry["dtype"], 0) + numel
-        total += numel * sizes[entry["dtype"]]
-    return {"num_tensors": len(tensors), "num_bytes": total, "elements": dtypes}
+        elements[entry["dtype"]] += math.prod(entry["shape"])
+    sizes = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+    num_bytes = sum(count * sizes[name] for name, count in elements.items())
+    return {"num_tensors": len(tensors), "num_bytes": num_bytes, "elements": elements}
 
 
 def _verify(args: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,10 @@ import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
+from tests.integrations.titan_runs import TITAN, prepare
 
-if find_spec("torchtitan") is None:  # not imported here: `cpu.prepare` comes first
-    pytest.skip("torchtitan is not installed", allow_module_level=True)
+if not TITAN.startswith("0.2"):  # not imported here: `prepare` comes first
+    pytest.skip("torchtitan 0.2 is not installed", allow_module_level=True)
 pytestmark = pytest.mark.slow
 
 SEQ_LEN, VOCAB = 4, 2048  # of debugmodel_moe
@@ -24,8 +24,6 @@ MODELS = ("local_qwen3", "local_moecore_qwen3", "local_moecore")
 
 
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
-    from examples.torchtitan.cpu import prepare
-
     prepare()
     from examples.torchtitan.local_tokens import LocalTokens, build_local_tokens, read_tokens
     from torchtitan.protocols.train_spec import get_train_spec

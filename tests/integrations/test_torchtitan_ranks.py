@@ -1,4 +1,4 @@
-"""Real `torchtitan.train` runs on four CPU ranks: torchtitan's own models against moecore's.
+"""Real `torchtitan.train` runs on CPU ranks: torchtitan's own models against moecore's.
 
 The oracle is stock torchtitan without tensor parallelism: under tp, the router gradients of 0.2.2
 (torch 2.13) differ from it, see docs/torchtitan.md.
@@ -6,90 +6,130 @@ The oracle is stock torchtitan without tensor parallelism: under tp, the router 
 
 from __future__ import annotations
 
-import os
 import tempfile
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
-from tests.integrations.titan_runs import STEPS, Run, assert_close, close, train
+from tests.integrations.titan_runs import (
+    AC,
+    BATCH,
+    COMPILE,
+    EP,
+    ETP,
+    OWN_TP,
+    STEPS,
+    TITAN,
+    TP,
+    TWO_BATCHES,
+    V03,
+    Run,
+    assert_close,
+    close,
+    prepare,
+    train,
+)
 
-if find_spec("torchtitan") is None:  # not imported here: `cpu.prepare` comes first
+if not TITAN:  # not imported here: `prepare` comes first
     pytest.skip("torchtitan is not installed", allow_module_level=True)
 pytestmark = pytest.mark.slow
 
-EP, TP, ETP = (f"parallelism__{n}_parallel_degree" for n in ("expert", "tensor", "expert_tensor"))
 REPLICATE, SHARD = (f"parallelism__data_parallel_{n}_degree" for n in ("replicate", "shard"))
-AC, BATCH, GLOBAL = "activation_checkpoint__mode", "training__local_batch_size", "global_batch_size"
-SELECTIVE = "activation_checkpoint__selective_ac_option"
-# Every graph is made, none is turned into C++: that takes minutes here.
-COMPILE = {"compile__enable": True, "compile__backend": "aot_eager"}
-TWO_BATCHES = {f"training__{GLOBAL}": 4}  # of one sample each on two data ranks
+SELECTIVE, FULL = {AC: "selective"}, {AC: "full"}
+BF16 = {EP: 2, "training__mixed_precision_param": "bfloat16"}
+Job = tuple[str, str, dict[str, Any]]  # arguments of `train`
 
 # Every run sees four samples a step.
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3 stock": ("stock_tiny_qwen3", {EP: 2}),
-    "qwen3 hsdp": ("moecore_tiny_qwen3", {EP: 2, REPLICATE: 2, SHARD: 2, AC: "full"}),
-    "qwen3 tp": ("moecore_tiny_qwen3", {EP: 2, TP: 2, AC: "selective", **TWO_BATCHES}),
-    "qwen3 dense mesh": ("moecore_tiny_qwen3", {AC: "selective", SELECTIVE: "op"}),
-    "qwen3 compiled": ("moecore_tiny_qwen3", {EP: 2, AC: "selective", **COMPILE}),
-    "deepseek_v3 stock": ("stock_tiny_deepseek_v3", {EP: 2}),
-    "deepseek_v3 ep4": ("moecore_tiny_deepseek_v3", {EP: 4, TP: 2, BATCH: 2}),
-    "deepseek_v3 compiled": ("moecore_tiny_deepseek_v3", {EP: 4, TP: 2, BATCH: 2, **COMPILE}),
-    "deepseek_v3 etp": ("moecore_tiny_deepseek_v3", {EP: 2, TP: 2, ETP: 2, BATCH: 2}),
-}
-BF16 = {"training__mixed_precision_param": "bfloat16"}
-LOW = {"stock": ("stock_tiny_qwen3", {EP: 2}), "moecore": ("moecore_tiny_qwen3", {EP: 2})}
+RUNS: dict[str, tuple[str, dict[str, Any]]]
+if V03:  # a model that is cut over tp is not compiled, and torchtitan fills none on four ranks
+    NUM_RANKS, TWO = 2, {BATCH: 2}
+    PARTIAL = {"parallelism__spmd_backend": "partial_dtensor"}
+    CHOICES = {"moecore__dispatcher": "allgather", "moecore__expert_backend": "sequential"}
+    RUNS = {
+        "qwen3 stock": ("stock_tiny_qwen3", {EP: 2, **TWO}),
+        "qwen3 ep": ("moecore_tiny_qwen3", {EP: 2, **TWO_BATCHES}),
+        "qwen3 dense mesh": ("moecore_tiny_qwen3", {**TWO, **SELECTIVE}),
+        "qwen3 replicas": ("moecore_tiny_qwen3", {**TWO, REPLICATE: 2, SHARD: 1}),
+        "qwen3 partial": ("moecore_tiny_qwen3", {EP: 2, **TWO, **PARTIAL, **FULL}),
+        "qwen3 compiled": ("moecore_tiny_qwen3", {EP: 2, **TWO, **COMPILE, **SELECTIVE}),
+        "qwen3 tp": ("moecore_tiny_qwen3", {EP: 2, **OWN_TP, BATCH: 4, **SELECTIVE}),
+        "qwen3 choices": ("moecore_tiny_qwen3", {EP: 2, **TWO, **CHOICES, **SELECTIVE}),
+        "deepseek_v3 stock": ("stock_tiny_deepseek_v3", {EP: 2, **TWO}),
+        "deepseek_v3 ep": ("moecore_tiny_deepseek_v3", {EP: 2, **TWO}),
+        "deepseek_v3 dense mesh": ("moecore_tiny_deepseek_v3", {**TWO_BATCHES, **FULL}),
+        "deepseek_v3 tp": ("moecore_tiny_deepseek_v3", {EP: 2, **OWN_TP, **TWO, **TWO_BATCHES}),
+        "deepseek_v3 compiled": ("moecore_tiny_deepseek_v3", {EP: 2, **TWO, **COMPILE}),
+    }
+    BF16 |= TWO | SELECTIVE
+else:
+    NUM_RANKS, WIDE = 4, {EP: 4, TP: 2, BATCH: 2}
+    SELECTIVE_OP = SELECTIVE | {"activation_checkpoint__selective_ac_option": "op"}
+    RUNS = {
+        "qwen3 stock": ("stock_tiny_qwen3", {EP: 2}),
+        "qwen3 hsdp": ("moecore_tiny_qwen3", {EP: 2, REPLICATE: 2, SHARD: 2, **FULL}),
+        "qwen3 tp": ("moecore_tiny_qwen3", {EP: 2, TP: 2, **SELECTIVE, **TWO_BATCHES}),
+        "qwen3 dense mesh": ("moecore_tiny_qwen3", SELECTIVE_OP),
+        "qwen3 compiled": ("moecore_tiny_qwen3", {EP: 2, **SELECTIVE, **COMPILE}),
+        "deepseek_v3 stock": ("stock_tiny_deepseek_v3", {EP: 2}),
+        "deepseek_v3 ep": ("moecore_tiny_deepseek_v3", WIDE),
+        "deepseek_v3 compiled": ("moecore_tiny_deepseek_v3", {**WIDE, **COMPILE}),
+        "deepseek_v3 etp": ("moecore_tiny_deepseek_v3", {EP: 2, TP: 2, ETP: 2, BATCH: 2}),
+    }
+LOW = {"stock": "stock_tiny_bf16" if V03 else "stock_tiny_qwen3", "moecore": "moecore_tiny_qwen3"}
 ACCELERATED = [name for name in RUNS if "stock" not in name]
 
 
 def saving(name: str) -> dict[str, Any]:
-    if name in ("qwen3 stock", "qwen3 tp"):
+    if name in ("qwen3 stock", "qwen3 tp") and not V03:
         return dict(checkpoint__enable=True, checkpoint__last_save_in_hf=True)
     every = dict(checkpoint__enable=True, checkpoint__interval=2)
-    return every if name in ("deepseek_v3 stock", "deepseek_v3 ep4") else {}
+    return every if name in ("deepseek_v3 stock", "deepseek_v3 ep") else {}
 
 
-def worker(rank: int, device: torch.device, folder: str) -> dict[str, Run]:
-    from examples.torchtitan.cpu import prepare
+def loading(model: str, source: str, step: int, target: str, folder: str, **options: Any) -> Job:
+    """A run that begins with what another one of the model wrote after a step."""
+    spec, own = RUNS[f"{model} {target}"]
+    path = f"{folder}/{model} {source}/checkpoint/step-{step}"
+    options |= dict(checkpoint__enable=True, checkpoint__initial_load_path=path)
+    return spec, f"{folder}/{model} {source} to {target}", own | options
 
-    prepare()
-    runs = {}
+
+def jobs_in(folder: str) -> dict[str, Job]:
+    """Every run by name, those that write before those that read."""
+    jobs: dict[str, Job] = {}
     for name, (spec, options) in RUNS.items():
-        runs[name] = train(spec, f"{folder}/{name}", **options, **saving(name))
-    for source, target in (("stock", "ep4"), ("ep4", "stock")):
-        spec, options = RUNS[f"deepseek_v3 {target}"]
-        runs[f"{source} to {target}"] = train(
-            spec,
-            f"{folder}/{source} to {target}",
-            **options,
-            checkpoint__enable=True,
-            checkpoint__initial_load_path=f"{folder}/deepseek_v3 {source}/checkpoint/step-2",
-            checkpoint__initial_load_model_only=False,
-        )
-    for source, target in (("stock", "tp"), ("tp", "stock")):
-        spec, options = RUNS[f"qwen3 {target}"]
-        runs[f"hf {source} to {target}"] = train(
-            spec,
-            f"{folder}/hf {source} to {target}",
-            **options,
-            training__steps=1,
-            checkpoint__enable=True,
-            checkpoint__initial_load_path=f"{folder}/qwen3 {source}/checkpoint/step-{STEPS}",
-            checkpoint__initial_load_in_hf=True,
-        )
-    for name, (spec, options) in LOW.items():
-        runs[f"bf16 {name}"] = train(spec, folder, **options, **BF16)
-    return runs
+        jobs[name] = (spec, f"{folder}/{name}", options | saving(name))
+    for pair in (("stock", "ep"), ("ep", "stock")):
+        whole = dict(checkpoint__initial_load_model_only=False)
+        jobs[" to ".join(pair)] = loading("deepseek_v3", pair[0], 2, pair[1], folder, **whole)
+    for pair in () if V03 else (("stock", "tp"), ("tp", "stock")):
+        one = dict(training__steps=1, checkpoint__initial_load_in_hf=True)
+        jobs["hf " + " to ".join(pair)] = loading("qwen3", pair[0], STEPS, pair[1], folder, **one)
+    for kind, spec in LOW.items():
+        jobs[f"bf16 {kind}"] = (spec, folder, BF16)
+    return jobs
+
+
+def worker(rank: int, device: torch.device, jobs: dict[str, Job]) -> dict[str, Run]:
+    prepare()
+    return {name: train(spec, path, **options) for name, (spec, path, options) in jobs.items()}
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(4, worker, os.path.join(folder, "titan"))
+        jobs = jobs_in(folder)
+        if not V03:
+            return run_ranks(NUM_RANKS, worker, jobs)
+        # A process trains one stock model: for a second torch 2.14 finds the meshes of the first.
+        stock = [name for name in jobs if name.endswith("stock")]
+        first, last = ([[n] for n in stock if (" to " in n) == reads] for reads in (False, True))
+        found: dict[str, Run] = {}
+        for group in (*first, [n for n in jobs if n not in stock], *last):
+            found |= run_ranks(NUM_RANKS, worker, {name: jobs[name] for name in group})
+        return found
 
 
 def oracle(runs: dict[str, Run], name: str) -> Run:
@@ -113,10 +153,10 @@ def test_every_gradient_is_that_of_stock(runs: dict[str, Run], name: str) -> Non
 def test_state_after_the_steps_is_that_of_stock(runs: dict[str, Run], name: str) -> None:
     run, stock = runs[name], oracle(runs, name)
     assert_close(run.state, stock.state, 2e-5)  # three updates
-    biases = [n for n in run.state if n.endswith("expert_bias")]
+    biases = [n for n in run.state if "expert_bias" in n]
     assert biases
     for bias in biases:
-        assert bool(run.state[bias].any()) == ("deepseek" in name)
+        assert bool(run.state[bias].any()) == (V03 or "deepseek" in name)
 
 
 @pytest.mark.parametrize("name", ACCELERATED)
@@ -125,11 +165,12 @@ def test_every_parameter_is_a_dtensor_and_experts_are_found(
 ) -> None:
     run = runs[name]
     assert not run.plain
+    assert run.expert_meshes
     for names in run.expert_meshes:
-        assert ("ep" in names) == ("dense mesh" not in name), names
+        assert ("ep" in names) == (EP in RUNS[name][1]), names
 
 
-@pytest.mark.parametrize("route", ["stock to ep4", "ep4 to stock"])
+@pytest.mark.parametrize("route", ["stock to ep", "ep to stock"])
 def test_a_checkpoint_of_one_continues_in_the_other(runs: dict[str, Run], route: str) -> None:
     stock = runs["deepseek_v3 stock"]
     assert len(runs[route].losses) == 1  # step 3 alone
@@ -138,6 +179,7 @@ def test_a_checkpoint_of_one_continues_in_the_other(runs: dict[str, Run], route:
     assert_close(runs[route].state, stock.state, 2e-5)
 
 
+@pytest.mark.skipif(V03, reason="moecore has not tried these files of torchtitan 0.3")
 def test_hugging_face_files_of_one_load_in_the_other(runs: dict[str, Run]) -> None:
     own, stock = runs["hf stock to tp"], runs["hf tp to stock"]
     assert close(own.losses, stock.losses)

@@ -5,25 +5,25 @@ torchtitan imports this module by `--experimental.custom_import tests.integratio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.models import deepseek_v3, qwen3
-from torchtitan.models.moe import MoEArgs
+from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-from moecore import BalanceConfig, MoEConfig
-from moecore.integrations.torchtitan.v02.decoder import TitanDecoder, with_labels
-from moecore.integrations.torchtitan.v02.specs import accelerated, decoder_spec
-from moecore.models import DecoderConfig
-from moecore.moe.params import init_normal_
-
-VOCAB = 96
+from moecore.integrations.torchtitan.models import OwnDecoder
+from moecore.integrations.torchtitan.v02.specs import (
+    accelerated,
+    decoder_spec,
+    titan_moe,  # noqa: F401  (a test's)
+    with_labels,
+)
+from tests.integrations.titan_runs import DECODER, VOCAB, RandomBatches, random_block, refill
 
 QWEN3 = qwen3.Qwen3ModelArgs(
     vocab_size=VOCAB,
@@ -72,61 +72,10 @@ DEEPSEEK_V3 = deepseek_v3.DeepSeekV3ModelArgs(
         load_balance_coeff=0.01,
     ),
 )
-DECODER = DecoderConfig(
-    vocab_size=VOCAB,
-    dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=64,
-    num_mtp_layers=1,
-    mtp_loss_coef=0.3,
-    moe=MoEConfig(
-        dim=32,
-        hidden_dim=16,
-        num_experts=8,
-        top_k=3,
-        shared_hidden_dim=16,
-        score_function="sigmoid",
-        expert_bias=True,
-        balance=BalanceConfig(bias_update_rate=0.01, micro_batch_coef=0.01),
-    ),
-)
 
 
-class RandomTokens(BaseDataLoader):
-    """Sample i is a function of i alone, so every layout sees the same global batch."""
-
-    def __init__(self, dp_rank: int, dp_world_size: int, batch: int, seq_len: int) -> None:
-        self.batch, self.seq_len, self.next = batch, seq_len, 0
-        self.first, self.step = dp_rank * batch, dp_world_size * batch
-
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        while True:
-            first = self.next * self.step + self.first
-            tokens, labels = samples(first, self.batch, self.seq_len)
-            self.next += 1
-            yield {"input": tokens}, labels
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.next * self.step}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.next = state_dict["seen"] // self.step if state_dict else 0
-
-
-def samples(first: int, count: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [count, seq_len]; every third sample has labels that do not count."""
-    rows = []
-    for i in range(first, first + count):
-        generator = torch.Generator().manual_seed(i)
-        rows.append(torch.randint(VOCAB, (seq_len + 1,), generator=generator))
-    tokens = torch.stack(rows)
-    labels = tokens[:, 1:].clone()
-    ignored = torch.arange(first, first + count) % 3 == 0
-    labels[ignored, :5] = -100
-    return tokens[:, :-1], labels
+class RandomTokens(RandomBatches, BaseDataLoader):
+    pass
 
 
 def build_random_tokens(
@@ -137,21 +86,12 @@ def build_random_tokens(
 
 
 def filled(model_cls: type[nn.Module], block: str) -> type[nn.Module]:
-    """A model whose matrices are the same on every layout, and large in MoE blocks.
-
-    On CPU meshes torch fills every shard with the same random numbers, so that experts and router
-    rows would be copies of each other and choices ties. And as torchtitan fills them, experts add
-    too little to be seen in the loss.
-    """
+    """A model class that ends `init_weights` with `refill`."""
 
     class Filled(model_cls):  # type: ignore[misc, valid-type]
-        @torch.no_grad()
         def init_weights(self, *args: Any, **kwargs: Any) -> None:
             super().init_weights(*args, **kwargs)
-            for path, param in self.named_parameters():
-                if param.ndim > 1:
-                    key = path.replace("_checkpoint_wrapped_module.", "")
-                    init_normal_(param, std=0.2 if block in path else 0.05, key=key)
+            refill(self, block)
 
     return Filled
 
@@ -193,11 +133,29 @@ def register() -> None:
     loader = with_labels(build_random_tokens)
     decoder = replace(
         decoder,
-        model_cls=filled(TitanDecoder, ".mlp."),
+        model_cls=filled(OwnDecoder, ".mlp."),
         build_dataloader_fn=loader,
         build_tokenizer_fn=None,
     )
     register_train_spec("moecore_tiny_decoder", decoder)
+
+
+def stock_block(
+    *, shared: bool = False, bias: bool = False, forced: bool = False, **options: Any
+) -> nn.Module:
+    defaults = dict(num_experts=8, use_grouped_mm=False, score_before_experts=False)
+    names = dict(num_shared_experts=2 * shared, gate_bias=bias, _debug_force_load_balance=forced)
+    return random_block(MoE(MoEArgs(**(defaults | names | options)), 16, 32))
+
+
+def exact_block(block: nn.Module) -> None:
+    """Nothing to do: without grouped products stock multiplies in the dtype of its input."""
+
+
+def fill_block(block: Any) -> None:
+    if block.router.gate.bias is not None:  # stock leaves it as it is
+        block.router.gate.bias.zero_()
+    block.init_weights(0.1, torch.device("cpu"))
 
 
 register()

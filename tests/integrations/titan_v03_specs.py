@@ -6,7 +6,6 @@ what `--config` chooses from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,47 +23,37 @@ from torchtitan.config.override import derive
 from torchtitan.models import deepseek_v3, qwen3
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.config_utils import (
+    make_ffn_config,
+    make_moe_config,
+    make_routed_experts_config,
+    make_router_config,
+)
+from torchtitan.models.common.moe import GroupedExperts, MoE  # noqa: F401  (a test's)
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.deepseek_v3.model import DeepSeekV3Model
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from moecore import BalanceConfig, MoEConfig
-from moecore.integrations.torchtitan.v03.decoder import TitanDecoder
 from moecore.integrations.torchtitan.v03.jobs import accelerated, decoder_job
-from moecore.models import DecoderConfig
-from moecore.moe.params import init_normal_
-
-VOCAB, DIM, SEQ_LEN, STEPS = 96, 32, 16, 3
-LR, EPS, WEIGHT_DECAY = 1e-2, 1e-3, 0.1  # with eps 1e-8 the first steps are the gradients' signs
-DECODER = DecoderConfig(
-    vocab_size=VOCAB,
-    dim=DIM,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=64,
-    num_mtp_layers=1,
-    mtp_loss_coef=0.3,
-    moe=MoEConfig(
-        dim=DIM,
-        hidden_dim=16,
-        num_experts=8,
-        top_k=3,
-        shared_hidden_dim=16,
-        score_function="sigmoid",
-        expert_bias=True,
-        balance=BalanceConfig(bias_update_rate=0.01, micro_batch_coef=0.01),
-    ),
+from moecore.integrations.torchtitan.v03.parts import TitanDecoder, titan_moe  # noqa: F401
+from tests.integrations.titan_runs import (
+    DECODER,
+    DIM,
+    EPS,
+    LR,
+    SEQ_LEN,
+    STEPS,
+    VOCAB,
+    WEIGHT_DECAY,
+    RandomBatches,
+    random_block,
+    refill,
 )
 
 
-class RandomTokens(BaseDataLoader):
-    """Sample i is a function of i alone, so every layout sees the same global batch."""
-
+class RandomTokens(RandomBatches, BaseDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         pass
@@ -79,34 +68,7 @@ class RandomTokens(BaseDataLoader):
         local_batch_size: int,
         **_: Any,
     ) -> None:
-        self.batch, self.seq_len, self.next = local_batch_size, seq_len, 0
-        self.first, self.step = dp_rank * self.batch, dp_world_size * self.batch
-
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        while True:
-            first = self.next * self.step + self.first
-            tokens, labels = samples(first, self.batch, self.seq_len)
-            self.next += 1
-            yield {"input": tokens}, labels
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.next * self.step}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.next = state_dict["seen"] // self.step if state_dict else 0
-
-
-def samples(first: int, count: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [count, seq_len]; every third sample has labels that do not count."""
-    rows = []
-    for i in range(first, first + count):
-        generator = torch.Generator().manual_seed(i)
-        rows.append(torch.randint(VOCAB, (seq_len + 1,), generator=generator))
-    tokens = torch.stack(rows)
-    labels = tokens[:, 1:].clone()
-    ignored = torch.arange(first, first + count) % 3 == 0
-    labels[ignored, :5] = -100
-    return tokens[:, :-1].contiguous(), labels
+        super().__init__(dp_rank, dp_world_size, local_batch_size, seq_len)
 
 
 class NoTokenizer(BaseTokenizer):
@@ -145,24 +107,16 @@ class ExactExperts(GroupedExperts):
 
 
 def filled(model_cls: type, block: str) -> Any:
-    """A Config whose model's matrices are the same on every layout, and large in MoE blocks.
-
-    On CPU meshes torch fills every shard with the same random numbers, so that experts and router
-    rows would be copies of each other and choices ties.
-    """
+    """A Config whose model ends `init_weights` with `refill`."""
 
     class Filled(model_cls):  # type: ignore[misc, valid-type]
         @dataclass(kw_only=True, slots=True)
         class Config(model_cls.Config):  # type: ignore[misc, name-defined]
             pass
 
-        @torch.no_grad()
         def init_weights(self, **kwargs: Any) -> None:
             super().init_weights(**kwargs)
-            for path, param in self.named_parameters():
-                if param.ndim > 1:
-                    key = path.replace("_checkpoint_wrapped_module.", "")
-                    init_normal_(param, std=0.2 if block in path else 0.05, key=key)
+            refill(self, block)
 
     return Filled.Config
 
@@ -285,31 +239,72 @@ def tiny(job: Any) -> Any:
     )
 
 
-def stock_qwen3() -> Trainer.Config:
+def stock_tiny_qwen3() -> Trainer.Config:
     return job(on_gloo(exact(tiny_qwen3())))
 
 
-def stock_bf16_qwen3() -> Trainer.Config:
+def stock_tiny_bf16() -> Trainer.Config:
     return job(on_gloo(tiny_qwen3()))
 
 
-def stock_deepseek_v3() -> Trainer.Config:
+def stock_tiny_deepseek_v3() -> Trainer.Config:
     return job(on_gloo(exact(tiny_deepseek_v3())))
 
 
-def moecore_qwen3() -> Trainer.Config:
+def moecore_tiny_qwen3() -> Trainer.Config:
     return accelerated(job(tiny_qwen3()))
 
 
-def moecore_deepseek_v3() -> Trainer.Config:
+def moecore_tiny_deepseek_v3() -> Trainer.Config:
     return accelerated(job(tiny_deepseek_v3()))
 
 
-def moecore_converted() -> Trainer.Config:
+def moecore_tiny_converted() -> Trainer.Config:
     return accelerated(job(exact(tiny_qwen3())))
 
 
-def moecore_decoder() -> Trainer.Config:
+def moecore_tiny_decoder() -> Trainer.Config:
     made = decoder_job(DECODER)
     made.model_spec.model = filled(TitanDecoder, ".mlp.")(decoder=DECODER)
     return tiny(made)
+
+
+def stock_block(
+    *,
+    score_func: str = "sigmoid",
+    top_k: int,
+    shared: bool = False,
+    bias: bool = False,
+    forced: bool = False,
+    load_balance_coeff: float | None = 1e-3,
+    **router: Any,
+) -> nn.Module:
+    names = ("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD")
+    fill: dict[str, Any] = dict.fromkeys(names, nn.init.normal_)
+    sizes = dict(num_experts=8, top_k=top_k, dim=16)
+    config = make_moe_config(
+        num_experts=8,
+        load_balance_coeff=load_balance_coeff,
+        router=make_router_config(
+            **sizes, score_func=score_func, gate_param_init=fill, bias=bias, **router
+        ),
+        routed_experts=make_routed_experts_config(
+            **sizes, hidden_dim=32, param_init=fill, comm_backend="standard"
+        ),
+        shared_experts=make_ffn_config(
+            dim=16, hidden_dim=64, w1_param_init=fill, w2w3_param_init=fill
+        )
+        if shared
+        else None,
+    )
+    config.router._debug_force_load_balance = forced
+    block = config.build()
+    return random_block(block)
+
+
+def exact_block(block: Any) -> None:
+    block.routed_experts.inner_experts.__class__ = ExactExperts
+
+
+def fill_block(block: Any) -> None:
+    block.init_states()

@@ -37,18 +37,16 @@ def replace_blocks(
 ) -> dict[str, RoutedLayer]:
     """Replace every known MoE block in place and return all MoE layers by qualified name.
 
+    Warns of experts that are sharded as dense modules, see `_routes_densely`; in a list whose other
+    entries hold known MoE blocks they are refused.
+
     Args:
-        adapters: block class -> adapter.
-        adapter_of: the adapter of another block, or None.
+        adapter_of: the adapter of a block of another class, or None.
         why_refused: why a block without adapter cannot be taken; None = it is no MoE block.
 
     Raises:
         ValueError: when a block looks like MoE and has no adapter, an adapter returns something
-            else than a MoELayer, or a block that would be swapped has hooks. The model is then
-            unchanged.
-
-    Warns of experts that are sharded as dense modules: see `_routes_densely`. They are refused in a
-    list whose other entries hold known MoE blocks.
+            else than a MoELayer, or a block has hooks. The model is then unchanged.
     """
     found = _find_blocks(
         model, lambda block: adapters.get(type(block)) or adapter_of(block), why_refused

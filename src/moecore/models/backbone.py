@@ -67,8 +67,7 @@ class Backbone(nn.Module):
         """Return x_BTD; under cp and tp only this rank's tokens of each row.
 
         Args:
-            tokens_BT: int64 ids, the same on every cp and tp rank.
-            sequence: where they stand, from `sequence_of`; None = rows of one document each.
+            sequence: from `sequence_of`; None = rows of one document each.
             hidden: the residual stream x_BTD that enters a stage without the embedding.
             stage: which part runs; None = all of it.
         """
@@ -120,13 +119,10 @@ class Backbone(nn.Module):
             held = HeldTokens(ranks, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
             sequence = replace(sequence, held=held)
             positions = held.own(positions.view(-1, T)).view(*positions.shape[:-1], -1)
-        return replace(
-            sequence,
-            padding_mask_BT=None
-            if padding_mask_BT is None
-            else self.own(padding_mask_BT, sequence),
-            rotary=rotary_table(self.config, positions),
-        )
+        if padding_mask_BT is not None:
+            padding_mask_BT = self.own(padding_mask_BT, sequence)
+        rotary = rotary_table(self.config, positions)
+        return replace(sequence, padding_mask_BT=padding_mask_BT, rotary=rotary)
 
     def ranks_of(self, cp: int | None) -> ContextParallel | None:
         """Return the cp ranks of a forward; None = this rank alone."""

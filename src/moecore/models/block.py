@@ -35,12 +35,9 @@ class Block(nn.Module):
             self.mlp = MoELayer(config.moe, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the residual stream after this layer, same shape and dtype.
+        """Return the residual stream after this layer; under tp x_BTD holds this rank's tokens.
 
-        Args:
-            x_BTD: residual stream; under tp this rank's tokens.
-            sequence: where the tokens stand. No expert sees its padding; attention and a dense MLP
-                do.
+        No expert sees the padding of the sequence; attention and a dense MLP do.
         """
         x_BTD = self.attend(x_BTD, sequence)
         y_BTD = self.post_attention_layernorm(x_BTD)
@@ -106,12 +103,12 @@ class MTPLayer(nn.Module):
         self.norm = RMSNorm(D, eps, dtype=dtype)
 
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the normed hidden states h_k, same shape and dtype.
+        """Return the normed hidden states h_k; under tp of this rank's tokens, like the inputs.
 
         Args:
-            h_BTD: h_(k-1); under tp this rank's tokens, like the next one.
+            h_BTD: h_(k-1).
             e_BTD: embeddings of the tokens k positions later.
-            sequence: see `Block.forward`; tokens without a target are padding.
+            sequence: its padding has the tokens without a target.
         """
         joined = torch.cat((self.enorm(e_BTD), self.hnorm(h_BTD)), dim=-1)
         return self.norm(self.block(self.eh_proj(joined), sequence))

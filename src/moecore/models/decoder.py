@@ -32,17 +32,65 @@ from moecore.base.options.context import ContextOptions
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
 from moecore.models.config import DecoderConfig
-from moecore.models.head import Head
 from moecore.models.layers import RMSNorm
-from moecore.models.loss import IGNORE_INDEX
-from moecore.models.tensor_parallel import apply_tensor_parallel
+from moecore.models.loss import IGNORE_INDEX, count_labels, linear_cross_entropy
+from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel, sum_value
 from moecore.moe.layer import MoELayer
-from moecore.moe.params import clean_name, init_normal_
+from moecore.moe.params import clean_name, init_normal_, local_param
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.stages import StageParts, check_held, check_hidden, runs_norm
 from moecore.precision.plain import Linear
 
 INIT_STD = 0.02
+
+
+class Head(nn.Module):
+    """The output matrix, and the loss on top of it. Without a weight of its own when tied.
+
+    Attributes:
+        is_fsdp_head: nothing but its own forward reads its weight: see `find_heads`.
+    """
+
+    is_fsdp_head = True
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.tp: TensorParallel | None = None
+        self.weight: nn.Parameter | None = None
+        if not config.tie_embeddings:
+            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
+
+    def forward(
+        self,
+        x_BTD: Tensor,  # normed; under cp and tp this rank's tokens
+        labels_BT: Tensor | None,
+        num_tokens: Tensor | int | None,
+        tied_weight: Tensor | None,  # the embedding table
+        sequence: Sequence,
+    ) -> Tensor:
+        """Return the loss, or the logits when there are no labels; see `Decoder.forward`."""
+        weight = tied_weight if self.weight is None else self.weight
+        assert weight is not None, "a tied head is called with the embedding table"
+        weight_VD = local_param(weight)
+        if labels_BT is None:
+            logits_BTV = F.linear(x_BTD, weight_VD)
+            logits_BTV = logits_BTV if self.tp is None else self.tp.gather_whole(logits_BTV)
+            return logits_BTV if sequence.held is None else sequence.held.gather_whole(logits_BTV)
+        if num_tokens is None:
+            num_tokens = count_labels(labels_BT).clamp(min=1)
+        labels_BT = sequence.own(labels_BT)
+        if self.tp is not None:
+            labels_BT = self.tp.own(labels_BT)
+        loss = linear_cross_entropy(
+            x_BTD.flatten(0, 1),
+            weight_VD,
+            labels_BT.flatten(),
+            num_tokens=num_tokens,
+            chunk_tokens=self.config.ce_chunk_tokens,
+        )
+        loss = loss if self.tp is None else sum_value(loss, self.tp.group)
+        return loss if sequence.held is None else sum_value(loss, sequence.held.cp.group)
 
 
 class Decoder(nn.Module):
@@ -144,11 +192,7 @@ class Decoder(nn.Module):
         self.model.cp = cp
 
     def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
-        """Let each forward choose its cp from now on; `parallelize_moe` calls it.
-
-        Args:
-            groups: this rank's place in its group of each size > 1.
-        """
+        """Let each forward choose its cp from now on; `parallelize_moe` calls it."""
         self.model.context_groups = groups
 
     def forward(
@@ -246,19 +290,11 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Run a stage's multi-token prediction modules and their losses; see `MTPLayer`.
+        """Return the loss of each multi-token prediction module, fp32, in a stage with the head.
 
         Args:
             states: normed hidden states h_0, h_1, ..; those of the stage's modules are added.
-            stage: that runs.
-            tokens_BT: of the whole rows, as the next ones.
-            labels_BT: of the decoder.
-            num_tokens: see `forward`.
-            padding_mask_BT: True = padding.
-            sequence: where the tokens stand.
-
-        Returns:
-            The loss of each module, fp32, in a stage with the head.
+            tokens_BT: of the whole rows, as labels and mask.
         """
         losses = []
         for ahead, layer in enumerate(self.mtp, start=1):
@@ -290,13 +326,8 @@ class Decoder(nn.Module):
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of what enters a stage on this rank. No communication.
 
-        Args:
-            stage: neither the first nor an empty one.
-            inputs: arguments of `forward` by name.
-
-        Returns:
-            [B, t, D] before the final norm, else [1 + k, B, t, D] after k multi-token prediction
-            modules (0 where none runs); t = T / (cp * tp).
+        It is [B, t, D] before the final norm, else [1 + k, B, t, D] after k multi-token prediction
+        modules (0 where none runs); t = T / (cp * tp).
         """
         predicts = self._predicts(inputs.get("labels_BT"))
         num_states = self._num_states(stage, predicts=predicts)

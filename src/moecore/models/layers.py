@@ -38,12 +38,7 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        eps: float,
-        *,
-        over_tp: bool = False,
-        dtype: torch.dtype | None = None,
+        self, dim: int, eps: float, *, over_tp: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -73,12 +68,7 @@ class Attention(nn.Module):
 
     observe_scores: ScoreObserver | None = None
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.config = config
         self.tp: TensorParallel | None = None
@@ -94,11 +84,9 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(kv_dim if full else d, eps, over_tp=full, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention's output, same shape and dtype.
+        """Return the attention's output, like x_BTD: normed, and under tp of this rank's tokens.
 
-        Args:
-            x_BTD: normed hidden states; under tp this rank's tokens.
-            sequence: where the tokens of the whole rows stand, with their rotary table.
+        The sequence is of the whole rows, with their rotary table.
         """
         assert sequence.rotary is not None, "a decoder's sequence has a rotary table"
         if self.tp is not None:
@@ -129,12 +117,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), the feed-forward part of a dense layer."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.tp: TensorParallel | None = None
         D, F_ = config.dim, config.mlp_hidden_dim

@@ -32,16 +32,9 @@ from moecore.precision.plain import Linear
 
 
 class LatentAttention(nn.Module):
-    """Causal multi-head latent attention.
+    """Causal multi-head latent attention, of a decoder with `mla`."""
 
-    Args:
-        config: the decoder, with `mla`.
-
-    Attributes:
-        observe_scores: as of `Attention`.
-    """
-
-    observe_scores: ScoreObserver | None = None
+    observe_scores: ScoreObserver | None = None  # as of `Attention`
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -64,12 +57,9 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(H * mla.v_head_dim, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention's output, same shape and dtype.
+        """Return the attention's output, like x_BTD; see `Attention.forward`.
 
-        Args:
-            x_BTD: normed hidden states; under tp this rank's tokens.
-            sequence: where the tokens of the whole rows stand; its rotary table is of
-                `qk_rope_head_dim`.
+        The rotary table of the sequence is of `qk_rope_head_dim`.
         """
         q_BTQ, c_BTC, k_BTr = self._latents(x_BTD)
         q_BTHq, k_BTHq, v_BTHv = self._heads(q_BTQ, c_BTC, k_BTr, sequence)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from moecore.base.fields import check_arguments
 from moecore.base.options.layer import BalanceConfig, MoEConfig
@@ -55,6 +56,20 @@ def _qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> Decode
             normalize_weights=True,
             balance=BalanceConfig(micro_batch_coef=0.001),
         ),
+    )
+
+
+def _deepseek_moe(dim: int, hidden_dim: int, **sizes: Any) -> MoEConfig:
+    return MoEConfig(
+        dim=dim,
+        hidden_dim=hidden_dim,
+        shared_hidden_dim=hidden_dim,
+        normalize_weights=True,
+        score_function="sigmoid",
+        routed_scaling_factor=2.5,
+        expert_bias=True,
+        balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
+        **sizes,
     )
 
 
@@ -121,20 +136,7 @@ _DEEPSEEK_V3 = DecoderConfig(
     mlp_hidden_dim=18_432,
     num_mtp_layers=1,
     mtp_loss_coef=0.3,
-    moe=MoEConfig(
-        dim=7168,
-        hidden_dim=2048,
-        num_experts=256,
-        top_k=8,
-        normalize_weights=True,
-        score_function="sigmoid",
-        routed_scaling_factor=2.5,
-        num_groups=8,
-        top_groups=4,
-        expert_bias=True,
-        shared_hidden_dim=2048,
-        balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
-    ),
+    moe=_deepseek_moe(7168, 2048, num_experts=256, top_k=8, num_groups=8, top_groups=4),
 )
 
 # The CPU demo: bytes as tokens, small enough for a step of 4096 tokens in 0.25 s on two cores.
@@ -228,20 +230,7 @@ _TINY_DEEPSEEK_V3 = DecoderConfig(
     mlp_hidden_dim=128,
     num_mtp_layers=1,
     mtp_loss_coef=0.3,
-    moe=MoEConfig(
-        dim=64,
-        hidden_dim=32,
-        num_experts=8,
-        top_k=2,
-        normalize_weights=True,
-        score_function="sigmoid",
-        routed_scaling_factor=2.5,
-        num_groups=4,
-        top_groups=2,
-        expert_bias=True,
-        shared_hidden_dim=32,
-        balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
-    ),
+    moe=_deepseek_moe(64, 32, num_experts=8, top_k=2, num_groups=4, top_groups=2),
 )
 
 PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(

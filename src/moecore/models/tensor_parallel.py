@@ -43,15 +43,11 @@ class TensorParallel:
     """This rank's place among the tp ranks, and the exchanges between them.
 
     Every method is a collective unless its docstring excludes it.
-
-    Attributes:
-        rank: this rank's index in the group.
-        size: G.
     """
 
     group: dist.ProcessGroup
     rank: int
-    size: int
+    size: int  # G
 
     def own(self, x_BT: Tensor) -> Tensor:
         """Return this rank's slice of dim 1, contiguous. No communication.
@@ -81,10 +77,6 @@ class TensorParallel:
         """
         return once(_GatherTokens.apply, x_BtD, self)
 
-    def sum_value(self, value: Tensor) -> Tensor:
-        """Return the sum over ranks; this rank's gradient is that of its own part."""
-        return sum_value(value, self.group)
-
     def sum_shared(self, value: Tensor) -> Tensor:
         """Return the sum over ranks of something that every rank then uses in its own way.
 
@@ -106,9 +98,6 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
     parameter becomes a replicated DTensor, except those of routed experts, which live on the expert
     mesh. Modules with a `tp` attribute get the record that they exchange through. A tp of one rank
     changes nothing.
-
-    Args:
-        model: on meta, or with the same values on every rank.
 
     Raises:
         ValueError: when heads or hidden dims do not divide, or the model is already sharded.
@@ -136,14 +125,7 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
 
 
 def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
-    """Raise ValueError when a decoder cannot be cut over this many tp ranks.
-
-    Args:
-        tp: G.
-
-    Raises:
-        ValueError: with the field that does not divide.
-    """
+    """Raise a ValueError that names the field of a decoder that tp does not divide."""
     for name in ("num_heads", "num_kv_heads", "mlp_hidden_dim"):
         value = getattr(config, name)
         if value % tp:

@@ -28,10 +28,6 @@ EMPTY = "none"  # ends the name of a layer that never ran
 def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> None:
     """Raise for choices that these layers cannot follow. One host sync per entry on a GPU.
 
-    Args:
-        choices: layer name -> ids.
-        layers: layer name -> layer, all that will ask for choices.
-
     Raises:
         ValueError: when a layer is missing or unknown; when ids are not [T, K], not integers, out
             of range, or repeated in a row (for expert choice: not e or -1 in column e).
@@ -128,8 +124,6 @@ def own_choices(
     """Return layer name -> int32 [T, K], this rank's part of what an engine chose. No collective.
 
     Args:
-        indices_BSLK: integers, a tensor or array.
-        layers: layer name -> layer.
         engine_layers: for each of the L layers its name, or None to skip it.
 
     Raises:
@@ -175,11 +169,7 @@ def own_choices(
 def engine_indices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
 ) -> list[Tensor]:
-    """Return int32 [B, S, L, K] per forward; collective over tp.
-
-    Args:
-        layers: layer name -> layer.
-        batch_size: B.
+    """Return int32 [B, S, L, K] per forward, B the batch size; collective over tp.
 
     Raises:
         ValueError: when layers ran different numbers of times, on different tokens or with

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,18 +70,11 @@ def why_refused(module: nn.Module) -> str | None:
     return REFUSED.get(type(module).__name__) if is_hf(module) else None
 
 
-def _softmax_block(block: Any, model: nn.Module) -> MoELayer:
+def _softmax_block(block: Any, model: nn.Module, layout: LayerLayout = STACKED) -> MoELayer:
     """Qwen3-MoE, OLMoE and Mixtral: softmax over all experts, then the best K."""
-    refuse_customised(block, STACKED)
-    normalize = getattr(block.gate, "norm_topk_prob", True)  # Mixtral and Qwen3-VL always do
-    return _adopt_stacked(block, STACKED, top_k=block.gate.top_k, normalize_weights=normalize)
-
-
-def _qwen2_moe(block: Any, model: nn.Module) -> MoELayer:
-    """Qwen2-MoE: softmax routing, and a shared expert with a sigmoid gate."""
-    refuse_customised(block, QWEN2_MOE)
-    normalize = getattr(block.gate, "norm_topk_prob", True)  # Qwen3.5 always does
-    return _adopt_stacked(block, QWEN2_MOE, top_k=block.gate.top_k, normalize_weights=normalize)
+    refuse_customised(block, layout)
+    normalize = getattr(block.gate, "norm_topk_prob", True)  # Mixtral, Qwen3-VL, Qwen3.5 always do
+    return _adopt_stacked(block, layout, top_k=block.gate.top_k, normalize_weights=normalize)
 
 
 def _deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
@@ -178,7 +172,8 @@ _FORMS: dict[Callable[[Any, nn.Module], MoELayer], tuple[str, ...]] = {
         "Qwen3OmniMoeThinkerTextSparseMoeBlock",
         "Qwen3VLMoeTextSparseMoeBlock",
     ),
-    _qwen2_moe: (
+    # And a shared expert with a sigmoid gate.
+    partial(_softmax_block, layout=QWEN2_MOE): (
         "Qwen2MoeSparseMoeBlock",
         "Qwen3NextSparseMoeBlock",
         "Qwen3OmniMoeTalkerTextSparseMoeBlock",

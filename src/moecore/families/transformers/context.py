@@ -76,9 +76,7 @@ class CausalContext:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give the model's loss the labels of this rank's tokens, shifted before they were cut."""
         _refuse_router_logits(kwargs.get("output_router_logits"))
-        is_stage = (
-            SEQUENCE in kwargs
-        )  # of a pipeline: `families/transformers/pipeline.py` has read the whole rows
+        is_stage = SEQUENCE in kwargs  # of a pipeline, where `pipeline.py` has read the whole rows
         for field in ("logits_to_keep", *(() if is_stage else ("inputs_embeds",))):
             if kwargs.get(field) is not None:
                 raise ValueError(

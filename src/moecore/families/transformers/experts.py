@@ -38,17 +38,11 @@ SLOPES, LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 
 @dataclass(frozen=True, slots=True)
 class ReadExperts:
-    """Matrices, sizes and activation of an experts module of transformers.
-
-    Attributes:
-        layout: names and order of the matrices.
-        fields: the fields of `MoEConfig` on experts: sizes, activation and biases.
-        own_activation: the module's activation, if `MoEConfig` has none with equal values; or None.
-    """
+    """Matrices, sizes and activation of an experts module of transformers."""
 
     layout: ExpertLayout
-    fields: dict[str, Any]
-    own_activation: OwnActivation | None
+    fields: dict[str, Any]  # of `MoEConfig`: sizes, activation and biases
+    own_activation: OwnActivation | None  # the module's, if no activation of moecore equals it
 
 
 def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedExperts] | None:
@@ -84,11 +78,7 @@ def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
 
 
 def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
-    """Return sizes, activation and biases of an experts module.
-
-    Raises:
-        NotImplementedError: when the activation has parameters or mixes columns.
-    """
+    """Return sizes, activation and biases of an experts module; see `route_experts`."""
     num_experts, *sizes = getattr(experts, layout.w1).shape
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
     gated = getattr(experts, "has_gate", True)

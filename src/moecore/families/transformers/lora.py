@@ -49,30 +49,18 @@ REPLACED_WHEN_MERGED = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class _Wrapped:
-    """Experts that peft has wrapped.
+    """Experts that peft has wrapped."""
 
-    Attributes:
-        block: name of the MoE block.
-        child: name of the experts in it.
-        wrappers: of peft, from the outermost; each is for one matrix.
-    """
-
-    block: str
-    child: str
+    block: str  # name of the MoE block
+    child: str  # name of the experts in it
     parent: nn.Module
-    wrappers: tuple[Any, ...]
+    wrappers: tuple[Any, ...]  # of peft, from the outermost; each is for one matrix
     experts: nn.Module
 
 
 @contextmanager
 def experts_unwrapped(model: nn.Module) -> Iterator[list[_Wrapped]]:
     """Within, experts stand where peft's wrappers of them stood; after an error these are back.
-
-    Args:
-        model: not yet parallelized; without peft there is nothing to do.
-
-    Yields:
-        What was wrapped.
 
     Raises:
         NotImplementedError: for adapters on routers and on other parameters that peft would
@@ -91,10 +79,6 @@ def experts_unwrapped(model: nn.Module) -> Iterator[list[_Wrapped]]:
 
 def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) -> None:
     """Give the experts of MoE layers the updates of peft's wrappers.
-
-    Args:
-        wrapped: of `experts_unwrapped`.
-        layers: by name, of which the blocks are a part.
 
     Raises:
         ValueError: for a wrapper that stands elsewhere, or for a parameter that cannot be updated.
@@ -182,22 +166,14 @@ def adapted(model: nn.Module) -> nn.Module:
 
 
 def without_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of the model that peft has adapted, under the names they had in it.
-
-    Args:
-        tensors: by name in `model`.
-    """
+    """Return tensors, by name in a model, under their names before peft adapted it."""
     holders, homes = _peft_paths(model)
     kept = {n: t for n, t in tensors.items() if not n.startswith(holders)}
     return {_renamed(n, homes): t for n, t in kept.items()}
 
 
 def trained_copies(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what `modules_to_save` trains, under the names of the originals.
-
-    Args:
-        tensors: by name in `model`.
-    """
+    """Return those tensors, by name in a model, that `modules_to_save` trains, by original name."""
     _, homes = _peft_paths(model)
     found = {}
     for path, module in model.named_modules():
@@ -290,11 +266,7 @@ def _expert_lora_class() -> type[LowRank]:
     from peft.tuners.lora.layer import LoraLayer
 
     class ExpertLora(LowRank, LoraLayer):  # type: ignore[misc]
-        """The updates of one stack of matrices.
-
-        Attributes:
-            depth: how many wrappers of peft stood around this matrix's.
-        """
+        """The updates of one stack of matrices."""
 
         adapter_layer_names = ("lora_A", "lora_B")
         other_param_names = ()
@@ -311,7 +283,7 @@ def _expert_lora_class() -> type[LowRank]:
                 )
             LowRank.__init__(self, pairs, {name: wrapper.scaling[name] for name in pairs})
             self.r = {name: wrapper.r[name] for name in pairs}
-            self.depth = depth
+            self.depth = depth  # how many wrappers of peft stood around this matrix's
             self.merged_adapters = list(wrapper.merged_adapters)
             self._active_adapter = wrapper.active_adapter
             self._disable_adapters = wrapper.disable_adapters

@@ -46,10 +46,7 @@ REFUSED = (
 
 
 class StagedCausal:
-    """What `StagedModel` asks of a model, for one of transformers.
-
-    Args:
-        model: a causal language model, whole or cut by `take_stages`.
+    """What `StagedModel` asks of a causal language model, whole or cut by `take_stages`.
 
     Raises:
         NotImplementedError: for a model without the parts that stages are made of, or with others.
@@ -80,17 +77,11 @@ class StagedCausal:
         """Return the shape of what enters a stage, [B, T / cp, D]."""
         B, T = inputs["input_ids"].shape
         cp = None if self._reader is None else self._reader.cp
-        return (
-            B,
-            T // (1 if cp is None else cp.size),
-            self.model.config.get_text_config().hidden_size,
-        )
+        hidden_size: int = self.model.config.get_text_config().hidden_size
+        return B, T // (1 if cp is None else cp.size), hidden_size
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run one stage; see `moecore.parallel.pipeline.stages.StagedModel`.
-
-        Args:
-            inputs: of the model's forward; `input_ids` in every stage.
 
         Raises:
             ValueError: for hidden states that are not those of the stage, and arguments of which a
@@ -125,9 +116,7 @@ class StagedCausal:
         return found
 
     def _check(self, hidden: Tensor | None, stage: Stage, inputs: Mapping[str, Any]) -> None:
-        given = [
-            name for name in REFUSED if not (inputs.get(name) is None or inputs[name] is False)
-        ]
+        given = [n for n in REFUSED if not (inputs.get(n) is None or inputs[n] is False)]
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
             given.append("output_router_logits")
         for name in given:

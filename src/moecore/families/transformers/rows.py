@@ -38,14 +38,10 @@ Kwargs = dict[str, Any]
 
 
 class RowReader:
-    """What a model's forwards are told about their rows; a plain class with hooks.
-
-    Attributes:
-        cp: ranks that hold parts of the rows; None = this one has all.
-    """
+    """What a model's forwards are told about their rows; a plain class with hooks."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.cp: ContextParallel | None = None
+        self.cp: ContextParallel | None = None  # ranks that hold parts of rows; None = this one all
         self._other = why_whole(model)
         base: Any = model.base_model
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -63,10 +59,7 @@ class RowReader:
                 layer.register_forward_pre_hook(_tell, with_kwargs=True)
 
     def sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
-        """Return where the tokens of whole rows stand.
-
-        Args:
-            tokens: ids [B, T], or embeddings of them.
+        """Return where the tokens of whole rows, ids [B, T] or embeddings of them, stand.
 
         Raises:
             ValueError: for documents that are not those of the tokens or cannot be cut over cp,

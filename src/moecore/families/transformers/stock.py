@@ -55,14 +55,9 @@ def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
 
 
 def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> None:
-    """Raise unless an experts module is on transformers' common interface and nothing more.
+    """Raise a NotImplementedError that names what of an experts module is not transformers' own.
 
-    Args:
-        experts: of a class of transformers' models.
-        children: names of submodules that are run as they are.
-
-    Raises:
-        NotImplementedError: names what is not transformers' own.
+    `children` are the names of submodules that are run as they are.
     """
     kind = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
@@ -77,12 +72,7 @@ def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> 
 def _check(
     part: nn.Module, name: str, homes: tuple[str, ...], children: tuple[str, ...] = ()
 ) -> None:
-    """Check one part of a block.
-
-    Args:
-        homes: modules of which the part's class must be.
-        children: names of submodules that are known.
-    """
+    """Check one part of a block: its class must be of one of `homes`, its children known."""
     cls = type(part)
     if cls.__module__ not in homes:
         raise NotImplementedError(

@@ -1,17 +1,21 @@
-"""TitanLayer: a MoELayer under the names of a torchtitan MoE block, for any version of torchtitan.
+"""TitanLayer: a torchtitan MoE block as a MoELayer that keeps its names, shapes and checkpoints.
+
+| torchtitan 0.2               | torchtitan 0.3                                      | here        |
+|------------------------------|-----------------------------------------------------|-------------|
+| experts.w1, w2, w3           | routed_experts.inner_experts.w1_EFD, w2_EDF, w3_EFD | `Experts`   |
+| router.gate.weight (, .bias) | router.gate.weight (, .bias)                        | `Router`    |
+| expert_bias (saved)          | expert_bias_E (saved)                               | same buffer |
+| tokens_per_expert            | tokens_per_expert_E                                 | `moe_state` |
+| shared_experts.w1, w2, w3    | shared_experts.w1, w2, w3                           | same module |
 
 Legend: B sequences, t tokens of a sequence on this rank, D model dim, E experts.
-
-torchtitan keeps some parts one module deeper (`router.gate`) and saves the selection bias as a
-buffer of the block. Here those modules stand empty around moecore's parts, and the router chooses
-with the block's own buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,50 +29,26 @@ from torch.distributed.tensor.parallel import (
 )
 
 from moecore.base.options.layer import BalanceConfig, MoEConfig
+from moecore.families.adopt import adopt
+from moecore.moe.forced import force_even_load
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
 from moecore.moe.params import shard_parameter
 from moecore.moe.router import Router
+
+Fills = Mapping[str, Mapping[str, Callable[[Tensor], Any]]]  # role, parameter -> what fills it
+Layer = TypeVar("Layer", bound="TitanLayer")
 
 
 class TitanLayer(MoELayer):
     """A MoELayer under torchtitan's names; a version's subclass has them, and fills it.
 
-    Args:
-        layout: `names`.
-        device: "meta", because `adopt` fills it.
-
     Attributes:
-        names: the layout, with the innermost name of each part.
-        holders: role of a part -> name of the module around it.
+        names: the layout of torchtitan's block.
+        known: path of a part of torchtitan's block -> the classes that a MoELayer can replace.
     """
 
     names: ClassVar[LayerLayout]
-    holders: ClassVar[Mapping[str, str]]
-
-    def __init__(
-        self,
-        config: MoEConfig,
-        *,
-        layout: LayerLayout | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, layout=layout or self.names, device=device, dtype=dtype)
-        for role, holder in self.holders.items():
-            name = getattr(self.layout, role)
-            part = self._modules.pop(name)
-            self.add_module(holder, nn.Module())
-            self.get_submodule(holder).add_module(name, part)
-            deeper: dict[str, Any] = {role: f"{holder}.{name}"}
-            self.layout = replace(self.layout, **deeper)
-
-    def adopt_bias(self, bias_E: Tensor) -> None:
-        """Save the selection bias as this layer's own buffer, as torchtitan's checkpoints have it.
-
-        The router holds the same tensor, which it does not save.
-        """
-        self.register_buffer(self._bias, bias_E.float())
-        self._router.register_buffer(self._bias, self._buffers[self._bias], persistent=False)
+    known: ClassVar[Mapping[str, tuple[type, ...]]]
 
     @property
     def _router(self) -> Router:
@@ -88,59 +68,83 @@ class TitanLayer(MoELayer):
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return the block's output for this rank's tokens.
+        """Return the output for this rank's tokens, a plain tensor [B, t, D].
 
-        Args:
-            x: [B, t, D]; under tp a DTensor cut along the sequence.
-            padding_mask: not used by torchtitan, like the next one; see `MoELayer.forward`.
-
-        Returns:
-            [B, t, D], a plain tensor.
+        Under tp x is a DTensor cut along the sequence. torchtitan gives no other argument.
         """
         x_BtD = x.to_local() if isinstance(x, DTensor) else x
         return super().forward(x_BtD, padding_mask)
 
-
-def cut_dense_parts(layer: RoutedLayer, tp_mesh: DeviceMesh) -> None:
-    """Keep the router whole on every tp rank and cut the shared experts. No communication.
-
-    Args:
-        layer: on meta; its routed experts are left alone.
-    """
-    router = layer.part("router")
-    for name in dict(router.named_parameters(recurse=False)):
-        shard_parameter(router, name, tp_mesh, (Replicate(),))
-    shared = layer.part("shared")
-    if shared is None:
-        return
-    # Every rank brings its own tokens [T, D]; all ranks' tokens meet at the cut matrices.
-    tokens = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
-    plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(output_layouts=Shard(0))}
-    parallelize_module(shared, tp_mesh, tokens)
-    parallelize_module(shared, tp_mesh, {**plan, "w3": ColwiseParallel()})
+    @torch.no_grad()
+    def fill(self, fills: Fills, fill_shared: Callable[[Any], Any]) -> None:
+        """Fill all parts in torchtitan's order: one seed gives both the same values."""
+        for role, by_name in fills.items():
+            for name, fill in by_name.items():
+                if (param := getattr(self.part(role), name)) is not None:
+                    fill(param)
+        if self.part("shared") is not None:
+            fill_shared(self.part("shared"))
+        if self._router.selection_bias is not None:
+            nn.init.zeros_(self._router.selection_bias)
 
 
-def check_class(name: str, part: Any, *known: type) -> None:
-    """Raise NotImplementedError for a part of an MoE block that computes something of its own."""
-    if type(part) not in known:
-        raise NotImplementedError(
-            f"MoE {name} ({type(part).__name__}) must be {known[0].__name__} for a moecore model: "
-            "drop the subclass, converter or comm backend that replaced it"
-        )
-
-
-def block_config(
-    block: Any, shape: torch.Size, *, update_bias: bool, weights_on_input: bool = False
-) -> MoEConfig:
-    """Return the config of a torchtitan MoE block.
+def titan_layer(
+    layer_class: type[Layer], block: Any, model: nn.Module, *, update_bias: bool = True
+) -> Layer:
+    """Return a layer that holds the parameters of a torchtitan block; with a class an adapter.
 
     Args:
-        block: torchtitan's `MoE`, of any version.
-        shape: of its w1.
+        block: torchtitan's `MoE`.
+        model: not used; part of an adapter's signature.
         update_bias: move the selection bias by the block's `load_balance_coeff` after every step.
-        weights_on_input: whether the block weights tokens before its experts.
+
+    Raises:
+        NotImplementedError: for a block that a MoELayer cannot compute, or with a part of another
+            class: what that class is there for (quantization, DeepEP) would be lost.
     """
+    for path, known in layer_class.known.items():
+        part = attrgetter(path)(block)
+        if type(part) not in known:
+            raise NotImplementedError(
+                f"MoE {path.rpartition('.')[2]} ({type(part).__name__}) must be "
+                f"{known[0].__name__} for a moecore model: drop the subclass, converter or comm "
+                "backend that replaced it"
+            )
+    names = layer_class.names
+    router: dict[str, Tensor] = dict(block.router.gate.named_parameters(recurse=False))
+    experts = dict(block.get_submodule(names.experts).named_parameters(recurse=False))
+    shape = experts[names.expert_layout.w1].shape
+    config = _block_config(block, shape, update_bias=update_bias)
+    if config.expert_bias:
+        router[names.expert_bias] = getattr(block, names.expert_bias)
+    adopted = adopt(
+        config,
+        names,
+        router=router,
+        experts=experts,
+        shared=block.shared_experts,
+        layer_class=layer_class,
+    )
+    layer = cast(Layer, adopted)
+    if config.expert_bias:
+        # The layer saves the bias, as torchtitan's checkpoints have it, the router does not.
+        layer.register_buffer(names.expert_bias, router[names.expert_bias].float())
+        bias_E = layer.get_buffer(names.expert_bias)
+        layer.part("router").register_buffer(names.expert_bias, bias_E, persistent=False)
+    if block.router._debug_force_load_balance:
+        force_even_load(layer)
+    return layer
+
+
+def _block_config(block: Any, shape: torch.Size, *, update_bias: bool) -> MoEConfig:
+    """Return the config of a torchtitan MoE block, whose w1 has this shape."""
     (num_experts, hidden_dim, dim), router = shape, block.router
+    weights_on_input = getattr(block, "score_before_experts", False)  # 0.3 has none
+    if weights_on_input and router.top_k > 1:
+        raise NotImplementedError(
+            f"MoEArgs.score_before_experts (True) must be False with top_k ({router.top_k}) > 1: "
+            "a token travels once, so it cannot be weighted for each expert apart"
+        )
     rate = block.load_balance_coeff if update_bias else None
     return MoEConfig(
         dim=dim,
@@ -157,3 +161,18 @@ def block_config(
         weights_on_input=weights_on_input,
         balance=BalanceConfig(bias_update_rate=rate or 0.0),
     )
+
+
+def cut_dense_parts(layer: RoutedLayer, tp_mesh: DeviceMesh) -> None:
+    """Keep a meta layer's router whole on every tp rank and cut its shared experts, in place."""
+    router = layer.part("router")
+    for name in dict(router.named_parameters(recurse=False)):
+        shard_parameter(router, name, tp_mesh, (Replicate(),))
+    shared = layer.part("shared")
+    if shared is None:
+        return
+    # Every rank brings its own tokens [T, D]; all ranks' tokens meet at the cut matrices.
+    tokens = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
+    plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(output_layouts=Shard(0))}
+    parallelize_module(shared, tp_mesh, tokens)
+    parallelize_module(shared, tp_mesh, {**plan, "w3": ColwiseParallel()})

@@ -21,7 +21,7 @@ from moecore.base.options.memory import MemoryOptions
 
 @dataclass
 class MoECore:
-    """Choices of `parallelize_moe`, under its names.
+    """Choices of `parallelize_moe`, under its names; torchtitan's help shows these texts.
 
     Attributes:
         dispatcher: how tokens travel, see docs/dispatchers.md.
@@ -52,11 +52,7 @@ class JobConfig:
 
 
 def memory_options(options: MoECore) -> MemoryOptions:
-    """Return the job's memory options.
-
-    Raises:
-        ValueError: for unknown parts.
-    """
+    """Return the job's memory options; raise a ValueError for unknown parts."""
     parts: Any = tuple(options.recompute)
     return MemoryOptions(recompute="gemm_last" if parts == ("gemm_last",) else parts)
 
@@ -86,18 +82,25 @@ def nvlink_options(options: MoECore) -> NVLinkOptions | None:
     return NVLinkOptions(row_factor=factor)
 
 
-def import_error(error: ModuleNotFoundError, other_version: str) -> ImportError:
-    """Return the error to raise for that of an import from torchtitan, in other words.
+NEEDS = {
+    "v02.specs": "torchtitan 0.2 (pip install 'torchtitan<0.3'): with torchtitan 0.3 use --module "
+    "moecore.integrations.torchtitan.v03.jobs",
+    "v03.jobs": "torchtitan 0.3 (pip install 'torchtitan>=0.3', torch >= 2.14): with torchtitan "
+    "0.2 use moecore.integrations.torchtitan.v02.specs",
+}
 
-    torchtitan imports triton, which CPU builds of torch lack. `other_version` is the message where
-    another version of torchtitan is installed, or none.
+
+def import_error(error: ModuleNotFoundError, module: str) -> ImportError:
+    """Return the error to raise in a module for that of an import from torchtitan.
+
+    torchtitan imports triton, which CPU builds of torch lack.
     """
     if (error.name or "").partition(".")[0] == "triton":
         return ImportError(
             "triton (None) must be installed for torchtitan, which imports it; CPU builds of torch "
             "lack it: pip install 'triton>=3.6'"
         )
-    return ImportError(other_version)
+    return ImportError(f"moecore.integrations.torchtitan.{module} needs {NEEDS[module]}")
 
 
 def dispatcher_of(options: MoECore) -> DispatcherName:

@@ -27,12 +27,9 @@ def finish_before_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -
 
 @torch.no_grad()
 def finish_step(model: nn.Module) -> MoEMetrics:
-    """Reduce the step's counts and move the selection biases. One collective, no host sync.
+    """Return the step's metrics, and move the selection biases. One collective, no host sync.
 
     The biases of torchtitan's own blocks move as there: by steps whose mean over experts is 0.
-
-    Returns:
-        The metrics of the step.
     """
     state = moe_state(model)
     before = {

@@ -36,7 +36,6 @@ def find_checkpoint(
 
     Args:
         resume: a checkpoint; True takes the newest of `root`.
-        root: where the run keeps its checkpoints.
         saves: whether the run saves checkpoints, which must not mix with those of another.
 
     Raises:

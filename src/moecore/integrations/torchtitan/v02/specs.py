@@ -3,67 +3,153 @@
     torchtitan.train --experimental.custom_import moecore.integrations.torchtitan.v02.specs \
         --model.name NAME
 
-| NAME                | model                                              | flavors              |
-|---------------------|----------------------------------------------------|----------------------|
-| moecore_qwen3       | torchtitan's Qwen3 with moecore's MoE layers       | torchtitan's         |
-| moecore_deepseek_v3 | torchtitan's DeepSeek-V3 with moecore's MoE layers | torchtitan's         |
-| moecore             | moecore's own decoder                              | `models.PRESETS`     |
-| moecore_hf          | a Hugging Face MoE model, `model.hf_assets_path`'s | assets               |
-
-The registry is torchtitan's, and it wants its entries made at import.
+The names are in the last lines, and docs/torchtitan.md has their models and flavors. What is not of
+0.2 alone is in `layer`, `models`, `parallelize` and `step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+import torch
+from torch import Tensor, nn
 
 from moecore.integrations.torchtitan.options import import_error
 
 try:
     from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 except ModuleNotFoundError as error:
-    raise import_error(
-        error,
-        "moecore.integrations.torchtitan.v02.specs needs torchtitan 0.2 (pip install "
-        "'torchtitan<0.3'): with torchtitan 0.3 use --module "
-        "moecore.integrations.torchtitan.v03.jobs",
-    ) from error
+    raise import_error(error, "v02.specs") from error
+from torchtitan.components import optimizer as titan_optimizer
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import (
-    OptimizersContainer,
-    build_optimizers_with_moe_load_balancing,
-)
-from torchtitan.components.optimizer import build_optimizers as build_titan_optimizers
 from torchtitan.components.tokenizer import build_hf_tokenizer
-from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.models import deepseek_v3, qwen3
-from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as deepseek_v3_tp
-from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
-from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as qwen3_tp
-from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
+from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_infra
+from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+from torchtitan.models.qwen3.infra import parallelize as qwen3_infra
+from torchtitan.models.utils import trunc_normal_
 from torchtitan.protocols import BaseModelArgs
 
+from moecore.base import torch_names
 from moecore.base.options.layer import BalanceConfig
-from moecore.integrations.torchtitan.hf_model import HFNames, Source
+from moecore.integrations.torchtitan import models, parallelize
+from moecore.integrations.torchtitan.layer import TitanLayer, cut_dense_parts, titan_layer
 from moecore.integrations.torchtitan.step import MoEMetricsProcessor, finish_before_step
-from moecore.integrations.torchtitan.v02.decoder import (
-    TitanDecoder,
-    TitanDecoderArgs,
-    build_sum_loss,
-    parallelize_decoder,
-    with_labels,
-)
-from moecore.integrations.torchtitan.v02.hf import TitanHF, TitanHFArgs, parallelize_hf
-from moecore.integrations.torchtitan.v02.parallel import parallelize_titan
 from moecore.models import PRESETS, DecoderConfig
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.layer import LayerLayout
+from moecore.parallel.mesh import Meshes
 from moecore.train import AdamW
+
+# How torchtitan cuts all but the MoE blocks of its models over tp.
+DENSE_TP: dict[type, Callable[..., None]] = {
+    qwen3.Qwen3Model: partial(qwen3_infra.apply_non_moe_tp, enable_async_tp=False),
+    deepseek_v3.DeepSeekV3Model: deepseek_v3_infra.apply_non_moe_tp,
+}
+# What selective checkpointing of single operations keeps: every matrix product and attention.
+SAVED_OPS = {torch.ops.aten.mm.default, torch.ops.aten.max.default}
+SAVED_OPS |= {torch_names.grouped_mm_overload, *torch_names.attention_overloads}
+SAVED_OPS |= {torch_names.reduce_scatter_overload}
+MOVING_BIAS = titan_optimizer.build_optimizers_with_moe_load_balancing
+# What `accelerated` replaces, and what may be lost by it.
+REPLACED: dict[str, tuple[Any, ...]] = {
+    "parallelize_fn": (qwen3_infra.parallelize_qwen3, deepseek_v3_infra.parallelize_deepseekv3),
+    "build_optimizers_fn": (titan_optimizer.build_optimizers, MOVING_BIAS),
+    "build_metrics_processor_fn": (None,),
+}
+
+
+class TitanMoE(TitanLayer):
+    """A TitanLayer under the names of 0.2's `MoE`."""
+
+    names = LayerLayout(
+        router="router.gate",
+        shared="shared_experts",
+        expert_layout=ExpertLayout(gate_up="separate"),
+    )
+    known: ClassVar = {"router": (TokenChoiceTopKRouter,), "experts": (GroupedExperts,)}
+
+    def init_weights(self, init_std: float, buffer_device: Any = None) -> None:  # type: ignore[override]
+        """See `fill`; `init_std` is of all matrices but w1, and buffers follow the model."""
+        usual = partial(trunc_normal_, mean=0.0, std=init_std)
+        experts = {"w1": partial(trunc_normal_, mean=0.0, std=0.02), "w2": usual, "w3": usual}
+        gate: dict[str, Any] = {"weight": usual, "bias": nn.init.zeros_}
+        self.fill({"experts": experts, "router": gate}, lambda s: s.init_weights(init_std))
+
+
+class TitanHFArgs(models.HFArgs, BaseModelArgs):
+    """`HFArgs` of a job of 0.2."""
+
+    assets = "model.hf_assets_path"
+
+
+def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[parallelize.Rule]:
+    degrees, saved, mode = job.parallelism, job.checkpoint, job.activation_checkpoint.mode
+    backend, async_tp = degrees.expert_parallel_comm_backend, degrees.enable_async_tensor_parallel
+    converters, replicas = job.model.converters, parallel_dims.dp_replicate
+    # torchtitan's own reader and writer of these files know no replicas.
+    hf_replicas = saved.enable and (saved.initial_load_in_hf or saved.last_save_in_hf)
+    one = "1 with checkpoint.initial_load_in_hf or last_save_in_hf"
+    modes = "'none', 'full' or 'selective'"
+    return [
+        ("validation.enable", True, own_loss and job.validation.enable, "False"),
+        ("parallelism.enable_async_tensor_parallel", True, bool(async_tp), "False"),
+        ("parallelism.expert_parallel_comm_backend", backend, backend != "standard", "'standard'"),
+        ("model.converters", converters, bool(converters), "[]"),
+        ("activation_checkpoint.mode", mode, mode == "memory_budget", modes),
+        ("parallelism.data_parallel_replicate_degree", replicas, hf_replicas and replicas > 1, one),
+    ]
+
+
+def _cut(model: Any, _: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
+    tp_mesh = meshes.dense["tp"]
+    dense_tp = next(cut for known, cut in DENSE_TP.items() if isinstance(model, known))
+    options = dict(loss_parallel=not job.parallelism.disable_loss_parallel, cp_enabled=False)
+    dense_tp(model, tp_mesh, enable_float8_tensorwise_tp=False, **options)
+    for layer in (m for m in model.modules() if isinstance(m, TitanMoE)):
+        cut_dense_parts(layer, tp_mesh)
+    if parallelize.compiles_model(job):
+        # What the embedding's reduce-scatter returns is a tensor that still waits. torch 2.13
+        # gives such an input of a compiled graph no gradient.
+        model.tok_embeddings.register_forward_hook(lambda _, __, x: x.clone())
+    return meshes
+
+
+def _checkpoint(model: nn.Module, job: Any) -> None:
+    ac, field = job.activation_checkpoint, "per_op_sac_force_recompute_mm_shapes_by_fqns"
+    if ac.mode != "none":
+        ac = replace(ac, **{field: parallelize.without_router(getattr(ac, field))})
+        apply_ac(model, ac, op_sac_save_list=SAVED_OPS)
+
+
+titan_moe = partial(titan_layer, TitanMoE)
+V02 = parallelize.Version(
+    rules=_rules, block=MoE, adapter=titan_moe, cut=_cut, checkpoint=_checkpoint
+)
+
+
+class LabelledDataLoader(BaseDataLoader):
+    """Another data loader's batches with the labels among the model's inputs, and its state."""
+
+    def __init__(self, loader: BaseDataLoader) -> None:
+        self.loader = loader
+        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        for inputs, labels_BT in self.loader:
+            yield {**inputs, models.LABELS: labels_BT}, labels_BT
+
+
+def with_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
+    """Return a build_dataloader_fn whose batches carry their labels to the model too."""
+    return lambda **kwargs: LabelledDataLoader(build(**kwargs))
 
 
 def accelerated(spec: TrainSpec) -> TrainSpec:
@@ -79,29 +165,13 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
         NotImplementedError: for another model, or a spec with functions of its own that would be
             replaced.
     """
-    dense_tp = next((tp for c, tp in _DENSE_TP.items() if issubclass(spec.model_cls, c)), None)
-    if dense_tp is None:
-        raise NotImplementedError(
-            f"TrainSpec.model_cls ({spec.model_cls.__name__}) must be one of "
-            f"{', '.join(c.__name__ for c in _DENSE_TP)}: write a parallelize_fn around "
-            "moecore.integrations.torchtitan.v02.parallel.parallelize_titan"
-        )
-    for field, known in _REPLACED.items():
-        value = getattr(spec, field)
-        if value not in known:
-            raise NotImplementedError(
-                f"TrainSpec.{field} ({value!r:.80}) must be torchtitan's own, because moecore's "
-                "takes its place: set yours on the spec that accelerated returns, around the one "
-                "that it has there"
-            )
-    parallelize = partial(
-        parallelize_titan,
-        dense_tp=dense_tp,
-        update_bias=spec.build_optimizers_fn is build_optimizers_with_moe_load_balancing,
-    )
+    parallelize.check_model("TrainSpec.model_cls", spec.model_cls, DENSE_TP)
+    for field, known in REPLACED.items():
+        parallelize.check_replaced(f"TrainSpec.{field}", getattr(spec, field), known)
+    moves = spec.build_optimizers_fn is MOVING_BIAS
     return replace(
         spec,
-        parallelize_fn=parallelize,
+        parallelize_fn=partial(parallelize.parallelize_titan, version=V02, update_bias=moves),
         pipelining_fn=None,
         build_optimizers_fn=build_optimizers,
         build_metrics_processor_fn=build_metrics_processor,
@@ -109,25 +179,15 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
 
 
 def decoder_spec(flavors: Mapping[str, DecoderConfig]) -> TrainSpec:
-    """Return the TrainSpec of moecore's own decoder.
-
-    The decoder makes its loss itself, in chunks, so logits of all tokens never exist; labels reach
-    it through the data loader, see `with_labels`.
-
-    Args:
-        flavors: name -> config.
-    """
-    args = {name: TitanDecoderArgs(config=config) for name, config in flavors.items()}
-    return _own_loss_spec(TitanDecoder, args, parallelize_decoder)
+    """Return the TrainSpec of moecore's own decoder, by name of a flavor; see `models`."""
+    args = {name: models.DecoderArgs(decoder=config) for name, config in flavors.items()}
+    return _own_loss_spec(models.OwnDecoder, args, parallelize.parallelize_own_loss)
 
 
 def hf_spec(
-    flavors: Mapping[str, Source | None], *, balance: BalanceConfig | None = None
+    flavors: Mapping[str, models.Source | None], *, balance: BalanceConfig | None = None
 ) -> TrainSpec:
-    """Return the TrainSpec of Hugging Face MoE models (transformers >= 5).
-
-    Loss and labels are as in `decoder_spec`. Which models: those with an adapter, see
-    docs/adapters.md.
+    """Return the TrainSpec of Hugging Face MoE models: those with an adapter, see docs/adapters.md.
 
     Args:
         flavors: name -> a transformers config, or a directory with a config.json; None = the
@@ -135,90 +195,52 @@ def hf_spec(
         balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
     """
     args = {name: TitanHFArgs(source) for name, source in flavors.items()}
-    spec = _own_loss_spec(TitanHF, args, partial(parallelize_hf, balance=balance))
-    return replace(spec, state_dict_adapter=HFNames)
-
-
-def build_optimizers(
-    model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
-) -> OptimizersContainer:
-    """Return torchtitan's optimizers, which call `finish_step` of every model part first.
-
-    A fused AdamW is moecore's: the same steps and state, in less time.
-
-    Args:
-        optimizer_config: torchtitan's `job_config.optimizer`.
-        ft_manager: torchtitan's fault tolerance, or None.
-    """
-    c = optimizer_config
-    as_titan = c.early_step_in_backward or (ft_manager is not None and ft_manager.enabled)
-    if (c.name, c.implementation) == ("AdamW", "fused") and not as_titan:
-        options = {
-            "lr": c.lr,
-            "betas": (c.beta1, c.beta2),
-            "eps": c.eps,
-            "weight_decay": c.weight_decay,
-        }
-        optimizers = OptimizersContainer(model_parts, AdamW, options)
-    else:
-        optimizers = build_titan_optimizers(model_parts, c, parallel_dims, ft_manager)
-    finish_before_step(optimizers, model_parts)
-    return optimizers
-
-
-def build_metrics_processor(
-    job_config: JobConfig, parallel_dims: Any, model_args: Any = None, tag: str | None = None
-) -> MoEMetricsProcessor:
-    """Return the metrics processor; the signature is torchtitan's."""
-    return MoEMetricsProcessor(job_config, parallel_dims, tag)
+    spec = _own_loss_spec(models.HFModel, args, partial(models.parallelize_hf, balance=balance))
+    return replace(spec, state_dict_adapter=models.HFNames)
 
 
 def _own_loss_spec(
-    model_cls: type[Any], args: Mapping[str, BaseModelArgs], parallelize: Callable[..., nn.Module]
+    model_cls: type[Any], args: Mapping[str, Any], parallelize_fn: Callable[..., nn.Module]
 ) -> TrainSpec:
-    """The TrainSpec of a model that makes its loss itself."""
+    """Return the TrainSpec of a model that makes its loss itself."""
     return TrainSpec(
         model_cls=model_cls,
         model_args=args,
-        parallelize_fn=parallelize,
+        parallelize_fn=partial(parallelize_fn, version=V02),
         pipelining_fn=None,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=with_labels(build_text_dataloader),
         build_tokenizer_fn=build_hf_tokenizer,
-        build_loss_fn=build_sum_loss,
+        build_loss_fn=lambda job_config, **_: lambda loss, labels: loss,
         build_metrics_processor_fn=build_metrics_processor,
     )
 
 
-def _qwen3_tp(model: nn.Module, tp_mesh: DeviceMesh, job_config: JobConfig) -> None:
-    qwen3_tp(
-        model,
-        tp_mesh,
-        loss_parallel=not job_config.parallelism.disable_loss_parallel,
-        enable_float8_tensorwise_tp=False,
-        enable_async_tp=False,
-        cp_enabled=False,
-    )
+def build_optimizers(
+    model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
+) -> titan_optimizer.OptimizersContainer:
+    """Return torchtitan's optimizers, which call `finish_step` of every model part first.
+
+    A fused AdamW is moecore's, in less time, unless `ft_manager` makes each step fault tolerant.
+    """
+    c = optimizer_config
+    as_titan = c.early_step_in_backward or (ft_manager is not None and ft_manager.enabled)
+    if (c.name, c.implementation) == ("AdamW", "fused") and not as_titan:
+        options = dict(lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay)
+        optimizers = titan_optimizer.OptimizersContainer(model_parts, AdamW, options)
+    else:
+        optimizers = titan_optimizer.build_optimizers(model_parts, c, parallel_dims, ft_manager)
+    finish_before_step(optimizers, model_parts)
+    return optimizers
 
 
-def _deepseek_v3_tp(model: nn.Module, tp_mesh: DeviceMesh, job_config: JobConfig) -> None:
-    deepseek_v3_tp(
-        model,
-        tp_mesh,
-        loss_parallel=not job_config.parallelism.disable_loss_parallel,
-        enable_float8_tensorwise_tp=False,
-        cp_enabled=False,
-    )
+def build_metrics_processor(
+    job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
+) -> MoEMetricsProcessor:
+    """Return the metrics processor; the signature is torchtitan's."""
+    return MoEMetricsProcessor(job_config, parallel_dims, tag)
 
-
-_DENSE_TP = {qwen3.Qwen3Model: _qwen3_tp, deepseek_v3.DeepSeekV3Model: _deepseek_v3_tp}
-# What `accelerated` replaces, and what may be lost by it.
-_REPLACED: dict[str, tuple[Any, ...]] = {
-    "parallelize_fn": (parallelize_qwen3, parallelize_deepseekv3),
-    "build_optimizers_fn": (build_titan_optimizers, build_optimizers_with_moe_load_balancing),
-    "build_metrics_processor_fn": (None,),
-}
 
 register_train_spec("moecore_qwen3", accelerated(qwen3.get_train_spec()))
 register_train_spec("moecore_deepseek_v3", accelerated(deepseek_v3.get_train_spec()))

@@ -26,12 +26,7 @@ from moecore.integrations.torchtitan.options import import_error
 try:
     from torchtitan.protocols.model_spec import ModelSpec
 except ModuleNotFoundError as error:
-    raise import_error(
-        error,
-        "moecore.integrations.torchtitan.v03.jobs needs torchtitan 0.3 (pip install "
-        "'torchtitan>=0.3', torch >= 2.14): with torchtitan 0.2 use "
-        "moecore.integrations.torchtitan.v02.specs",
-    ) from error
+    raise import_error(error, "v03.jobs") from error
 from torchtitan.components.optimizer import default_adamw, register_moe_load_balancing_hook
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.config import TrainingConfig
@@ -45,21 +40,24 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.trainer import Trainer
 
 from moecore.base.options.layer import BalanceConfig
-from moecore.integrations.torchtitan.hf_model import HFNames, Source
-from moecore.integrations.torchtitan.step import finish_before_step
-from moecore.integrations.torchtitan.v03.decoder import TitanDecoder
-from moecore.integrations.torchtitan.v03.hf import TitanHF, parallelize_hf
-from moecore.integrations.torchtitan.v03.parts import (
-    MoETrainer,
-    OwnLossTrainer,
-    SumLoss,
-    TitanMetrics,
+from moecore.integrations.torchtitan import models
+from moecore.integrations.torchtitan.parallelize import (
+    check_model,
+    check_replaced,
     parallelize_own_loss,
     parallelize_titan,
 )
+from moecore.integrations.torchtitan.step import finish_before_step
+from moecore.integrations.torchtitan.v03.parts import (
+    V03,
+    MoETrainer,
+    OwnLossTrainer,
+    SumLoss,
+    TitanDecoder,
+    TitanHF,
+    TitanMetrics,
+)
 from moecore.models import PRESETS, DecoderConfig
-
-MODELS = (Qwen3Model, DeepSeekV3Model)
 
 
 def accelerated(job: Trainer.Config) -> MoETrainer.Config:
@@ -81,12 +79,7 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
             "would lose what it does; subclass MoETrainer and write its Config"
         )
     spec = job.model_spec
-    if not isinstance(spec.model, tuple(m.Config for m in MODELS)):
-        raise NotImplementedError(
-            f"ModelSpec.model ({type(spec.model).__qualname__}) must be the Config of one of "
-            f"{', '.join(m.__name__ for m in MODELS)}: write a parallelize_fn around "
-            "moecore.integrations.torchtitan.v03.parts.finish"
-        )
+    check_model("ModelSpec.model", type(spec.model), (Qwen3Model.Config, DeepSeekV3Model.Config))
     if mtp_layers := getattr(spec.model, "mtp_layers", None):
         raise NotImplementedError(
             f"ModelSpec.model.mtp_layers ({len(mtp_layers)}) must be none for a moecore "
@@ -97,17 +90,11 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
             f"ModelSpec.model ({spec.name} {spec.flavor}, quantized) must be plain for a moecore "
             "model: drop the converters"
         )
-    hook = spec.post_optimizer_build_fn
-    update_bias = hook is register_moe_load_balancing_hook
-    if hook is not None and not update_bias:
-        raise NotImplementedError(
-            f"ModelSpec.post_optimizer_build_fn ({hook!r:.80}) must be torchtitan's own, because "
-            "moecore's takes its place: set yours on the job that accelerated returns, around the "
-            "one that it has there"
-        )
+    hook, moving = spec.post_optimizer_build_fn, register_moe_load_balancing_hook
+    check_replaced("ModelSpec.post_optimizer_build_fn", hook, (None, moving))
     spec = replace(
         spec,
-        parallelize_fn=partial(parallelize_titan, update_bias=update_bias),
+        parallelize_fn=partial(parallelize_titan, version=V03, update_bias=hook is moving),
         pipelining_fn=None,
         post_optimizer_build_fn=finish_before_step,
     )
@@ -121,41 +108,38 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
 
 
 def decoder_job(decoder: DecoderConfig, name: str = "decoder") -> OwnLossTrainer.Config:
-    """Return a job that trains moecore's own decoder on text.
-
-    The decoder makes its loss itself, in chunks, so logits of all tokens never exist.
-    """
+    """Return a job that trains moecore's own decoder on text; see `models`."""
     model = TitanDecoder.Config(decoder=decoder)
     return _own_loss_job(name, model, parallelize_own_loss, seq_len=decoder.max_seq_len)
 
 
 def hf_job(
-    source: Source | None = None, *, balance: BalanceConfig | None = None
+    source: models.Source | None = None, *, balance: BalanceConfig | None = None
 ) -> OwnLossTrainer.Config:
-    """Return a job that trains a Hugging Face MoE model (transformers >= 5) on text.
+    """Return a job that trains a Hugging Face MoE model on text.
 
-    The loss is as in `decoder_job`. Which models: those with an adapter, see docs/adapters.md.
+    Which models: those with an adapter, see docs/adapters.md.
 
     Args:
         source: a transformers config, or a directory with a config.json; None = the job's
             `hf_assets_path`.
         balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
     """
-    parallelize = partial(parallelize_hf, balance=balance)
+    parallelize = partial(models.parallelize_hf, balance=balance)
     job = _own_loss_job("hf", TitanHF.Config(source=source), parallelize, seq_len=4096)
-    job.model_spec.state_dict_adapter = HFNames
+    job.model_spec.state_dict_adapter = models.HFNames
     return job
 
 
 def _own_loss_job(
     flavor: str, model: BaseModel.Config, parallelize: Callable[..., nn.Module], *, seq_len: int
 ) -> OwnLossTrainer.Config:
-    """The job of a model that makes its loss itself."""
+    """Return the job of a model that makes its loss itself."""
     spec = ModelSpec(
         name="moecore",
         flavor=flavor,
         model=model,
-        parallelize_fn=parallelize,
+        parallelize_fn=partial(parallelize, version=V03),
         pipelining_fn=None,
         post_optimizer_build_fn=finish_before_step,
         state_dict_adapter=None,
@@ -172,36 +156,21 @@ def _own_loss_job(
     )
 
 
+def _accelerated_job(make: Callable[[], Trainer.Config]) -> MoETrainer.Config:
+    return accelerated(make())
+
+
 def hf() -> OwnLossTrainer.Config:
     """Return `hf_job` of the job's `hf_assets_path`."""
     return hf_job()
 
 
-def qwen3_moe_debug() -> MoETrainer.Config:
-    """Return torchtitan's `qwen3_moe_debug` with moecore's MoE layers."""
-    return accelerated(qwen3_jobs.qwen3_moe_debug())
-
-
-def qwen3_30b_a3b() -> MoETrainer.Config:
-    """Return torchtitan's `qwen3_30b_a3b` with moecore's MoE layers."""
-    return accelerated(qwen3_jobs.qwen3_30b_a3b())
-
-
-def deepseek_v3_debugmodel() -> MoETrainer.Config:
-    """Return torchtitan's `deepseek_v3_debugmodel` with moecore's MoE layers."""
-    return accelerated(deepseek_v3_jobs.deepseek_v3_debugmodel())
-
-
-def deepseek_v3_16b() -> MoETrainer.Config:
-    """Return torchtitan's `deepseek_v3_16b` with moecore's MoE layers."""
-    return accelerated(deepseek_v3_jobs.deepseek_v3_16b())
-
-
-def deepseek_v3_671b() -> MoETrainer.Config:
-    """Return torchtitan's `deepseek_v3_671b` with moecore's MoE layers."""
-    return accelerated(deepseek_v3_jobs.deepseek_v3_671b())
-
-
 # torchtitan finds a job by the name of a function of this module.
+for _module, _jobs in (
+    (qwen3_jobs, ("qwen3_moe_debug", "qwen3_30b_a3b")),
+    (deepseek_v3_jobs, ("deepseek_v3_debugmodel", "deepseek_v3_16b", "deepseek_v3_671b")),
+):
+    for _job in _jobs:
+        globals()[_job] = partial(_accelerated_job, getattr(_module, _job))
 for _name, _decoder in PRESETS.items():
     globals()[f"decoder_{_name.replace('-', '_')}"] = partial(decoder_job, _decoder, _name)

@@ -1,4 +1,4 @@
-"""The parts of a torchtitan 0.3 job that moecore replaces: trainer, parallelize_fn, loss, metrics.
+"""The parts of a torchtitan 0.3 job that moecore replaces: trainer, loss, metrics, models, `V03`.
 
 torchtitan hands its parallelize_fn a few sections of the job; the trainer here binds the whole job
 to it, with section `moecore`.
@@ -9,34 +9,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import BaseLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common.moe import MoE
+from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
 from moecore.base.torch_names import grouped_mm_overload
-from moecore.families.family import swap_blocks
+from moecore.integrations.torchtitan import models
+from moecore.integrations.torchtitan.layer import Fills, TitanLayer, cut_dense_parts, titan_layer
 from moecore.integrations.torchtitan.options import MoECore
-from moecore.integrations.torchtitan.shared import (
+from moecore.integrations.torchtitan.parallelize import (
     Rule,
-    check_tensor_parallel,
-    compile_and_shard,
+    Version,
     compiles_model,
-    refuse,
-    titan_meshes,
     without_router,
 )
 from moecore.integrations.torchtitan.step import MoEMetricsProcessor
-from moecore.integrations.torchtitan.v03.moe import titan_moe
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.layer import LayerLayout
 from moecore.parallel.mesh import Meshes
-
-LABELS = "labels"  # the keyword under which a model that makes its own loss gets them
 
 
 class MoETrainer(Trainer):
@@ -74,7 +75,7 @@ class OwnLossTrainer(MoETrainer):
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return torchtitan's inputs and labels, and the labels among the model's arguments."""
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
-        return inputs, labels, {**extra, LABELS: labels}
+        return inputs, labels, {**extra, models.LABELS: labels}
 
 
 class SumLoss(BaseLoss):
@@ -112,102 +113,115 @@ class SavingAC(SelectiveAC):
         return super().get_save_ops() | {grouped_mm_overload}
 
 
-def parallelize_titan(
-    model: nn.Module,
-    *,
-    parallel_dims: ParallelDims,
-    job: MoETrainer.Config,
-    update_bias: bool,
-    **_: Any,
-) -> nn.Module:
-    """Return torchtitan's model with its MoE blocks as sharded moecore layers; a parallelize_fn.
+class TitanDecoder(models.OwnDecoder, BaseModel):
+    """An OwnDecoder as 0.3 builds it."""
 
-    Args:
-        model: on meta, with `layers` of blocks whose `moe` is torchtitan's `MoE`.
-        job: bound by `MoETrainer`.
-        update_bias: see `titan_moe`.
+    @dataclass(kw_only=True, slots=True)
+    class Config(models.DecoderArgs, BaseModel.Config):
+        """See `DecoderArgs`."""
 
-    Raises:
-        ValueError, NotImplementedError: see `check_job`, `titan_moe` and `parallelize_moe`.
+    def verify_module_protocol(self) -> None:
+        """Nothing to verify: moecore's modules are plain, and `init_weights` fills them all."""
+
+
+class TitanHF(models.HFModel, BaseModel):
+    """An HFModel as 0.3 builds it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(models.HFArgs, BaseModel.Config):
+        """See `HFArgs`."""
+
+        source: models.Source | None = None
+        hf_config: Any = None
+        hf_weights: str | None = None
+
+    def verify_module_protocol(self) -> None:
+        """Nothing to verify: transformers' modules are plain, and `init_weights` fills them all."""
+
+
+class TitanMoE(TitanLayer, Module):
+    """A TitanLayer under the names of 0.3's `MoE`.
+
+    Attributes:
+        fills: how torchtitan fills experts and router, in its order.
     """
-    check_job(job, parallel_dims)
-    if job.moecore.hf_weights is not None:
-        raise NotImplementedError(
-            f"moecore.hf_weights ({job.moecore.hf_weights!r}) must be absent for torchtitan's own "
-            "models: use checkpoint.initial_load_in_hf"
-        )
-    if parallel_dims.tp > 1:
-        _check_dense_tensor_parallel(job)
-    swap_blocks(model, {MoE: partial(titan_moe, update_bias=update_bias)})
-    meshes = titan_meshes(parallel_dims)
-    if parallel_dims.tp > 1:
-        cast(Any, model).parallelize(parallel_dims)
-        # Units want one root mesh above its own and that of the tensors which torchtitan has cut.
-        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate > 1 else "fsdp"
-        meshes = replace(meshes, dense_fsdp=parallel_dims.get_mesh(names))
-    return finish(model, meshes, job)
+
+    names = LayerLayout(
+        router="router.gate",
+        experts="routed_experts.inner_experts",
+        shared="shared_experts",
+        expert_bias="expert_bias_E",
+        expert_layout=ExpertLayout(w1="w1_EFD", w2="w2_EDF", w3="w3_EFD", gate_up="separate"),
+    )
+    known: ClassVar = {
+        "routed_experts.inner_experts": (GroupedExperts,),
+        "router": (TokenChoiceTopKRouter,),
+        "routed_experts.token_dispatcher": (AllToAllTokenDispatcher, LocalTokenDispatcher),
+    }
+    fills: Fills
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """Take part in torchtitan's tensor parallelism (tp > 1): see `cut_dense_parts`."""
+        cut_dense_parts(self, parallel_dims.get_mesh("tp"))
+
+    def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
+        self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Return the block's output as `TitanLayer` does, but cut like its input."""
+        y_BtD = super().forward(x, padding_mask, cu_seqlens)
+        if not isinstance(x, DTensor):
+            return y_BtD
+        return DTensor.from_local(y_BtD, x.device_mesh, x.placements, run_check=False)
+
+    def init_states(self, *, buffer_device: Any = None) -> None:
+        """See `fill`; buffers follow the model."""
+        self.fill(self.fills, lambda shared: shared.init_states(buffer_device=buffer_device))
 
 
-def parallelize_own_loss(
-    model: nn.Module, *, parallel_dims: ParallelDims, job: MoETrainer.Config, **_: Any
-) -> nn.Module:
-    """Shard a model that makes its own loss by the job's config; a parallelize_fn.
-
-    Raises:
-        ValueError, NotImplementedError: see `check_job` and `parallelize_moe`.
-    """
-    check_job(job, parallel_dims)
-    refuse([("validator.enable", True, job.validator.enable, "False")])
-    return finish(model, titan_meshes(parallel_dims), job)
+def titan_moe(block: Any, model: nn.Module, *, update_bias: bool = True) -> TitanMoE:
+    """Return a TitanMoE that holds the parameters of a torchtitan block: see `titan_layer`."""
+    layer = titan_layer(TitanMoE, block, model, update_bias=update_bias)
+    parts = {"experts": block.routed_experts.inner_experts, "router": block.router.gate}
+    layer.fills = {
+        role: {name: part._param_init[name] for name, _ in part.named_parameters(recurse=False)}
+        for role, part in parts.items()
+    }
+    return layer
 
 
-def finish(model: nn.Module, meshes: Meshes, job: MoETrainer.Config) -> nn.Module:
-    """Checkpoint blocks, then `compile_and_shard`.
-
-    Args:
-        model: `get_submodule("layers")` gives its blocks.
-        meshes: from `titan_meshes`.
-    """
-    checkpointing = job.activation_checkpoint
-    if type(checkpointing) is SelectiveAC.Config:
-        names = without_router(checkpointing.force_recompute_mm_shapes_by_fqns)
-        checkpointing = derive(
-            checkpointing, SavingAC.Config, force_recompute_mm_shapes_by_fqns=names
-        )
-    if checkpointing is not None:
-        checkpointing.build(dump_folder=job.dump_folder).apply(model)
-    return compile_and_shard(model, meshes, job)
-
-
-def check_job(job: Trainer.Config, parallel_dims: ParallelDims) -> None:
-    """Raise for what a job asks and this integration cannot do, before any collective.
-
-    Raises:
-        NotImplementedError: with the field, its value and the fix.
-    """
-    degrees, training, ac = job.parallelism, job.training, job.activation_checkpoint
-    backend, cp = degrees.spmd_backend, parallel_dims.cp
+def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
+    degrees, ac = job.parallelism, job.activation_checkpoint
+    backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
     known_ac = ac is None or isinstance(ac, SelectiveAC.Config | FullAC.Config)
-    rules: list[Rule] = [
-        ("parallelism.context_parallel_degree", cp, cp > 1, "1"),
+    cut = parallel_dims.tp > 1 and not own_loss  # torchtitan's own tensor parallelism
+    partly, compiled = cut and backend != "partial_dtensor", cut and compiles_model(job)
+    return [
+        ("validator.enable", True, own_loss and job.validator.enable, "False"),
         ("parallelism.spmd_backend", backend, backend == "full_dtensor", "'spmd_types'"),
         ("parallelism.enable_fsdp_symm_mem", True, degrees.enable_fsdp_symm_mem, "False"),
         ("debug.spmd_typechecking", True, job.debug.spmd_typechecking, "False"),
-        ("training.enable_cpu_offload", True, training.enable_cpu_offload, "False"),
-        ("training.disable_cuda_graphs", False, not training.disable_cuda_graphs, "True"),
+        ("training.disable_cuda_graphs", False, not job.training.disable_cuda_graphs, "True"),
         ("activation_checkpoint", ac, not known_ac, "selective, full or none"),
-    ]
-    refuse(rules)
-    check_tensor_parallel(parallel_dims)
-
-
-def _check_dense_tensor_parallel(job: Trainer.Config) -> None:
-    """Raise for what torchtitan's own tensor parallelism must be beside moecore's sharding."""
-    degrees, compiled = job.parallelism, compiles_model(job)
-    backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
-    rules: list[Rule] = [
-        ("parallelism.spmd_backend", backend, backend != "partial_dtensor", "'partial_dtensor'"),
-        ("parallelism.enable_sequence_parallel", False, not sequence, "True"),
+        ("parallelism.spmd_backend", backend, partly, "'partial_dtensor'"),
+        ("parallelism.enable_sequence_parallel", False, cut and not sequence, "True"),
         ("compile.components", job.compile.components, compiled, "without 'model'"),
     ]
-    refuse(rules)
+
+
+def _cut(model: nn.Module, parallel_dims: ParallelDims, meshes: Meshes, job: Any) -> Meshes:
+    cast(Any, model).parallelize(parallel_dims)
+    # Units want one root mesh above its own and that of the tensors which torchtitan has cut.
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate > 1 else "fsdp"
+    return replace(meshes, dense_fsdp=parallel_dims.get_mesh(names))
+
+
+def _checkpoint(model: nn.Module, job: Any) -> None:
+    ac = job.activation_checkpoint
+    if type(ac) is SelectiveAC.Config:
+        names = without_router(ac.force_recompute_mm_shapes_by_fqns)
+        ac = derive(ac, SavingAC.Config, force_recompute_mm_shapes_by_fqns=names)
+    if ac is not None:
+        ac.build(dump_folder=job.dump_folder).apply(model)
+
+
+V03 = Version(rules=_rules, block=MoE, adapter=titan_moe, cut=_cut, checkpoint=_checkpoint)

@@ -1,0 +1,299 @@
+"""Models that make their loss themselves, for any version of torchtitan.
+
+Legend: B sequences, T tokens of a sequence, D model dim, V vocabulary.
+
+moecore's own decoder, and MoE models of transformers >= 5. The labels are among a model's inputs,
+and it returns its summed loss: head and cross-entropy run in chunks, so logits of all tokens never
+exist in training, and multi-token prediction has its labels.
+
+transformers and safetensors are imported where they are used: jobs of other models need neither.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.tools.logging import logger
+
+from moecore.base.options.layer import BalanceConfig
+from moecore.families.family import swap_blocks
+from moecore.integrations.torchtitan.options import moecore_options
+from moecore.integrations.torchtitan.parallelize import Version, parallelize_own_loss
+from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
+from moecore.models.loss import linear_cross_entropy
+from moecore.moe.forced import force_even_load
+
+LABELS = "labels"  # the keyword under which a model gets them
+Source = Any  # a transformers PreTrainedConfig, or the path of a directory with a config.json
+PREFIX = "hf."  # of the names in torchtitan's checkpoints
+
+
+@dataclass(kw_only=True)
+class DecoderArgs:
+    """What torchtitan knows of a decoder."""
+
+    decoder: DecoderConfig
+    hf_weights: str | None = None  # the job's `moecore.hf_weights`
+    even_load: bool = False  # the job's `debug.moe_force_load_balance`
+
+    def update_from_config(self, config: Any, **_: Any) -> None:
+        """Follow the job; raise a ValueError for sequences that are too long."""
+        seq_len, longest = config.training.seq_len, self.decoder.max_seq_len
+        if seq_len > longest:
+            raise ValueError(
+                f"training.seq_len ({seq_len}) must be <= DecoderConfig.max_seq_len ({longest}): "
+                "shorten it, or register a flavor with a larger max_seq_len"
+            )
+        self.hf_weights = moecore_options(config).hf_weights
+        self.even_load = config.debug.moe_force_load_balance
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Return the number of parameters and the FLOPs per token of forward and backward."""
+        return num_params(self.decoder), int(flops_per_token(self.decoder, seq_len))
+
+
+class OwnDecoder(Decoder):
+    """A Decoder that torchtitan builds (on meta), fills and calls."""
+
+    def __init__(self, config: DecoderArgs) -> None:
+        super().__init__(config.decoder, device="meta")
+        self.hf_weights = config.hf_weights
+        if config.even_load:
+            force_even_load(self)
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
+        """See `_fill`; buffers follow the model."""
+        _fill(self, self.hf_weights, super().init_weights)
+
+    def forward(  # type: ignore[override]
+        self, tokens_BT: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        """Return the cross-entropy summed over the labels that count, or the logits without labels.
+
+        Args:
+            tokens_BT: int64 ids.
+            positions: not used: tokens see earlier documents of their sequence.
+            labels: int64 [B, T], -100 where nothing counts.
+        """
+        return super().forward(tokens_BT, labels, num_tokens=None if labels is None else 1)
+
+
+class HFArgs:
+    """What torchtitan knows of a transformers model.
+
+    No dataclass: torchtitan 0.2 logs the fields of those as JSON, which a config of transformers is
+    not.
+    """
+
+    assets = "hf_assets_path"  # where a job has the directory
+
+    def __init__(self, source: Source | None = None) -> None:
+        super().__init__()
+        self.source = source  # None = the job's directory
+        self.hf_config: Any = None  # a copy; there after `update_from_config`
+        self.hf_weights: str | None = None  # the job's `moecore.hf_weights`
+
+    def update_from_config(self, config: Any, **_: Any) -> None:
+        """Read the config, and follow the job; see `_read_config` and `_check_config`."""
+        source = attrgetter(self.assets)(config) if self.source is None else self.source
+        self.hf_config = _read_config(source, self.assets)
+        self.hf_weights = moecore_options(config).hf_weights
+        _check_config(self.hf_config, config.training.seq_len)
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Return the number of parameters and the FLOPs per token of forward and backward."""
+        return _model_size(self.hf_config, model, seq_len)
+
+
+class HFModel(nn.Module):
+    """A transformers model that torchtitan builds (on meta), fills and calls.
+
+    It holds the model under `hf`; there every parameter has its name in Hugging Face's files.
+    """
+
+    def __init__(self, config: HFArgs) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__()
+        self.hf_weights = config.hf_weights
+        # The config's dtype is that of the files; torchtitan's default here is `training.dtype`.
+        dtype = torch.get_default_dtype()
+        self.hf = AutoModelForCausalLM.from_config(config.hf_config, dtype=dtype)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks, first to last."""
+        return self.hf.base_model.layers
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """See `_fill`; buffers follow the model."""
+        from moecore.io.hf.load import init_hf
+
+        _fill(self.hf, self.hf_weights, partial(init_hf, self.hf))
+
+    def forward(
+        self, tokens_BT: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        """Return what `OwnDecoder.forward` returns."""
+        x_BTD = self.hf.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        weight_VD = self.hf.get_output_embeddings().weight
+        if labels is None:
+            return F.linear(x_BTD, weight_VD)
+        return linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, labels.flatten(), num_tokens=1)
+
+
+def _fill(model: nn.Module, hf_weights: str | None, from_seed: Callable[[int], Any]) -> None:
+    """Load `moecore.hf_weights`, or fill from the seed that torchtitan gave every rank.
+
+    Each rank reads its own shards, and rounds values to the dtype of the parameters, which is the
+    job's `training.dtype`. Collective.
+
+    Raises:
+        ValueError, OSError: on every rank, for files that do not fit the model; see `load_hf`.
+    """
+    if hf_weights is None:
+        from_seed(torch.initial_seed())
+        return
+    from moecore.io import load_hf
+
+    report = load_hf(hf_weights, model, cast=True)
+    logger.info(
+        f"{report.tensors} tensors from {hf_weights}: {report.bytes_read / 1e9:.2f} GB read by "
+        f"this rank in {report.seconds:.1f} s"
+    )
+
+
+class HFNames(StateDictAdapter):
+    """Names of an HFModel's parameters <-> those of its Hugging Face files with stacked experts.
+
+    `from_pretrained` reads such files; the published ones, with one matrix per expert, are loaded
+    by `moecore.hf_weights`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # That of a published directory names the files of each expert's matrices: not these.
+        self.fqn_to_index_mapping = None
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the same tensors under their names in the files."""
+        return {name.removeprefix(PREFIX): tensor for name, tensor in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the same tensors under their names in an HFModel."""
+        return {f"{PREFIX}{name}": tensor for name, tensor in hf_state_dict.items()}
+
+
+def parallelize_hf(
+    model: nn.Module,
+    parallel_dims: ParallelDims,
+    job: Any,
+    *,
+    version: Version,
+    balance: BalanceConfig | None,
+    **_: Any,
+) -> nn.Module:
+    """Swap the MoE blocks of an HFModel and shard it by the job's config; a parallelize_fn.
+
+    The job's `debug.moe_force_load_balance` deals the experts out in turn.
+
+    Args:
+        balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
+
+    Raises:
+        ValueError, NotImplementedError: for tp; for a model without MoE blocks, see `swap_blocks`;
+            see `parallelize_own_loss`.
+    """
+    if parallel_dims.tp > 1:
+        raise NotImplementedError(
+            f"parallelism.tensor_parallel_degree ({parallel_dims.tp}) must be 1 for a Hugging Face "
+            "model, which has no plan for it: use expert_parallel_degree"
+        )
+    for layer in swap_blocks(model, {}).values():
+        if balance is not None:
+            layer.set_balance(balance)
+        if job.debug.moe_force_load_balance:
+            force_even_load(layer)
+    return parallelize_own_loss(model, parallel_dims, job, version=version)
+
+
+def _read_config(source: Source, field: str) -> Any:
+    """Return a copy of a config, or that of a directory, which a field of the job may have named.
+
+    Raises:
+        ValueError: for no config or config.json.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if isinstance(source, PreTrainedConfig):
+        return copy.deepcopy(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(
+            f"flavor ({type(source).__name__}) must be a transformers config or a directory with a "
+            "config.json: correct hf_spec(flavors)"
+        )
+    if not (Path(source) / "config.json").is_file():
+        raise ValueError(
+            f"{field} or flavor ({source}) must be a directory with a config.json: "
+            "download the model's repository there"
+        )
+    return AutoConfig.from_pretrained(source)
+
+
+def _check_config(config: Any, seq_len: int) -> None:
+    """Check that a transformers config can be trained by torchtitan.
+
+    Raises:
+        ValueError: for sequences that are too long.
+        NotImplementedError: for a config that asks for transformers' own balance loss, or for one
+            matrix as embedding and head.
+    """
+    longest = config.max_position_embeddings
+    if seq_len > longest:
+        raise ValueError(
+            f"training.seq_len ({seq_len}) must be <= max_position_embeddings ({longest}) of "
+            "the model's config: shorten it"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise NotImplementedError(
+            "output_router_logits (True) of the model's config must be False, because its "
+            "balance loss is not part of torchtitan's: give hf_spec or hf_job "
+            "balance=BalanceConfig(micro_batch_coef=...)"
+        )
+    if config.tie_word_embeddings:
+        raise NotImplementedError(
+            "tie_word_embeddings (True) of the model's config must be False: torchtitan "
+            "makes two parameters of embedding and head"
+        )
+
+
+def _model_size(config: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
+    """Return the number of parameters and the FLOPs per token of forward and backward.
+
+    The formula is that of `moecore.models.flops_per_token`.
+    """
+    total, idle = 0, 0.0
+    for name, param in model.named_parameters():
+        total += param.numel()
+        if ".experts." in name:
+            idle += param.numel() * (1 - config.num_experts_per_tok / param.shape[0])
+    table = config.vocab_size * config.hidden_size
+    head_dim = getattr(config, "head_dim", None)
+    key_dim = head_dim or config.hidden_size // config.num_attention_heads
+    value_dim = getattr(config, "v_head_dim", key_dim)
+    key_dim = getattr(config, "qk_head_dim", key_dim)
+    heads = config.num_hidden_layers * config.num_attention_heads
+    attention = heads * (key_dim + value_dim) * seq_len
+    return total, int(6 * (total - idle - table) + 3 * attention)
