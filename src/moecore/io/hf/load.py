@@ -36,7 +36,7 @@ from moecore.io.hf.files import (
     read_json,
 )
 from moecore.io.hf.names import HEAD, FileRecipe, find_layout
-from moecore.io.hf.quant import FP8, QuantisedSource, find_sources
+from moecore.io.hf.quant import FP8, TensorSource, find_sources
 from moecore.io.hf.target import (
     first_ignored_layer,
     local_part,
@@ -223,7 +223,7 @@ def _check_plan(path: Path, model: nn.Module, plan: _LoadPlan, options: _Options
 def _make_plan(
     path: Path,
     model: nn.Module,
-    sources: Mapping[str, QuantisedSource],
+    sources: Mapping[str, TensorSource],
     problems: list[str],
     options: _Options,
     files: HFFiles,
@@ -295,7 +295,7 @@ def _layer_of(name: str) -> int:
 
 
 def _tensor_problems(
-    target: Tensor, recipe: FileRecipe, sources: Mapping[str, QuantisedSource], cast: bool
+    target: Tensor, recipe: FileRecipe, sources: Mapping[str, TensorSource], cast: bool
 ) -> list[str]:
     problems = []
     for piece in recipe.pieces:
@@ -312,7 +312,7 @@ def _tensor_problems(
     return problems
 
 
-def _dtype_problem(source: QuantisedSource, wanted: torch.dtype, cast: bool) -> str:
+def _dtype_problem(source: TensorSource, wanted: torch.dtype, cast: bool) -> str:
     if source.dtype == wanted:
         return ""
     floats = source.dtype.is_floating_point and wanted.is_floating_point
@@ -324,7 +324,7 @@ def _dtype_problem(source: QuantisedSource, wanted: torch.dtype, cast: bool) -> 
 
 
 def _fill_all(
-    model: nn.Module, plan: _LoadPlan, sources: Mapping[str, QuantisedSource], files: HFFiles
+    model: nn.Module, plan: _LoadPlan, sources: Mapping[str, TensorSource], files: HFFiles
 ) -> None:
     for name, recipe in plan.recipes.items():
         _fill(plan.targets[name], recipe, sources, files)
@@ -336,7 +336,7 @@ def _fill_all(
 
 
 def _fill(
-    target: Tensor, recipe: FileRecipe, sources: Mapping[str, QuantisedSource], files: HFFiles
+    target: Tensor, recipe: FileRecipe, sources: Mapping[str, TensorSource], files: HFFiles
 ) -> None:
     """Copy this rank's part of every piece into its shard."""
     local = local_part(target)

@@ -38,7 +38,7 @@ from moecore.io.hf.collect import Item
 from moecore.io.hf.export import fill_shards
 from moecore.io.hf.files import BoxReader, listed
 from moecore.io.hf.names import FileRecipe, TensorPiece, hf_copies
-from moecore.io.hf.quant import QuantisedSource
+from moecore.io.hf.quant import TensorSource
 from moecore.io.hf.verify import copy_problems, plan_problems
 from moecore.models.config import DecoderConfig
 
@@ -58,7 +58,7 @@ class Origin:
 
     path: Path
     files: BoxReader
-    sources: Mapping[str, QuantisedSource]
+    sources: Mapping[str, TensorSource]
     plan: Mapping[str, FileRecipe]
     config: DecoderConfig
     problems: list[str]
@@ -138,7 +138,7 @@ def _check(origin: Origin, dtype: torch.dtype | None) -> None:
 
 
 def _dtype_problems(
-    sources: Mapping[str, QuantisedSource],
+    sources: Mapping[str, TensorSource],
     plan: Mapping[str, FileRecipe],
     dtype: torch.dtype | None,
 ) -> list[str]:
@@ -193,7 +193,7 @@ def _write_files(
     return make_manifest(facts, stored, tensors)
 
 
-def _native_dtype(name: str, source: QuantisedSource, dtype: torch.dtype | None) -> torch.dtype:
+def _native_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
     if name.endswith(SELECTION_BIASES):
         return torch.float32
     if dtype is not None:
@@ -204,7 +204,7 @@ def _native_dtype(name: str, source: QuantisedSource, dtype: torch.dtype | None)
 def _add(
     writer: ShardWriter,
     recipe: FileRecipe,
-    sources: Mapping[str, QuantisedSource],
+    sources: Mapping[str, TensorSource],
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:

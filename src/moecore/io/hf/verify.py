@@ -26,7 +26,7 @@ from moecore.io.hf.names import (
     hf_copies,
     hf_plan,
 )
-from moecore.io.hf.quant import QuantisedSource, find_sources
+from moecore.io.hf.quant import TensorSource, find_sources
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -103,7 +103,7 @@ def plan_problems(
 
 
 def copy_problems(
-    files: BoxReader, sources: Mapping[str, QuantisedSource], copies: Mapping[str, str]
+    files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
     """Return which copies differ from their originals; each rank reads a share of the rows.
 

@@ -31,7 +31,7 @@ from moecore.io.hf.export import check_target, make_items
 from moecore.io.hf.files import Box, BoxReader, listed
 from moecore.io.hf.names import EMBEDDING, FileRecipe, TensorPiece, find_layout, hf_plan
 from moecore.io.hf.native_writer import Origin, check_alone, write_native
-from moecore.io.hf.quant import PlainSource, QuantisedSource
+from moecore.io.hf.quant import TensorSource
 from moecore.io.interchange.dcp import (
     DCPFiles,
     NewChunk,
@@ -167,23 +167,14 @@ def names_in(files: DCPFiles) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class SplicedSource:
+class SplicedSource(TensorSource):
     """A Hugging Face tensor as rows of stored ones.
 
     Attributes:
         spans: stored tensor, index into its first dims, first row and row behind the last.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    spans: tuple[tuple[str, tuple[int, ...], int, int], ...]
-    quantized: bool = False
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The stored tensors."""
-        return tuple(key for key, *_ in self.spans)
+    spans: tuple[tuple[str, tuple[int, ...], int, int], ...] = ()
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
         """Return the box, a new CPU tensor."""
@@ -200,15 +191,15 @@ class SplicedSource:
 
 def _find_sources(
     files: DCPFiles, config: DecoderConfig
-) -> tuple[dict[str, QuantisedSource], dict[str, FileRecipe], list[str]]:
+) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
     """Return what a directory holds, the plan that asks for it, and what is wrong."""
     kind = names_in(files)
     if kind == "megatron":
         found, problems = _megatron_sources(files, config)
         return found, hf_plan(config, "per_expert"), problems
     prefix = _prefix_of(files, EMBEDDING)
-    sources: dict[str, QuantisedSource] = {
-        name.removeprefix(prefix): PlainSource(name, tensor.shape, tensor.dtype)
+    sources: dict[str, TensorSource] = {
+        name.removeprefix(prefix): TensorSource(name, tensor.shape, tensor.dtype)
         for name, tensor in files.tensors.items()
         if name.startswith(prefix)
     }
@@ -232,7 +223,7 @@ def _prefix_of(files: DCPFiles, ending: str) -> str:
 
 def _megatron_sources(
     files: DCPFiles, config: DecoderConfig
-) -> tuple[dict[str, QuantisedSource], list[str]]:
+) -> tuple[dict[str, TensorSource], list[str]]:
     prefix = _prefix_of(files, WORDS)
     names = [name for name in files.tensors if name.startswith(prefix)]
     shapes = {name.removeprefix(prefix): files.tensors[name].shape for name in names}
@@ -253,11 +244,11 @@ def _megatron_sources(
     problems += [f"{name} is no tensor of the decoder" for name in unused(shapes, used)]
     if problems:
         return {}, problems
-    sources: dict[str, QuantisedSource] = {}
+    sources: dict[str, TensorSource] = {}
     for name, by_row in spans.items():
         ordered = tuple(by_row[row] for row in sorted(by_row))
         dtype = files.tensors[ordered[0][0]].dtype
-        sources[name] = SplicedSource(name, shape_of[name], dtype, ordered)
+        sources[name] = SplicedSource(name, shape_of[name], dtype, spans=ordered)
     return sources, []
 
 
