@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from threading import Lock
 
-import torch.distributed as dist
+from moecore.io.checkpoint.ranks import is_first_rank
 
 Progress = Callable[[int, int], None]
 
@@ -41,13 +41,8 @@ class Meter:
 
     def log(self, what: str) -> None:
         """Log one line on rank 0: bytes of this rank, seconds, GB/s."""
-        if dist.is_initialized() and dist.get_rank() != 0:
+        if not is_first_rank():
             return
-        seconds, gigabytes = time.perf_counter() - self._start, self.done / 1e9
-        logger.info(
-            "%s: %.3f GB of rank 0 in %.2f s, %.2f GB/s",
-            what,
-            gigabytes,
-            seconds,
-            gigabytes / seconds,
-        )
+        seconds, size = time.perf_counter() - self._start, self.done / 1e9
+        text = "%s: %.3f GB of rank 0 in %.2f s, %.2f GB/s"
+        logger.info(text, what, size, seconds, size / seconds)

@@ -42,7 +42,7 @@ from moecore.io.checkpoint.directory import Step, directory_of, discard
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
-from moecore.io.checkpoint.ranks import gather, on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
 from moecore.io.checkpoint.stages import join_stages
 from moecore.io.checkpoint.state import Optimizers
@@ -166,11 +166,11 @@ class Saver:
             try:
                 copies = on_every_rank(lambda: self._copies.fill(locals_of(snapshot)), self._group)
             except Exception:  # such as no host memory on one rank
-                if not dist.is_initialized() or dist.get_rank() == 0:
+                if is_first_rank():
                     discard(draft)
                 raise
             seconds = time.perf_counter() - started
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if is_first_rank():
                 logger.info("step %d: copied to host memory in %.3f s", step, seconds)
             self._running = self._thread.submit(self._write_and_log, draft, snapshot, copies)
         return directory_of(self._lock.root, step)

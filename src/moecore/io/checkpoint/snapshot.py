@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from moecore.io.checkpoint.hyperparameters import (
     optimizer_groups,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
+from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
@@ -144,7 +144,7 @@ def take_snapshot(
         check_dtype(name, tensor.dtype)
     facts = ManifestFacts(
         step=step,
-        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        world_size=rank_and_world()[1],
         meshes=_meshes(view),
         versions=versions(),
         config=_config_values(view.config if config is None else config),

@@ -24,13 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
 from moecore.base.torch_names import StridedShard
 from moecore.io.checkpoint.config_differences import own_config
+from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
 
@@ -252,7 +252,7 @@ def _layout(tensor: Tensor) -> object:
 
 def rng_tensors() -> dict[str, Tensor]:
     """Return "rng.<device>.<rank>" -> a copy of this rank's generator states."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, _ = rank_and_world()
     states = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()

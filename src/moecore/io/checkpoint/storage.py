@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,6 @@ from moecore.io.checkpoint.shard_file import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """Where one block went; travels to the coordinator."""
-
-    chunk: ManifestChunk
-    file: StoredFile
-
-
 class Writer(StorageWriter):
     """Writes one save into a draft directory; the coordinator publishes it.
 
@@ -100,11 +92,13 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, items: dict[str, WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        blocks = {}
+        blocks, chunks = {}, {}
         for key, item in items.items():
             data = item.tensor_data
             assert data is not None, "everything saved is a tensor"
-            blocks[key] = (data.properties.dtype, tuple(data.chunk.sizes))
+            offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            blocks[key] = data.properties.dtype, sizes
+            chunks[key] = ManifestChunk(file=self._file, key=key, offsets=offsets, sizes=sizes)
         layout = layout_of(blocks)
         tensors = {key: planner.resolve_data(items[key]) for key in layout.begins}
         pinned = any(isinstance(t, Tensor) and t.is_cuda for t in tensors.values())
@@ -116,27 +110,19 @@ class Writer(StorageWriter):
                 assert (tensor.dtype, tuple(tensor.shape)) == blocks[key], f"{key} has changed"
                 file.add(tensor)
             stored = file.finish()
-        return [self._result(key, item, stored) for key, item in items.items()]
-
-    def _result(self, key: str, item: WriteItem, stored: StoredFile) -> WriteResult:
-        data = item.tensor_data
-        assert data is not None
-        chunk = ManifestChunk(
-            file=self._file,
-            key=key,
-            offsets=tuple(data.chunk.offsets),
-            sizes=tuple(data.chunk.sizes),
-        )
-        return WriteResult(index=item.index, size_in_bytes=0, storage_data=_Written(chunk, stored))
+        return [
+            WriteResult(item.index, size_in_bytes=0, storage_data=(chunks[key], stored))
+            for key, item in items.items()
+        ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the manifest and publish; the coordinator comes here when every rank has written."""
         chunks: dict[str, list[ManifestChunk]] = {}
-        files = {}
-        for result in (one for many in results for one in many):
-            written: _Written = result.storage_data
-            chunks.setdefault(result.index.fqn, []).append(written.chunk)
-            files[written.chunk.file] = written.file
+        files: dict[str, StoredFile] = {}
+        for result in chain.from_iterable(results):
+            chunk, file = result.storage_data
+            files[chunk.file] = file
+            chunks.setdefault(result.index.fqn, []).append(chunk)
         tensors = {
             name: StoredTensor(
                 shape=tuple(entry.size),

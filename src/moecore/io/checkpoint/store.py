@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -41,8 +40,10 @@ from moecore.io.checkpoint.ranks import (
     check_same_path,
     check_visible,
     gather,
+    is_first_rank,
     on_every_rank,
     on_first_rank,
+    rank_and_world,
 )
 from moecore.io.checkpoint.shard_file import check_file, layout_of
 from moecore.io.checkpoint.snapshot import (
@@ -194,7 +195,7 @@ def load(
     if fit.scheduler is not None:
         assert manifest.facts.scheduler is not None
         fit.scheduler.load_state_dict(scheduler_state(fit.scheduler, manifest.facts.scheduler))
-    if fit.left_out and (not dist.is_initialized() or dist.get_rank() == 0):
+    if fit.left_out and is_first_rank():
         warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=2)
     meter.log(f"loaded {path}, verify={verify}")
     return extra
@@ -256,8 +257,7 @@ def write(
     Raises:
         OSError: on every rank, when one could not write; the draft is removed.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    writer = Writer(draft, rank, snapshot.facts, keep=keep, meter=meter)
+    writer = Writer(draft, rank_and_world()[0], snapshot.facts, keep=keep, meter=meter)
     planner = SavePlannerOfLocals(locals_)
     try:
         checked_io(
@@ -268,7 +268,7 @@ def write(
             ),
         )
     except OSError:
-        if rank == 0:
+        if is_first_rank():
             discard(draft)
         raise
     meter.log(f"saved {directory_of(draft.parent, snapshot.facts.step)}")
@@ -331,9 +331,8 @@ def verify(
 
 def verify_files(path: Path, manifest: Manifest, how: Verify, meter: Meter) -> None:
     """Raise on every rank when a file is damaged; see `verify`."""
-    names = sorted(manifest.files)
-    if dist.is_initialized():
-        names = names[dist.get_rank() :: dist.get_world_size()]
+    rank, world = rank_and_world()
+    names = sorted(manifest.files)[rank::world]
     if how == "full":
         meter.expect(sum(manifest.files[name].size for name in names))
 

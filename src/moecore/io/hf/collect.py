@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.io.checkpoint.ranks import gather, on_every_rank
+from moecore.io.checkpoint.ranks import gather, on_every_rank, rank_and_world
 from moecore.io.hf.names import FileRecipe, TensorPiece
 from moecore.io.hf.target import PieceOverlap, local_part, overlaps
 from moecore.moe.params import global_indices
@@ -46,23 +46,6 @@ class Item:
     def nbytes(self) -> int:
         """Bytes of its data."""
         return math.prod(self.piece.shape) * self.dtype.itemsize
-
-
-@dataclass(slots=True)
-class InFlight:
-    """Bytes that are held now, and the most there ever were."""
-
-    now: int = 0
-    peak: int = 0
-
-    def hold(self, num_bytes: int) -> None:
-        """Count memory that was taken."""
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
-
-    def release(self, num_bytes: int) -> None:
-        """Count memory that was freed."""
-        self.now -= num_bytes
 
 
 class Collector(Protocol):
@@ -97,7 +80,7 @@ class RankCollector:
         recipes: Mapping[str, FileRecipe],
         items: Iterable[Item],
     ) -> None:
-        self.in_flight = InFlight()
+        self._held = self.peak_bytes = 0
         self._tensors, self._recipes = tensors, recipes
         self._rank, world = rank_and_world()
         self._error: Exception | None = None
@@ -110,7 +93,7 @@ class RankCollector:
         self._buffers = on_every_rank(
             lambda: {d: torch.empty(n, dtype=torch.uint8, device=d) for d, n in largest.items()}
         )
-        self.in_flight.hold(sum(largest.values()))
+        self._hold(sum(largest.values()))
 
     def collect(self, item: Item, writer: int) -> Tensor | None:
         """Return the whole tensor on its writer, a new CPU tensor, and None elsewhere.
@@ -121,7 +104,7 @@ class RankCollector:
         if self._rank == writer:
             with self._keep_error():
                 whole = torch.empty(item.piece.shape, dtype=item.dtype)
-                self.in_flight.hold(whole.nbytes)
+                self._hold(whole.nbytes)
         shape = self._recipes[item.source].shape
         for holding, holders in self._holders[item.source].items():
             numel = _num_common(holding, item.piece, shape)
@@ -139,7 +122,11 @@ class RankCollector:
     def done(self, whole: Tensor | None) -> None:
         """Note that the writer has freed a tensor."""
         if whole is not None:
-            self.in_flight.release(whole.nbytes)
+            self._held -= whole.nbytes
+
+    def _hold(self, num_bytes: int) -> None:
+        self._held += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._held)
 
     def check(self) -> None:
         """Raise the first error of this rank."""
@@ -222,12 +209,10 @@ def _num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> i
     Args:
         piece: a region of the whole tensor.
     """
-    region = (*piece.region, *(slice(0, n) for n in shape[len(piece.region) :]))
-    numel = 1
-    for runs, part in zip(holding, region, strict=True):
-        start, stop = (part, part + 1) if isinstance(part, int) else (part.start, part.stop)
-        numel *= sum(max(0, min(a + n, stop) - max(a, start)) for a, n in runs)
-    return numel
+    return math.prod(
+        sum(max(0, min(a + n, part.stop) - max(a, part.start)) for a, n in runs)
+        for runs, part in zip(holding, piece.box_in(shape), strict=True)
+    )
 
 
 def _holding(tensor: Tensor) -> Holding:
@@ -244,8 +229,3 @@ def _runs(index: Tensor) -> tuple[tuple[int, int], ...]:
 def _indices(holding: Holding) -> list[Tensor]:
     empty = torch.empty(0, dtype=torch.int64)
     return [torch.cat([empty, *(torch.arange(a, a + n) for a, n in runs)]) for runs in holding]
-
-
-def rank_and_world() -> tuple[int, int]:
-    """Return this rank and the number of ranks; 0 and 1 without a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -31,9 +31,15 @@ from moecore.families.kept_fp32 import SELECTION_BIASES
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.files import sync, write_new
 from moecore.io.checkpoint.meter import Meter, Progress
-from moecore.io.checkpoint.ranks import check_visible, on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import (
+    check_visible,
+    is_first_rank,
+    on_every_rank,
+    on_first_rank,
+    rank_and_world,
+)
 from moecore.io.checkpoint.shard_file import FileLayout, ShardWriter, layout_of
-from moecore.io.hf.collect import Collector, Item, RankCollector, rank_and_world
+from moecore.io.hf.collect import Collector, Item, RankCollector
 from moecore.io.hf.config import HFConfig
 from moecore.io.hf.export_check import check_readable, check_tied
 from moecore.io.hf.export_config import export_config
@@ -134,7 +140,7 @@ def export_hf(
         shards=len(shards),
         bytes_stored=sum(item.nbytes for shard in shards for item in shard),
         bytes_written=meter.done,
-        peak_bytes=collector.in_flight.peak,
+        peak_bytes=collector.peak_bytes,
         seconds=time.monotonic() - started,
     )
 
@@ -170,14 +176,34 @@ def write_directory(
     Raises:
         OSError: on every rank, when one could not write; nothing is left behind.
     """
-    name = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    draft = on_first_rank(lambda: _make(name))
+    with draft_of(path) as draft:
+        _write_shards(draft, shards, collector, meter)
+        on_first_rank(lambda: _write_names(draft, shards, config))
+
+
+@contextmanager
+def draft_of(path: Path) -> Iterator[Path]:
+    """Yield a directory that becomes `path` when all went well, else goes. Collective."""
+    draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+
+    def make() -> Path:
+        draft.mkdir(parents=True)
+        return draft
+
+    def publish() -> None:
+        sync(draft)
+        if path.exists():
+            raise OSError(f"path ({path}) appeared meanwhile: choose another")
+        draft.rename(path)
+        sync(path.parent)
+
+    draft = on_first_rank(make)
     try:
         check_visible(draft)
-        _write_shards(draft, shards, collector, meter)
-        on_first_rank(lambda: _publish(draft, path, shards, config))
+        yield draft
+        on_first_rank(publish)
     except BaseException:
-        if rank_and_world()[0] == 0:
+        if is_first_rank():
             shutil.rmtree(draft, ignore_errors=True)
         raise
 
@@ -249,13 +275,11 @@ def _write_shards(
     """
     rank, world = rank_and_world()
     for first in range(0, len(shards), world):
-        wave = shards[first : first + world]
-        layouts = [_layout(shard) for shard in wave]
-        ordered = [_in_file_order(s, lay) for s, lay in zip(wave, layouts, strict=True)]
+        wave = [in_file_order(shard) for shard in shards[first : first + world]]
         with _ExportOutput(meter) as output:
             if rank < len(wave):
-                output.open(draft / _file_name(first + rank, len(shards)), layouts[rank])
-            for turn in itertools.zip_longest(*ordered):
+                output.open(draft / _file_name(first + rank, len(shards)), wave[rank][0])
+            for turn in itertools.zip_longest(*(items for _, items in wave)):
                 for owner, item in enumerate(turn):
                     if item is not None:
                         whole = collector.collect(item, owner)
@@ -308,16 +332,15 @@ class _ExportOutput:
             self._error = self._error or error
 
 
-def _layout(shard: Sequence[Item]) -> FileLayout:
-    return layout_of({item.name: (item.dtype, item.piece.shape) for item in shard})
-
-
-def _in_file_order(shard: Sequence[Item], layout: FileLayout) -> list[Item]:
+def in_file_order(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
+    """Return the layout of a shard's file, and its tensors in their order there."""
     by_name = {item.name: item for item in shard}
-    return [by_name[name] for name in layout.begins]
+    layout = layout_of({name: (item.dtype, item.piece.shape) for name, item in by_name.items()})
+    return layout, [by_name[name] for name in layout.begins]
 
 
-def _publish(draft: Path, path: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
+def _write_names(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
+    """Write the config, and the index where there are several shards."""
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
         sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes
@@ -334,17 +357,6 @@ def _publish(draft: Path, path: Path, shards: list[list[Item]], config: dict[str
         }
         metadata = {"total_size": sum(sizes.values())}
         _write_json(draft / INDEX, {"metadata": metadata, "weight_map": weight_map})
-    sync(draft)
-    if path.exists():
-        raise OSError(f"path ({path}) appeared meanwhile: choose another")
-    draft.rename(path)
-    sync(path.parent)
-
-
-def _make(draft: Path) -> Path:
-    draft.parent.mkdir(parents=True, exist_ok=True)
-    draft.mkdir()
-    return draft
 
 
 def _file_name(number: int, total: int) -> str:

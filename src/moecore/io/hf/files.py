@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +49,18 @@ class FileTensor:
     def nbytes(self) -> int:
         """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def common_part(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Box, Box] | None:
+    """Return what a box and a block share, as a box of the block and of the box; None = nothing."""
+    spans = [
+        (max(s.start, o), min(s.stop, o + n)) for s, o, n in zip(box, offsets, sizes, strict=True)
+    ]
+    if any(start >= stop for start, stop in spans):
+        return None
+    of_block = tuple(slice(a - o, b - o) for (a, b), o in zip(spans, offsets, strict=True))
+    of_box = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True))
+    return of_block, of_box
 
 
 class BoxReader(Protocol):

@@ -17,24 +17,16 @@ from typing import Any, cast
 from typing import cast as as_type
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import Seed, check_arguments
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.config_differences import own_config
-from moecore.io.checkpoint.ranks import gather, on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.state import fresh_buffers
 from moecore.io.hf.config import config_problems
-from moecore.io.hf.files import (
-    CONFIG,
-    FileTensor,
-    HFFiles,
-    listed,
-    read_headers,
-    read_json,
-)
+from moecore.io.hf.files import CONFIG, HFFiles, listed, read_headers, read_json
 from moecore.io.hf.names import HEAD, FileRecipe, find_layout
 from moecore.io.hf.quant import FP8, TensorSource, find_sources
 from moecore.io.hf.target import (
@@ -90,14 +82,6 @@ class _LoadPlan:
     buffers: list[tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """As of `load_hf`."""
-
-    strict: bool
-    cast: bool
-
-
 @torch.no_grad()
 def load_hf(
     path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True, cast: bool = False
@@ -135,17 +119,20 @@ def load_hf(
         OSError: on every rank, when one could not read; the model may then be part old, part new.
     """
     check_arguments(load_hf, locals())
-    started, options = time.monotonic(), _Options(strict, cast)
-    path, whole, model = Path(path), model, adapted(model)
-    table, config = _first_rank_reads(path)
+    started, path = time.monotonic(), Path(path)
+    whole, model = model, adapted(model)
+    # Rank 0 reads headers and config for all: thousands of ranks would read the same.
+    table, config = on_first_rank(lambda: (read_headers(path), read_json(path / CONFIG)))
     with HFFiles(path, table) as files:
         sources, problems = find_sources(files, config.get("quantization_config"))
         problems += _config_problems(path, model, config, strict=strict)
-        plan = on_every_rank(lambda: _make_plan(path, model, sources, problems, options, files))
+        plan = on_every_rank(
+            lambda: _make_plan(files, model, sources, problems, strict=strict, cast=cast)
+        )
         if find_stages(model)[1] is not None:  # what other stages take is not left over
             kept = set.intersection(*map(set, gather(plan.left_over)))
             plan.left_over = [name for name in plan.left_over if name in kept]
-        on_every_rank(lambda: _check_plan(path, model, plan, options))
+        on_every_rank(lambda: _check_plan(path, model, plan, strict=strict))
         compared = files.bytes_read
         drop_step(whole)
         on_every_rank(lambda: _fill_all(model, plan, sources, files))
@@ -162,15 +149,6 @@ def load_hf(
     )
 
 
-def _first_rank_reads(path: Path) -> tuple[dict[str, FileTensor], dict[str, Any]]:
-    """Read headers and config on rank 0 for all: thousands of ranks would read the same."""
-
-    def action() -> tuple[dict[str, FileTensor], dict[str, Any]]:
-        return read_headers(path), read_json(path / CONFIG)
-
-    return on_first_rank(action)
-
-
 def _config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
@@ -182,7 +160,7 @@ def _config_problems(
         problems = [str(error)]
     if strict or not problems:
         return problems
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         warnings.warn(f"path ({path}): {listed(problems)}: loaded all the same", stacklevel=3)
     return []
 
@@ -207,9 +185,9 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
     return written
 
 
-def _check_plan(path: Path, model: nn.Module, plan: _LoadPlan, options: _Options) -> None:
+def _check_plan(path: Path, model: nn.Module, plan: _LoadPlan, *, strict: bool) -> None:
     """Raise ValueError with all that does not fit; else complete the plan."""
-    if options.strict:
+    if strict:
         objected = _objected(plan.left_over, first_ignored_layer(model))
         plan.problems += [f"{name} is no tensor of the model" for name in objected]
     if plan.problems:
@@ -221,16 +199,19 @@ def _check_plan(path: Path, model: nn.Module, plan: _LoadPlan, options: _Options
 
 
 def _make_plan(
-    path: Path,
+    files: HFFiles,
     model: nn.Module,
     sources: Mapping[str, TensorSource],
     problems: list[str],
-    options: _Options,
-    files: HFFiles,
+    *,
+    strict: bool,
+    cast: bool,
 ) -> _LoadPlan:
     """Return what goes where, and what speaks against it."""
-    if not (path / CONFIG).is_file():
-        raise ValueError(f"path ({path}) must be visible to every rank: use a shared file system")
+    if not (files.path / CONFIG).is_file():
+        raise ValueError(
+            f"path ({files.path}) must be visible to every rank: use a shared file system"
+        )
     targets = without_adapters(model, model_tensors(model))
     copies = model_copies(model)
     shapes = {name: tuple(t.shape) for name, t in targets.items()}
@@ -243,11 +224,11 @@ def _make_plan(
     plan = _LoadPlan(targets, {}, [], left_over, list(problems), [])
     for name, recipe in recipes.items():
         absent = [p.name for p in recipe.pieces if p.name not in sources]
-        if len(absent) == len(recipe.pieces) and not options.strict:
+        if len(absent) == len(recipe.pieces) and not strict:
             plan.missing.append(name)
             continue
         plan.problems += [f"{hf_name} is missing" for hf_name in absent]
-        plan.problems += _tensor_problems(targets[name], recipe, sources, options.cast)
+        plan.problems += _tensor_problems(targets[name], recipe, sources, cast)
         plan.recipes[name] = recipe
     if not plan.problems:
         plan.problems += copy_problems(files, sources, copies)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import check_arguments
 from moecore.families.transformers.lora import adapted, from_peft, is_tuner_layer, to_peft
-from moecore.io.checkpoint.ranks import on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import is_first_rank, on_every_rank, on_first_rank
 from moecore.io.hf.target import local_part
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import clean_name, global_indices, init_normal_, init_uniform_
@@ -95,7 +95,7 @@ def save_adapters(
     for name, one in stored.items():
         tensor = one.tensor.detach()
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        if is_first_rank():
             whole[name] = one.to_file(tensor).reshape(one.shape).contiguous().cpu()
     on_first_rank(lambda: _write(model, path, adapter, whole))
 

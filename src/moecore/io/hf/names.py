@@ -20,7 +20,7 @@ and that of all other families. DeepSeek-V3 keeps multi-token prediction behind 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -49,6 +49,11 @@ class TensorPiece:
     name: str
     region: Region
     shape: tuple[int, ...]
+
+    def box_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return the region as one slice per dim of a native tensor of this shape."""
+        region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
+        return (*region, *(slice(0, n) for n in shape[len(self.region) :]))
 
 
 @dataclass(frozen=True, slots=True)

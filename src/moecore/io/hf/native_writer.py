@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from moecore.families.kept_fp32 import SELECTION_BIASES
 from moecore.io.checkpoint.directory import (
@@ -32,10 +31,11 @@ from moecore.io.checkpoint.manifest import (
     make_manifest,
 )
 from moecore.io.checkpoint.meter import Meter
-from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardWriter, layout_of
+from moecore.io.checkpoint.ranks import rank_and_world
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardWriter
 from moecore.io.checkpoint.snapshot import versions
 from moecore.io.hf.collect import Item
-from moecore.io.hf.export import fill_shards
+from moecore.io.hf.export import fill_shards, in_file_order
 from moecore.io.hf.files import BoxReader, listed
 from moecore.io.hf.names import FileRecipe, TensorPiece, hf_copies
 from moecore.io.hf.quant import TensorSource
@@ -70,7 +70,7 @@ def check_alone() -> None:
     Raises:
         ValueError: when there is a process group of several ranks.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    _, world = rank_and_world()
     if world > 1:
         raise ValueError(
             f"world size ({world}) must be 1 to convert files: call export_hf or load_hf on every "
@@ -180,14 +180,13 @@ def _write_files(
     tensors: dict[str, StoredTensor] = {}
     for number, shard in enumerate(fill_shards(items, max_file_bytes)):
         file = f"rank-{number:05d}.safetensors"
-        by_key = {item.name: item for item in shard}
-        layout = layout_of({key: (item.dtype, item.piece.shape) for key, item in by_key.items()})
+        layout, ordered = in_file_order(shard)
         with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
-            for item in map(by_key.__getitem__, layout.begins):
+            for item in ordered:
                 _add(writer, plan[item.source], sources, origin.files, item.dtype)
             stored[file] = writer.finish()
-        for key, item in by_key.items():
-            shape = item.piece.shape
+        for item in shard:
+            key, shape = item.name, item.piece.shape
             chunk = ManifestChunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
             tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
     return make_manifest(facts, stored, tensors)

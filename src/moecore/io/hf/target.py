@@ -54,12 +54,12 @@ class PieceOverlap:
 
     Attributes:
         source: one slice per dim of the piece.
-        target: one int or slice per dim of the shard; the elements are those of `source` in the
-            same order.
+        target: one slice per dim of the shard; the elements are those of `source` in the same
+            order.
     """
 
     source: tuple[slice, ...]
-    target: tuple[int | slice, ...]
+    target: tuple[slice, ...]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -172,16 +172,14 @@ def overlaps(
         piece: a Hugging Face tensor and the region of the tensor that it is.
         max_numel: elements of a box at most, where its first dim allows it.
     """
-    region = (*piece.region, *(slice(0, n) for n in shape[len(piece.region) :]))
     per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
     sizes: list[int] = []
-    for index, part in zip(indices, region, strict=True):
-        start, stop = (part, part + 1) if isinstance(part, int) else (part.start, part.stop)
-        place = ((index >= start) & (index < stop)).nonzero().flatten()
+    for index, part in zip(indices, piece.box_in(shape), strict=True):
+        place = ((index >= part.start) & (index < part.stop)).nonzero().flatten()
         if not place.numel():
             return
-        per_dim.append(_double_runs(index[place] - start, place))
-        sizes.append(stop - start)
+        per_dim.append(_double_runs(index[place] - part.start, place))
+        sizes.append(part.stop - part.start)
     groups = _groups(sizes, piece.shape)
     for d in {d for group in groups for d in group[:-1]}:
         per_dim[d] = [(a + i, b + i, 1) for a, b, n in per_dim[d] for i in range(n)]
@@ -191,10 +189,7 @@ def overlaps(
     for runs in itertools.product(*per_dim):
         yield PieceOverlap(
             tuple(_merged(runs, sizes, group) for group in groups),
-            tuple(
-                b if isinstance(part, int) else slice(b, b + n)
-                for (_, b, n), part in zip(runs, region, strict=True)
-            ),
+            tuple(slice(b, b + n) for _, b, n in runs),
         )
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 import torch
-import torch.distributed as dist
 
+from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import KIND_OF, MTP_KEYS, HFConfig, decoder_config_from_hf
 from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
@@ -88,16 +88,23 @@ def plan_problems(
         copies: names that may be there besides.
     """
     wanted = {p.name: p.shape for recipe in plan.values() for p in recipe.pieces}
-    problems = [f"{name} is missing" for name in wanted if name not in sources]
+    return shape_problems(sources, wanted, copies)
+
+
+def shape_problems(
+    found: Mapping[str, Shaped], wanted: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
+) -> list[str]:
+    """Return how names and shapes differ; `copies` may be there besides."""
+    problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
-        for name in sources
+        for name in found
         if name not in wanted and name not in copies and not name.endswith("rotary_emb.inv_freq")
     ]
     problems += [
-        f"{name} {sources[name].shape} must be {shape}"
+        f"{name} {found[name].shape} must be {shape}"
         for name, shape in wanted.items()
-        if name in sources and sources[name].shape != shape
+        if name in found and found[name].shape != shape
     ]
     return problems
 
@@ -110,7 +117,7 @@ def copy_problems(
     Args:
         copies: name -> the name of the same numbers, where both are there.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = rank_and_world()
     problems = []
     for copy, original in copies.items():
         if copy not in sources or original not in sources:

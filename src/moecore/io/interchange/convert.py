@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,12 +20,12 @@ from torch import Tensor
 
 from moecore.base.fields import NumBytes, check_arguments
 from moecore.io.checkpoint.directory import Step, check_unused
-from moecore.io.checkpoint.files import sync, write_new
+from moecore.io.checkpoint.files import write_new
 from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.hf.collect import Collector, Item
 from moecore.io.hf.config import HFConfig, decoder_config_from_hf
 from moecore.io.hf.convert import StoredModel, open_native
-from moecore.io.hf.export import check_target, make_items
+from moecore.io.hf.export import check_target, draft_of, make_items
 from moecore.io.hf.files import Box, BoxReader, listed
 from moecore.io.hf.names import EMBEDDING, FileRecipe, TensorPiece, find_layout, hf_plan
 from moecore.io.hf.native_writer import Origin, check_alone, write_native
@@ -150,7 +148,7 @@ def native_to_dcp(
             tensors = _own_tensors(stored, dtype)
         else:
             tensors = {item.name: _one_chunk(item, stored.collector) for item in stored.items}
-        with _draft_of(out) as draft:
+        with draft_of(out) as draft:
             write_dcp(draft, tensors, Meter(progress))
             if names == "megatron":
                 write_new(draft / "metadata.json", json.dumps(MEGATRON_METADATA))
@@ -327,20 +325,3 @@ def _collected(collector: Collector, item: Item) -> Tensor:
     whole = collector.collect(item, 0)
     assert whole is not None, "one process has every tensor"
     return whole
-
-
-@contextmanager
-def _draft_of(out: Path) -> Iterator[Path]:
-    """Yield a draft beside a directory; it becomes the directory when all went well."""
-    draft = out.with_name(f".{out.name}.tmp-{uuid.uuid4().hex[:8]}")
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        sync(draft)
-        if out.exists():
-            raise OSError(f"path ({out}) appeared meanwhile: choose another")
-        draft.rename(out)
-        sync(out.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 
 from moecore.io.checkpoint.files import open_regular
 from moecore.io.checkpoint.meter import Meter
-from moecore.io.hf.files import Box
+from moecore.io.hf.files import Box, common_part
 from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
@@ -66,17 +66,9 @@ class DCPFiles:
         entry = self.tensors[name]
         whole = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
         for chunk in entry.chunks:
-            spans = [
-                (max(s.start, o), min(s.stop, o + n))
-                for s, o, n in zip(box, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            if all(start < stop for start, stop in spans):
-                source = tuple(
-                    slice(a - o, b - o) for (a, b), o in zip(spans, chunk.offsets, strict=True)
-                )
-                target = tuple(
-                    slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True)
-                )
+            common = common_part(box, chunk.offsets, chunk.sizes)
+            if common is not None:
+                source, target = common
                 whole[target] = self._load(name, chunk, entry.dtype)[source]
         return whole
 
