@@ -15,12 +15,7 @@ logger = logging.getLogger("moecore.io")
 
 
 class Meter:
-    """Counts bytes. Safe to use from several threads.
-
-    Args:
-        progress: called with (bytes done, bytes expected so far) on this rank, from the thread that
-            moves them; None = none.
-    """
+    """Counts bytes from any thread, which calls `progress` with (done, expected so far)."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress, self._lock = progress, Lock()

@@ -8,19 +8,10 @@
             saver.save(step, {"step": step}, wait=False)
     saver.close()                            waits for the last save
 
-Note "errors": a background save succeeds or fails on all ranks together, but ranks learn of it at
-slightly different times. `check` does not communicate, so a rank that catches its error and
-goes on stays in step with the others. `save` and `close` wait for the save before and agree: when
-any rank has not seen its error yet, all of them raise it.
-
-Note "memory": each rank keeps host copies of what it holds, replicas included, for the life of the
-saver; from CUDA devices they are pinned. They are reused, so one save is in flight at a time. The
-first background save makes them, which takes seconds where they are pinned, unless `prepare` has.
-
-Note "what blocks": `save(wait=False)` waits for the copy to host memory and for nothing on disk but
-an empty directory. Returning before the copy is done would need a fence before whatever changes a
-tensor next: the optimizer, but also an expert bias, a load, the user. A copy that is waited for
-needs none.
+A background save succeeds or fails on all ranks together, but ranks learn of it at slightly
+different times. `check` does not communicate, so a rank that catches its error and goes on stays in
+step with the others. `save` and `close` wait for the save before and agree: when any rank has not
+seen its error yet, all of them raise it.
 """
 
 from __future__ import annotations
@@ -103,6 +94,7 @@ class Saver:
                 dist.destroy_process_group(self._group)
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moecore-save")
+        # Of all that this rank holds, replicas too; reused, so one save is in flight at a time.
         self._copies = HostCopies()
         self._running: Future[None] | None = None
         self._closed = False
@@ -162,6 +154,8 @@ class Saver:
         if wait:
             self._write(draft, snapshot, locals_of(snapshot))
         else:
+            # The copy is waited for. Returning earlier would need a fence before whatever changes a
+            # tensor next: the optimizer, but also an expert bias, a load, the user.
             started = time.perf_counter()
             try:
                 copies = on_every_rank(lambda: self._copies.fill(locals_of(snapshot)), self._group)
@@ -208,7 +202,7 @@ class Saver:
             raise ValueError("Saver (closed) must be open to save: make another one")
 
     def _finish(self) -> None:
-        """Wait for the running save; see the note "errors"."""
+        """Wait for the running save; raise its error on all ranks if one has not seen it."""
         running, self._running = self._running, None
         error = running.exception() if running is not None else None
         try:

@@ -55,14 +55,7 @@ from moecore.io.checkpoint.shard_file import (
 
 
 class Writer(StorageWriter):
-    """Writes one save into a draft directory; the coordinator publishes it.
-
-    Args:
-        draft: from `new_draft`.
-        rank: this process; names its file.
-        keep: how many of the newest checkpoints stay; 0 = all.
-        meter: counts what this rank writes.
-    """
+    """Writes a save into a draft, one file per rank; the coordinator publishes it."""
 
     def __init__(
         self, draft: Path, rank: int, facts: ManifestFacts, *, keep: int, meter: Meter
@@ -155,12 +148,9 @@ def _by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
 
 
 class SavePlannerOfLocals(dcp.DefaultSavePlanner):
-    """The default planner over the live tensors' layouts, with data taken from elsewhere.
+    """The default planner over the live tensors' layouts, with data taken from elsewhere (by name).
 
     So a background save plans with DTensors whose contents move on, and writes their copies.
-
-    Args:
-        locals_: name -> this rank's part, a plain tensor on any device.
     """
 
     def __init__(self, locals_: Mapping[str, Tensor]) -> None:
@@ -173,11 +163,7 @@ class SavePlannerOfLocals(dcp.DefaultSavePlanner):
 
 
 class Reader(StorageReader):
-    """Reads slices of a checkpoint whose files have been verified.
-
-    Args:
-        meter: counts what this rank reads.
-    """
+    """Reads slices of a checkpoint whose files have been verified."""
 
     def __init__(self, path: Path, manifest: Manifest, meter: Meter) -> None:
         self._path, self._manifest, self._meter = path, manifest, meter
@@ -245,12 +231,7 @@ class Reader(StorageReader):
 
 
 def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
-    """Run a torch.distributed.checkpoint call; its own exception is no Exception and many lines.
-
-    Raises:
-        OSError: on every rank, with the first failing rank and its error; or, when a rank has ended
-            meanwhile, with the process group's error.
-    """
+    """Run a DCP call; its own exception (no Exception, many lines) becomes an OSError."""
     try:
         if not dist.is_initialized():
             # A plain model in one process is what the caller has, not an oversight. No

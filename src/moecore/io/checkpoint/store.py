@@ -212,12 +212,7 @@ def _refresh_buffers(path: Path, model: nn.Module) -> None:
 
 
 def begin(lock: RunLock, step: int, group: Group = None) -> Path:
-    """Return a draft directory that every rank sees; see `new_draft` for the errors.
-
-    Args:
-        lock: of the run; rank 0 takes it, where it does not hold it yet.
-        group: all ranks; None = the default group.
-    """
+    """Take the lock on rank 0, and return a draft directory that every rank sees (`new_draft`)."""
 
     def action() -> Path:
         lock.acquire()
@@ -245,17 +240,11 @@ def write(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write a snapshot into a draft and publish it. Collective over `group`.
+    """Write a snapshot into a draft and publish it, or remove it. Collective over `group`.
 
     Args:
-        snapshot: what to keep; of its tensors only the layout is read.
+        snapshot: what to store; of its tensors only the layout is read.
         locals_: name -> their contents on this rank.
-        keep: how many of the newest checkpoints stay; 0 = all.
-        meter: counts what this rank writes.
-        group: all ranks; None = the default group.
-
-    Raises:
-        OSError: on every rank, when one could not write; the draft is removed.
     """
     writer = Writer(draft, rank_and_world()[0], snapshot.facts, keep=keep, meter=meter)
     planner = SavePlannerOfLocals(locals_)

@@ -1,11 +1,9 @@
 """Where the tensors of an export come from: put together on their writer from all ranks' shards.
 
 Who holds what is exchanged once. Then each tensor takes one message per sender: of the ranks with
-the same part (replicas) one sends, and the writer itself if it is among them.
-
-Note "errors": a rank with an error (such as no memory) must still send and receive, or the others
-wait for it for ever. So messages have their memory before the first of them, and what a rank does
-with one is kept apart from its way: the error is kept, and `check` raises it when ranks agree.
+the same part (replicas) one sends, and the writer itself if it is among them. A rank with an error
+(such as no memory) must still send and receive, or the others wait for it for ever. So messages
+have their memory before the first of them, and an error waits until ranks agree (`check`).
 """
 
 from __future__ import annotations
@@ -31,11 +29,7 @@ Holding = tuple[tuple[tuple[int, int], ...], ...]  # per dim: runs (first index,
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One tensor of the directory: a piece of a tensor of the model, or of a copy of it.
-
-    Attributes:
-        source: name of the model's tensor.
-    """
+    """One tensor of the directory: a piece of the model's tensor `source`, or of a copy of it."""
 
     name: str
     source: str
@@ -68,10 +62,6 @@ class RankCollector:
     """Puts tensors together on their writers. Every rank calls it for the same items in order.
 
     Construction is collective; an error of one rank is raised on all.
-
-    Args:
-        tensors: of the model, by name.
-        items: all that will be collected.
     """
 
     def __init__(
@@ -96,10 +86,7 @@ class RankCollector:
         self._hold(sum(largest.values()))
 
     def collect(self, item: Item, writer: int) -> Tensor | None:
-        """Return the whole tensor on its writer, a new CPU tensor, and None elsewhere.
-
-        Also None after an error; see `check`.
-        """
+        """Return the whole tensor, new, on its writer's CPU; None elsewhere, and after an error."""
         whole = None
         if self._rank == writer:
             with self._keep_error():
@@ -174,15 +161,13 @@ class RankCollector:
         return buffer[: numel * item.dtype.itemsize].view(item.dtype)
 
     def _largest_messages(self, items: Iterable[Item], world: int) -> dict[torch.device, int]:
-        """Return device -> bytes that no message of the tensors on it exceeds, the same everywhere.
-
-        A message is part of an item and of a shard. None is sent of what every rank holds.
-        """
+        """Return device -> bytes that no message of tensors on it exceeds; equal on all ranks."""
         largest: dict[torch.device, int] = {}
         for item in items:
             holders = self._holders[item.source]
             if any(len(ranks) == world for ranks in holders.values()):
-                continue
+                continue  # nothing is sent
+            # A message is part of an item and of a shard.
             shard = max(math.prod(sum(n for _, n in runs) for runs in held) for held in holders)
             size = min(math.prod(item.piece.shape), shard) * item.dtype.itemsize
             device = self._tensors[item.source].device
@@ -193,7 +178,7 @@ class RankCollector:
     def _keep_error(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # of any kind; see the note "errors"
+        except Exception as error:  # of any kind: the others wait for what this rank sends
             self._error = self._error or error
 
 
@@ -204,11 +189,7 @@ def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> int:
-    """Return how many elements of a piece a shard holds; without tensors, so that it cannot fail.
-
-    Args:
-        piece: a region of the whole tensor.
-    """
+    """Return how many elements of a piece a shard holds; cannot fail, as it makes no tensors."""
     return math.prod(
         sum(max(0, min(a + n, part.stop) - max(a, part.start)) for a, n in runs)
         for runs, part in zip(holding, piece.box_in(shape), strict=True)

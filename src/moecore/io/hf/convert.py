@@ -94,18 +94,13 @@ def native_to_hf(
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The model of a native checkpoint, by its Hugging Face names.
-
-    Attributes:
-        tensors: as stored, by their own names.
-        is_decoder: whether these are the native decoder's.
-    """
+    """The model of a native checkpoint, by its Hugging Face names."""
 
     values: dict[str, Any]
     items: list[Item]
     collector: Collector
-    tensors: dict[str, StoredTensor]
-    is_decoder: bool
+    tensors: dict[str, StoredTensor]  # by their own names
+    is_decoder: bool  # whether these are the native decoder's
 
 
 def open_native(
@@ -116,16 +111,9 @@ def open_native(
     dtype: torch.dtype | None,
     layout: HFLayout,
 ) -> StoredModel:
-    """Return the model of a native checkpoint, verified and compared with a config.json.
+    """Return the model of a native checkpoint, verified and compared with its config.json.
 
-    Args:
-        config: the config.json of the model.
-        dtype: of all float tensors but the router's selection bias; None keeps each one's.
-        layout: of the Hugging Face names.
-
-    Raises:
-        ValueError: for a damaged checkpoint or one that the config does not describe.
-        NotImplementedError: when a tensor has no Hugging Face name.
+    A ValueError is raised where they differ, a NotImplementedError for a tensor without a name.
     """
     manifest = verify(path)
     prefix = PREFIX + _wrapper_of(below(PREFIX, manifest))

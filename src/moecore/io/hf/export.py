@@ -55,18 +55,13 @@ ExportLayout = Literal["per_expert", "fused"]
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What `export_hf` did.
-
-    Attributes:
-        bytes_written: by this rank, headers included.
-        peak_bytes: held at once by this rank beside the model: tensors put together or on the way.
-    """
+    """What `export_hf` did."""
 
     tensors: int
     shards: int
     bytes_stored: int
-    bytes_written: int
-    peak_bytes: int
+    bytes_written: int  # by this rank, headers included
+    peak_bytes: int  # most held by this rank beside the model: put together, or on the way
     seconds: float
 
 
@@ -166,16 +161,7 @@ def write_directory(
     collector: Collector,
     meter: Meter,
 ) -> None:
-    """Write shards, index and config into a draft and make it `path`. Collective.
-
-    Args:
-        shards: from `fill_shards`.
-        config: of config.json; its dtype is set.
-        meter: counts what this rank writes.
-
-    Raises:
-        OSError: on every rank, when one could not write; nothing is left behind.
-    """
+    """Write shards, index and config (its dtype is set) into a new `path`. Collective."""
     with draft_of(path) as draft:
         _write_shards(draft, shards, collector, meter)
         on_first_rank(lambda: _write_names(draft, shards, config))
@@ -231,12 +217,7 @@ def make_items(
     copies: Mapping[str, str],
     dtype: torch.dtype | None,
 ) -> Iterator[Item]:
-    """Yield what to write, in model order; DeepSeek-V3's copies last, a tied head not at all.
-
-    Args:
-        copies: name in the directory -> the name of the same numbers.
-        dtype: as of `export_hf`.
-    """
+    """Yield what to write, in model order; DeepSeek-V3's copies last, a tied head not at all."""
     found: dict[str, Item] = {}
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in copies:
@@ -290,10 +271,7 @@ def _write_shards(
 
 
 class _ExportOutput:
-    """This rank's shard, if it has one; after an error it takes tensors and drops them.
-
-    A context manager, which ends the file; it keeps errors of that too, for `check`.
-    """
+    """This rank's shard, if any; after an error, which `check` raises, it drops tensors."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter

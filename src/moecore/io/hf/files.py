@@ -35,11 +35,7 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a shard, as its header describes it.
-
-    Attributes:
-        file: name of the shard in the directory.
-    """
+    """A tensor in a shard, a file of the directory, as its header describes it."""
 
     file: str
     dtype: torch.dtype
@@ -72,17 +68,10 @@ class BoxReader(Protocol):
 
 
 class HFFiles:
-    """A reader of one directory that counts the bytes of tensor data it reads. A context manager.
+    """A reader of one directory that counts the bytes of tensor data it copies. A context manager.
 
     Args:
         tensors: what `read_headers` found; None reads the headers.
-
-    Attributes:
-        tensors: name -> where and what it is.
-        bytes_read: copied out of the files so far; the system may read ahead of that.
-
-    Raises:
-        ValueError: when the directory is not a whole checkpoint in safetensors.
     """
 
     def __init__(
@@ -94,14 +83,7 @@ class HFFiles:
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a new CPU tensor, the box of a stored tensor. Only its bytes are read.
-
-        Args:
-            box: one slice with start and stop per dim.
-
-        Raises:
-            OSError: when the file is gone, or differs from its header.
-        """
+        """Return a box (slices with start and stop) of a tensor, new; its bytes alone are read."""
         entry = self.tensors[name]
         try:
             if entry.file not in self._open:
@@ -130,12 +112,7 @@ class HFFiles:
 
 
 def read_headers(path: Path) -> dict[str, FileTensor]:
-    """Return the tensors of a directory, from the headers of its shards.
-
-    Raises:
-        ValueError: when there are no safetensors, a shard is missing or broken, or the index does
-            not name exactly the tensors of the shards.
-    """
+    """Return the tensors of a directory, from its shards' headers, which must fit the index."""
     if not path.is_dir():
         raise ValueError(f"path ({path}) must be a Hugging Face directory: it is not there")
     weight_map = read_index(path)
@@ -162,11 +139,7 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """Return tensor -> shard of the index, or None for a directory with one shard.
-
-    Raises:
-        ValueError: without safetensors, or for an index that cannot be used.
-    """
+    """Return tensor -> shard of the index, or None for a directory with one shard."""
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             return None
@@ -192,11 +165,7 @@ def read_index(path: Path) -> dict[str, str] | None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        ValueError: when it is missing or no JSON object.
-    """
+    """Return the object in a JSON file, or raise ValueError."""
     try:
         value = json.loads(read_regular(file, follow=True).decode())
     except FileNotFoundError:

@@ -169,9 +169,6 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
     """Return a config.json as the config of a transformers model of that type would write it.
 
     Releases spell fields in other ways and fill in what a file leaves out.
-
-    Raises:
-        ValueError: with the first line of transformers' error about a field of the wrong type.
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)

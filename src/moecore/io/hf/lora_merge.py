@@ -54,11 +54,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def refuse_unmerged(model: nn.Module) -> None:
-    """Raise for a model whose forward adds adapters to weights.
-
-    Raises:
-        ValueError: names the fix.
-    """
+    """Raise ValueError for a model whose forward adds adapters to weights."""
     for name in unmerged(model):
         raise ValueError(
             f"adapters of {clean_name(name)} must be merged into the weights, which are all "

@@ -58,29 +58,14 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class FileRecipe:
-    """How one native tensor is made.
-
-    Attributes:
-        pieces: what it is made of; their regions do not overlap and cover it.
-    """
+    """The pieces that one native tensor is made of; their regions do not overlap and cover it."""
 
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
 
 
 def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, FileRecipe]:
-    """Return native name -> how it is made of Hugging Face tensors, in model order.
-
-    Args:
-        layout: names and shapes on the Hugging Face side.
-
-    Returns:
-        A recipe for every parameter and buffer of `Decoder(config).state_dict()`.
-
-    Raises:
-        ValueError: for an unknown layout.
-        NotImplementedError: when the layout has no name for a tensor of this decoder.
-    """
+    """Return name -> recipe of every tensor of `Decoder(config).state_dict()`, in model order."""
     if layout not in get_args(HFLayout):
         choices = ", ".join(repr(c) for c in get_args(HFLayout))
         raise ValueError(f"layout ({layout!r}) must be one of {choices}: choose one")
@@ -137,12 +122,7 @@ def _pieces(
 
 
 def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
-    """Return the sources of a router's or gated experts' native tensor; () for any other.
-
-    Args:
-        name: such as model.layers.3.mlp.experts.w1.
-        layout: of the Hugging Face names.
-    """
+    """Return the pieces of a router's or gated experts' tensor (...mlp.experts.w1), or ()."""
     prefix, _, part = name.rpartition(".mlp.")
     where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":

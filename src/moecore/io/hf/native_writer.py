@@ -47,29 +47,18 @@ PREFIX = "model."  # of the model's tensors in a native checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a native checkpoint is made of.
-
-    Attributes:
-        path: of the files, for errors.
-        sources: what they hold, by the names of the plan's pieces.
-        plan: native name -> the pieces that it is made of.
-        problems: what is known to be wrong.
-    """
+    """What a native checkpoint is made of."""
 
     path: Path
     files: BoxReader
-    sources: Mapping[str, TensorSource]
-    plan: Mapping[str, FileRecipe]
+    sources: Mapping[str, TensorSource]  # by the names of the plan's pieces
+    plan: Mapping[str, FileRecipe]  # by native name
     config: DecoderConfig
-    problems: list[str]
+    problems: list[str]  # what is known to be wrong
 
 
 def check_alone() -> None:
-    """Raise on a rank among others: it would wait for them, or leave them their share of the work.
-
-    Raises:
-        ValueError: when there is a process group of several ranks.
-    """
+    """Raise on a rank among others: it would wait for them, or leave them their work."""
     _, world = rank_and_world()
     if world > 1:
         raise ValueError(
@@ -89,15 +78,12 @@ def write_native(
 ) -> Path:
     """Write a checkpoint of the native decoder as the first of a run; return its directory.
 
+    A ValueError is raised when files and config differ, or the run has begun. After any error
+    `latest` is as before.
+
     Args:
-        root: directory of a new run, without checkpoints or drafts.
-        origin: where the tensors come from.
         dtype: of all float tensors but the router's selection bias; None keeps each one's.
         max_file_bytes: of tensors in one file.
-
-    Raises:
-        ValueError: when files and config differ, or the run has begun.
-        OSError: when a file could not be read or written; `latest` did not change then.
     """
     _check(origin, dtype)
     facts = ManifestFacts(

@@ -33,17 +33,12 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A logical tensor; this one is stored as it is, in other classes `read` computes values.
-
-    Attributes:
-        dtype: of the values that `read` returns.
-        quantized: whether values are computed, so that any float dtype may take them.
-    """
+    """A logical tensor; this one is stored as it is, in other classes `read` computes values."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    quantized: bool = False
+    dtype: torch.dtype  # of the values that `read` returns
+    quantized: bool = False  # whether they are computed, so that any float dtype may take them
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -109,15 +104,9 @@ def dequantize_fp8(
     first_row: int = 0,
     first_col: int = 0,
 ) -> Tensor:
-    """Return value * scale of its block, fp32 [r, c].
+    """Return value * scale of its block, fp32 [r, c], of a part of a matrix that starts so.
 
     Example: with block (2, 2), a matrix that starts at row 1 has its rows 0 | 1 2 in blocks 0 | 1.
-
-    Args:
-        values_rc: fp8; part of a matrix.
-        scales: of the blocks that the part touches.
-        block: rows and columns of a block.
-        first_row: of the part in its matrix.
     """
     rows = torch.arange(first_row, first_row + values_rc.shape[0]) // block[0]
     cols = torch.arange(first_col, first_col + values_rc.shape[1]) // block[1]
@@ -129,10 +118,6 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
     """Return bf16 [..., G * 32]: E2M1 values times 2^(scale - 127), exactly (or inf).
 
     Example: byte 0x91 holds 0.5 (its low half, 1) and then -0.5 (its high half, 9).
-
-    Args:
-        blocks_ogb: uint8 [..., G, 16], two values in a byte, the first in the low half.
-        scales_og: uint8 [..., G].
     """
     positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
     values = torch.cat((positive, -positive))
@@ -146,14 +131,7 @@ def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return logical name -> source, and what is wrong with the files.
-
-    Args:
-        quantization: `quantization_config` of config.json, or None.
-
-    Raises:
-        ValueError: when that is no object.
-    """
+    """Return logical name -> source, and what is wrong with files or `quantization_config`."""
     if not isinstance(quantization, Mapping | None):
         raise ValueError(
             f"config.json quantization_config ({quantization!r:.40}) must be an object: correct it"

@@ -13,10 +13,8 @@ for Mixtral's block:
 | mlp.experts.gate_up_proj[3, F:] | the same | ...3.up_proj.weight | ...3.w3.weight |
 | mlp.experts.down_proj[3] | the same | ...3.down_proj.weight | ...3.w2.weight |
 
-Experts with moecore's own names (an upcycled model) have the names of `hf_plan`.
-
-`overlaps` returns the part of a piece that a rank's shard holds, and where. Loading and export both
-follow it, in opposite directions.
+Experts with moecore's own names (an upcycled model) have the names of `hf_plan`. Loading and export
+both follow `overlaps`, in opposite directions.
 """
 
 from __future__ import annotations
@@ -50,25 +48,14 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:
-    """A box of a piece that a shard holds.
+    """A box of a piece that a shard holds: the same elements in the same order."""
 
-    Attributes:
-        source: one slice per dim of the piece.
-        target: one slice per dim of the shard; the elements are those of `source` in the same
-            order.
-    """
-
-    source: tuple[slice, ...]
-    target: tuple[slice, ...]
+    source: tuple[slice, ...]  # per dim of the piece
+    target: tuple[slice, ...]  # per dim of the shard
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones under each of their names.
-
-    Raises:
-        NotImplementedError: for a model of a kind whose names are not known, or with state that is
-            no tensor.
-    """
+    """Return parameters and persistent buffers by name, tied ones under each of their names."""
     if not isinstance(model, Decoder) and not hasattr(_config(model), "model_type"):
         raise NotImplementedError(
             f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
@@ -88,15 +75,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def model_plan(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], layout: HFLayout
 ) -> dict[str, FileRecipe]:
-    """Return the name of each tensor of a model -> the Hugging Face tensors it is made of.
-
-    Args:
-        model: a native decoder or a transformers model.
-        shapes: global shapes by name, as of `model_tensors`.
-
-    Raises:
-        NotImplementedError: when the layout has no name for a tensor.
-    """
+    """Return name (of global `shapes`) -> the Hugging Face tensors that a tensor is made of."""
     if isinstance(model, Decoder):
         return hf_plan(model.config, layout)
     return {n: FileRecipe(s, _module_pieces(n, s, shapes, layout)) for n, s in shapes.items()}
@@ -105,13 +84,7 @@ def model_plan(
 def stored_plan(shapes: Mapping[str, tuple[int, ...]], layout: HFLayout) -> dict[str, FileRecipe]:
     """Return the recipes of a transformers model in a native checkpoint.
 
-    There gate_up_proj [E, 2F, D] is stored as [E, 2, F, D]; see the note in `state.py`.
-
-    Args:
-        layout: of the Hugging Face files.
-
-    Raises:
-        NotImplementedError: when the layout has no name for a tensor.
+    There gate_up_proj [E, 2F, D] is stored as [E, 2, F, D] (`split_halves` in `state.py`).
     """
     plan = {}
     for name, shape in shapes.items():
@@ -142,14 +115,10 @@ def model_copies(model: nn.Module) -> dict[str, str]:
 
 
 def first_ignored_layer(model: nn.Module) -> int | None:
-    """Return the layer from which files may hold more than a model has; None = none.
-
-    transformers has no multi-token prediction, which DeepSeek-V3's files keep behind the last
-    layer.
-    """
+    """Return the layer from which files may hold more than a model has; None = none."""
     if isinstance(model, Decoder) or _config(model).model_type != "deepseek_v3":
         return None
-    return _config(model).num_hidden_layers
+    return _config(model).num_hidden_layers  # then multi-token prediction, not in transformers
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -164,12 +133,11 @@ def overlaps(
     """Yield the boxes that a shard and a piece have in common; together they are all of it.
 
     Example: [E=4, 2, F=4, D=1] cut over F, this rank has columns 2 and 3; the piece "fused" is
-    [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0, 0:2, 0:1] and [0:4, 6:8, 0:1] ->
-    [0:4, 1, 0:2, 0:1].
+    [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0:1, 0:2, 0:1] and [0:4, 6:8, 0:1] ->
+    [0:4, 1:2, 0:2, 0:1].
 
     Args:
         indices: per dim of the tensor, which global indices the shard holds (`global_indices`).
-        piece: a Hugging Face tensor and the region of the tensor that it is.
         max_numel: elements of a box at most, where its first dim allows it.
     """
     per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
@@ -194,10 +162,7 @@ def overlaps(
 
 
 def _groups(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
-    """Which dims of the region each dim of the piece is made of: neighbours, in order.
-
-    A dim of the region that is 1 may belong to none.
-    """
+    """Return the neighbouring dims of the region in each dim of the piece; a 1 may be in none."""
     groups: list[list[int]] = []
     d = 0
     for size in shape:

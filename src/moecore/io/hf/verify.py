@@ -43,11 +43,7 @@ class Shaped(Protocol):
 
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
-    """Return what is wrong with a directory, one line each; nothing for a whole one.
-
-    Raises:
-        OSError: when it cannot be read.
-    """
+    """Return what is wrong with a directory, one line each; nothing for a whole one."""
     path = Path(path)
     try:
         config = read_json(path / CONFIG)
@@ -82,11 +78,7 @@ def content_problems(
 def plan_problems(
     sources: Mapping[str, Shaped], plan: Mapping[str, FileRecipe], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return how files differ from what a decoder is made of: names and shapes.
-
-    Args:
-        copies: names that may be there besides.
-    """
+    """Return how files differ from what a decoder is made of; `copies` may be there besides."""
     wanted = {p.name: p.shape for recipe in plan.values() for p in recipe.pieces}
     return shape_problems(sources, wanted, copies)
 
@@ -112,11 +104,7 @@ def shape_problems(
 def copy_problems(
     files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return which copies differ from their originals; each rank reads a share of the rows.
-
-    Args:
-        copies: name -> the name of the same numbers, where both are there.
-    """
+    """Return which copies differ from their originals; each rank reads a share of the rows."""
     rank, world = rank_and_world()
     problems = []
     for copy, original in copies.items():
@@ -202,10 +190,7 @@ def _missing_layers(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
 
 
 def _unlike_layers(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Tensors that a layer lacks or has in another shape than those of its kind.
-
-    A kind is the config's type of the layer, and whether it has experts.
-    """
+    """What a layer lacks or has in another shape than those of its type, of experts or not."""
     layers: dict[int, dict[str, Shaped]] = {}
     for name, source in sources.items():
         match = LAYER.match(name)
