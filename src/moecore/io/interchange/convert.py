@@ -166,12 +166,9 @@ def names_in(files: DCPFiles) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SplicedSource(TensorSource):
-    """A Hugging Face tensor as rows of stored ones.
+    """A Hugging Face tensor as rows of stored ones."""
 
-    Attributes:
-        spans: stored tensor, index into its first dims, first row and row behind the last.
-    """
-
+    # Stored tensor, index into its first dims, first row and row behind the last.
     spans: tuple[tuple[str, tuple[int, ...], int, int], ...] = ()
 
     def read(self, files: BoxReader, box: Box) -> Tensor:

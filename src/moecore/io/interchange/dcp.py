@@ -40,14 +40,7 @@ from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
 class DCPFiles:
-    """A reader of one directory. A context manager; the last chunk that was read stays in memory.
-
-    Attributes:
-        tensors: name -> what it is and where.
-
-    Raises:
-        ValueError: when the directory is not whole.
-    """
+    """A reader of one directory, a context manager; the chunk read last stays in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,14 +48,7 @@ class DCPFiles:
         self._last: tuple[DCPChunk, Tensor] | None = None
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a new CPU tensor, the box of a stored tensor.
-
-        Args:
-            box: one slice with start and stop per dim.
-
-        Raises:
-            OSError: when a chunk is not what `.metadata` names.
-        """
+        """Return a box (slices with start and stop) of a stored tensor, new and on the CPU."""
         entry = self.tensors[name]
         whole = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
         for chunk in entry.chunks:
@@ -146,14 +132,7 @@ class NewTensor:
 
 
 def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> None:
-    """Write a DCP directory, one chunk at a time.
-
-    Args:
-        meter: counts bytes of tensor data.
-
-    Raises:
-        OSError: when it could not be written.
-    """
+    """Write a DCP directory, one chunk at a time; `meter` counts bytes of tensor data."""
     meter.expect(
         sum(_numel(c.sizes) * t.dtype.itemsize for t in tensors.values() for c in t.chunks)
     )
@@ -224,12 +203,7 @@ def _line(error: BaseException) -> str:
 
 
 def prefixes(files: DCPFiles, ending: str) -> list[str]:
-    """Return what is put before every name of a model: "" or such as "model.", of each model there.
-
-    Args:
-        files: the directory; names of an optimizer's state are left out.
-        ending: name of a tensor that every such model has.
-    """
+    """Return what is before `ending`, a name of every model: "", "model."; not in optimizers."""
     found = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
     parts = [name.removesuffix(ending) for name in found]
     return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]
