@@ -46,12 +46,7 @@ from moecore.io.checkpoint.manifest import (
     make_manifest,
 )
 from moecore.io.checkpoint.meter import Meter
-from moecore.io.checkpoint.shard_file import (
-    CHUNK_BYTES,
-    ShardReader,
-    ShardWriter,
-    layout_of,
-)
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, ShardWriter, layout_of
 
 
 class Writer(StorageWriter):

@@ -46,12 +46,7 @@ from moecore.io.checkpoint.ranks import (
     rank_and_world,
 )
 from moecore.io.checkpoint.shard_file import check_file, layout_of
-from moecore.io.checkpoint.snapshot import (
-    Schedulers,
-    Snapshot,
-    scheduler_state,
-    take_snapshot,
-)
+from moecore.io.checkpoint.snapshot import Schedulers, Snapshot, scheduler_state, take_snapshot
 from moecore.io.checkpoint.stages import StagePart, join_stages, whole_of
 from moecore.io.checkpoint.state import (
     ModelView,
@@ -264,13 +259,7 @@ def write(
 
 
 def _read(
-    path: Path,
-    manifest: Manifest,
-    view: ModelView,
-    fit: Comparison,
-    meter: Meter,
-    *,
-    strict: bool,
+    path: Path, manifest: Manifest, view: ModelView, fit: Comparison, meter: Meter, *, strict: bool
 ) -> dict[str, Any]:
     """Fill model, optimizers and generators; return `extra`."""
     target = {f"model.{name}": view.stored[name] for name in sorted(fit.model)}

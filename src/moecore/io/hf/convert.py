@@ -104,12 +104,7 @@ class StoredModel:
 
 
 def open_native(
-    path: Path,
-    stack: ExitStack,
-    *,
-    config: HFConfig,
-    dtype: torch.dtype | None,
-    layout: HFLayout,
+    path: Path, stack: ExitStack, *, config: HFConfig, dtype: torch.dtype | None, layout: HFLayout
 ) -> StoredModel:
     """Return the model of a native checkpoint, verified and compared with its config.json.
 
@@ -187,11 +182,7 @@ class _StoredCollector:
     """Reads the tensors of a native checkpoint's model by box or by Hugging Face tensor."""
 
     def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        tensors: Mapping[str, StoredTensor],
-        stack: ExitStack,
+        self, path: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor], stack: ExitStack
     ) -> None:
         self._path, self._manifest, self._tensors, self._stack = path, manifest, tensors, stack
         self._readers: dict[str, ShardReader] = {}

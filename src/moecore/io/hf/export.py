@@ -155,11 +155,7 @@ def _complete_plan(
 
 
 def write_directory(
-    path: Path,
-    shards: list[list[Item]],
-    config: dict[str, Any],
-    collector: Collector,
-    meter: Meter,
+    path: Path, shards: list[list[Item]], config: dict[str, Any], collector: Collector, meter: Meter
 ) -> None:
     """Write shards, index and config (its dtype is set) into a new `path`. Collective."""
     with draft_of(path) as draft:

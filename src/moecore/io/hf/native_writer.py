@@ -14,13 +14,7 @@ from pathlib import Path
 import torch
 
 from moecore.families.kept_fp32 import SELECTION_BIASES
-from moecore.io.checkpoint.directory import (
-    check_unused,
-    directory_of,
-    discard,
-    new_draft,
-    publish,
-)
+from moecore.io.checkpoint.directory import check_unused, directory_of, discard, new_draft, publish
 from moecore.io.checkpoint.lock import locked
 from moecore.io.checkpoint.manifest import (
     Manifest,
@@ -124,9 +118,7 @@ def _check(origin: Origin, dtype: torch.dtype | None) -> None:
 
 
 def _dtype_problems(
-    sources: Mapping[str, TensorSource],
-    plan: Mapping[str, FileRecipe],
-    dtype: torch.dtype | None,
+    sources: Mapping[str, TensorSource], plan: Mapping[str, FileRecipe], dtype: torch.dtype | None
 ) -> list[str]:
     """What would be cast without having been asked for."""
     problems = []

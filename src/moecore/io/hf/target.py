@@ -200,10 +200,7 @@ def _split(runs: list[tuple[int, int, int]], most: int) -> list[tuple[int, int, 
 
 
 def _module_pieces(
-    name: str,
-    shape: tuple[int, ...],
-    shapes: Mapping[str, tuple[int, ...]],
-    layout: HFLayout,
+    name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
     """The sources of one tensor of a transformers module, or of a MoE layer put into one."""
     if f"{name.rpartition('.mlp.')[0]}.mlp.experts.w1" in shapes:
@@ -232,9 +229,7 @@ def _module_pieces(
     half = rows // 2
     return tuple(
         TensorPiece(
-            f"{where}.experts.{e}.{role}.weight",
-            (e, slice(i * half, (i + 1) * half)),
-            (half, cols),
+            f"{where}.experts.{e}.{role}.weight", (e, slice(i * half, (i + 1) * half)), (half, cols)
         )
         for e in range(E)
         for i, role in enumerate((gate, up))

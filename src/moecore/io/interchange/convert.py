@@ -30,13 +30,7 @@ from moecore.io.hf.files import Box, BoxReader, listed
 from moecore.io.hf.names import EMBEDDING, FileRecipe, TensorPiece, find_layout, hf_plan
 from moecore.io.hf.native_writer import Origin, check_alone, write_native
 from moecore.io.hf.quant import TensorSource
-from moecore.io.interchange.dcp import (
-    DCPFiles,
-    NewChunk,
-    NewTensor,
-    prefixes,
-    write_dcp,
-)
+from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, prefixes, write_dcp
 from moecore.io.interchange.megatron import (
     WORDS,
     LayerPlace,
