@@ -46,7 +46,7 @@ from moecore.io.hf.names import (
 )
 from moecore.io.hf.native_writer import PREFIX, Origin, check_alone, write_native
 from moecore.io.hf.quant import TensorSource, find_sources
-from moecore.io.hf.target import stored_plan
+from moecore.io.hf.target import module_plan
 from moecore.io.hf.verify import content_problems, copy_problems, shape_problems
 
 
@@ -238,7 +238,7 @@ def _plan_of(
     if not _is_decoder(tensors):
         tied = values.get("tie_word_embeddings", False)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        return stored_plan(shapes, layout), {HEAD: EMBEDDING} if tied else {}
+        return module_plan(shapes, layout), {HEAD: EMBEDDING} if tied else {}
     config = decoder_config_from_hf(values)
     plan = hf_plan(config, layout)
     problems = shape_problems(tensors, {name: recipe.shape for name, recipe in plan.items()})

@@ -44,7 +44,7 @@ from moecore.io.hf.config import HFConfig
 from moecore.io.hf.export_check import check_readable, check_tied
 from moecore.io.hf.export_config import export_config
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
-from moecore.io.hf.lora_merge import refuse_unmerged
+from moecore.io.hf.lora import refuse_unmerged
 from moecore.io.hf.names import HEAD, MIXTRAL_TYPES, FileRecipe, HFLayout
 from moecore.io.hf.target import model_copies, model_plan, model_tensors
 from moecore.io.hf.upcycled import shared_of_no_size

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 
 from moecore.io.hf.names import (
     EMBEDDING,
-    EXPERT_NAMES,
     HEAD,
     FileRecipe,
     HFLayout,
@@ -42,7 +41,13 @@ from moecore.io.hf.names import (
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name
 
-GATE_UP, DOWN, GATE = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj", ".mlp.gate.weight"
+GATE_UP = "experts.gate_up_proj"
+# transformers' names of a block's parts -> those of a MoELayer.
+OWN_NAMES = {
+    GATE_UP: "experts.w1",
+    "experts.down_proj": "experts.w2",
+    "gate.weight": "router.weight",
+}
 Runs = tuple[tuple[int, int], ...]
 
 
@@ -78,29 +83,15 @@ def model_plan(
     """Return name (of global `shapes`) -> the Hugging Face tensors that a tensor is made of."""
     if isinstance(model, Decoder):
         return hf_plan(model.config, layout)
-    return {n: FileRecipe(s, _module_pieces(n, s, shapes, layout)) for n, s in shapes.items()}
+    return module_plan(shapes, layout)
 
 
-def stored_plan(shapes: Mapping[str, tuple[int, ...]], layout: HFLayout) -> dict[str, FileRecipe]:
-    """Return the recipes of a transformers model in a native checkpoint.
+def module_plan(shapes: Mapping[str, tuple[int, ...]], layout: HFLayout) -> dict[str, FileRecipe]:
+    """Return the recipes of a transformers model, live or in a native checkpoint.
 
-    There gate_up_proj [E, 2F, D] is stored as [E, 2, F, D] (`split_halves` in `state.py`).
+    A checkpoint stores gate_up_proj [E, 2F, D] as [E, 2, F, D] (`split_halves` in `state.py`).
     """
-    plan = {}
-    for name, shape in shapes.items():
-        if not name.endswith(GATE_UP) or len(shape) != 4:
-            plan[name] = FileRecipe(shape, _module_pieces(name, shape, shapes, layout))
-            continue
-        E, _, F_, D = shape
-        whole = _module_pieces(name, (E, 2 * F_, D), shapes, layout)
-        pieces = [
-            TensorPiece(p.name, (p.region[0], int(cast(slice, p.region[1]).start > 0)), p.shape)
-            if p.region
-            else p
-            for p in whole
-        ]
-        plan[name] = FileRecipe(shape, tuple(pieces))
-    return plan
+    return {n: FileRecipe(s, _module_pieces(n, s, shapes, layout)) for n, s in shapes.items()}
 
 
 def model_copies(model: nn.Module) -> dict[str, str]:
@@ -203,37 +194,32 @@ def _module_pieces(
     name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
     """The sources of one tensor of a transformers module, or of a MoE layer put into one."""
-    if f"{name.rpartition('.mlp.')[0]}.mlp.experts.w1" in shapes:
+    prefix, _, part = name.rpartition(".mlp.")
+    if f"{prefix}.mlp.experts.w1" in shapes:
         routed = routed_pieces(name, shape, layout)
         if routed:
             return routed
-    if layout == "fused":
-        return (TensorPiece(name, (), shape),)
-    if f"{name}_bias" in shapes:
+    if f"{name}_bias" in shapes and layout != "fused":
         raise NotImplementedError(
             f"{name} {shape} must be stacked in files too, not one expert at a time ({layout!r}), "
             "because gpt-oss is only published so: use layout='fused'"
         )
-    prefix, mlp, _ = name.rpartition(".mlp.")
-    where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
-    if name.endswith(GATE) and layout == "mixtral":
-        return (TensorPiece(f"{where}.gate.weight", (), shape),)
-    if not mlp or not name.endswith((GATE_UP, DOWN)) or len(shape) != 3:
-        return (TensorPiece(name, (), shape),)
-    gate, up, down = EXPERT_NAMES[layout]
-    E, rows, cols = shape
-    if name.endswith(DOWN):
-        return tuple(
-            TensorPiece(f"{where}.experts.{e}.{down}.weight", (e,), (rows, cols)) for e in range(E)
-        )
-    half = rows // 2
-    return tuple(
-        TensorPiece(
-            f"{where}.experts.{e}.{role}.weight", (e, slice(i * half, (i + 1) * half)), (half, cols)
-        )
-        for e in range(E)
-        for i, role in enumerate((gate, up))
-    )
+    if prefix and part in OWN_NAMES:
+        own = f"{prefix}.mlp.{OWN_NAMES[part]}"
+        if part != GATE_UP or len(shape) == 4:
+            return routed_pieces(own, shape, layout) or (TensorPiece(name, (), shape),)
+        if len(shape) == 3 and layout != "fused":
+            E, rows, D = shape
+            half = rows // 2
+            pieces = routed_pieces(own, (E, 2, half, D), layout)
+            return tuple(replace(p, region=_stacked(p.region, half)) for p in pieces)
+    return (TensorPiece(name, (), shape),)
+
+
+def _stacked(region: tuple[int | slice, ...], half: int) -> tuple[int | slice, ...]:
+    """Return the region of [E, 2F, D] that (expert, gate or up) is in [E, 2, F, D]."""
+    e, i = cast(tuple[int, int], region)
+    return e, slice(i * half, (i + 1) * half)
 
 
 def _config(model: nn.Module) -> Any:

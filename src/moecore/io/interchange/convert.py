@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -267,7 +268,7 @@ def _megatron_tensors(stored: StoredModel) -> dict[str, NewTensor]:
         place = written_place(block, config)
         sizes = (*(1 for _ in place.index), *block.shape)
         offsets = (*place.index, *(0 for _ in block.shape))
-        make = _joiner(block, items, stored.collector)
+        make = partial(_join, block, items, stored.collector)
         chunks.setdefault(place.key, []).append(NewChunk(offsets, sizes, make))
         shapes[place.key] = (*place.dims, *block.shape)
         for part in block.parts:
@@ -279,17 +280,11 @@ def _megatron_tensors(stored: StoredModel) -> dict[str, NewTensor]:
     return {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks}
 
 
-def _joiner(
-    block: MegatronBlock, items: Mapping[str, Item], collector: Collector
-) -> Callable[[], Tensor]:
-    def make() -> Tensor:
-        whole: dict[str, Tensor] = {}
-        for part in block.parts:
-            if part.name not in whole:
-                whole[part.name] = _collected(collector, items[part.name])
-        return torch.cat([whole[part.name][part.start : part.stop] for part in block.parts])
-
-    return make
+def _join(block: MegatronBlock, items: Mapping[str, Item], collector: Collector) -> Tensor:
+    """Return a block, made of the rows of its parts."""
+    names = dict.fromkeys(part.name for part in block.parts)
+    whole = {name: _collected(collector, items[name]) for name in names}
+    return torch.cat([whole[part.name][part.start : part.stop] for part in block.parts])
 
 
 def _own_tensors(stored: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
