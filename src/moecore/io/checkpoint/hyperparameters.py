@@ -34,13 +34,13 @@ def all_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 def optimizer_class(optimizers: Sequence[Optimizer]) -> str:
     """Return the name of their class, or those of each group, such as "Muon, AdamW, AdamW"."""
-    names = [_class_name(one) for one in optimizers for _ in one.param_groups]
-    return ", ".join(names) if len(set(names)) > 1 else _class_name(optimizers[0])
-
-
-def _class_name(optimizer: Optimizer) -> str:
-    """Return the class whose state it has; one that only computes it elsewhere declares that."""
-    return str(getattr(optimizer, "checkpoint_class", type(optimizer).__name__))
+    # An optimizer that only computes elsewhere declares the class whose state it has.
+    names = [
+        str(getattr(one, "checkpoint_class", type(one).__name__))
+        for one in optimizers
+        for _ in one.param_groups
+    ]
+    return ", ".join(names) if len(set(names)) > 1 else names[0]
 
 
 def group_classes(name: str, num_groups: int) -> list[str]:

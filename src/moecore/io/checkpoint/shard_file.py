@@ -180,7 +180,8 @@ class ShardReader:
         reach = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
         begin = self._layout.begins[key] + first * dtype.itemsize
         span, wanted = (reach + 1) * dtype.itemsize, out.numel() * dtype.itemsize
-        if span == wanted and _is_plain(out, dtype):
+        is_plain = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
+        if span == wanted and is_plain:
             self._fill(bytes_of(out), begin, self._meter)
             return
         # What lies between short runs is read along, since a disk reads ahead anyway.
@@ -206,10 +207,6 @@ class ShardReader:
             done += count
             if meter:
                 meter.add(count)
-
-
-def _is_plain(out: Tensor, dtype: torch.dtype) -> bool:
-    return out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
 
 
 def _run(sizes: Sequence[int], lengths: Sequence[int]) -> int:

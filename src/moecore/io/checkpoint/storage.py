@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,27 @@ from moecore.io.checkpoint.manifest import (
 from moecore.io.checkpoint.meter import Meter
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, ShardWriter, layout_of
 
+Plan = TypeVar("Plan")
 
-class Writer(StorageWriter):
+
+class _Storage:
+    """What DCP asks of a writer and of a reader, and what neither needs."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: Plan) -> Plan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Plan]) -> list[Plan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # a path is never enough to choose it
+
+
+class Writer(_Storage, StorageWriter):
     """Writes a save into a draft, one file per rank; the coordinator publishes it."""
 
     def __init__(
@@ -58,19 +77,8 @@ class Writer(StorageWriter):
         self._draft, self._facts, self._keep = draft, facts, keep
         self._file, self._meter = f"rank-{rank:05d}.safetensors", meter
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between saves."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up; the draft is there."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Keep the plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Keep the plans."""
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's blocks into its file."""
@@ -122,11 +130,6 @@ class Writer(StorageWriter):
         }
         publish(self._draft, make_manifest(self._facts, files, tensors), keep=self._keep)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP never has to guess this writer from a path."""
-        return False
-
 
 def _by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
     """Key in the file -> block. The key is the tensor's name, unless a rank has several blocks."""
@@ -157,7 +160,7 @@ class SavePlannerOfLocals(dcp.DefaultSavePlanner):
         return self._locals[index.fqn]
 
 
-class Reader(StorageReader):
+class Reader(_Storage, StorageReader):
     """Reads slices of a checkpoint whose files have been verified."""
 
     def __init__(self, path: Path, manifest: Manifest, meter: Meter) -> None:
@@ -167,9 +170,6 @@ class Reader(StorageReader):
             for name, tensor in manifest.tensors.items()
             for chunk in tensor.chunks
         }
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest's tensors in DCP's terms."""
@@ -191,14 +191,6 @@ class Reader(StorageReader):
     ) -> None:
         """Nothing to set up."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Keep the plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Keep the plans."""
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for straight into the tensors to load, file after file."""
         by_file: dict[str, list[Any]] = {}
@@ -218,11 +210,6 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP never has to guess this reader from a path."""
-        return False
 
 
 def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:

@@ -47,15 +47,12 @@ class Collector(Protocol):
 
     def collect(self, item: Item, writer: int) -> Tensor | None:
         """Return the whole tensor on its writer, on the CPU, and None elsewhere."""
-        ...
 
     def done(self, whole: Tensor | None) -> None:
         """Note that the writer has freed a tensor."""
-        ...
 
     def check(self) -> None:
         """Raise what went wrong on this rank so far, if `collect` has not."""
-        ...
 
 
 class RankCollector:

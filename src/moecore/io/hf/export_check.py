@@ -46,7 +46,9 @@ def check_readable(
     kind, config = _reading_class(model, values)
     if kind is None:
         return
-    reader = _on_meta(kind, config)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
+        reader: nn.Module = kind(config)
     wanted = _shapes(reader.state_dict())
     held = {piece.name: piece.shape for recipe in fused.values() for piece in recipe.pieces}
     _check_names(model, kind, wanted, held)
@@ -82,13 +84,6 @@ def published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     return _shapes(revert_weight_conversion(reader, reader.state_dict()))  # type: ignore[arg-type]
-
-
-def _on_meta(kind: Any, config: Any) -> nn.Module:
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
-        reader: nn.Module = kind(config)
-    return reader
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -64,7 +64,6 @@ class BoxReader(Protocol):
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a new CPU tensor, the box of a stored tensor."""
-        ...
 
 
 class HFFiles:
@@ -94,21 +93,17 @@ class HFFiles:
             value = stored[box] if box else self._open[entry.file].get_tensor(name)
         except SafetensorError as error:
             raise OSError(
-                f"path ({self.path / entry.file}) must be as its header said: {_line(error)}: it "
-                "has changed meanwhile"
+                f"path ({self.path / entry.file}) must be as its header said: {one_line(error)}: "
+                "it has changed meanwhile"
             ) from None
         self.bytes_read += value.numel() * value.element_size()
         return value
-
-    def close(self) -> None:
-        """Let go of the open files."""
-        self._open.clear()
 
     def __enter__(self) -> HFFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._open.clear()
 
 
 def read_headers(path: Path) -> dict[str, FileTensor]:
@@ -186,18 +181,14 @@ def listed(problems: Iterable[str]) -> str:
     return shown if len(problems) <= SHOWN else f"{shown} (and {len(problems) - SHOWN} more)"
 
 
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(
-            f"path ({file}) must be a whole safetensors file: {_line(error)}: copy it again"
-        ) from None
-
-
 def _header(file: Path) -> dict[str, FileTensor]:
     """The tensors of one shard; safetensors itself checks that sizes and file length agree."""
-    shard = _open(file)
+    try:
+        shard = safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(
+            f"path ({file}) must be a whole safetensors file: {one_line(error)}: copy it again"
+        ) from None
     found: dict[str, FileTensor] = {}
     for name in shard.keys():  # noqa: SIM118 (not a mapping)
         entry = shard.get_slice(name)
@@ -211,5 +202,6 @@ def _header(file: Path) -> dict[str, FileTensor]:
     return found
 
 
-def _line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return the text of an error without line breaks."""
     return " ".join(str(error).split())

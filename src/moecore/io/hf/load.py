@@ -37,7 +37,7 @@ from moecore.io.hf.target import (
     model_tensors,
     overlaps,
 )
-from moecore.io.hf.verify import copy_problems
+from moecore.io.hf.verify import LAYER, copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name, global_indices, init_normal_
 from moecore.parallel.across import find_stages
@@ -258,18 +258,10 @@ def _tie_again(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
 
 def _objected(left_over: list[str], first_ignored: int | None) -> list[str]:
     """Names that `strict` does not let pass."""
-    return [
-        name
-        for name in left_over
-        if not name.endswith("rotary_emb.inv_freq")  # old files; it follows from the config
-        and (first_ignored is None or _layer_of(name) < first_ignored)
-    ]
-
-
-def _layer_of(name: str) -> int:
-    head, _, rest = name.partition("layers.")
-    number = rest.partition(".")[0]
-    return int(number) if head in ("", "model.") and number.isdecimal() else -1
+    names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]  # follows from config
+    if first_ignored is None:
+        return names
+    return [n for n in names if not (m := LAYER.match(n)) or int(m[1]) < first_ignored]
 
 
 def _tensor_problems(

@@ -122,14 +122,25 @@ def _pieces(
 
 
 def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
-    """Return the pieces of a router's or gated experts' tensor (...mlp.experts.w1), or ()."""
+    """Return the pieces of a router's, w1 [E, 2, F, D] or w2 [E, D, F]; () for other names."""
     prefix, _, part = name.rpartition(".mlp.")
     where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":
         return (TensorPiece(f"{where}.gate.weight", (), shape),)
-    if (part, len(shape)) in (("experts.w1", 4), ("experts.w2", 3)):
-        return _expert_pieces(f"{where}.experts", part, shape, layout)
-    return ()
+    if (part, len(shape)) not in (("experts.w1", 4), ("experts.w2", 3)):
+        return ()
+    if layout == "fused":
+        if part == "experts.w2":
+            return (TensorPiece(f"{where}.experts.down_proj", (), shape),)
+        E, _, F, D = shape
+        return (TensorPiece(f"{where}.experts.gate_up_proj", (), (E, 2 * F, D)),)
+    gate, up, down = EXPERT_NAMES[layout]
+    roles = [(down, ())] if part == "experts.w2" else [(gate, (0,)), (up, (1,))]
+    return tuple(
+        TensorPiece(f"{where}.experts.{e}.{role}.weight", (e, *region), shape[-2:])
+        for e in range(shape[0])
+        for role, region in roles
+    )
 
 
 def _outer_name(name: str, config: DecoderConfig) -> str:
@@ -141,25 +152,6 @@ def _outer_name(name: str, config: DecoderConfig) -> str:
     if not in_block and rest == "norm.weight":
         rest = "shared_head.norm.weight"
     return f"model.layers.{config.num_layers + int(k)}.{rest}"
-
-
-def _expert_pieces(
-    where: str, part: str, shape: tuple[int, ...], layout: HFLayout
-) -> tuple[TensorPiece, ...]:
-    """The sources of w1 [E, 2, F, D] or w2 [E, D, F]."""
-    if layout == "fused":
-        if part == "experts.w2":
-            return (TensorPiece(f"{where}.down_proj", (), shape),)
-        E, _, F, D = shape
-        return (TensorPiece(f"{where}.gate_up_proj", (), (E, 2 * F, D)),)
-    gate, up, down = EXPERT_NAMES[layout]
-    roles = [(down, ())] if part == "experts.w2" else [(gate, (0,)), (up, (1,))]
-    matrix = shape[-2:]
-    return tuple(
-        TensorPiece(f"{where}.{e}.{role}.weight", (e, *region), matrix)
-        for e in range(shape[0])
-        for role, region in roles
-    )
 
 
 def _shared_pieces(

@@ -32,7 +32,6 @@ class Shaped(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
-        ...
 
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:

@@ -8,6 +8,7 @@ each chunk when its turn comes, so one chunk is in memory at a time.
 from __future__ import annotations
 
 import io
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 
 from moecore.io.checkpoint.files import open_regular
 from moecore.io.checkpoint.meter import Meter
-from moecore.io.hf.files import Box, common_part
+from moecore.io.hf.files import Box, common_part, one_line
 from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
@@ -58,15 +59,11 @@ class DCPFiles:
                 whole[target] = self._load(name, chunk, entry.dtype)[source]
         return whole
 
-    def close(self) -> None:
-        """Free the chunk in memory."""
-        self._last = None
-
     def __enter__(self) -> DCPFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._last = None
 
     def _load(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
         if self._last is not None and self._last[0] is chunk:
@@ -78,8 +75,12 @@ class DCPFiles:
             try:
                 value = torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # of any kind: the bytes are damaged
-                raise OSError(f"path ({file}) must hold {name}: {_line(error)}") from None
-        if not isinstance(value, Tensor) or value.dtype != dtype or not _has_elements(value):
+                raise OSError(f"path ({file}) must hold {name}: {one_line(error):.200}") from None
+        if (
+            not isinstance(value, Tensor)
+            or (value.dtype, value.layout) != (dtype, torch.strided)
+            or value.is_meta
+        ):
             raise OSError(f"path ({file}) must hold {name} as {dtype}, as .metadata names it")
         if tuple(value.shape) != chunk.sizes:
             raise OSError(f"path ({file}) must hold {name} as {chunk.sizes}, as .metadata names it")
@@ -134,7 +135,7 @@ class NewTensor:
 def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> None:
     """Write a DCP directory, one chunk at a time; `meter` counts bytes of tensor data."""
     meter.expect(
-        sum(_numel(c.sizes) * t.dtype.itemsize for t in tensors.values() for c in t.chunks)
+        sum(math.prod(c.sizes) * t.dtype.itemsize for t in tensors.values() for c in t.chunks)
     )
     planner, writer = _Planner(tensors, meter), dcp.FileSystemWriter(path)
     with warnings.catch_warnings():
@@ -187,19 +188,6 @@ class _Planner(SavePlanner):
         value = chunk.make().reshape(chunk.sizes).contiguous()
         self._meter.add(value.nbytes)
         return value
-
-
-def _numel(sizes: Sequence[int]) -> int:
-    return torch.Size(sizes).numel()
-
-
-def _has_elements(value: Tensor) -> bool:
-    """Whether a tensor has storage with all of its elements."""
-    return value.layout == torch.strided and not value.is_meta
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def prefixes(files: DCPFiles, ending: str) -> list[str]:
