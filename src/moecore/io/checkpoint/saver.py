@@ -113,9 +113,9 @@ class Saver:
     def prepare(self) -> None:
         """Make the host memory of background saves, so that the first one need not. Collective.
 
-        It pins what the model and the optimizer hold now: call it before training where the
-        optimizer has its state, as after a load, else after the first step. Between steps, as
-        `save`; not while a CUDA graph is captured.
+        It pins what the model and the optimizer hold now, which takes seconds: call it before
+        training where the optimizer has its state, as after a load, else after the first step.
+        Between steps, as `save`; not while a CUDA graph is captured.
 
         Raises:
             ValueError: after `close`.
@@ -154,8 +154,8 @@ class Saver:
         if wait:
             self._write(draft, snapshot, locals_of(snapshot))
         else:
-            # The copy is waited for. Returning earlier would need a fence before whatever changes a
-            # tensor next: the optimizer, but also an expert bias, a load, the user.
+            # The copy is waited for, and of the disk the empty draft alone. Returning earlier would
+            # need a fence before what changes a tensor next: optimizer, expert bias, load, user.
             started = time.perf_counter()
             try:
                 copies = on_every_rank(lambda: self._copies.fill(locals_of(snapshot)), self._group)

@@ -26,7 +26,7 @@ from moecore.io.checkpoint.config_differences import own_config
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.state import fresh_buffers
 from moecore.io.hf.config import config_problems
-from moecore.io.hf.files import CONFIG, HFFiles, listed, read_headers, read_json
+from moecore.io.hf.files import CONFIG, HFFiles, listed, one_line, read_headers, read_json
 from moecore.io.hf.names import HEAD, FileRecipe, find_layout
 from moecore.io.hf.quant import FP8, TensorSource, find_sources
 from moecore.io.hf.target import (
@@ -177,7 +177,7 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
     try:
         written: dict[str, Any] = type(config).from_dict(dict(values)).to_dict()
     except Exception as error:  # of many kinds, some of them no ValueError
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         raise ValueError(f"config.json must be of model_type ({kind}), but {reason:.200}") from None
     return written
 

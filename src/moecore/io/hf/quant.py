@@ -104,7 +104,7 @@ def dequantize_fp8(
     first_row: int = 0,
     first_col: int = 0,
 ) -> Tensor:
-    """Return value * scale of its block, fp32 [r, c], of a part of a matrix that starts so.
+    """Return fp32 [r, c]: a part of a matrix times the scales of the blocks that it touches.
 
     Example: with block (2, 2), a matrix that starts at row 1 has its rows 0 | 1 2 in blocks 0 | 1.
     """
@@ -115,9 +115,9 @@ def dequantize_fp8(
 
 
 def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
-    """Return bf16 [..., G * 32]: E2M1 values times 2^(scale - 127), exactly (or inf).
+    """Return bf16 [..., G * 32] of uint8 [..., G, 16] and [..., G]: E2M1 times 2^(scale - 127).
 
-    Example: byte 0x91 holds 0.5 (its low half, 1) and then -0.5 (its high half, 9).
+    It is exact, or inf. Example: byte 0x91 holds 0.5 (low half, 1) and then -0.5 (high half, 9).
     """
     positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
     values = torch.cat((positive, -positive))
