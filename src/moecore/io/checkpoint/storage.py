@@ -51,7 +51,7 @@ from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, ShardWrit
 Plan = TypeVar("Plan")
 
 
-class _Storage:
+class _DCPStorage:
     """What DCP asks of a writer and of a reader, and what neither needs."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -68,7 +68,7 @@ class _Storage:
         return False  # a path is never enough to choose it
 
 
-class Writer(_Storage, StorageWriter):
+class Writer(_DCPStorage, StorageWriter):
     """Writes a save into a draft, one file per rank; the coordinator publishes it."""
 
     def __init__(
@@ -160,7 +160,7 @@ class SavePlannerOfLocals(dcp.DefaultSavePlanner):
         return self._locals[index.fqn]
 
 
-class Reader(_Storage, StorageReader):
+class Reader(_DCPStorage, StorageReader):
     """Reads slices of a checkpoint whose files have been verified."""
 
     def __init__(self, path: Path, manifest: Manifest, meter: Meter) -> None:
