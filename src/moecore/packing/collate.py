@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -47,13 +47,6 @@ class PackedBatch(TypedDict):
     cu_seqlens: Tensor
     max_seqlen: int
     num_tokens: Tensor
-
-
-class _Tokens(NamedTuple):
-    """A document's ids and their own labels, int64 [tokens]."""
-
-    ids: Tensor
-    labels: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,15 +106,13 @@ class PackedCollator:
         labels_N = torch.full_like(ids_N, IGNORE_INDEX)
         padding_N = torch.ones_like(ids_N, dtype=torch.bool)
         starts = []
-        for start, tokens in self._placed(documents):
-            stop = start + len(tokens.ids)
-            ids_N[start:stop] = tokens.ids
+        for start, ids, labels in self._placed(documents):
+            stop = start + len(ids)
+            ids_N[start:stop] = ids
             padding_N[start:stop] = False
-            if self.shift_labels:
-                labels_N[start : stop - 1] = tokens.labels[1:]
-            else:
-                labels_N[start + 1 : stop] = tokens.labels[1:]
-            starts.append((start, start + self._rounded(len(tokens.ids))))
+            first = start + (not self.shift_labels)
+            labels_N[first : first + len(ids) - 1] = labels[1:]
+            starts.append((start, start + self._rounded(len(ids))))
         cu_n = self._borders(starts)
         lengths_n = cu_n.diff().long()
         positions_N = torch.arange(len(ids_N)) - cu_n[:-1].long().repeat_interleave(lengths_n)
@@ -138,21 +129,21 @@ class PackedCollator:
     def _rounded(self, length: int) -> int:
         return -(-length // self.multiple) * self.multiple
 
-    def _placed(self, documents: Sequence[Document]) -> Iterator[tuple[int, _Tokens]]:
-        """Yield where each document starts in the rows laid end to end, and its tokens."""
+    def _placed(self, documents: Sequence[Document]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield where each document starts in the rows laid end to end, its ids and labels."""
         row, used = 0, 0
         for number, document in enumerate(documents):
-            tokens = _read(document, number)
-            length = self._rounded(len(tokens.ids))
+            ids, labels = _read(document, number)
+            length = self._rounded(len(ids))
             if used + length > self.row_tokens:
                 row, used = row + 1, 0
             if length > self.row_tokens or row >= self.rows:
                 raise ValueError(
-                    f"documents (number {number}, {len(tokens.ids)} tokens) must fit the rows "
+                    f"documents (number {number}, {len(ids)} tokens) must fit the rows "
                     f"({self.rows} of {self.row_tokens} tokens): give it the batches of a "
                     "PackedBatchSampler with these rows and bin_tokens"
                 )
-            yield row * self.row_tokens + used, tokens
+            yield row * self.row_tokens + used, ids, labels
             used += length
 
     def _borders(self, spans: list[tuple[int, int]]) -> Tensor:
@@ -169,15 +160,15 @@ class PackedCollator:
         return torch.tensor(borders, dtype=torch.int32)
 
 
-def _read(document: Document, number: int) -> _Tokens:
-    """Return the ids and labels of one document."""
+def _read(document: Document, number: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of one document and their own labels, int64 [tokens]."""
     name = f"documents[{number}]"
     length = length_of(document, name)
     if not length:
         raise ValueError(f"{name} (0 tokens) must have >= 1 token: leave it out")
     if not isinstance(document, Mapping):
         ids = _integers(document, name)
-        return _Tokens(ids, ids)
+        return ids, ids
     ids = _integers(document["input_ids"], f"{name}['input_ids']")
     labels = ids
     if "labels" in document:
@@ -185,7 +176,7 @@ def _read(document: Document, number: int) -> _Tokens:
     if "assistant_masks" in document:
         mask = _one_per_token(document, "assistant_masks", name, length)
         labels = labels.where(mask != 0, IGNORE_INDEX)
-    return _Tokens(ids, labels)
+    return ids, labels
 
 
 def _one_per_token(document: Mapping[str, Any], key: str, name: str, length: int) -> Tensor:

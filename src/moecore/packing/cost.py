@@ -12,13 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from moecore.base.fields import (
-    Count,
-    Positive,
-    PositiveOrZero,
-    Rules,
-    check_fields,
-)
+from moecore.base.fields import Count, Positive, PositiveOrZero, Rules, check_fields
 from moecore.packing.documents import Integers
 
 Costs = np.ndarray[Any, np.dtype[np.float64]]

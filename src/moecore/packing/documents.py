@@ -26,11 +26,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def as_lengths(lengths: Lengths, name: str = "lengths", least: int = 1) -> Integers:
-    """Return lengths as int64 [N].
-
-    Raises:
-        ValueError: when they are not one whole number >= least and < 2**31 per document.
-    """
+    """Return lengths as int64 [N], or refuse what is not whole, >= least and < 2**31."""
     numbers = lengths
     if isinstance(numbers, Tensor):
         numbers = numbers.numpy(force=True)
@@ -54,11 +50,7 @@ def as_lengths(lengths: Lengths, name: str = "lengths", least: int = 1) -> Integ
 
 
 def length_of(document: Document, name: str = "documents") -> int:
-    """Return the number of a document's tokens.
-
-    Raises:
-        ValueError: when it is no sequence of ids and no mapping with "input_ids".
-    """
+    """Return the number of a document's tokens, or refuse what is no document."""
     ids = document
     if isinstance(document, Mapping):
         if "input_ids" not in document:

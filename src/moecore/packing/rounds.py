@@ -34,14 +34,10 @@ GROWTH = 1.1  # of one limit over the next
 
 @dataclass(slots=True)
 class RankBlock:
-    """Documents that the same ranks share in a round.
-
-    Attributes:
-        documents: their numbers, longest first of all.
-    """
+    """Documents that the same ranks share in a round."""
 
     cp: int
-    documents: list[int] = field(default_factory=list)
+    documents: list[int] = field(default_factory=list)  # longest first
     load: float = 0.0
     tokens: int = 0
 
@@ -50,22 +46,11 @@ Blocks = list[RankBlock]
 
 
 class Documents:
-    """The documents of a global batch, longest first, and their costs on 1, 2, 4, ... ranks.
-
-    Attributes:
-        order: int64 [N], the caller's numbers.
-        cps: 1, 2, 4, ... ranks that may share a document.
-        cost: cp -> cost of each on each of cp ranks.
-        tokens: cp -> tokens of each on each of cp ranks.
-        work: of each, on as many ranks as it costs least; summed over ranks.
-
-    Raises:
-        ValueError: for a document that the largest group cannot hold.
-    """
+    """The documents of a global batch, longest first, and their costs on 1, 2, 4, ... ranks."""
 
     def __init__(self, lengths_N: Integers, ranks: int, max_tokens: int, cost: Cost) -> None:
         self.ranks, self.max_tokens, self.fixed = ranks, max_tokens, cost.fixed
-        self.order = np.argsort(-lengths_N, kind="stable")
+        self.order = np.argsort(-lengths_N, kind="stable")  # the caller's numbers, [N]
         lengths_N = lengths_N[self.order]
         most = min(ranks & -ranks, cost.most_cp or ranks)
         self.cps = [1 << i for i in range(most.bit_length())]
@@ -82,8 +67,9 @@ class Documents:
         )  # cost on each rank; inf = does not fit
         self.alone: list[float] = self._alone.min(axis=0).tolist()
         work = self._work_within(np.inf)
-        self.work: list[float] = work.tolist()
+        self.work: list[float] = work.tolist()  # of each, over its ranks, where it costs least
         self.all_work, self.all_tokens = float(work.sum()), int(lengths_N.sum())
+        # By cp, of each document on each of cp ranks.
         self.cost = {cp: costs[cp].tolist() for cp in self.cps}
         self.tokens = {cp: tokens[cp].tolist() for cp in self.cps}
         self.lengths: list[int] = lengths_N.tolist()
@@ -105,12 +91,10 @@ class Documents:
         return max(work / self.ranks, self.alone[longest]) + fixed
 
     def lower_bound(self) -> float:
-        """Return a time that no schedule is below.
-
-        In a step of time t no document costs its ranks more than t, so each is on enough ranks for
-        that, and all of their work fits into t on all ranks.
-        """
+        """Return a time that no schedule is below."""
         fixed = self.fewest_rounds(self.all_tokens) * self.fixed
+        # In a step of time t no document costs its ranks more than t, so each is on enough ranks
+        # for that, and all of their work fits into t on all ranks.
         low, high = float(self._alone.min(axis=0).max()), float(self._alone[-1].sum())
         for _ in range(50):
             middle = (low + high) / 2
@@ -141,10 +125,7 @@ class Documents:
 
 
 class Left:
-    """The documents that are left: a chain past those that are gone, and one past those on trial.
-
-    Both are shortened where they are walked.
-    """
+    """The documents that are left: a chain past those that are gone, one past those on trial."""
 
     def __init__(self, count: int) -> None:
         self._gone = list(range(count + 1))
@@ -154,7 +135,7 @@ class Left:
         """Return the longest that is left from an index on; N when none is."""
         gone, trial = self._gone, self._trial
         passed = []
-        while True:
+        while True:  # both chains are shortened where they are walked
             end = index
             while gone[end] != end:
                 end = gone[end]
@@ -200,12 +181,10 @@ class _Search:
         self._work, self._tokens = documents.all_work, documents.all_tokens
 
     def next_round(self) -> Blocks:
-        """Return the round with the least idle time, and take its documents.
-
-        Few ranks and high limits are tried first: they exchange least and make the fewest rounds.
-        """
+        """Return the round with the least idle time, and take its documents."""
         best: tuple[float, Blocks] = (-np.inf, [])
         bound = self._bound(0.0, 0)
+        # Few ranks and high limits first: they exchange least and make the fewest rounds.
         for fewest, limit in product(self.documents.cps, self._limits()):
             blocks = _fill(self.documents, self.left, limit, fewest)
             taken = [i for block in blocks for i in block.documents]
@@ -233,14 +212,12 @@ class _Search:
         return self.documents.bound(longest, self._work - work, self._tokens - tokens)
 
     def _limits(self) -> list[float]:
-        """Return limits of time, from that of the longest document on few ranks to that on many.
-
-        They reach the mean time of the fewest rounds that hold what is left, and a quarter of it.
-        """
+        """Return limits of time, from that of the longest document on few ranks to that on many."""
         documents, longest = self.documents, self.left.first(0)
         rounds = documents.fewest_rounds(max(self._tokens, 1))
         mean = self._work / (documents.ranks * rounds)
         loads = documents.loads(longest)
+        # They reach the mean time of the fewest rounds for what is left, and a quarter of it.
         low, high = max(mean / 4, min(loads)), max(*loads, mean) * 1.01
         limits = [high]
         while limits[-1] > low * GROWTH:

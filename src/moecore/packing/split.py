@@ -111,11 +111,6 @@ def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
 
 def _held(cu_seqlens: Tensor, cp: int) -> Tensor:
     """Return the tokens of each rank, int64 [cp, t / cp], after a check."""
-    return held_tokens(cu_seqlens, int(_document_lengths(cu_seqlens, cp).sum()), cp)
-
-
-def _document_lengths(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """Return the tokens of each document, int64 [n], after a check."""
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):
         raise ValueError(
@@ -132,4 +127,4 @@ def _document_lengths(cu_seqlens: Tensor, cp: int) -> Tensor:
             f"cu_seqlens (document {int(uneven[0])} of {int(lengths_n[uneven[0]])} tokens) must "
             f"have documents of multiples of 2 * cp ({2 * cp}): collate with multiple={2 * cp}"
         )
-    return lengths_n
+    return held_tokens(cu_seqlens, int(lengths_n.sum()), cp)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import clip_grad_norm_
-from moecore.io.hf.lora_files import adapter_tensors
+from moecore.io.hf.lora import adapter_tensors
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.parts import on_parts
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moecore.io.hf.names import TensorPiece, hf_plan
-from moecore.io.hf.target import PieceOverlap, overlaps, stored_plan
+from moecore.io.hf.target import PieceOverlap, overlaps, module_plan
 from moecore.models import preset
 
 
@@ -83,7 +83,7 @@ def test_stored_modules_split_gate_and_up():
         "model.layers.0.mlp.experts.down_proj": (2, 3, 4),
     }
     where = "model.layers.0.block_sparse_moe."
-    plan = stored_plan(shapes, "mixtral")
+    plan = module_plan(shapes, "mixtral")
     assert [(p.name, p.region, p.shape) for r in plan.values() for p in r.pieces] == [
         (f"{where}gate.weight", (), (2, 3)),
         *(
@@ -92,7 +92,7 @@ def test_stored_modules_split_gate_and_up():
         ),
         *((f"{where}experts.{e}.w2.weight", (e,), (3, 4)) for e in range(2)),
     ]
-    fused = stored_plan(shapes, "fused")["model.layers.0.mlp.experts.gate_up_proj"]
+    fused = module_plan(shapes, "fused")["model.layers.0.mlp.experts.gate_up_proj"]
     assert [(p.region, p.shape) for p in fused.pieces] == [((), (2, 8, 3))]
 
 

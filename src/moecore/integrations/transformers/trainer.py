@@ -56,7 +56,7 @@ from moecore.integrations.transformers.run_state import (
 from moecore.io import Saver, export_hf, load, save_adapters
 from moecore.io.checkpoint.directory import directory_of
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.io.hf.lora_merge import unmerged
+from moecore.io.hf.lora import unmerged
 from moecore.parallel.attached import moe_state
 from moecore.parallel.shard.late_parameters import refuse_earlier
 from moecore.train.loss_scale import DynamicLossScale, is_fp16

@@ -20,12 +20,7 @@ from moecore.io.checkpoint.hyperparameters import (
     option_problems,
 )
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
-from moecore.io.checkpoint.snapshot import (
-    Scheduler,
-    Schedulers,
-    one_scheduler,
-    scheduler_state,
-)
+from moecore.io.checkpoint.snapshot import Scheduler, Schedulers, one_scheduler, scheduler_state
 from moecore.io.checkpoint.stages import StagePart
 from moecore.io.checkpoint.state import (
     ModelView,
@@ -40,27 +35,17 @@ SHOWN = 10  # differences in one error
 
 @dataclass(slots=True)
 class Comparison:
-    """What will be loaded, and what differs.
+    """What a load sets, by the names of the checkpoint, and what differs."""
 
-    Attributes:
-        model: names of the model's tensors that are loaded.
-        optimizers: those of the caller; empty = none.
-        matrices: "<slot>.<fqn>" -> dtype of the optimizer state laid out like its parameter.
-        scalars: "<slot>.<fqn>" -> dtype of the scalar optimizer state.
-        groups: whether hyperparameters are set, of all optimizers.
-        scheduler: what is set of schedulers; None = nothing.
-        left_out: differences that `strict=False` passes over.
-        refused: differences that it does not.
-    """
-
-    model: set[str] = field(default_factory=set)
+    model: set[str] = field(default_factory=set)  # the model's tensors that are loaded
     optimizers: list[Optimizer] = field(default_factory=list)
+    # "<slot>.<fqn>" -> dtype of optimizer state laid out like its parameter, and of scalar state.
     matrices: dict[str, torch.dtype] = field(default_factory=dict)
     scalars: dict[str, torch.dtype] = field(default_factory=dict)
-    groups: bool = False
+    groups: bool = False  # whether hyperparameters are set, of all optimizers
     scheduler: Scheduler | None = None
-    left_out: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # what `strict=False` passes over
+    refused: list[str] = field(default_factory=list)  # what it does not
 
 
 def compare(
@@ -72,14 +57,7 @@ def compare(
     *,
     cast: bool,
 ) -> Comparison:
-    """Return how a checkpoint fits.
-
-    Args:
-        whole: what all pipeline stages have together, this rank's among them.
-        optimizer: one or several; None = their state is not asked for.
-        scheduler: one or several; None = their state is not asked for.
-        cast: let the model's dtypes differ.
-    """
+    """Return how a checkpoint fits. None asks for no state; `cast` allows other dtypes."""
     fit = Comparison()
     fit.left_out += [  # first, because it explains tensors that differ
         f"config.{d.name} ({d.ours}) must be {d.theirs} as in the checkpoint"

@@ -2,11 +2,6 @@
 
 Names and shapes do not suffice: another top_k, score function or rope_theta fits every tensor. A
 field that only training reads may differ, because it changes between runs that continue each other.
-
-Note "transformers": where both configs have a field, its values are compared. Fields of
-`BOOKKEEPING` and dropout are left out. An unknown field is compared, too: a needless refusal names
-the field, while a difference that nobody compared would change results silently. Rotary options
-have two spellings, and not every release writes their defaults out.
 """
 
 from __future__ import annotations
@@ -54,12 +49,7 @@ Config = DecoderConfig | dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field in which two configs differ.
-
-    Attributes:
-        name: its path, such as moe.top_k.
-        ours: how the first config has it; of a record only whether it is given.
-    """
+    """One field in which two configs differ: its path (moe.top_k), and both values as text."""
 
     name: str
     ours: str
@@ -75,8 +65,7 @@ def differences(
     """Return the fields that differ; none where `theirs` describes no native decoder.
 
     Args:
-        theirs: likewise, or what JSON made of one. A field that it lacks has its default: it was
-            written before the field was there.
+        theirs: a config, or its JSON; a field that it lacks is newer, and has its default.
         skipped: paths of fields that may differ.
     """
     values = asdict(theirs) if isinstance(theirs, DecoderConfig) else theirs
@@ -98,11 +87,7 @@ def moe_differences(ours: MoEConfig, theirs: MoEConfig) -> list[Difference]:
 
 
 def hf_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
-    """Return the fields in which two transformers configs differ; see the note "transformers".
-
-    Args:
-        ours: what `to_dict` gives, or a config.json holds.
-    """
+    """Return the fields in which two transformers configs (what `to_dict` gives) differ."""
     kinds = [values.get("model_type") for values in (ours, theirs)]
     if kinds[0] != kinds[1]:  # then other fields mean other things
         return [Difference("model_type", *map(_shown, kinds))]
@@ -110,12 +95,7 @@ def hf_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[D
 
 
 def saved_differences(ours: Config | None, saved: Mapping[str, Any] | None) -> list[Difference]:
-    """Return the fields in which a model differs from a saved config, if both are of one kind.
-
-    Args:
-        ours: as of `own_config`.
-        saved: what JSON made of one, or of the caller's own.
-    """
+    """Return how a model's config (`own_config`) differs from a saved one of its kind, or []."""
     if isinstance(ours, DecoderConfig):
         return differences(ours, saved)
     if ours is None or saved is None or "model_type" not in saved:
@@ -126,8 +106,8 @@ def saved_differences(ours: Config | None, saved: Mapping[str, Any] | None) -> l
 def own_config(model: nn.Module) -> Config | None:
     """Return the config of the one native decoder or transformers model that a model is or holds.
 
-    Of a transformers model what JSON makes of it, without fields that JSON cannot hold. None where
-    there is no such model, or more than one.
+    Of a transformers model it is what JSON makes of it, without fields that JSON cannot hold. None
+    where there is no such model, or more than one.
     """
     found = {id(part): part for part in _configured(model)}
     if len(found) != 1:
@@ -157,6 +137,8 @@ def _json(value: Any) -> str | None:
 def _differing_hf(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
+    # Only fields that both have. An unknown one is compared, too: a needless refusal names the
+    # field, while a difference that nobody compared would change results silently.
     mine, other = _comparable(ours), _comparable(theirs)
     for name in sorted(mine.keys() & other.keys()):
         a, b = mine[name], other[name]
@@ -170,6 +152,7 @@ def _differing_hf(
 def _differing_rope(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str
 ) -> Iterator[Difference]:
+    # There are two spellings, and not every release writes the defaults out.
     mine, other = _rope(ours), _rope(theirs)
     for where in sorted(mine.keys() & other.keys()):
         a, b = mine[where], other[where]
@@ -204,10 +187,7 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Where rotary options are -> those that are on; {} where a config has none.
-
-    There may be some for each kind of layer: rope_parameters.full_attention. and its like.
-    """
+    """Return where rotary options are (per kind of layer) -> those that are on; {} without any."""
     if all(values.get(name) is None for name in ROPE):
         return {}
     given: dict[str, Any] = {}

@@ -173,11 +173,7 @@ def directory_of(root: Path, step: int) -> Path:
 
 
 def new_draft(root: Path, step: int) -> Path:
-    """Make an empty draft directory, after removing those that killed saves left behind.
-
-    Raises:
-        ValueError: when `latest` names this step or a later one.
-    """
+    """Make an empty draft, remove those of killed saves; refuse a step not past the newest."""
     root.mkdir(parents=True, exist_ok=True)
     final = directory_of(root, step)
     _check_free(final)
@@ -188,16 +184,7 @@ def new_draft(root: Path, step: int) -> Path:
 
 
 def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
-    """Make a written draft the newest checkpoint.
-
-    Args:
-        draft: from `new_draft`; the shard files are on disk.
-        keep: how many of the newest checkpoints stay; 0 = all.
-
-    Raises:
-        ValueError: when this step or a later one was saved meanwhile.
-        OSError: when a shard file is not there as it was written, or one could not be written.
-    """
+    """Make a written draft the newest checkpoint; only the newest `keep` stay (0 = all)."""
     root, final = draft.parent, directory_of(draft.parent, manifest.facts.step)
     write_new(draft / MANIFEST, manifest.text)
     sync(draft)
@@ -236,10 +223,7 @@ def _check_written(draft: Path, manifest: Manifest) -> None:
 
 
 def _check_free(final: Path) -> None:
-    """Raise unless this step comes after the newest checkpoint: no save moves `latest` back.
-
-    Such as when a run is started anew in the directory of another, or goes on from an old step.
-    """
+    """Raise unless this step comes after the newest checkpoint: no save moves `latest` back."""
     step, newest = _step_of(final) or 0, None
     try:
         newest = _newest_step(final.parent)

@@ -15,15 +15,7 @@ from pathlib import Path
 
 
 def open_regular(path: Path, *, follow: bool = False) -> int:
-    """Return a descriptor to read a regular file.
-
-    Args:
-        follow: whether the name may be a symlink, as in caches of Hugging Face files.
-
-    Raises:
-        ValueError: for a symlink, a directory, a FIFO or a device.
-        OSError: when it cannot be opened.
-    """
+    """Return a descriptor of a regular file; `follow` allows symlinks, as in download caches."""
     # O_NONBLOCK: opening a FIFO without a writer would wait.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     if not follow and path.is_symlink():

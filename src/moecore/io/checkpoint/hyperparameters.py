@@ -1,8 +1,8 @@
-"""Hyperparameters of optimizers: what of them a checkpoint keeps, and whether it fits others.
+"""Hyperparameters of optimizers: which ones a checkpoint has, and whether they fit others.
 
-Note "several optimizers": a parameter belongs to one at most, so their state needs no names of
-theirs. They are kept as one whose groups follow each other, with the class of each group. How
-groups of one class are spread over optimizers decides about nothing, and is not kept.
+A parameter belongs to one optimizer at most, so the state of several needs no names of theirs: they
+are stored as one whose groups follow each other, with the class of each group. How groups of one
+class are spread over optimizers decides about nothing, and is not stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from moecore.io.checkpoint.manifest import MAX_DEPTH, nests_deeper
 from moecore.io.checkpoint.state import ModelView
 
-OF_THE_RUN = {"fused", "foreach", "capturable", "differentiable"}  # how to compute, not what
+# How to compute, not what: another machine may want others.
+OF_THE_RUN = {"fused", "foreach", "capturable", "differentiable"}
 # What schedulers add to a group, and set anew when they are built.
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 # Numbers that decide about no state, so that 0 may become another number.
@@ -27,19 +28,19 @@ MAX_NESTING = MAX_DEPTH - 10  # of a value, which lies in others
 
 
 def all_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """Return the parameter groups, in order; see the note "several optimizers"."""
+    """Return the parameter groups, one optimizer after the other."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def optimizer_class(optimizers: Sequence[Optimizer]) -> str:
     """Return the name of their class, or those of each group, such as "Muon, AdamW, AdamW"."""
-    names = [_class_name(one) for one in optimizers for _ in one.param_groups]
-    return ", ".join(names) if len(set(names)) > 1 else _class_name(optimizers[0])
-
-
-def _class_name(optimizer: Optimizer) -> str:
-    """Return the class whose state it has; one that only computes it elsewhere declares that."""
-    return str(getattr(optimizer, "checkpoint_class", type(optimizer).__name__))
+    # An optimizer that only computes elsewhere declares the class whose state it has.
+    names = [
+        str(getattr(one, "checkpoint_class", type(one).__name__))
+        for one in optimizers
+        for _ in one.param_groups
+    ]
+    return ", ".join(names) if len(set(names)) > 1 else names[0]
 
 
 def group_classes(name: str, num_groups: int) -> list[str]:
@@ -49,13 +50,7 @@ def group_classes(name: str, num_groups: int) -> list[str]:
 
 
 def optimizer_groups(optimizers: Sequence[Optimizer], model: ModelView) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each parameter group, JSON-able, with its parameters' names.
-
-    Those that are `OF_THE_RUN` are left out: another machine may want others.
-
-    Raises:
-        ValueError: when one cannot be kept as JSON.
-    """
+    """Return each group's hyperparameters, JSON-able, without `OF_THE_RUN`, and its names."""
     groups = []
     for group in all_groups(optimizers):
         values = {k: v for k, v in group.items() if k != "params" and k not in OF_THE_RUN}
@@ -66,11 +61,7 @@ def optimizer_groups(optimizers: Sequence[Optimizer], model: ModelView) -> list[
 
 
 def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[str]:
-    """Return in words why saved hyperparameters do not fit; empty when they do.
-
-    Args:
-        present: groups of the optimizers, with names for their parameters.
-    """
+    """Return why saved hyperparameters do not fit; groups of `present` have names as parameters."""
     # State goes by name, so the order within a group decides about nothing.
     if [sorted(group["params"]) for group in present] != [sorted(g["params"]) for g in groups]:
         return [
@@ -133,10 +124,7 @@ def check_json(what: str, values: Mapping[str, Any]) -> None:
 
 
 def _may_become(key: str, current: Any, saved: Any) -> bool:
-    """Whether a hyperparameter may have the saved value.
-
-    None is "off" of any kind, but of one in `VALUES`, which must be a finite number.
-    """
+    """Whether a hyperparameter may get the saved value; None is "off", but not of `VALUES`."""
     if current is None or saved is None:
         return key not in VALUES or current is saved
     if isinstance(current, bool) or isinstance(saved, bool):

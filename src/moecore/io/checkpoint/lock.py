@@ -2,18 +2,13 @@
 
     root/.lock/owner     JSON: host, machine, pid, started, since, token
 
-Note "exclusive": a lock is written under another name and renamed. A rename onto a directory that
-holds a file fails, so one of two jobs succeeds, and every lock that can be read has its owner. A
-save needs the same of its file system.
+A lock is written under another name and renamed. A rename onto a directory that holds a file fails,
+so one of two jobs succeeds, and every lock that can be read has its owner. A save needs the same of
+its file system.
 
-Note "takeover": an owner on this machine (the same boot and pid namespace) is dead when its pid is
-gone or belongs to a process that started at another time. A live one is never replaced. For another
-machine there is the heartbeat: the owner's file is touched every `BEAT_SECONDS`, and a lock is
-stale when its file is `STALE_SECONDS` older than one made just now. Both times are those of the
-file system, so clocks of hosts do not matter. A dead lock is renamed to a name made of its own
-text, and stays there until the new one is released. So of two jobs that find the same dead lock,
-the slower one cannot rename the lock of the faster one. Drafts are renamed before the new owner
-goes on, so an old owner that was stopped cannot publish what it was writing.
+An owner on this machine (the same boot and pid namespace) is dead when its pid is gone or belongs
+to a process that started at another time. A live one is never replaced. On another machine it is
+dead when it has not touched its file for `STALE_SECONDS`; it does so every `BEAT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -51,12 +46,7 @@ class RunLock:
         self._end: weakref.finalize[..., RunLock] | None = None  # runs once, at exit at the latest
 
     def acquire(self) -> None:
-        """Take the lock, on one rank of a job; or see that it is still held.
-
-        Raises:
-            OSError: naming the owner, when there is another one, or one has taken it over; when the
-                lock could not be written.
-        """
+        """Take the lock on one rank, or see that it is held still; an OSError names its owner."""
         if self._end is not None:
             if not _holds(self.root, self._text):
                 raise OSError(
@@ -117,11 +107,7 @@ def _release(root: Path, text: bytes, stop: threading.Event, pid: int) -> None:
 
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the lock of a run, unless a `Saver` of this process does.
-
-    Raises:
-        OSError: as `RunLock.acquire`.
-    """
+    """Hold the lock of a run, as `RunLock.acquire`, unless a `Saver` of this process does."""
     owner = _read_owner(root)[0]
     mine = _this_process()
     lock = RunLock(root)
@@ -153,7 +139,7 @@ def _set_dead_aside(root: Path, now: float) -> None:
     if owner.get("machine") and owner.get("machine") == _machine():
         started = _started(owner.get("pid"))
         is_dead = started is None or started != owner.get("started")
-    else:
+    else:  # both times are the file system's, so clocks of hosts do not matter
         is_dead = now - touched > STALE_SECONDS
     if not is_dead:
         who = f"pid {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
@@ -162,9 +148,11 @@ def _set_dead_aside(root: Path, now: float) -> None:
             "its Saver, end that job, or save to another directory (a job that died on another "
             f"host is taken over after {STALE_SECONDS:.0f} s)"
         )
+    # The name follows from the dead lock's text, and stays until the new lock is released. So of
+    # two jobs that find the same dead lock, the slower one cannot rename that of the faster one.
     name = f"{LOCK}-{hashlib.sha256(text).hexdigest()[:16]}"
     if _renamed(root / LOCK, root / name):
-        remove_leftovers(root)
+        remove_leftovers(root)  # so a stopped owner cannot publish the draft that it was writing
 
 
 def _renamed(source: Path, target: Path) -> bool:
@@ -183,10 +171,7 @@ def _renamed(source: Path, target: Path) -> bool:
 
 
 def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
-    """Return the owner of a lock, the text of its file, and when the file was touched last.
-
-    An owner that cannot be read is {}; without a lock the text is empty.
-    """
+    """Return the owner ({} = unreadable), its file's text (empty = no lock), and its last touch."""
     path = root / LOCK / OWNER
     try:
         text = read_regular(path, most=_OWNER_BYTES)

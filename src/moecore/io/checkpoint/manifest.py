@@ -6,7 +6,7 @@ what the format allows is neither written nor read.
     format, step, world_size    whole numbers
     meshes                      [{mesh dim: size}] of the saved model's DTensors
     versions                    moecore, torch, python
-    config, scheduler, extra    the caller's JSON
+    config, scheduler, extra    the caller's JSON; extra has no tensors, the others may be null
     optimizer_class             name of its class, or of several one for each group: "A, B", or null
     optimizer                   [{params: [name], hyperparameter: value}], or null
     files                       file name -> {size in bytes, sha256 of the whole file}
@@ -16,9 +16,6 @@ what the format allows is neither written nor read.
 The text must be byte for byte what Python's `json` makes of it, so one flipped bit anywhere is
 found: in a value by the digest, elsewhere by the comparison. The digest finds damage; it is no
 signature, so every field is checked as if it were forged.
-
-Note "grid": the chunks of a tensor must be the cells of a grid (each dim cut at some places, every
-cell there once). DTensor shards always are, and it makes "no gap, no overlap" a linear check.
 """
 
 from __future__ import annotations
@@ -89,7 +86,7 @@ class ManifestChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A whole tensor; see the note "grid". One without elements has no chunks."""
+    """A whole tensor; its chunks are the cells of a grid, none where it has no elements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -98,19 +95,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestFacts:
-    """What is kept beside the tensors; every value is JSON-able.
-
-    Attributes:
-        step: of the run, >= 0.
-        meshes: the meshes of the model's DTensors, mesh dim -> size.
-        versions: of moecore, torch and python.
-        config: the caller's description of the model; None = none given.
-        optimizer_class: name of its class, or of several optimizers those of each group, with
-            commas; None = no optimizer.
-        optimizer: hyperparameters and parameter names of each group; None = no optimizer.
-        scheduler: its state; None = none given.
-        extra: the caller's values that are no tensors.
-    """
+    """What is stored beside the tensors, as in the manifest; every value is JSON-able."""
 
     step: int
     world_size: int
@@ -150,11 +135,7 @@ class Manifest:
 def make_manifest(
     facts: ManifestFacts, files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]
 ) -> Manifest:
-    """Return the manifest, with its text.
-
-    Raises:
-        ValueError: for what `read_manifest` would refuse.
-    """
+    """Return the manifest, with its text; refuse with ValueError what `read_manifest` would."""
     values = asdict(facts) | {
         "format": FORMAT,
         "files": {name: asdict(file) for name, file in files.items()},
@@ -197,11 +178,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def parse_manifest(text: str) -> Manifest:
-    """Return the manifest that a text is.
-
-    Raises:
-        ValueError: with the first thing that is wrong.
-    """
+    """Return the manifest that a text is, or raise ValueError with the first thing wrong."""
     try:
         values = json.loads(text)
     except RecursionError:
@@ -327,10 +304,10 @@ def _chunk(value: Any, num_dims: int, files: Mapping[str, Any], where: str) -> M
 
 
 def check_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
-    """Raise ValueError unless the chunks hold every element of a tensor exactly once.
+    """Raise ValueError unless the chunks are a grid, which has each element once.
 
     Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
-    refused: the cut of dim 1 at 3 must go through all rows.
+    refused: the cut of dim 1 at 3 must go through all rows. DTensor shards always are a grid.
     """
     where = f"tensor {name!r:.120}"
     if math.prod(shape) == 0:

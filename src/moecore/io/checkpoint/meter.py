@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from threading import Lock
 
-import torch.distributed as dist
+from moecore.io.checkpoint.ranks import is_first_rank
 
 Progress = Callable[[int, int], None]
 
@@ -15,12 +15,7 @@ logger = logging.getLogger("moecore.io")
 
 
 class Meter:
-    """Counts bytes. Safe to use from several threads.
-
-    Args:
-        progress: called with (bytes done, bytes expected so far) on this rank, from the thread that
-            moves them; None = none.
-    """
+    """Counts bytes from any thread, which calls `progress` with (done, expected so far)."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress, self._lock = progress, Lock()
@@ -41,13 +36,8 @@ class Meter:
 
     def log(self, what: str) -> None:
         """Log one line on rank 0: bytes of this rank, seconds, GB/s."""
-        if dist.is_initialized() and dist.get_rank() != 0:
+        if not is_first_rank():
             return
-        seconds, gigabytes = time.perf_counter() - self._start, self.done / 1e9
-        logger.info(
-            "%s: %.3f GB of rank 0 in %.2f s, %.2f GB/s",
-            what,
-            gigabytes,
-            seconds,
-            gigabytes / seconds,
-        )
+        seconds, size = time.perf_counter() - self._start, self.done / 1e9
+        text = "%s: %.3f GB of rank 0 in %.2f s, %.2f GB/s"
+        logger.info(text, what, size, seconds, size / seconds)

@@ -2,7 +2,7 @@
 
 That is all that a resume reads but DTensors, of which each rank writes its part, and generators, of
 which each rank has its own. Silently one rank's value would become everybody's: its step counts,
-its learning rate. Of `config` rank 0's is kept: a caller's own may name a rank or a host.
+its learning rate. Of `config` rank 0's is stored: a caller's own may name a rank or a host.
 
 Ranks of one pipeline stage agree in everything, those of different stages in what both have but the
 parameters of groups.
@@ -42,15 +42,9 @@ Hashes = dict[Key, str]
 
 
 def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
-    """Raise on every rank when ranks differ in what only one of them will write. Collective.
+    """Raise a ValueError on every rank, naming the first value that differs. Collective.
 
     Hashes of values, not the values, travel. One host sync per device for those of small tensors.
-
-    Args:
-        group: all ranks; None = the default group.
-
-    Raises:
-        ValueError: names the first value that differs.
     """
     if not dist.is_initialized():
         return

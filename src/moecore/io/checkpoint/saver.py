@@ -8,19 +8,10 @@
             saver.save(step, {"step": step}, wait=False)
     saver.close()                            waits for the last save
 
-Note "errors": a background save succeeds or fails on all ranks together, but ranks learn of it at
-slightly different times. `check` does not communicate, so a rank that catches its error and
-goes on stays in step with the others. `save` and `close` wait for the save before and agree: when
-any rank has not seen its error yet, all of them raise it.
-
-Note "memory": each rank keeps host copies of what it holds, replicas included, for the life of the
-saver; from CUDA devices they are pinned. They are reused, so one save is in flight at a time. The
-first background save makes them, which takes seconds where they are pinned, unless `prepare` has.
-
-Note "what blocks": `save(wait=False)` waits for the copy to host memory and for nothing on disk but
-an empty directory. Returning before the copy is done would need a fence before whatever changes a
-tensor next: the optimizer, but also an expert bias, a load, the user. A copy that is waited for
-needs none.
+A background save succeeds or fails on all ranks together, but ranks learn of it at slightly
+different times. `check` does not communicate, so a rank that catches its error and goes on stays in
+step with the others. `save` and `close` wait for the save before and agree: when any rank has not
+seen its error yet, all of them raise it.
 """
 
 from __future__ import annotations
@@ -42,7 +33,7 @@ from moecore.io.checkpoint.directory import Step, directory_of, discard
 from moecore.io.checkpoint.lock import RunLock
 from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.checkpoint.rank_agreement import check_rank_agreement
-from moecore.io.checkpoint.ranks import gather, on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
 from moecore.io.checkpoint.stages import join_stages
 from moecore.io.checkpoint.state import Optimizers
@@ -103,6 +94,7 @@ class Saver:
                 dist.destroy_process_group(self._group)
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moecore-save")
+        # Of all that this rank holds, replicas too; reused, so one save is in flight at a time.
         self._copies = HostCopies()
         self._running: Future[None] | None = None
         self._closed = False
@@ -121,9 +113,9 @@ class Saver:
     def prepare(self) -> None:
         """Make the host memory of background saves, so that the first one need not. Collective.
 
-        It pins what the model and the optimizer hold now: call it before training where the
-        optimizer has its state, as after a load, else after the first step. Between steps, as
-        `save`; not while a CUDA graph is captured.
+        It pins what the model and the optimizer hold now, which takes seconds: call it before
+        training where the optimizer has its state, as after a load, else after the first step.
+        Between steps, as `save`; not while a CUDA graph is captured.
 
         Raises:
             ValueError: after `close`.
@@ -162,15 +154,17 @@ class Saver:
         if wait:
             self._write(draft, snapshot, locals_of(snapshot))
         else:
+            # The copy is waited for, and of the disk the empty draft alone. Returning earlier would
+            # need a fence before what changes a tensor next: optimizer, expert bias, load, user.
             started = time.perf_counter()
             try:
                 copies = on_every_rank(lambda: self._copies.fill(locals_of(snapshot)), self._group)
             except Exception:  # such as no host memory on one rank
-                if not dist.is_initialized() or dist.get_rank() == 0:
+                if is_first_rank():
                     discard(draft)
                 raise
             seconds = time.perf_counter() - started
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if is_first_rank():
                 logger.info("step %d: copied to host memory in %.3f s", step, seconds)
             self._running = self._thread.submit(self._write_and_log, draft, snapshot, copies)
         return directory_of(self._lock.root, step)
@@ -208,7 +202,7 @@ class Saver:
             raise ValueError("Saver (closed) must be open to save: make another one")
 
     def _finish(self) -> None:
-        """Wait for the running save; see the note "errors"."""
+        """Wait for the running save; raise its error on all ranks if one has not seen it."""
         running, self._running = self._running, None
         error = running.exception() if running is not None else None
         try:

@@ -36,25 +36,15 @@ RUN_BYTES = 256 * 2**10  # a contiguous run of at least this is read alone, with
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """What a file with some tensors looks like.
+    """What a file with some tensors looks like."""
 
-    Attributes:
-        header: the first bytes of the file, its length field included.
-        begins: key -> position of the first byte in the file.
-        size: bytes of the whole file.
-    """
-
-    header: bytes
-    begins: dict[str, int]
-    size: int
+    header: bytes  # the first bytes of the file, its length field included
+    begins: dict[str, int]  # key -> position of the first byte in the file
+    size: int  # bytes of the whole file
 
 
 def layout_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileLayout:
-    """Return the layout of a file with these tensors, in file order.
-
-    Args:
-        entries: key -> dtype and sizes.
-    """
+    """Return the layout of a file with these tensors (key -> dtype and sizes), in file order."""
     order = sorted(entries, key=lambda key: (-entries[key][0].itemsize, key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     spans, end = {}, 0
@@ -76,11 +66,8 @@ def layout_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileL
 class ShardWriter:
     """Writes one new file from front to back; a second thread hashes what is being written.
 
-    The host memory on top of the tensors is one buffer of `CHUNK_BYTES`: it gathers small tensors,
-    and takes what lies on a device or is not contiguous piece by piece.
-
-    Args:
-        pinned: whether tensors come from a CUDA device.
+    The host memory on top of the tensors is one buffer of `CHUNK_BYTES`, pinned for a CUDA device.
+    It gathers small tensors, and takes what lies on a device or is not contiguous piece by piece.
     """
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
@@ -162,12 +149,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class ShardReader:
-    """Reads slices of the tensors in one file.
+    """Reads slices of the tensors in one file, through `buffer` (uint8) where not contiguous.
 
     Plain reads, no memory map: a failing disk is then an OSError and not the end of the process.
-
-    Args:
-        buffer: uint8 host memory, for slices that are not contiguous.
     """
 
     def __init__(self, path: Path, layout: FileLayout, buffer: Tensor, meter: Meter) -> None:
@@ -188,12 +172,7 @@ class ShardReader:
         offsets: Sequence[int],
         out: Tensor,
     ) -> None:
-        """Fill `out` with a slice.
-
-        Args:
-            offsets: where the slice begins in it; `out` has its sizes.
-            out: any device, layout and dtype.
-        """
+        """Fill `out`, on any device and of any layout and dtype, with the slice at `offsets`."""
         if out.numel() == 0:
             return
         strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
@@ -201,7 +180,8 @@ class ShardReader:
         reach = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True))
         begin = self._layout.begins[key] + first * dtype.itemsize
         span, wanted = (reach + 1) * dtype.itemsize, out.numel() * dtype.itemsize
-        if span == wanted and _is_plain(out, dtype):
+        is_plain = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
+        if span == wanted and is_plain:
             self._fill(bytes_of(out), begin, self._meter)
             return
         # What lies between short runs is read along, since a disk reads ahead anyway.
@@ -229,10 +209,6 @@ class ShardReader:
                 meter.add(count)
 
 
-def _is_plain(out: Tensor, dtype: torch.dtype) -> bool:
-    return out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
-
-
 def _run(sizes: Sequence[int], lengths: Sequence[int]) -> int:
     """Number of neighbouring elements in a row-major tensor that a slice takes in one run."""
     run = 1
@@ -246,16 +222,7 @@ def _run(sizes: Sequence[int], lengths: Sequence[int]) -> int:
 def check_file(
     path: Path, layout: FileLayout, stored: StoredFile, *, full: bool, meter: Meter
 ) -> str | None:
-    """Return in words what is wrong with a file, or None.
-
-    Args:
-        layout: its content by the manifest.
-        stored: size and digest by the manifest.
-        full: hash all of it; else only its size and header are looked at.
-
-    Raises:
-        OSError: when it cannot be read.
-    """
+    """Return what is wrong with a file, or None; not `full` looks at its size and header only."""
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:

@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from moecore.io.checkpoint.hyperparameters import (
     optimizer_groups,
 )
 from moecore.io.checkpoint.manifest import ManifestFacts, check_dtype
+from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.state import (
     ModelView,
     Optimizers,
@@ -72,19 +72,14 @@ class _Several:
 def one_scheduler(
     scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
 ) -> Scheduler | None:
-    """Return the scheduler that a caller has given, or all of them as one; None for None.
-
-    Raises:
-        ValueError: for an empty list, or where they do not follow the optimizers: another one's
-            learning rates would fit as well.
-    """
+    """Return a caller's scheduler, or its list as one; the list must follow the optimizers."""
     if not isinstance(scheduler, Sequence):
         return scheduler
     if not scheduler:
         raise ValueError("scheduler ([]) must hold a scheduler: pass None where there is none")
     order = {id(optimizer): i for i, optimizer in enumerate(optimizers)}
     owners = [order.get(id(getattr(part, "optimizer", None))) for part in scheduler]
-    known = [i for i in owners if i is not None]
+    known = [i for i in owners if i is not None]  # another one's learning rates would fit as well
     if known != sorted(known):
         raise ValueError(
             f"scheduler (of optimizers {', '.join(map(str, known))}) must be in the order of the "
@@ -99,16 +94,11 @@ def _kind(scheduler: Scheduler) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one save keeps. The tensors share memory with the model and the optimizer.
-
-    Attributes:
-        tensors: name -> plain tensor or DTensor.
-        stages: of the model; None = this rank has all of it.
-    """
+    """What one save stores. The tensors share memory with the model and the optimizer."""
 
     tensors: dict[str, Tensor]
     facts: ManifestFacts
-    stages: AllStages | None
+    stages: AllStages | None  # None = this rank has all of the model
 
 
 def take_snapshot(
@@ -120,12 +110,7 @@ def take_snapshot(
     scheduler: Schedulers | None,
     config: object,
 ) -> Snapshot:
-    """Return what a save keeps; see `save` for the arguments.
-
-    Raises:
-        ValueError: for what cannot be kept, or a step that is not finished.
-        NotImplementedError: for optimizer state or dtypes that have no place in a checkpoint.
-    """
+    """Return what a save stores, or raise as `save`, also for a step that is not finished."""
     _check_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored.items()}
@@ -144,7 +129,7 @@ def take_snapshot(
         check_dtype(name, tensor.dtype)
     facts = ManifestFacts(
         step=step,
-        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        world_size=rank_and_world()[1],
         meshes=_meshes(view),
         versions=versions(),
         config=_config_values(view.config if config is None else config),
@@ -176,11 +161,7 @@ def _survives_json(value: Any) -> bool:
 
 
 def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
-    """Return saved values with the types that this scheduler keeps.
-
-    Raises:
-        ValueError: when the saved scheduler was of another kind.
-    """
+    """Return saved values with the types of this scheduler's own; refuse another kind's."""
     now = scheduler.state_dict()
     if now.keys() != values.keys():
         raise ValueError(
@@ -222,10 +203,7 @@ def _scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """Return a value with numbers for scalar tensors, which is what schedulers of a tensor lr keep.
-
-    One host sync for each that is on a device.
-    """
+    """Return a value with numbers for scalar tensors (of a tensor lr): one host sync for each."""
     if isinstance(value, Tensor) and value.ndim == 0:
         return value.item()
     if isinstance(value, dict):

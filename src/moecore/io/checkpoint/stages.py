@@ -22,16 +22,11 @@ from moecore.parallel.across import AllStages
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """What a stage has, or all of them together.
-
-    Attributes:
-        groups: names of the parameters of each group of the optimizers.
-        meshes: as in `ManifestFacts`.
-    """
+    """What a stage has, or all of them together."""
 
     names: frozenset[str]
-    groups: list[list[str]]
-    meshes: list[dict[str, int]]
+    groups: list[list[str]]  # names of the parameters of each group of the optimizers
+    meshes: list[dict[str, int]]  # as in `ManifestFacts`
 
 
 def is_first_of_stage(stages: AllStages) -> bool:
@@ -45,12 +40,7 @@ def whole_of(part: StagePart, stages: AllStages | None, group: Group = None) -> 
 
 
 def join_stages(snapshot: Snapshot, group: Group = None) -> Snapshot:
-    """Return what this rank writes, with the facts of all stages; collective with several.
-
-    Args:
-        snapshot: of this rank; ranks have agreed (`check_rank_agreement`).
-        group: all ranks; None = the default group.
-    """
+    """Return what this rank writes, with the facts of all stages; collective with several."""
     stages, facts = snapshot.stages, snapshot.facts
     if stages is None:
         return snapshot

@@ -8,13 +8,8 @@ Legend: E experts, D model dim, F expert hidden dim.
     extra.<name>              the caller's tensors
 
 All are plain tensors or DTensors, whose placements give torch.distributed.checkpoint where a shard
-lies in the global tensor.
-
-Note "gate and up": a gated FC1 that is kept as [E, 2F, D], all of gate above all of up, gives each
-expert tensor parallel rank a piece of both, which is no single block of the global tensor, and a
-checkpoint can only store blocks. So it is stored as a view [E, 2, F, D], the shape of moecore's own
-layout, in which each rank's piece is a block; likewise its bias and their moments. That holds
-whether sharded or whole, so that any folding loads what another saved.
+lies in the global tensor. A checkpoint can only store blocks, so gate and up of one dim are stored
+as a view (`split_halves`).
 """
 
 from __future__ import annotations
@@ -24,13 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
 from moecore.base.torch_names import StridedShard
 from moecore.io.checkpoint.config_differences import own_config
+from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
 
@@ -39,21 +34,10 @@ Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class ModelView:
-    """A model's tensors by name, as they are stored. The views share memory with the model.
-
-    Attributes:
-        tensors: name -> parameter or persistent buffer; a tied one only under its first name.
-        stored: name -> its view in the checkpoint.
-        config: of the native decoder or transformers model that the model is or holds; None =
-            there is none.
-
-    Raises:
-        ValueError: for a tensor on the meta device.
-        NotImplementedError: for state that is no tensor.
-    """
+    """A model's tensors by name, as they are stored: views that share memory with the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}  # a tied one only under its first name
         self.config = own_config(model)
         self._names: dict[int, str] = {}
         # state_dict, not named_parameters: with buffers that are saved.
@@ -79,11 +63,7 @@ class ModelView:
         return self._views[name](tensor)
 
     def name_of(self, param: Tensor) -> str:
-        """Return the name of a parameter.
-
-        Raises:
-            ValueError: when the model does not hold it.
-        """
+        """Return the name of a parameter, or raise ValueError for one that is not the model's."""
         if id(param) not in self._names:
             raise ValueError(
                 f"optimizer parameter {tuple(param.shape)} must be one of the model's: build the "
@@ -93,15 +73,7 @@ class ModelView:
 
 
 def listed_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
-    """Return the optimizers that a caller has given: one, several, or none for None.
-
-    State that is away comes back, as `moecore.train.StateOffload` declares: the caller is about to
-    read it, or to change it.
-
-    Raises:
-        ValueError: for an empty list, or parameters that are not the model's, or belong to two of
-            them.
-    """
+    """Return a caller's optimizers, each with parameters of its own, their state brought back."""
     if optimizer is None:
         return []
     found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -118,18 +90,13 @@ def listed_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Op
                     f"{name} must belong to one optimizer, but optimizer[{owners[name]}] and "
                     f"optimizer[{i}] hold it: give each its own parameters"
                 )
-    for one in found:
+    for one in found:  # the caller is about to read it: moecore.train.StateOffload declares this
         getattr(one, "bring_state_back", lambda: None)()
     return found
 
 
 def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict[str, Tensor]:
-    """Return "<slot>.<fqn>" -> stored view of the optimizers' state, sharing its memory.
-
-    Raises:
-        ValueError: when two hold state of one parameter.
-        NotImplementedError: for state that is neither a scalar nor laid out like its parameter.
-    """
+    """Return "<slot>.<fqn>" -> stored view of the optimizers' state, sharing its memory."""
     found: dict[str, Tensor] = {}
     seen: set[str] = set()
     for owner, param in ((one, param) for one in optimizers for param in one.state):
@@ -160,10 +127,6 @@ def optimizer_state_to_fill(
 
     Tensors that the optimizer has are taken where they fit, so that memory need not hold a second
     state, and a captured graph goes on reading them. New ones are not initialised.
-
-    Args:
-        optimizer: whose parameters it is for.
-        matrices: "<slot>.<fqn>" -> dtype of state laid out like its parameter.
     """
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
@@ -252,7 +215,7 @@ def _layout(tensor: Tensor) -> object:
 
 def rng_tensors() -> dict[str, Tensor]:
     """Return "rng.<device>.<rank>" -> a copy of this rank's generator states."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, _ = rank_and_world()
     states = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
@@ -299,13 +262,13 @@ def _half_view(dim: int | None) -> StoredView:
 
 
 def split_halves(tensor: Tensor, dim: int) -> Tensor:
-    """Return a view with `dim` split into (2, half); see the note "gate and up".
+    """Return a view of a tensor with `dim`, all of gate and then all of up, split into (2, half).
+
+    An expert tensor parallel rank has a piece of both halves, which is one block in the view only.
+    Whole tensors are split too, so that any folding loads what another saved.
 
     Example: [E, 8, D] over etp=2, placed _StridedShard(1, split_factor=2): rank 1 holds rows
     2 3 6 7. The view is [E, 2, 4, D], placed Shard(2): rank 1 holds the block [:, :, 2:4].
-
-    Args:
-        tensor: whole, or a DTensor that has each rank's part of `dim` cut from both halves.
     """
     if not isinstance(tensor, DTensor):
         return tensor.unflatten(dim, (2, tensor.shape[dim] // 2))
@@ -342,11 +305,7 @@ def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
     Such buffers (rotary frequencies) follow from the config, so state dicts leave them out, and
     `to_empty` leaves them undefined. A module is built again from its config, or initialised again
-    by the model around it.
-
-    Raises:
-        NotImplementedError: when a buffer follows neither from the module's config nor from the
-            model's initialisation.
+    by the model around it; where neither gives a buffer, it is a NotImplementedError.
     """
     found = []
     for path, module in model.named_modules():

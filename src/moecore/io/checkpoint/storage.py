@@ -10,9 +10,9 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,31 +46,30 @@ from moecore.io.checkpoint.manifest import (
     make_manifest,
 )
 from moecore.io.checkpoint.meter import Meter
-from moecore.io.checkpoint.shard_file import (
-    CHUNK_BYTES,
-    ShardReader,
-    ShardWriter,
-    layout_of,
-)
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, ShardWriter, layout_of
+
+Plan = TypeVar("Plan")
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """Where one block went; travels to the coordinator."""
+class _DCPStorage:
+    """What DCP asks of a writer and of a reader, and what neither needs."""
 
-    chunk: ManifestChunk
-    file: StoredFile
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: Plan) -> Plan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Plan]) -> list[Plan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # a path is never enough to choose it
 
 
-class Writer(StorageWriter):
-    """Writes one save into a draft directory; the coordinator publishes it.
-
-    Args:
-        draft: from `new_draft`.
-        rank: this process; names its file.
-        keep: how many of the newest checkpoints stay; 0 = all.
-        meter: counts what this rank writes.
-    """
+class Writer(_DCPStorage, StorageWriter):
+    """Writes a save into a draft, one file per rank; the coordinator publishes it."""
 
     def __init__(
         self, draft: Path, rank: int, facts: ManifestFacts, *, keep: int, meter: Meter
@@ -78,19 +77,8 @@ class Writer(StorageWriter):
         self._draft, self._facts, self._keep = draft, facts, keep
         self._file, self._meter = f"rank-{rank:05d}.safetensors", meter
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between saves."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up; the draft is there."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Keep the plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Keep the plans."""
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's blocks into its file."""
@@ -100,11 +88,13 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, items: dict[str, WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        blocks = {}
+        blocks, chunks = {}, {}
         for key, item in items.items():
             data = item.tensor_data
             assert data is not None, "everything saved is a tensor"
-            blocks[key] = (data.properties.dtype, tuple(data.chunk.sizes))
+            offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            blocks[key] = data.properties.dtype, sizes
+            chunks[key] = ManifestChunk(file=self._file, key=key, offsets=offsets, sizes=sizes)
         layout = layout_of(blocks)
         tensors = {key: planner.resolve_data(items[key]) for key in layout.begins}
         pinned = any(isinstance(t, Tensor) and t.is_cuda for t in tensors.values())
@@ -116,27 +106,19 @@ class Writer(StorageWriter):
                 assert (tensor.dtype, tuple(tensor.shape)) == blocks[key], f"{key} has changed"
                 file.add(tensor)
             stored = file.finish()
-        return [self._result(key, item, stored) for key, item in items.items()]
-
-    def _result(self, key: str, item: WriteItem, stored: StoredFile) -> WriteResult:
-        data = item.tensor_data
-        assert data is not None
-        chunk = ManifestChunk(
-            file=self._file,
-            key=key,
-            offsets=tuple(data.chunk.offsets),
-            sizes=tuple(data.chunk.sizes),
-        )
-        return WriteResult(index=item.index, size_in_bytes=0, storage_data=_Written(chunk, stored))
+        return [
+            WriteResult(item.index, size_in_bytes=0, storage_data=(chunks[key], stored))
+            for key, item in items.items()
+        ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the manifest and publish; the coordinator comes here when every rank has written."""
         chunks: dict[str, list[ManifestChunk]] = {}
-        files = {}
-        for result in (one for many in results for one in many):
-            written: _Written = result.storage_data
-            chunks.setdefault(result.index.fqn, []).append(written.chunk)
-            files[written.chunk.file] = written.file
+        files: dict[str, StoredFile] = {}
+        for result in chain.from_iterable(results):
+            chunk, file = result.storage_data
+            files[chunk.file] = file
+            chunks.setdefault(result.index.fqn, []).append(chunk)
         tensors = {
             name: StoredTensor(
                 shape=tuple(entry.size),
@@ -147,11 +129,6 @@ class Writer(StorageWriter):
             if isinstance(entry, TensorStorageMetadata)
         }
         publish(self._draft, make_manifest(self._facts, files, tensors), keep=self._keep)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP never has to guess this writer from a path."""
-        return False
 
 
 def _by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
@@ -169,12 +146,9 @@ def _by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
 
 
 class SavePlannerOfLocals(dcp.DefaultSavePlanner):
-    """The default planner over the live tensors' layouts, with data taken from elsewhere.
+    """The default planner over the live tensors' layouts, with data taken from elsewhere (by name).
 
     So a background save plans with DTensors whose contents move on, and writes their copies.
-
-    Args:
-        locals_: name -> this rank's part, a plain tensor on any device.
     """
 
     def __init__(self, locals_: Mapping[str, Tensor]) -> None:
@@ -186,12 +160,8 @@ class SavePlannerOfLocals(dcp.DefaultSavePlanner):
         return self._locals[index.fqn]
 
 
-class Reader(StorageReader):
-    """Reads slices of a checkpoint whose files have been verified.
-
-    Args:
-        meter: counts what this rank reads.
-    """
+class Reader(_DCPStorage, StorageReader):
+    """Reads slices of a checkpoint whose files have been verified."""
 
     def __init__(self, path: Path, manifest: Manifest, meter: Meter) -> None:
         self._path, self._manifest, self._meter = path, manifest, meter
@@ -200,9 +170,6 @@ class Reader(StorageReader):
             for name, tensor in manifest.tensors.items()
             for chunk in tensor.chunks
         }
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest's tensors in DCP's terms."""
@@ -224,14 +191,6 @@ class Reader(StorageReader):
     ) -> None:
         """Nothing to set up."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Keep the plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Keep the plans."""
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for straight into the tensors to load, file after file."""
         by_file: dict[str, list[Any]] = {}
@@ -252,19 +211,9 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP never has to guess this reader from a path."""
-        return False
-
 
 def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
-    """Run a torch.distributed.checkpoint call; its own exception is no Exception and many lines.
-
-    Raises:
-        OSError: on every rank, with the first failing rank and its error; or, when a rank has ended
-            meanwhile, with the process group's error.
-    """
+    """Run a DCP call; its own exception (no Exception, many lines) becomes an OSError."""
     try:
         if not dist.is_initialized():
             # A plain model in one process is what the caller has, not an oversight. No

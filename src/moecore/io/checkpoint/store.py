@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -41,16 +40,13 @@ from moecore.io.checkpoint.ranks import (
     check_same_path,
     check_visible,
     gather,
+    is_first_rank,
     on_every_rank,
     on_first_rank,
+    rank_and_world,
 )
 from moecore.io.checkpoint.shard_file import check_file, layout_of
-from moecore.io.checkpoint.snapshot import (
-    Schedulers,
-    Snapshot,
-    scheduler_state,
-    take_snapshot,
-)
+from moecore.io.checkpoint.snapshot import Schedulers, Snapshot, scheduler_state, take_snapshot
 from moecore.io.checkpoint.stages import StagePart, join_stages, whole_of
 from moecore.io.checkpoint.state import (
     ModelView,
@@ -194,7 +190,7 @@ def load(
     if fit.scheduler is not None:
         assert manifest.facts.scheduler is not None
         fit.scheduler.load_state_dict(scheduler_state(fit.scheduler, manifest.facts.scheduler))
-    if fit.left_out and (not dist.is_initialized() or dist.get_rank() == 0):
+    if fit.left_out and is_first_rank():
         warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=2)
     meter.log(f"loaded {path}, verify={verify}")
     return extra
@@ -211,12 +207,7 @@ def _refresh_buffers(path: Path, model: nn.Module) -> None:
 
 
 def begin(lock: RunLock, step: int, group: Group = None) -> Path:
-    """Return a draft directory that every rank sees; see `new_draft` for the errors.
-
-    Args:
-        lock: of the run; rank 0 takes it, where it does not hold it yet.
-        group: all ranks; None = the default group.
-    """
+    """Take the lock on rank 0, and return a draft directory that every rank sees (`new_draft`)."""
 
     def action() -> Path:
         lock.acquire()
@@ -244,20 +235,13 @@ def write(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write a snapshot into a draft and publish it. Collective over `group`.
+    """Write a snapshot into a draft and publish it, or remove it. Collective over `group`.
 
     Args:
-        snapshot: what to keep; of its tensors only the layout is read.
+        snapshot: what to store; of its tensors only the layout is read.
         locals_: name -> their contents on this rank.
-        keep: how many of the newest checkpoints stay; 0 = all.
-        meter: counts what this rank writes.
-        group: all ranks; None = the default group.
-
-    Raises:
-        OSError: on every rank, when one could not write; the draft is removed.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    writer = Writer(draft, rank, snapshot.facts, keep=keep, meter=meter)
+    writer = Writer(draft, rank_and_world()[0], snapshot.facts, keep=keep, meter=meter)
     planner = SavePlannerOfLocals(locals_)
     try:
         checked_io(
@@ -268,20 +252,14 @@ def write(
             ),
         )
     except OSError:
-        if rank == 0:
+        if is_first_rank():
             discard(draft)
         raise
     meter.log(f"saved {directory_of(draft.parent, snapshot.facts.step)}")
 
 
 def _read(
-    path: Path,
-    manifest: Manifest,
-    view: ModelView,
-    fit: Comparison,
-    meter: Meter,
-    *,
-    strict: bool,
+    path: Path, manifest: Manifest, view: ModelView, fit: Comparison, meter: Meter, *, strict: bool
 ) -> dict[str, Any]:
     """Fill model, optimizers and generators; return `extra`."""
     target = {f"model.{name}": view.stored[name] for name in sorted(fit.model)}
@@ -331,9 +309,8 @@ def verify(
 
 def verify_files(path: Path, manifest: Manifest, how: Verify, meter: Meter) -> None:
     """Raise on every rank when a file is damaged; see `verify`."""
-    names = sorted(manifest.files)
-    if dist.is_initialized():
-        names = names[dist.get_rank() :: dist.get_world_size()]
+    rank, world = rank_and_world()
+    names = sorted(manifest.files)[rank::world]
     if how == "full":
         meter.expect(sum(manifest.files[name].size for name in names))
 

@@ -1,11 +1,9 @@
 """Where the tensors of an export come from: put together on their writer from all ranks' shards.
 
 Who holds what is exchanged once. Then each tensor takes one message per sender: of the ranks with
-the same part (replicas) one sends, and the writer itself if it is among them.
-
-Note "errors": a rank with an error (such as no memory) must still send and receive, or the others
-wait for it for ever. So messages have their memory before the first of them, and what a rank does
-with one is kept apart from its way: the error is kept, and `check` raises it when ranks agree.
+the same part (replicas) one sends, and the writer itself if it is among them. A rank with an error
+(such as no memory) must still send and receive, or the others wait for it for ever. So messages
+have their memory before the first of them, and an error waits until ranks agree (`check`).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.io.checkpoint.ranks import gather, on_every_rank
+from moecore.io.checkpoint.ranks import gather, on_every_rank, rank_and_world
 from moecore.io.hf.names import FileRecipe, TensorPiece
 from moecore.io.hf.target import PieceOverlap, local_part, overlaps
 from moecore.moe.params import global_indices
@@ -31,11 +29,7 @@ Holding = tuple[tuple[tuple[int, int], ...], ...]  # per dim: runs (first index,
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One tensor of the directory: a piece of a tensor of the model, or of a copy of it.
-
-    Attributes:
-        source: name of the model's tensor.
-    """
+    """One tensor of the directory: a piece of the model's tensor `source`, or of a copy of it."""
 
     name: str
     source: str
@@ -48,47 +42,23 @@ class Item:
         return math.prod(self.piece.shape) * self.dtype.itemsize
 
 
-@dataclass(slots=True)
-class InFlight:
-    """Bytes that are held now, and the most there ever were."""
-
-    now: int = 0
-    peak: int = 0
-
-    def hold(self, num_bytes: int) -> None:
-        """Count memory that was taken."""
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
-
-    def release(self, num_bytes: int) -> None:
-        """Count memory that was freed."""
-        self.now -= num_bytes
-
-
 class Collector(Protocol):
     """Where the tensors come from; every rank asks for the same ones in the same order."""
 
     def collect(self, item: Item, writer: int) -> Tensor | None:
         """Return the whole tensor on its writer, on the CPU, and None elsewhere."""
-        ...
 
     def done(self, whole: Tensor | None) -> None:
         """Note that the writer has freed a tensor."""
-        ...
 
     def check(self) -> None:
         """Raise what went wrong on this rank so far, if `collect` has not."""
-        ...
 
 
 class RankCollector:
     """Puts tensors together on their writers. Every rank calls it for the same items in order.
 
     Construction is collective; an error of one rank is raised on all.
-
-    Args:
-        tensors: of the model, by name.
-        items: all that will be collected.
     """
 
     def __init__(
@@ -97,7 +67,7 @@ class RankCollector:
         recipes: Mapping[str, FileRecipe],
         items: Iterable[Item],
     ) -> None:
-        self.in_flight = InFlight()
+        self._held = self.peak_bytes = 0
         self._tensors, self._recipes = tensors, recipes
         self._rank, world = rank_and_world()
         self._error: Exception | None = None
@@ -110,18 +80,15 @@ class RankCollector:
         self._buffers = on_every_rank(
             lambda: {d: torch.empty(n, dtype=torch.uint8, device=d) for d, n in largest.items()}
         )
-        self.in_flight.hold(sum(largest.values()))
+        self._hold(sum(largest.values()))
 
     def collect(self, item: Item, writer: int) -> Tensor | None:
-        """Return the whole tensor on its writer, a new CPU tensor, and None elsewhere.
-
-        Also None after an error; see `check`.
-        """
+        """Return the whole tensor, new, on its writer's CPU; None elsewhere, and after an error."""
         whole = None
         if self._rank == writer:
             with self._keep_error():
                 whole = torch.empty(item.piece.shape, dtype=item.dtype)
-                self.in_flight.hold(whole.nbytes)
+                self._hold(whole.nbytes)
         shape = self._recipes[item.source].shape
         for holding, holders in self._holders[item.source].items():
             numel = _num_common(holding, item.piece, shape)
@@ -139,7 +106,11 @@ class RankCollector:
     def done(self, whole: Tensor | None) -> None:
         """Note that the writer has freed a tensor."""
         if whole is not None:
-            self.in_flight.release(whole.nbytes)
+            self._held -= whole.nbytes
+
+    def _hold(self, num_bytes: int) -> None:
+        self._held += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._held)
 
     def check(self) -> None:
         """Raise the first error of this rank."""
@@ -187,15 +158,13 @@ class RankCollector:
         return buffer[: numel * item.dtype.itemsize].view(item.dtype)
 
     def _largest_messages(self, items: Iterable[Item], world: int) -> dict[torch.device, int]:
-        """Return device -> bytes that no message of the tensors on it exceeds, the same everywhere.
-
-        A message is part of an item and of a shard. None is sent of what every rank holds.
-        """
+        """Return device -> bytes that no message of tensors on it exceeds; equal on all ranks."""
         largest: dict[torch.device, int] = {}
         for item in items:
             holders = self._holders[item.source]
             if any(len(ranks) == world for ranks in holders.values()):
-                continue
+                continue  # nothing is sent
+            # A message is part of an item and of a shard.
             shard = max(math.prod(sum(n for _, n in runs) for runs in held) for held in holders)
             size = min(math.prod(item.piece.shape), shard) * item.dtype.itemsize
             device = self._tensors[item.source].device
@@ -206,7 +175,7 @@ class RankCollector:
     def _keep_error(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # of any kind; see the note "errors"
+        except Exception as error:  # of any kind: the others wait for what this rank sends
             self._error = self._error or error
 
 
@@ -217,17 +186,11 @@ def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> int:
-    """Return how many elements of a piece a shard holds; without tensors, so that it cannot fail.
-
-    Args:
-        piece: a region of the whole tensor.
-    """
-    region = (*piece.region, *(slice(0, n) for n in shape[len(piece.region) :]))
-    numel = 1
-    for runs, part in zip(holding, region, strict=True):
-        start, stop = (part, part + 1) if isinstance(part, int) else (part.start, part.stop)
-        numel *= sum(max(0, min(a + n, stop) - max(a, start)) for a, n in runs)
-    return numel
+    """Return how many elements of a piece a shard holds; cannot fail, as it makes no tensors."""
+    return math.prod(
+        sum(max(0, min(a + n, part.stop) - max(a, part.start)) for a, n in runs)
+        for runs, part in zip(holding, piece.box_in(shape), strict=True)
+    )
 
 
 def _holding(tensor: Tensor) -> Holding:
@@ -244,8 +207,3 @@ def _runs(index: Tensor) -> tuple[tuple[int, int], ...]:
 def _indices(holding: Holding) -> list[Tensor]:
     empty = torch.empty(0, dtype=torch.int64)
     return [torch.cat([empty, *(torch.arange(a, a + n) for a, n in runs)]) for runs in holding]
-
-
-def rank_and_world() -> tuple[int, int]:
-    """Return this rank and the number of ranks; 0 and 1 without a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -4,10 +4,6 @@ Known are Qwen3-MoE, Qwen2-MoE without biases, Mixtral, OLMoE and DeepSeek-V3, a
 rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). An option that
 changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not
 read: it is 0 in every published config of these families, and anything else is refused too.
-
-Note "balance": `router_aux_loss_coef` becomes `micro_batch_coef`, see `models/presets.py`.
-DeepSeek-V3's config says nothing about balance; its paper's values for the start of pretraining are
-taken, as in the preset.
 """
 
 from __future__ import annotations
@@ -112,11 +108,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
 
 
 def read_config(config: HFConfig) -> dict[str, Any]:
-    """Return the fields of a config.json, from its directory, its path, or a copy of a mapping.
-
-    Raises:
-        ValueError: when it is missing or no JSON object.
-    """
+    """Return the fields of a config.json, from its directory, its path, or a copy of a mapping."""
     if isinstance(config, Mapping):
         return dict(config)
     path = Path(config)
@@ -214,6 +206,7 @@ def _softmax_moe(
         normalize_weights=normalizes,
         shared_hidden_dim=shared_hidden_dim,
         shared_gate=shared_hidden_dim > 0,
+        # See models/presets.py.
         balance=BalanceConfig(micro_batch_coef=float(fields.get("router_aux_loss_coef", coef))),
     )
 
@@ -305,6 +298,7 @@ def _deepseek_v3(fields: Fields) -> DecoderConfig:
             top_groups=fields.get("topk_group", 1),
             expert_bias=True,
             shared_hidden_dim=F_ * shared,
+            # Not in the config: the paper's values for the start of pretraining, as in the preset.
             balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
         ),
     )
@@ -370,8 +364,7 @@ def config_problems(
     field by field where both name one.
 
     Args:
-        model: config of a native decoder, what JSON made of one, or what a config.json holds.
-            None, and anything else: nothing is known of the model.
+        model: config of a native decoder, its JSON, or a config.json; of others nothing is known.
         skipped: paths of fields of the native config that may differ.
     """
     if isinstance(model, Mapping) and "model_type" in model:

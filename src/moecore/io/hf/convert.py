@@ -34,21 +34,20 @@ from moecore.io.hf.export import (
     write_directory,
 )
 from moecore.io.hf.export_config import finish_config
-from moecore.io.hf.files import CONFIG, HFFiles, listed, read_json
+from moecore.io.hf.files import CONFIG, Box, HFFiles, common_part, listed, read_json
 from moecore.io.hf.names import (
     EMBEDDING,
     HEAD,
     FileRecipe,
     HFLayout,
-    TensorPiece,
     find_layout,
     hf_copies,
     hf_plan,
 )
 from moecore.io.hf.native_writer import PREFIX, Origin, check_alone, write_native
-from moecore.io.hf.quant import find_sources
-from moecore.io.hf.target import stored_plan
-from moecore.io.hf.verify import content_problems
+from moecore.io.hf.quant import TensorSource, find_sources
+from moecore.io.hf.target import module_plan
+from moecore.io.hf.verify import content_problems, copy_problems, shape_problems
 
 
 def native_to_hf(
@@ -95,58 +94,41 @@ def native_to_hf(
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The model of a native checkpoint, by its Hugging Face names.
-
-    Attributes:
-        tensors: as stored, by their own names.
-        is_decoder: whether these are the native decoder's.
-    """
+    """The model of a native checkpoint, by its Hugging Face names."""
 
     values: dict[str, Any]
     items: list[Item]
     collector: Collector
-    tensors: dict[str, StoredTensor]
-    is_decoder: bool
+    tensors: dict[str, StoredTensor]  # by their own names
+    is_decoder: bool  # whether these are the native decoder's
 
 
 def open_native(
-    path: Path,
-    stack: ExitStack,
-    *,
-    config: HFConfig,
-    dtype: torch.dtype | None,
-    layout: HFLayout,
+    path: Path, stack: ExitStack, *, config: HFConfig, dtype: torch.dtype | None, layout: HFLayout
 ) -> StoredModel:
-    """Return the model of a native checkpoint, verified and compared with a config.json.
+    """Return the model of a native checkpoint, verified and compared with its config.json.
 
-    Args:
-        config: the config.json of the model.
-        dtype: of all float tensors but the router's selection bias; None keeps each one's.
-        layout: of the Hugging Face names.
-
-    Raises:
-        ValueError: for a damaged checkpoint or one that the config does not describe.
-        NotImplementedError: when a tensor has no Hugging Face name.
+    A ValueError is raised where they differ, a NotImplementedError for a tensor without a name.
     """
     manifest = verify(path)
     prefix = PREFIX + _wrapper_of(below(PREFIX, manifest))
     tensors = below(prefix, manifest)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    num_mtp = len({name.split(".")[1] for name in shapes if name.startswith("mtp.")})
+    num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
     values = finish_config(read_config(config), num_mtp)
-    recipes, copies = _plan_of(shapes, values, layout)
+    recipes, copies = _plan_of(tensors, values, layout)
     items = list(make_items({n: t.dtype for n, t in tensors.items()}, recipes, copies, dtype))
     problems = config_problems(values, manifest.facts.config)
     problems += content_problems({item.name: item.piece for item in items}, values, values)
-    collector = _StoredCollector(path, manifest, prefix, stack)
-    if HEAD in tensors and HEAD in copies and not problems:
-        problems += _head_problems(collector, tensors)
+    collector = _StoredCollector(path, manifest, tensors, stack)
+    if HEAD in copies and not problems:  # a stored head is dropped only if it is the same
+        sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
+        problems += copy_problems(collector, sources, {HEAD: EMBEDDING})
     if problems:
         raise ValueError(
             f"path ({path}) must hold the model that config.json describes: "
             f"{listed(problems)}: pass the config of this model"
         )
-    return StoredModel(values, items, collector, tensors, _is_decoder(shapes))
+    return StoredModel(values, items, collector, tensors, _is_decoder(tensors))
 
 
 def hf_to_native(
@@ -197,40 +179,31 @@ def hf_to_native(
 
 
 class _StoredCollector:
-    """Reads a Hugging Face tensor out of a native checkpoint's chunks.
+    """Reads the tensors of a native checkpoint's model by box or by Hugging Face tensor."""
 
-    Args:
-        prefix: of the model's tensors in it.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest, prefix: str, stack: ExitStack) -> None:
-        self._path, self._manifest, self._prefix, self._stack = path, manifest, prefix, stack
+    def __init__(
+        self, path: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor], stack: ExitStack
+    ) -> None:
+        self._path, self._manifest, self._tensors, self._stack = path, manifest, tensors, stack
         self._readers: dict[str, ShardReader] = {}
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
 
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a new CPU tensor, the box of a stored tensor."""
+        stored = self._tensors[name]
+        whole = torch.empty([s.stop - s.start for s in box], dtype=stored.dtype)
+        for chunk in stored.chunks:
+            common = common_part(box, chunk.offsets, chunk.sizes)
+            if common is not None:
+                source, target = common
+                offsets, reader = [s.start for s in source], self._reader(chunk.file)
+                reader.read(chunk.key, stored.dtype, chunk.sizes, offsets, whole[target])
+        return whole
+
     def collect(self, item: Item, writer: int) -> Tensor:
         """Return the whole tensor."""
-        stored = self._manifest.tensors[f"{self._prefix}{item.source}"]
-        region = (
-            *item.piece.region,
-            *(slice(0, n) for n in stored.shape[len(item.piece.region) :]),
-        )
-        box = [(r, r + 1) if isinstance(r, int) else (r.start, r.stop) for r in region]
-        whole = torch.empty([stop - start for start, stop in box], dtype=stored.dtype)
-        for chunk in stored.chunks:
-            spans = [
-                (max(start, o), min(stop, o + n))
-                for (start, stop), o, n in zip(box, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            if any(start >= stop for start, stop in spans):
-                continue
-            target = whole[
-                tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(spans, box, strict=True))
-            ]
-            offsets = [a - o for (a, _), o in zip(spans, chunk.offsets, strict=True)]
-            reader = self._reader(chunk.file)
-            reader.read(chunk.key, stored.dtype, chunk.sizes, offsets, target)
-        return whole.view(item.piece.shape).to(item.dtype)
+        box = item.piece.box_in(self._tensors[item.source].shape)
+        return self.read(item.source, box).view(item.piece.shape).to(item.dtype)
 
     def done(self, whole: Tensor | None) -> None:
         """Nothing to note."""
@@ -253,44 +226,22 @@ def _wrapper_of(names: Collection[str]) -> str:
     return prefix if all(name.startswith(prefix) for name in names) else ""
 
 
-def _head_problems(collector: _StoredCollector, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """A stored head that the config ties to the embedding: dropped only if it is the same."""
-    (rows, cols), dtype = tensors[HEAD].shape, tensors[HEAD].dtype
-    same = tensors[EMBEDDING].shape == (rows, cols) and tensors[EMBEDDING].dtype == dtype
-    step = max(1, CHUNK_BYTES // (cols * dtype.itemsize))
-    for first in range(0, rows if same else 0, step):
-        stop = min(first + step, rows)
-        part = TensorPiece(HEAD, (slice(first, stop),), (stop - first, cols))
-        head, table = (
-            collector.collect(Item(name, name, part, dtype), 0) for name in (HEAD, EMBEDDING)
-        )
-        same = same and torch.equal(head, table)
-    if same:
-        return []
-    return [f"{HEAD} must equal {EMBEDDING} with tie_word_embeddings (True)"]
-
-
 def _is_decoder(names: Collection[str]) -> bool:
     """Whether names are the native decoder's; a dense one's are those of transformers too."""
     return any(".mlp.experts.w1" in name or name.startswith("mtp.") for name in names)
 
 
 def _plan_of(
-    shapes: Mapping[str, tuple[int, ...]], values: dict[str, Any], layout: HFLayout
+    tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, FileRecipe], dict[str, str]]:
     """Recipes and copies of a checkpoint's tensors, of a native decoder or a transformers model."""
-    if not _is_decoder(shapes):
+    if not _is_decoder(tensors):
         tied = values.get("tie_word_embeddings", False)
-        return stored_plan(shapes, layout), {HEAD: EMBEDDING} if tied else {}
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        return module_plan(shapes, layout), {HEAD: EMBEDDING} if tied else {}
     config = decoder_config_from_hf(values)
     plan = hf_plan(config, layout)
-    problems = [f"{name} is missing" for name in plan if name not in shapes]
-    problems += [f"{name} is no tensor of the decoder" for name in shapes if name not in plan]
-    problems += [
-        f"{name} {shapes[name]} must be {recipe.shape}"
-        for name, recipe in plan.items()
-        if name in shapes and shapes[name] != recipe.shape
-    ]
+    problems = shape_problems(tensors, {name: recipe.shape for name, recipe in plan.items()})
     if problems:
         raise ValueError(
             f"the checkpoint must hold the decoder that config.json describes: {listed(problems)}: "

@@ -31,14 +31,20 @@ from moecore.families.kept_fp32 import SELECTION_BIASES
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.files import sync, write_new
 from moecore.io.checkpoint.meter import Meter, Progress
-from moecore.io.checkpoint.ranks import check_visible, on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import (
+    check_visible,
+    is_first_rank,
+    on_every_rank,
+    on_first_rank,
+    rank_and_world,
+)
 from moecore.io.checkpoint.shard_file import FileLayout, ShardWriter, layout_of
-from moecore.io.hf.collect import Collector, Item, RankCollector, rank_and_world
+from moecore.io.hf.collect import Collector, Item, RankCollector
 from moecore.io.hf.config import HFConfig
 from moecore.io.hf.export_check import check_readable, check_tied
 from moecore.io.hf.export_config import export_config
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
-from moecore.io.hf.lora_merge import refuse_unmerged
+from moecore.io.hf.lora import refuse_unmerged
 from moecore.io.hf.names import HEAD, MIXTRAL_TYPES, FileRecipe, HFLayout
 from moecore.io.hf.target import model_copies, model_plan, model_tensors
 from moecore.io.hf.upcycled import shared_of_no_size
@@ -49,18 +55,13 @@ ExportLayout = Literal["per_expert", "fused"]
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What `export_hf` did.
-
-    Attributes:
-        bytes_written: by this rank, headers included.
-        peak_bytes: held at once by this rank beside the model: tensors put together or on the way.
-    """
+    """What `export_hf` did."""
 
     tensors: int
     shards: int
     bytes_stored: int
-    bytes_written: int
-    peak_bytes: int
+    bytes_written: int  # by this rank, headers included
+    peak_bytes: int  # most held by this rank beside the model: put together, or on the way
     seconds: float
 
 
@@ -134,7 +135,7 @@ def export_hf(
         shards=len(shards),
         bytes_stored=sum(item.nbytes for shard in shards for item in shard),
         bytes_written=meter.done,
-        peak_bytes=collector.in_flight.peak,
+        peak_bytes=collector.peak_bytes,
         seconds=time.monotonic() - started,
     )
 
@@ -154,30 +155,37 @@ def _complete_plan(
 
 
 def write_directory(
-    path: Path,
-    shards: list[list[Item]],
-    config: dict[str, Any],
-    collector: Collector,
-    meter: Meter,
+    path: Path, shards: list[list[Item]], config: dict[str, Any], collector: Collector, meter: Meter
 ) -> None:
-    """Write shards, index and config into a draft and make it `path`. Collective.
+    """Write shards, index and config (its dtype is set) into a new `path`. Collective."""
+    with draft_of(path) as draft:
+        _write_shards(draft, shards, collector, meter)
+        on_first_rank(lambda: _write_names(draft, shards, config))
 
-    Args:
-        shards: from `fill_shards`.
-        config: of config.json; its dtype is set.
-        meter: counts what this rank writes.
 
-    Raises:
-        OSError: on every rank, when one could not write; nothing is left behind.
-    """
-    name = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    draft = on_first_rank(lambda: _make(name))
+@contextmanager
+def draft_of(path: Path) -> Iterator[Path]:
+    """Yield a directory that becomes `path` when all went well, else goes. Collective."""
+    draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+
+    def make() -> Path:
+        draft.mkdir(parents=True)
+        return draft
+
+    def publish() -> None:
+        sync(draft)
+        if path.exists():
+            raise OSError(f"path ({path}) appeared meanwhile: choose another")
+        draft.rename(path)
+        sync(path.parent)
+
+    draft = on_first_rank(make)
     try:
         check_visible(draft)
-        _write_shards(draft, shards, collector, meter)
-        on_first_rank(lambda: _publish(draft, path, shards, config))
+        yield draft
+        on_first_rank(publish)
     except BaseException:
-        if rank_and_world()[0] == 0:
+        if is_first_rank():
             shutil.rmtree(draft, ignore_errors=True)
         raise
 
@@ -205,12 +213,7 @@ def make_items(
     copies: Mapping[str, str],
     dtype: torch.dtype | None,
 ) -> Iterator[Item]:
-    """Yield what to write, in model order; DeepSeek-V3's copies last, a tied head not at all.
-
-    Args:
-        copies: name in the directory -> the name of the same numbers.
-        dtype: as of `export_hf`.
-    """
+    """Yield what to write, in model order; DeepSeek-V3's copies last, a tied head not at all."""
     found: dict[str, Item] = {}
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in copies:
@@ -249,13 +252,11 @@ def _write_shards(
     """
     rank, world = rank_and_world()
     for first in range(0, len(shards), world):
-        wave = shards[first : first + world]
-        layouts = [_layout(shard) for shard in wave]
-        ordered = [_in_file_order(s, lay) for s, lay in zip(wave, layouts, strict=True)]
+        wave = [in_file_order(shard) for shard in shards[first : first + world]]
         with _ExportOutput(meter) as output:
             if rank < len(wave):
-                output.open(draft / _file_name(first + rank, len(shards)), layouts[rank])
-            for turn in itertools.zip_longest(*ordered):
+                output.open(draft / _file_name(first + rank, len(shards)), wave[rank][0])
+            for turn in itertools.zip_longest(*(items for _, items in wave)):
                 for owner, item in enumerate(turn):
                     if item is not None:
                         whole = collector.collect(item, owner)
@@ -266,10 +267,7 @@ def _write_shards(
 
 
 class _ExportOutput:
-    """This rank's shard, if it has one; after an error it takes tensors and drops them.
-
-    A context manager, which ends the file; it keeps errors of that too, for `check`.
-    """
+    """This rank's shard, if any; after an error, which `check` raises, it drops tensors."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -308,16 +306,15 @@ class _ExportOutput:
             self._error = self._error or error
 
 
-def _layout(shard: Sequence[Item]) -> FileLayout:
-    return layout_of({item.name: (item.dtype, item.piece.shape) for item in shard})
-
-
-def _in_file_order(shard: Sequence[Item], layout: FileLayout) -> list[Item]:
+def in_file_order(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
+    """Return the layout of a shard's file, and its tensors in their order there."""
     by_name = {item.name: item for item in shard}
-    return [by_name[name] for name in layout.begins]
+    layout = layout_of({name: (item.dtype, item.piece.shape) for name, item in by_name.items()})
+    return layout, [by_name[name] for name in layout.begins]
 
 
-def _publish(draft: Path, path: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
+def _write_names(draft: Path, shards: list[list[Item]], config: dict[str, Any]) -> None:
+    """Write the config, and the index where there are several shards."""
     sizes: dict[torch.dtype, int] = {}
     for item in itertools.chain(*shards):
         sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes
@@ -334,17 +331,6 @@ def _publish(draft: Path, path: Path, shards: list[list[Item]], config: dict[str
         }
         metadata = {"total_size": sum(sizes.values())}
         _write_json(draft / INDEX, {"metadata": metadata, "weight_map": weight_map})
-    sync(draft)
-    if path.exists():
-        raise OSError(f"path ({path}) appeared meanwhile: choose another")
-    draft.rename(path)
-    sync(path.parent)
-
-
-def _make(draft: Path) -> Path:
-    draft.parent.mkdir(parents=True, exist_ok=True)
-    draft.mkdir()
-    return draft
 
 
 def _file_name(number: int, total: int) -> str:

@@ -33,22 +33,22 @@ def check_readable(
     fused: Mapping[str, FileRecipe],
     written: Mapping[str, FileRecipe],
 ) -> None:
-    """Raise for a transformers model that its directory would not give back.
+    """Raise for a transformers model that its directory would not give back; native ones pass.
+
+    ValueErrors name a tensor that is missing, that nothing reads, or of another shape;
+    NotImplementedErrors a layout that the class does not read.
 
     Args:
-        model: any; a native decoder passes, because its config is compared field by field.
         fused: what the files would hold with layout "fused": the names that transformers has.
-
-    Raises:
-        ValueError: naming a tensor that is missing, that nothing reads, or of another shape.
-        NotImplementedError: for a layout that the class does not read.
     """
     if isinstance(model, Decoder):
         return
     kind, config = _reading_class(model, values)
     if kind is None:
         return
-    reader = _on_meta(kind, config)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
+        reader: nn.Module = kind(config)
     wanted = _shapes(reader.state_dict())
     held = {piece.name: piece.shape for recipe in fused.values() for piece in recipe.pieces}
     _check_names(model, kind, wanted, held)
@@ -65,11 +65,7 @@ def check_readable(
 
 
 def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
-    """Raise for a head that the config ties to the embedding, but that has numbers of its own.
-
-    Args:
-        copies: as of `model_copies`: files hold the embedding alone.
-    """
+    """Raise for a head that the config ties to the embedding, but that has numbers of its own."""
     if HEAD not in copies or not {HEAD, EMBEDDING} <= tensors.keys():
         return
     if tensors[HEAD] is tensors[EMBEDDING]:
@@ -84,21 +80,10 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
 
 
 def published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that transformers would write for a model: name -> shape.
-
-    Args:
-        reader: a transformers model on meta.
-    """
+    """Return name -> shape of what transformers would write for a model, which is on meta."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return _shapes(revert_weight_conversion(reader, reader.state_dict()))  # type: ignore[arg-type]
-
-
-def _on_meta(kind: Any, config: Any) -> nn.Module:
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
-        reader: nn.Module = kind(config)
-    return reader
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -148,14 +133,11 @@ def _check_names(model: nn.Module, kind: Any, wanted: Shapes, held: Shapes) -> N
 
 
 def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
-    """Raise for a MoE layer whose rule is not that of the same block in its class.
-
-    A block of which only the caller knew the rule, by an adapter, is not compared.
-    """
+    """Raise for a MoE layer whose rule is not that of the same block in its class."""
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     for path, layer in layers.items():
         block = reader.get_submodule(path)  # is there, as names and shapes agree
-        adapter = find_hf_adapter(block)
+        adapter = find_hf_adapter(block)  # None: only the caller knew the rule
         found = moe_differences(layer.config, adapter(block, reader).config) if adapter else []
         for field in found:
             raise ValueError(

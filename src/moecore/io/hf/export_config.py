@@ -30,15 +30,7 @@ ARCHITECTURES = {
 
 
 def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
-    """Return the content of config.json, without dtypes.
-
-    Args:
-        model: a native decoder or a transformers model.
-        config: as `export_hf` got it.
-
-    Raises:
-        ValueError: when a native decoder has none, or it describes another model.
-    """
+    """Return the content of config.json without dtypes, or refuse a config of another model."""
     if isinstance(model, Decoder):
         return _decoder_config(model, config)
     own = getattr(model, "config", None)
@@ -85,14 +77,7 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
 def finish_config(
     values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
-    """Return a copy without quantisation, with the modules that are there and a class to load it.
-
-    Args:
-        num_mtp: multi-token prediction modules in the files.
-
-    Raises:
-        ValueError: when it is not JSON-able.
-    """
+    """Return a copy without quantisation, with `num_mtp` modules and a class that loads it."""
     values = {k: v for k, v in values.items() if k != "quantization_config"}
     for key in MTP_KEYS:
         if key in values:

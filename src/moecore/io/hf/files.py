@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,11 +35,7 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a shard, as its header describes it.
-
-    Attributes:
-        file: name of the shard in the directory.
-    """
+    """A tensor in a shard, a file of the directory, as its header describes it."""
 
     file: str
     dtype: torch.dtype
@@ -51,26 +47,30 @@ class FileTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def common_part(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Box, Box] | None:
+    """Return what a box and a block share, as a box of the block and of the box; None = nothing."""
+    spans = [
+        (max(s.start, o), min(s.stop, o + n)) for s, o, n in zip(box, offsets, sizes, strict=True)
+    ]
+    if any(start >= stop for start, stop in spans):
+        return None
+    of_block = tuple(slice(a - o, b - o) for (a, b), o in zip(spans, offsets, strict=True))
+    of_box = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True))
+    return of_block, of_box
+
+
 class BoxReader(Protocol):
     """Reads boxes of stored tensors."""
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a new CPU tensor, the box of a stored tensor."""
-        ...
 
 
 class HFFiles:
-    """A reader of one directory that counts the bytes of tensor data it reads. A context manager.
+    """A reader of one directory that counts the bytes of tensor data it copies. A context manager.
 
     Args:
         tensors: what `read_headers` found; None reads the headers.
-
-    Attributes:
-        tensors: name -> where and what it is.
-        bytes_read: copied out of the files so far; the system may read ahead of that.
-
-    Raises:
-        ValueError: when the directory is not a whole checkpoint in safetensors.
     """
 
     def __init__(
@@ -82,14 +82,7 @@ class HFFiles:
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a new CPU tensor, the box of a stored tensor. Only its bytes are read.
-
-        Args:
-            box: one slice with start and stop per dim.
-
-        Raises:
-            OSError: when the file is gone, or differs from its header.
-        """
+        """Return a box (slices with start and stop) of a tensor, new; its bytes alone are read."""
         entry = self.tensors[name]
         try:
             if entry.file not in self._open:
@@ -100,30 +93,21 @@ class HFFiles:
             value = stored[box] if box else self._open[entry.file].get_tensor(name)
         except SafetensorError as error:
             raise OSError(
-                f"path ({self.path / entry.file}) must be as its header said: {_line(error)}: it "
-                "has changed meanwhile"
+                f"path ({self.path / entry.file}) must be as its header said: {one_line(error)}: "
+                "it has changed meanwhile"
             ) from None
         self.bytes_read += value.numel() * value.element_size()
         return value
-
-    def close(self) -> None:
-        """Let go of the open files."""
-        self._open.clear()
 
     def __enter__(self) -> HFFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._open.clear()
 
 
 def read_headers(path: Path) -> dict[str, FileTensor]:
-    """Return the tensors of a directory, from the headers of its shards.
-
-    Raises:
-        ValueError: when there are no safetensors, a shard is missing or broken, or the index does
-            not name exactly the tensors of the shards.
-    """
+    """Return the tensors of a directory, from its shards' headers, which must fit the index."""
     if not path.is_dir():
         raise ValueError(f"path ({path}) must be a Hugging Face directory: it is not there")
     weight_map = read_index(path)
@@ -150,11 +134,7 @@ def read_headers(path: Path) -> dict[str, FileTensor]:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """Return tensor -> shard of the index, or None for a directory with one shard.
-
-    Raises:
-        ValueError: without safetensors, or for an index that cannot be used.
-    """
+    """Return tensor -> shard of the index, or None for a directory with one shard."""
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             return None
@@ -180,11 +160,7 @@ def read_index(path: Path) -> dict[str, str] | None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        ValueError: when it is missing or no JSON object.
-    """
+    """Return the object in a JSON file, or raise ValueError."""
     try:
         value = json.loads(read_regular(file, follow=True).decode())
     except FileNotFoundError:
@@ -205,18 +181,14 @@ def listed(problems: Iterable[str]) -> str:
     return shown if len(problems) <= SHOWN else f"{shown} (and {len(problems) - SHOWN} more)"
 
 
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(
-            f"path ({file}) must be a whole safetensors file: {_line(error)}: copy it again"
-        ) from None
-
-
 def _header(file: Path) -> dict[str, FileTensor]:
     """The tensors of one shard; safetensors itself checks that sizes and file length agree."""
-    shard = _open(file)
+    try:
+        shard = safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(
+            f"path ({file}) must be a whole safetensors file: {one_line(error)}: copy it again"
+        ) from None
     found: dict[str, FileTensor] = {}
     for name in shard.keys():  # noqa: SIM118 (not a mapping)
         entry = shard.get_slice(name)
@@ -230,5 +202,6 @@ def _header(file: Path) -> dict[str, FileTensor]:
     return found
 
 
-def _line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return the text of an error without line breaks."""
     return " ".join(str(error).split())

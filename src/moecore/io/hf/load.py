@@ -17,26 +17,18 @@ from typing import Any, cast
 from typing import cast as as_type
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import Seed, check_arguments
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.config_differences import own_config
-from moecore.io.checkpoint.ranks import gather, on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.state import fresh_buffers
 from moecore.io.hf.config import config_problems
-from moecore.io.hf.files import (
-    CONFIG,
-    FileTensor,
-    HFFiles,
-    listed,
-    read_headers,
-    read_json,
-)
+from moecore.io.hf.files import CONFIG, HFFiles, listed, one_line, read_headers, read_json
 from moecore.io.hf.names import HEAD, FileRecipe, find_layout
-from moecore.io.hf.quant import FP8, QuantisedSource, find_sources
+from moecore.io.hf.quant import FP8, TensorSource, find_sources
 from moecore.io.hf.target import (
     first_ignored_layer,
     local_part,
@@ -45,7 +37,7 @@ from moecore.io.hf.target import (
     model_tensors,
     overlaps,
 )
-from moecore.io.hf.verify import copy_problems
+from moecore.io.hf.verify import LAYER, copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name, global_indices, init_normal_
 from moecore.parallel.across import find_stages
@@ -90,14 +82,6 @@ class _LoadPlan:
     buffers: list[tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """As of `load_hf`."""
-
-    strict: bool
-    cast: bool
-
-
 @torch.no_grad()
 def load_hf(
     path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True, cast: bool = False
@@ -135,17 +119,20 @@ def load_hf(
         OSError: on every rank, when one could not read; the model may then be part old, part new.
     """
     check_arguments(load_hf, locals())
-    started, options = time.monotonic(), _Options(strict, cast)
-    path, whole, model = Path(path), model, adapted(model)
-    table, config = _first_rank_reads(path)
+    started, path = time.monotonic(), Path(path)
+    whole, model = model, adapted(model)
+    # Rank 0 reads headers and config for all: thousands of ranks would read the same.
+    table, config = on_first_rank(lambda: (read_headers(path), read_json(path / CONFIG)))
     with HFFiles(path, table) as files:
         sources, problems = find_sources(files, config.get("quantization_config"))
         problems += _config_problems(path, model, config, strict=strict)
-        plan = on_every_rank(lambda: _make_plan(path, model, sources, problems, options, files))
+        plan = on_every_rank(
+            lambda: _make_plan(files, model, sources, problems, strict=strict, cast=cast)
+        )
         if find_stages(model)[1] is not None:  # what other stages take is not left over
             kept = set.intersection(*map(set, gather(plan.left_over)))
             plan.left_over = [name for name in plan.left_over if name in kept]
-        on_every_rank(lambda: _check_plan(path, model, plan, options))
+        on_every_rank(lambda: _check_plan(path, model, plan, strict=strict))
         compared = files.bytes_read
         drop_step(whole)
         on_every_rank(lambda: _fill_all(model, plan, sources, files))
@@ -162,15 +149,6 @@ def load_hf(
     )
 
 
-def _first_rank_reads(path: Path) -> tuple[dict[str, FileTensor], dict[str, Any]]:
-    """Read headers and config on rank 0 for all: thousands of ranks would read the same."""
-
-    def action() -> tuple[dict[str, FileTensor], dict[str, Any]]:
-        return read_headers(path), read_json(path / CONFIG)
-
-    return on_first_rank(action)
-
-
 def _config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
@@ -182,7 +160,7 @@ def _config_problems(
         problems = [str(error)]
     if strict or not problems:
         return problems
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         warnings.warn(f"path ({path}): {listed(problems)}: loaded all the same", stacklevel=3)
     return []
 
@@ -191,9 +169,6 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
     """Return a config.json as the config of a transformers model of that type would write it.
 
     Releases spell fields in other ways and fill in what a file leaves out.
-
-    Raises:
-        ValueError: with the first line of transformers' error about a field of the wrong type.
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
@@ -202,14 +177,14 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
     try:
         written: dict[str, Any] = type(config).from_dict(dict(values)).to_dict()
     except Exception as error:  # of many kinds, some of them no ValueError
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         raise ValueError(f"config.json must be of model_type ({kind}), but {reason:.200}") from None
     return written
 
 
-def _check_plan(path: Path, model: nn.Module, plan: _LoadPlan, options: _Options) -> None:
+def _check_plan(path: Path, model: nn.Module, plan: _LoadPlan, *, strict: bool) -> None:
     """Raise ValueError with all that does not fit; else complete the plan."""
-    if options.strict:
+    if strict:
         objected = _objected(plan.left_over, first_ignored_layer(model))
         plan.problems += [f"{name} is no tensor of the model" for name in objected]
     if plan.problems:
@@ -221,16 +196,19 @@ def _check_plan(path: Path, model: nn.Module, plan: _LoadPlan, options: _Options
 
 
 def _make_plan(
-    path: Path,
-    model: nn.Module,
-    sources: Mapping[str, QuantisedSource],
-    problems: list[str],
-    options: _Options,
     files: HFFiles,
+    model: nn.Module,
+    sources: Mapping[str, TensorSource],
+    problems: list[str],
+    *,
+    strict: bool,
+    cast: bool,
 ) -> _LoadPlan:
     """Return what goes where, and what speaks against it."""
-    if not (path / CONFIG).is_file():
-        raise ValueError(f"path ({path}) must be visible to every rank: use a shared file system")
+    if not (files.path / CONFIG).is_file():
+        raise ValueError(
+            f"path ({files.path}) must be visible to every rank: use a shared file system"
+        )
     targets = without_adapters(model, model_tensors(model))
     copies = model_copies(model)
     shapes = {name: tuple(t.shape) for name, t in targets.items()}
@@ -243,11 +221,11 @@ def _make_plan(
     plan = _LoadPlan(targets, {}, [], left_over, list(problems), [])
     for name, recipe in recipes.items():
         absent = [p.name for p in recipe.pieces if p.name not in sources]
-        if len(absent) == len(recipe.pieces) and not options.strict:
+        if len(absent) == len(recipe.pieces) and not strict:
             plan.missing.append(name)
             continue
         plan.problems += [f"{hf_name} is missing" for hf_name in absent]
-        plan.problems += _tensor_problems(targets[name], recipe, sources, options.cast)
+        plan.problems += _tensor_problems(targets[name], recipe, sources, cast)
         plan.recipes[name] = recipe
     if not plan.problems:
         plan.problems += copy_problems(files, sources, copies)
@@ -280,22 +258,14 @@ def _tie_again(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
 
 def _objected(left_over: list[str], first_ignored: int | None) -> list[str]:
     """Names that `strict` does not let pass."""
-    return [
-        name
-        for name in left_over
-        if not name.endswith("rotary_emb.inv_freq")  # old files; it follows from the config
-        and (first_ignored is None or _layer_of(name) < first_ignored)
-    ]
-
-
-def _layer_of(name: str) -> int:
-    head, _, rest = name.partition("layers.")
-    number = rest.partition(".")[0]
-    return int(number) if head in ("", "model.") and number.isdecimal() else -1
+    names = [n for n in left_over if not n.endswith("rotary_emb.inv_freq")]  # follows from config
+    if first_ignored is None:
+        return names
+    return [n for n in names if not (m := LAYER.match(n)) or int(m[1]) < first_ignored]
 
 
 def _tensor_problems(
-    target: Tensor, recipe: FileRecipe, sources: Mapping[str, QuantisedSource], cast: bool
+    target: Tensor, recipe: FileRecipe, sources: Mapping[str, TensorSource], cast: bool
 ) -> list[str]:
     problems = []
     for piece in recipe.pieces:
@@ -312,7 +282,7 @@ def _tensor_problems(
     return problems
 
 
-def _dtype_problem(source: QuantisedSource, wanted: torch.dtype, cast: bool) -> str:
+def _dtype_problem(source: TensorSource, wanted: torch.dtype, cast: bool) -> str:
     if source.dtype == wanted:
         return ""
     floats = source.dtype.is_floating_point and wanted.is_floating_point
@@ -324,7 +294,7 @@ def _dtype_problem(source: QuantisedSource, wanted: torch.dtype, cast: bool) -> 
 
 
 def _fill_all(
-    model: nn.Module, plan: _LoadPlan, sources: Mapping[str, QuantisedSource], files: HFFiles
+    model: nn.Module, plan: _LoadPlan, sources: Mapping[str, TensorSource], files: HFFiles
 ) -> None:
     for name, recipe in plan.recipes.items():
         _fill(plan.targets[name], recipe, sources, files)
@@ -336,7 +306,7 @@ def _fill_all(
 
 
 def _fill(
-    target: Tensor, recipe: FileRecipe, sources: Mapping[str, QuantisedSource], files: HFFiles
+    target: Tensor, recipe: FileRecipe, sources: Mapping[str, TensorSource], files: HFFiles
 ) -> None:
     """Copy this rank's part of every piece into its shard."""
     local = local_part(target)

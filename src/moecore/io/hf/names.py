@@ -20,7 +20,7 @@ and that of all other families. DeepSeek-V3 keeps multi-token prediction behind 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -50,32 +50,22 @@ class TensorPiece:
     region: Region
     shape: tuple[int, ...]
 
+    def box_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return the region as one slice per dim of a native tensor of this shape."""
+        region = (slice(r, r + 1) if isinstance(r, int) else r for r in self.region)
+        return (*region, *(slice(0, n) for n in shape[len(self.region) :]))
+
 
 @dataclass(frozen=True, slots=True)
 class FileRecipe:
-    """How one native tensor is made.
-
-    Attributes:
-        pieces: what it is made of; their regions do not overlap and cover it.
-    """
+    """The pieces that one native tensor is made of; their regions do not overlap and cover it."""
 
     shape: tuple[int, ...]
     pieces: tuple[TensorPiece, ...]
 
 
 def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, FileRecipe]:
-    """Return native name -> how it is made of Hugging Face tensors, in model order.
-
-    Args:
-        layout: names and shapes on the Hugging Face side.
-
-    Returns:
-        A recipe for every parameter and buffer of `Decoder(config).state_dict()`.
-
-    Raises:
-        ValueError: for an unknown layout.
-        NotImplementedError: when the layout has no name for a tensor of this decoder.
-    """
+    """Return name -> recipe of every tensor of `Decoder(config).state_dict()`, in model order."""
     if layout not in get_args(HFLayout):
         choices = ", ".join(repr(c) for c in get_args(HFLayout))
         raise ValueError(f"layout ({layout!r}) must be one of {choices}: choose one")
@@ -132,19 +122,25 @@ def _pieces(
 
 
 def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
-    """Return the sources of a router's or gated experts' native tensor; () for any other.
-
-    Args:
-        name: such as model.layers.3.mlp.experts.w1.
-        layout: of the Hugging Face names.
-    """
+    """Return the pieces of a router's, w1 [E, 2, F, D] or w2 [E, D, F]; () for other names."""
     prefix, _, part = name.rpartition(".mlp.")
     where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
     if part == "router.weight":
         return (TensorPiece(f"{where}.gate.weight", (), shape),)
-    if (part, len(shape)) in (("experts.w1", 4), ("experts.w2", 3)):
-        return _expert_pieces(f"{where}.experts", part, shape, layout)
-    return ()
+    if (part, len(shape)) not in (("experts.w1", 4), ("experts.w2", 3)):
+        return ()
+    if layout == "fused":
+        if part == "experts.w2":
+            return (TensorPiece(f"{where}.experts.down_proj", (), shape),)
+        E, _, F, D = shape
+        return (TensorPiece(f"{where}.experts.gate_up_proj", (), (E, 2 * F, D)),)
+    gate, up, down = EXPERT_NAMES[layout]
+    roles = [(down, ())] if part == "experts.w2" else [(gate, (0,)), (up, (1,))]
+    return tuple(
+        TensorPiece(f"{where}.experts.{e}.{role}.weight", (e, *region), shape[-2:])
+        for e in range(shape[0])
+        for role, region in roles
+    )
 
 
 def _outer_name(name: str, config: DecoderConfig) -> str:
@@ -156,25 +152,6 @@ def _outer_name(name: str, config: DecoderConfig) -> str:
     if not in_block and rest == "norm.weight":
         rest = "shared_head.norm.weight"
     return f"model.layers.{config.num_layers + int(k)}.{rest}"
-
-
-def _expert_pieces(
-    where: str, part: str, shape: tuple[int, ...], layout: HFLayout
-) -> tuple[TensorPiece, ...]:
-    """The sources of w1 [E, 2, F, D] or w2 [E, D, F]."""
-    if layout == "fused":
-        if part == "experts.w2":
-            return (TensorPiece(f"{where}.down_proj", (), shape),)
-        E, _, F, D = shape
-        return (TensorPiece(f"{where}.gate_up_proj", (), (E, 2 * F, D)),)
-    gate, up, down = EXPERT_NAMES[layout]
-    roles = [(down, ())] if part == "experts.w2" else [(gate, (0,)), (up, (1,))]
-    matrix = shape[-2:]
-    return tuple(
-        TensorPiece(f"{where}.{e}.{role}.weight", (e, *region), matrix)
-        for e in range(shape[0])
-        for role, region in roles
-    )
 
 
 def _shared_pieces(

@@ -12,16 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from moecore.families.kept_fp32 import SELECTION_BIASES
-from moecore.io.checkpoint.directory import (
-    check_unused,
-    directory_of,
-    discard,
-    new_draft,
-    publish,
-)
+from moecore.io.checkpoint.directory import check_unused, directory_of, discard, new_draft, publish
 from moecore.io.checkpoint.lock import locked
 from moecore.io.checkpoint.manifest import (
     Manifest,
@@ -32,13 +25,14 @@ from moecore.io.checkpoint.manifest import (
     make_manifest,
 )
 from moecore.io.checkpoint.meter import Meter
-from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardWriter, layout_of
+from moecore.io.checkpoint.ranks import rank_and_world
+from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardWriter
 from moecore.io.checkpoint.snapshot import versions
 from moecore.io.hf.collect import Item
-from moecore.io.hf.export import fill_shards
+from moecore.io.hf.export import fill_shards, in_file_order
 from moecore.io.hf.files import BoxReader, listed
 from moecore.io.hf.names import FileRecipe, TensorPiece, hf_copies
-from moecore.io.hf.quant import QuantisedSource
+from moecore.io.hf.quant import TensorSource
 from moecore.io.hf.verify import copy_problems, plan_problems
 from moecore.models.config import DecoderConfig
 
@@ -47,30 +41,19 @@ PREFIX = "model."  # of the model's tensors in a native checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a native checkpoint is made of.
-
-    Attributes:
-        path: of the files, for errors.
-        sources: what they hold, by the names of the plan's pieces.
-        plan: native name -> the pieces that it is made of.
-        problems: what is known to be wrong.
-    """
+    """What a native checkpoint is made of."""
 
     path: Path
     files: BoxReader
-    sources: Mapping[str, QuantisedSource]
-    plan: Mapping[str, FileRecipe]
+    sources: Mapping[str, TensorSource]  # by the names of the plan's pieces
+    plan: Mapping[str, FileRecipe]  # by native name
     config: DecoderConfig
-    problems: list[str]
+    problems: list[str]  # what is known to be wrong
 
 
 def check_alone() -> None:
-    """Raise on a rank among others: it would wait for them, or leave them their share of the work.
-
-    Raises:
-        ValueError: when there is a process group of several ranks.
-    """
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    """Raise on a rank among others: it would wait for them, or leave them their work."""
+    _, world = rank_and_world()
     if world > 1:
         raise ValueError(
             f"world size ({world}) must be 1 to convert files: call export_hf or load_hf on every "
@@ -89,15 +72,12 @@ def write_native(
 ) -> Path:
     """Write a checkpoint of the native decoder as the first of a run; return its directory.
 
+    A ValueError is raised when files and config differ, or the run has begun. After any error
+    `latest` is as before.
+
     Args:
-        root: directory of a new run, without checkpoints or drafts.
-        origin: where the tensors come from.
         dtype: of all float tensors but the router's selection bias; None keeps each one's.
         max_file_bytes: of tensors in one file.
-
-    Raises:
-        ValueError: when files and config differ, or the run has begun.
-        OSError: when a file could not be read or written; `latest` did not change then.
     """
     _check(origin, dtype)
     facts = ManifestFacts(
@@ -138,9 +118,7 @@ def _check(origin: Origin, dtype: torch.dtype | None) -> None:
 
 
 def _dtype_problems(
-    sources: Mapping[str, QuantisedSource],
-    plan: Mapping[str, FileRecipe],
-    dtype: torch.dtype | None,
+    sources: Mapping[str, TensorSource], plan: Mapping[str, FileRecipe], dtype: torch.dtype | None
 ) -> list[str]:
     """What would be cast without having been asked for."""
     problems = []
@@ -180,20 +158,19 @@ def _write_files(
     tensors: dict[str, StoredTensor] = {}
     for number, shard in enumerate(fill_shards(items, max_file_bytes)):
         file = f"rank-{number:05d}.safetensors"
-        by_key = {item.name: item for item in shard}
-        layout = layout_of({key: (item.dtype, item.piece.shape) for key, item in by_key.items()})
+        layout, ordered = in_file_order(shard)
         with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
-            for item in map(by_key.__getitem__, layout.begins):
+            for item in ordered:
                 _add(writer, plan[item.source], sources, origin.files, item.dtype)
             stored[file] = writer.finish()
-        for key, item in by_key.items():
-            shape = item.piece.shape
+        for item in shard:
+            key, shape = item.name, item.piece.shape
             chunk = ManifestChunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
             tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
     return make_manifest(facts, stored, tensors)
 
 
-def _native_dtype(name: str, source: QuantisedSource, dtype: torch.dtype | None) -> torch.dtype:
+def _native_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
     if name.endswith(SELECTION_BIASES):
         return torch.float32
     if dtype is not None:
@@ -204,7 +181,7 @@ def _native_dtype(name: str, source: QuantisedSource, dtype: torch.dtype | None)
 def _add(
     writer: ShardWriter,
     recipe: FileRecipe,
-    sources: Mapping[str, QuantisedSource],
+    sources: Mapping[str, TensorSource],
     files: BoxReader,
     dtype: torch.dtype,
 ) -> None:

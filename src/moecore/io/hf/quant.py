@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,71 +31,32 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a mi
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class QuantisedSource(Protocol):
-    """A logical tensor that any box can be read of."""
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A logical tensor; this one is stored as it is, in other classes `read` computes values."""
 
-    @property
-    def name(self) -> str:
-        """Logical name."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the logical tensor."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the values that `read` gives."""
-        ...
-
-    @property
-    def quantized(self) -> bool:
-        """Whether values are worked out, so that any float dtype may take them."""
-        ...
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # of the values that `read` returns
+    quantized: bool = False  # whether they are computed, so that any float dtype may take them
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the stored tensors behind it."""
-        ...
-
-    def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the box, a new CPU tensor; slices have start and stop."""
-        ...
-
-
-@dataclass(frozen=True)
-class PlainSource:
-    """A tensor that is stored as it is."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    quantized: bool = False
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The tensor itself."""
         return (self.name,)
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
-        """Return the box as stored."""
+        """Return a box as a new CPU tensor; slices have start and stop."""
         return files.read(self.name, box)
 
 
-@dataclass(frozen=True)
-class FP8Source:
-    """A matrix in fp8 with one scale per block; read in fp32.
+@dataclass(frozen=True, slots=True)
+class FP8Source(TensorSource):
+    """A matrix in fp8 with one scale per block of so many rows and columns; read in fp32."""
 
-    Attributes:
-        block: rows and columns of a block.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    block: tuple[int, int]
     dtype: torch.dtype = torch.float32
     quantized: bool = True
+    block: tuple[int, int] = (128, 128)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -112,12 +73,10 @@ class FP8Source:
         return dequantize_fp8(values_rc, scales, self.block, box[0].start, box[1].start)
 
 
-@dataclass(frozen=True)
-class MXFP4Source:
+@dataclass(frozen=True, slots=True)
+class MXFP4Source(TensorSource):
     """Stacked matrices in MXFP4; read in bf16, which holds every MXFP4 number."""
 
-    name: str
-    shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
     quantized: bool = True
 
@@ -145,15 +104,9 @@ def dequantize_fp8(
     first_row: int = 0,
     first_col: int = 0,
 ) -> Tensor:
-    """Return value * scale of its block, fp32 [r, c].
+    """Return fp32 [r, c]: a part of a matrix times the scales of the blocks that it touches.
 
     Example: with block (2, 2), a matrix that starts at row 1 has its rows 0 | 1 2 in blocks 0 | 1.
-
-    Args:
-        values_rc: fp8; part of a matrix.
-        scales: of the blocks that the part touches.
-        block: rows and columns of a block.
-        first_row: of the part in its matrix.
     """
     rows = torch.arange(first_row, first_row + values_rc.shape[0]) // block[0]
     cols = torch.arange(first_col, first_col + values_rc.shape[1]) // block[1]
@@ -162,39 +115,29 @@ def dequantize_fp8(
 
 
 def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
-    """Return bf16 [..., G * 32]: E2M1 values times 2^(scale - 127), exactly (or inf).
+    """Return bf16 [..., G * 32] of uint8 [..., G, 16] and [..., G]: E2M1 times 2^(scale - 127).
 
-    Example: byte 0x91 holds 0.5 (its low half, 1) and then -0.5 (its high half, 9).
-
-    Args:
-        blocks_ogb: uint8 [..., G, 16], two values in a byte, the first in the low half.
-        scales_og: uint8 [..., G].
+    It is exact, or inf. Example: byte 0x91 holds 0.5 (low half, 1) and then -0.5 (high half, 9).
     """
     positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
     values = torch.cat((positive, -positive))
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # by byte
     powers = [2.0 ** (s - MX_BIAS) for s in range(255)]  # 255 means not a number
     scales = torch.tensor([*powers, math.nan], dtype=torch.bfloat16)
-    both = torch.stack((blocks_ogb & 15, blocks_ogb >> 4), dim=-1).flatten(-2)
-    return (values[both.int()] * scales[scales_og.int()][..., None]).flatten(-2)
+    values_ogv = pairs[blocks_ogb.int()].flatten(-2)
+    return values_ogv.mul_(scales[scales_og.int()][..., None]).flatten(-2)
 
 
 def find_sources(
     files: HFFiles, quantization: Mapping[str, Any] | None
-) -> tuple[dict[str, QuantisedSource], list[str]]:
-    """Return logical name -> source, and what is wrong with the files.
-
-    Args:
-        quantization: `quantization_config` of config.json, or None.
-
-    Raises:
-        ValueError: when that is no object.
-    """
+) -> tuple[dict[str, TensorSource], list[str]]:
+    """Return logical name -> source, and what is wrong with files or `quantization_config`."""
     if not isinstance(quantization, Mapping | None):
         raise ValueError(
             f"config.json quantization_config ({quantization!r:.40}) must be an object: correct it"
         )
     stored, problems = files.tensors, list[str]()
-    sources: dict[str, QuantisedSource] = {}
+    sources: dict[str, TensorSource] = {}
     size = (quantization or {}).get("weight_block_size") or (128, 128)
     block = tuple(size) if isinstance(size, list | tuple) else (size,)
     for name, entry in stored.items():
@@ -211,9 +154,9 @@ def find_sources(
             sources[name] = MXFP4Source(name, (E, groups * MX_GROUP, out_dim))
         elif entry.dtype in FP8:
             problems += _fp8_problems(files, name, block)
-            sources[name] = FP8Source(name, entry.shape, (block[0], block[-1]))
+            sources[name] = FP8Source(name, entry.shape, block=(block[0], block[-1]))
         else:
-            sources[name] = PlainSource(name, entry.shape, entry.dtype)
+            sources[name] = TensorSource(name, entry.shape, entry.dtype)
     return sources, problems
 
 

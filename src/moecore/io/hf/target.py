@@ -13,10 +13,8 @@ for Mixtral's block:
 | mlp.experts.gate_up_proj[3, F:] | the same | ...3.up_proj.weight | ...3.w3.weight |
 | mlp.experts.down_proj[3] | the same | ...3.down_proj.weight | ...3.w2.weight |
 
-Experts with moecore's own names (an upcycled model) have the names of `hf_plan`.
-
-`overlaps` returns the part of a piece that a rank's shard holds, and where. Loading and export both
-follow it, in opposite directions.
+Experts with moecore's own names (an upcycled model) have the names of `hf_plan`. Loading and export
+both follow `overlaps`, in opposite directions.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -32,7 +30,6 @@ from torch.distributed.tensor import DTensor
 
 from moecore.io.hf.names import (
     EMBEDDING,
-    EXPERT_NAMES,
     HEAD,
     FileRecipe,
     HFLayout,
@@ -44,31 +41,26 @@ from moecore.io.hf.names import (
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name
 
-GATE_UP, DOWN, GATE = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj", ".mlp.gate.weight"
+GATE_UP = "experts.gate_up_proj"
+# transformers' names of a block's parts -> those of a MoELayer.
+OWN_NAMES = {
+    GATE_UP: "experts.w1",
+    "experts.down_proj": "experts.w2",
+    "gate.weight": "router.weight",
+}
 Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:
-    """A box of a piece that a shard holds.
+    """A box of a piece that a shard holds: the same elements in the same order."""
 
-    Attributes:
-        source: one slice per dim of the piece.
-        target: one int or slice per dim of the shard; the elements are those of `source` in the
-            same order.
-    """
-
-    source: tuple[slice, ...]
-    target: tuple[int | slice, ...]
+    source: tuple[slice, ...]  # per dim of the piece
+    target: tuple[slice, ...]  # per dim of the shard
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones under each of their names.
-
-    Raises:
-        NotImplementedError: for a model of a kind whose names are not known, or with state that is
-            no tensor.
-    """
+    """Return parameters and persistent buffers by name, tied ones under each of their names."""
     if not isinstance(model, Decoder) and not hasattr(_config(model), "model_type"):
         raise NotImplementedError(
             f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
@@ -88,46 +80,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def model_plan(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], layout: HFLayout
 ) -> dict[str, FileRecipe]:
-    """Return the name of each tensor of a model -> the Hugging Face tensors it is made of.
-
-    Args:
-        model: a native decoder or a transformers model.
-        shapes: global shapes by name, as of `model_tensors`.
-
-    Raises:
-        NotImplementedError: when the layout has no name for a tensor.
-    """
+    """Return name (of global `shapes`) -> the Hugging Face tensors that a tensor is made of."""
     if isinstance(model, Decoder):
         return hf_plan(model.config, layout)
-    return {n: FileRecipe(s, _module_pieces(n, s, shapes, layout)) for n, s in shapes.items()}
+    return module_plan(shapes, layout)
 
 
-def stored_plan(shapes: Mapping[str, tuple[int, ...]], layout: HFLayout) -> dict[str, FileRecipe]:
-    """Return the recipes of a transformers model in a native checkpoint.
+def module_plan(shapes: Mapping[str, tuple[int, ...]], layout: HFLayout) -> dict[str, FileRecipe]:
+    """Return the recipes of a transformers model, live or in a native checkpoint.
 
-    There gate_up_proj [E, 2F, D] is stored as [E, 2, F, D]; see the note in `state.py`.
-
-    Args:
-        layout: of the Hugging Face files.
-
-    Raises:
-        NotImplementedError: when the layout has no name for a tensor.
+    A checkpoint stores gate_up_proj [E, 2F, D] as [E, 2, F, D] (`split_halves` in `state.py`).
     """
-    plan = {}
-    for name, shape in shapes.items():
-        if not name.endswith(GATE_UP) or len(shape) != 4:
-            plan[name] = FileRecipe(shape, _module_pieces(name, shape, shapes, layout))
-            continue
-        E, _, F_, D = shape
-        whole = _module_pieces(name, (E, 2 * F_, D), shapes, layout)
-        pieces = [
-            TensorPiece(p.name, (p.region[0], int(cast(slice, p.region[1]).start > 0)), p.shape)
-            if p.region
-            else p
-            for p in whole
-        ]
-        plan[name] = FileRecipe(shape, tuple(pieces))
-    return plan
+    return {n: FileRecipe(s, _module_pieces(n, s, shapes, layout)) for n, s in shapes.items()}
 
 
 def model_copies(model: nn.Module) -> dict[str, str]:
@@ -142,14 +106,10 @@ def model_copies(model: nn.Module) -> dict[str, str]:
 
 
 def first_ignored_layer(model: nn.Module) -> int | None:
-    """Return the layer from which files may hold more than a model has; None = none.
-
-    transformers has no multi-token prediction, which DeepSeek-V3's files keep behind the last
-    layer.
-    """
+    """Return the layer from which files may hold more than a model has; None = none."""
     if isinstance(model, Decoder) or _config(model).model_type != "deepseek_v3":
         return None
-    return _config(model).num_hidden_layers
+    return _config(model).num_hidden_layers  # then multi-token prediction, not in transformers
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -164,24 +124,21 @@ def overlaps(
     """Yield the boxes that a shard and a piece have in common; together they are all of it.
 
     Example: [E=4, 2, F=4, D=1] cut over F, this rank has columns 2 and 3; the piece "fused" is
-    [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0, 0:2, 0:1] and [0:4, 6:8, 0:1] ->
-    [0:4, 1, 0:2, 0:1].
+    [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0:1, 0:2, 0:1] and [0:4, 6:8, 0:1] ->
+    [0:4, 1:2, 0:2, 0:1].
 
     Args:
         indices: per dim of the tensor, which global indices the shard holds (`global_indices`).
-        piece: a Hugging Face tensor and the region of the tensor that it is.
         max_numel: elements of a box at most, where its first dim allows it.
     """
-    region = (*piece.region, *(slice(0, n) for n in shape[len(piece.region) :]))
     per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
     sizes: list[int] = []
-    for index, part in zip(indices, region, strict=True):
-        start, stop = (part, part + 1) if isinstance(part, int) else (part.start, part.stop)
-        place = ((index >= start) & (index < stop)).nonzero().flatten()
+    for index, part in zip(indices, piece.box_in(shape), strict=True):
+        place = ((index >= part.start) & (index < part.stop)).nonzero().flatten()
         if not place.numel():
             return
-        per_dim.append(_double_runs(index[place] - start, place))
-        sizes.append(stop - start)
+        per_dim.append(_double_runs(index[place] - part.start, place))
+        sizes.append(part.stop - part.start)
     groups = _groups(sizes, piece.shape)
     for d in {d for group in groups for d in group[:-1]}:
         per_dim[d] = [(a + i, b + i, 1) for a, b, n in per_dim[d] for i in range(n)]
@@ -191,18 +148,12 @@ def overlaps(
     for runs in itertools.product(*per_dim):
         yield PieceOverlap(
             tuple(_merged(runs, sizes, group) for group in groups),
-            tuple(
-                b if isinstance(part, int) else slice(b, b + n)
-                for (_, b, n), part in zip(runs, region, strict=True)
-            ),
+            tuple(slice(b, b + n) for _, b, n in runs),
         )
 
 
 def _groups(sizes: list[int], shape: Sequence[int]) -> list[list[int]]:
-    """Which dims of the region each dim of the piece is made of: neighbours, in order.
-
-    A dim of the region that is 1 may belong to none.
-    """
+    """Return the neighbouring dims of the region in each dim of the piece; a 1 may be in none."""
     groups: list[list[int]] = []
     d = 0
     for size in shape:
@@ -240,45 +191,35 @@ def _split(runs: list[tuple[int, int, int]], most: int) -> list[tuple[int, int, 
 
 
 def _module_pieces(
-    name: str,
-    shape: tuple[int, ...],
-    shapes: Mapping[str, tuple[int, ...]],
-    layout: HFLayout,
+    name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], layout: HFLayout
 ) -> tuple[TensorPiece, ...]:
     """The sources of one tensor of a transformers module, or of a MoE layer put into one."""
-    if f"{name.rpartition('.mlp.')[0]}.mlp.experts.w1" in shapes:
+    prefix, _, part = name.rpartition(".mlp.")
+    if f"{prefix}.mlp.experts.w1" in shapes:
         routed = routed_pieces(name, shape, layout)
         if routed:
             return routed
-    if layout == "fused":
-        return (TensorPiece(name, (), shape),)
-    if f"{name}_bias" in shapes:
+    if f"{name}_bias" in shapes and layout != "fused":
         raise NotImplementedError(
             f"{name} {shape} must be stacked in files too, not one expert at a time ({layout!r}), "
             "because gpt-oss is only published so: use layout='fused'"
         )
-    prefix, mlp, _ = name.rpartition(".mlp.")
-    where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
-    if name.endswith(GATE) and layout == "mixtral":
-        return (TensorPiece(f"{where}.gate.weight", (), shape),)
-    if not mlp or not name.endswith((GATE_UP, DOWN)) or len(shape) != 3:
-        return (TensorPiece(name, (), shape),)
-    gate, up, down = EXPERT_NAMES[layout]
-    E, rows, cols = shape
-    if name.endswith(DOWN):
-        return tuple(
-            TensorPiece(f"{where}.experts.{e}.{down}.weight", (e,), (rows, cols)) for e in range(E)
-        )
-    half = rows // 2
-    return tuple(
-        TensorPiece(
-            f"{where}.experts.{e}.{role}.weight",
-            (e, slice(i * half, (i + 1) * half)),
-            (half, cols),
-        )
-        for e in range(E)
-        for i, role in enumerate((gate, up))
-    )
+    if prefix and part in OWN_NAMES:
+        own = f"{prefix}.mlp.{OWN_NAMES[part]}"
+        if part != GATE_UP or len(shape) == 4:
+            return routed_pieces(own, shape, layout) or (TensorPiece(name, (), shape),)
+        if len(shape) == 3 and layout != "fused":
+            E, rows, D = shape
+            half = rows // 2
+            pieces = routed_pieces(own, (E, 2, half, D), layout)
+            return tuple(replace(p, region=_stacked(p.region, half)) for p in pieces)
+    return (TensorPiece(name, (), shape),)
+
+
+def _stacked(region: tuple[int | slice, ...], half: int) -> tuple[int | slice, ...]:
+    """Return the region of [E, 2F, D] that (expert, gate or up) is in [E, 2, F, D]."""
+    e, i = cast(tuple[int, int], region)
+    return e, slice(i * half, (i + 1) * half)
 
 
 def _config(model: nn.Module) -> Any:

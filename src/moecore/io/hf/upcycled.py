@@ -28,21 +28,13 @@ from moecore.moe.layer import LayerLayout, MoELayer
 
 @dataclass(frozen=True, slots=True)
 class UpcycledFamily:
-    """A class with experts that a dense one becomes.
-
-    Attributes:
-        model_type: of the class with experts.
-        some_dense: whether layers may stay dense.
-        always_normalizes: whether a token's weights are divided by their sum whatever the config.
-        sizes: the config's names of experts, experts per token and the hidden dim of one.
-        fixed: fields that are the same for every upcycled model.
-    """
+    """A class with experts that a dense one becomes."""
 
     model_type: str
-    some_dense: bool
-    always_normalizes: bool
-    sizes: tuple[str, str, str]
-    fixed: Mapping[str, Any]
+    some_dense: bool  # whether layers may stay dense
+    always_normalizes: bool  # whether weights are divided by their sum whatever the config
+    sizes: tuple[str, str, str]  # fields: experts, experts per token, the hidden dim of one
+    fixed: Mapping[str, Any]  # the same for every upcycled model
 
 
 _QWEN_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -61,11 +53,8 @@ FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIX
 def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
     """Return the config.json of the class with experts that an upcycled model is; None for others.
 
-    Args:
-        model: any; upcycled is a transformers model of a dense family with MoE layers in it.
-
-    Raises:
-        ValueError: when no class of transformers computes what the layers do.
+    Upcycled is a transformers model of a dense family with MoE layers in it. A ValueError is raised
+    where no class of transformers computes what the layers do.
     """
     layers = _layers(model)
     config = getattr(model, "config", None)
@@ -87,12 +76,7 @@ def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
 def shared_of_no_size(
     model: nn.Module, values: Mapping[str, Any], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the shared experts of hidden dim 0 that Qwen2-MoE's class reads; their output is 0.
-
-    Args:
-        model: upcycled, or any other, for which there are none.
-        like: the model's tensors, by name.
-    """
+    """Return the shared experts of hidden dim 0 that Qwen2-MoE's class reads; their output is 0."""
     if isinstance(model, Decoder) or values.get("model_type") != "qwen2_moe":
         return {}
     if values["shared_expert_intermediate_size"] != 0:

@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 import torch
-import torch.distributed as dist
 
+from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import KIND_OF, MTP_KEYS, HFConfig, decoder_config_from_hf
 from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
-from moecore.io.hf.names import (
-    EMBEDDING,
-    HEAD,
-    FileRecipe,
-    find_layout,
-    hf_copies,
-    hf_plan,
-)
-from moecore.io.hf.quant import QuantisedSource, find_sources
+from moecore.io.hf.names import EMBEDDING, HEAD, FileRecipe, find_layout, hf_copies, hf_plan
+from moecore.io.hf.quant import TensorSource, find_sources
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -39,15 +32,10 @@ class Shaped(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
-        ...
 
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
-    """Return what is wrong with a directory, one line each; nothing for a whole one.
-
-    Raises:
-        OSError: when it cannot be read.
-    """
+    """Return what is wrong with a directory, one line each; nothing for a whole one."""
     path = Path(path)
     try:
         config = read_json(path / CONFIG)
@@ -82,35 +70,34 @@ def content_problems(
 def plan_problems(
     sources: Mapping[str, Shaped], plan: Mapping[str, FileRecipe], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return how files differ from what a decoder is made of: names and shapes.
-
-    Args:
-        copies: names that may be there besides.
-    """
+    """Return how files differ from what a decoder is made of; `copies` may be there besides."""
     wanted = {p.name: p.shape for recipe in plan.values() for p in recipe.pieces}
-    problems = [f"{name} is missing" for name in wanted if name not in sources]
+    return shape_problems(sources, wanted, copies)
+
+
+def shape_problems(
+    found: Mapping[str, Shaped], wanted: Mapping[str, tuple[int, ...]], copies: Collection[str] = ()
+) -> list[str]:
+    """Return how names and shapes differ; `copies` may be there besides."""
+    problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [
         f"{name} is not in the model that {CONFIG} describes"
-        for name in sources
+        for name in found
         if name not in wanted and name not in copies and not name.endswith("rotary_emb.inv_freq")
     ]
     problems += [
-        f"{name} {sources[name].shape} must be {shape}"
+        f"{name} {found[name].shape} must be {shape}"
         for name, shape in wanted.items()
-        if name in sources and sources[name].shape != shape
+        if name in found and found[name].shape != shape
     ]
     return problems
 
 
 def copy_problems(
-    files: BoxReader, sources: Mapping[str, QuantisedSource], copies: Mapping[str, str]
+    files: BoxReader, sources: Mapping[str, TensorSource], copies: Mapping[str, str]
 ) -> list[str]:
-    """Return which copies differ from their originals; each rank reads a share of the rows.
-
-    Args:
-        copies: name -> the name of the same numbers, where both are there.
-    """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    """Return which copies differ from their originals; each rank reads a share of the rows."""
+    rank, world = rank_and_world()
     problems = []
     for copy, original in copies.items():
         if copy not in sources or original not in sources:
@@ -195,10 +182,7 @@ def _missing_layers(sources: Mapping[str, Shaped], config: Mapping[str, Any]) ->
 
 
 def _unlike_layers(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Tensors that a layer lacks or has in another shape than those of its kind.
-
-    A kind is the config's type of the layer, and whether it has experts.
-    """
+    """What a layer lacks or has in another shape than those of its type, of experts or not."""
     layers: dict[int, dict[str, Shaped]] = {}
     for name, source in sources.items():
         match = LAYER.match(name)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,23 +21,17 @@ from torch import Tensor
 
 from moecore.base.fields import NumBytes, check_arguments
 from moecore.io.checkpoint.directory import Step, check_unused
-from moecore.io.checkpoint.files import sync, write_new
+from moecore.io.checkpoint.files import write_new
 from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.hf.collect import Collector, Item
 from moecore.io.hf.config import HFConfig, decoder_config_from_hf
 from moecore.io.hf.convert import StoredModel, open_native
-from moecore.io.hf.export import check_target, make_items
+from moecore.io.hf.export import check_target, draft_of, make_items
 from moecore.io.hf.files import Box, BoxReader, listed
 from moecore.io.hf.names import EMBEDDING, FileRecipe, TensorPiece, find_layout, hf_plan
 from moecore.io.hf.native_writer import Origin, check_alone, write_native
-from moecore.io.hf.quant import PlainSource, QuantisedSource
-from moecore.io.interchange.dcp import (
-    DCPFiles,
-    NewChunk,
-    NewTensor,
-    prefixes,
-    write_dcp,
-)
+from moecore.io.hf.quant import TensorSource
+from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, prefixes, write_dcp
 from moecore.io.interchange.megatron import (
     WORDS,
     LayerPlace,
@@ -150,7 +143,7 @@ def native_to_dcp(
             tensors = _own_tensors(stored, dtype)
         else:
             tensors = {item.name: _one_chunk(item, stored.collector) for item in stored.items}
-        with _draft_of(out) as draft:
+        with draft_of(out) as draft:
             write_dcp(draft, tensors, Meter(progress))
             if names == "megatron":
                 write_new(draft / "metadata.json", json.dumps(MEGATRON_METADATA))
@@ -167,23 +160,11 @@ def names_in(files: DCPFiles) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class SplicedSource:
-    """A Hugging Face tensor as rows of stored ones.
+class SplicedSource(TensorSource):
+    """A Hugging Face tensor as rows of stored ones."""
 
-    Attributes:
-        spans: stored tensor, index into its first dims, first row and row behind the last.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    spans: tuple[tuple[str, tuple[int, ...], int, int], ...]
-    quantized: bool = False
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The stored tensors."""
-        return tuple(key for key, *_ in self.spans)
+    # Stored tensor, index into its first dims, first row and row behind the last.
+    spans: tuple[tuple[str, tuple[int, ...], int, int], ...] = ()
 
     def read(self, files: BoxReader, box: Box) -> Tensor:
         """Return the box, a new CPU tensor."""
@@ -200,15 +181,15 @@ class SplicedSource:
 
 def _find_sources(
     files: DCPFiles, config: DecoderConfig
-) -> tuple[dict[str, QuantisedSource], dict[str, FileRecipe], list[str]]:
+) -> tuple[dict[str, TensorSource], dict[str, FileRecipe], list[str]]:
     """Return what a directory holds, the plan that asks for it, and what is wrong."""
     kind = names_in(files)
     if kind == "megatron":
         found, problems = _megatron_sources(files, config)
         return found, hf_plan(config, "per_expert"), problems
     prefix = _prefix_of(files, EMBEDDING)
-    sources: dict[str, QuantisedSource] = {
-        name.removeprefix(prefix): PlainSource(name, tensor.shape, tensor.dtype)
+    sources: dict[str, TensorSource] = {
+        name.removeprefix(prefix): TensorSource(name, tensor.shape, tensor.dtype)
         for name, tensor in files.tensors.items()
         if name.startswith(prefix)
     }
@@ -232,7 +213,7 @@ def _prefix_of(files: DCPFiles, ending: str) -> str:
 
 def _megatron_sources(
     files: DCPFiles, config: DecoderConfig
-) -> tuple[dict[str, QuantisedSource], list[str]]:
+) -> tuple[dict[str, TensorSource], list[str]]:
     prefix = _prefix_of(files, WORDS)
     names = [name for name in files.tensors if name.startswith(prefix)]
     shapes = {name.removeprefix(prefix): files.tensors[name].shape for name in names}
@@ -253,11 +234,11 @@ def _megatron_sources(
     problems += [f"{name} is no tensor of the decoder" for name in unused(shapes, used)]
     if problems:
         return {}, problems
-    sources: dict[str, QuantisedSource] = {}
+    sources: dict[str, TensorSource] = {}
     for name, by_row in spans.items():
         ordered = tuple(by_row[row] for row in sorted(by_row))
         dtype = files.tensors[ordered[0][0]].dtype
-        sources[name] = SplicedSource(name, shape_of[name], dtype, ordered)
+        sources[name] = SplicedSource(name, shape_of[name], dtype, spans=ordered)
     return sources, []
 
 
@@ -287,7 +268,7 @@ def _megatron_tensors(stored: StoredModel) -> dict[str, NewTensor]:
         place = written_place(block, config)
         sizes = (*(1 for _ in place.index), *block.shape)
         offsets = (*place.index, *(0 for _ in block.shape))
-        make = _joiner(block, items, stored.collector)
+        make = partial(_join, block, items, stored.collector)
         chunks.setdefault(place.key, []).append(NewChunk(offsets, sizes, make))
         shapes[place.key] = (*place.dims, *block.shape)
         for part in block.parts:
@@ -299,17 +280,11 @@ def _megatron_tensors(stored: StoredModel) -> dict[str, NewTensor]:
     return {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks}
 
 
-def _joiner(
-    block: MegatronBlock, items: Mapping[str, Item], collector: Collector
-) -> Callable[[], Tensor]:
-    def make() -> Tensor:
-        whole: dict[str, Tensor] = {}
-        for part in block.parts:
-            if part.name not in whole:
-                whole[part.name] = _collected(collector, items[part.name])
-        return torch.cat([whole[part.name][part.start : part.stop] for part in block.parts])
-
-    return make
+def _join(block: MegatronBlock, items: Mapping[str, Item], collector: Collector) -> Tensor:
+    """Return a block, made of the rows of its parts."""
+    names = dict.fromkeys(part.name for part in block.parts)
+    whole = {name: _collected(collector, items[name]) for name in names}
+    return torch.cat([whole[part.name][part.start : part.stop] for part in block.parts])
 
 
 def _own_tensors(stored: StoredModel, dtype: torch.dtype | None) -> dict[str, NewTensor]:
@@ -336,20 +311,3 @@ def _collected(collector: Collector, item: Item) -> Tensor:
     whole = collector.collect(item, 0)
     assert whole is not None, "one process has every tensor"
     return whole
-
-
-@contextmanager
-def _draft_of(out: Path) -> Iterator[Path]:
-    """Yield a draft beside a directory; it becomes the directory when all went well."""
-    draft = out.with_name(f".{out.name}.tmp-{uuid.uuid4().hex[:8]}")
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        sync(draft)
-        if out.exists():
-            raise OSError(f"path ({out}) appeared meanwhile: choose another")
-        draft.rename(out)
-        sync(out.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise

@@ -8,6 +8,7 @@ each chunk when its turn comes, so one chunk is in memory at a time.
 from __future__ import annotations
 
 import io
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,19 +36,12 @@ from torch.distributed.checkpoint.planner import (
 
 from moecore.io.checkpoint.files import open_regular
 from moecore.io.checkpoint.meter import Meter
-from moecore.io.hf.files import Box
+from moecore.io.hf.files import Box, common_part, one_line
 from moecore.io.interchange.dcp_metadata import DCPChunk, read_metadata
 
 
 class DCPFiles:
-    """A reader of one directory. A context manager; the last chunk that was read stays in memory.
-
-    Attributes:
-        tensors: name -> what it is and where.
-
-    Raises:
-        ValueError: when the directory is not whole.
-    """
+    """A reader of one directory, a context manager; the chunk read last stays in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,40 +49,21 @@ class DCPFiles:
         self._last: tuple[DCPChunk, Tensor] | None = None
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a new CPU tensor, the box of a stored tensor.
-
-        Args:
-            box: one slice with start and stop per dim.
-
-        Raises:
-            OSError: when a chunk is not what `.metadata` names.
-        """
+        """Return a box (slices with start and stop) of a stored tensor, new and on the CPU."""
         entry = self.tensors[name]
         whole = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
         for chunk in entry.chunks:
-            spans = [
-                (max(s.start, o), min(s.stop, o + n))
-                for s, o, n in zip(box, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            if all(start < stop for start, stop in spans):
-                source = tuple(
-                    slice(a - o, b - o) for (a, b), o in zip(spans, chunk.offsets, strict=True)
-                )
-                target = tuple(
-                    slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True)
-                )
+            common = common_part(box, chunk.offsets, chunk.sizes)
+            if common is not None:
+                source, target = common
                 whole[target] = self._load(name, chunk, entry.dtype)[source]
         return whole
-
-    def close(self) -> None:
-        """Free the chunk in memory."""
-        self._last = None
 
     def __enter__(self) -> DCPFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._last = None
 
     def _load(self, name: str, chunk: DCPChunk, dtype: torch.dtype) -> Tensor:
         if self._last is not None and self._last[0] is chunk:
@@ -100,8 +75,12 @@ class DCPFiles:
             try:
                 value = torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # of any kind: the bytes are damaged
-                raise OSError(f"path ({file}) must hold {name}: {_line(error)}") from None
-        if not isinstance(value, Tensor) or value.dtype != dtype or not _has_elements(value):
+                raise OSError(f"path ({file}) must hold {name}: {one_line(error):.200}") from None
+        if (
+            not isinstance(value, Tensor)
+            or (value.dtype, value.layout) != (dtype, torch.strided)
+            or value.is_meta
+        ):
             raise OSError(f"path ({file}) must hold {name} as {dtype}, as .metadata names it")
         if tuple(value.shape) != chunk.sizes:
             raise OSError(f"path ({file}) must hold {name} as {chunk.sizes}, as .metadata names it")
@@ -154,16 +133,9 @@ class NewTensor:
 
 
 def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> None:
-    """Write a DCP directory, one chunk at a time.
-
-    Args:
-        meter: counts bytes of tensor data.
-
-    Raises:
-        OSError: when it could not be written.
-    """
+    """Write a DCP directory, one chunk at a time; `meter` counts bytes of tensor data."""
     meter.expect(
-        sum(_numel(c.sizes) * t.dtype.itemsize for t in tensors.values() for c in t.chunks)
+        sum(math.prod(c.sizes) * t.dtype.itemsize for t in tensors.values() for c in t.chunks)
     )
     planner, writer = _Planner(tensors, meter), dcp.FileSystemWriter(path)
     with warnings.catch_warnings():
@@ -218,26 +190,8 @@ class _Planner(SavePlanner):
         return value
 
 
-def _numel(sizes: Sequence[int]) -> int:
-    return torch.Size(sizes).numel()
-
-
-def _has_elements(value: Tensor) -> bool:
-    """Whether a tensor has storage with all of its elements."""
-    return value.layout == torch.strided and not value.is_meta
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
-
-
 def prefixes(files: DCPFiles, ending: str) -> list[str]:
-    """Return what is put before every name of a model: "" or such as "model.", of each model there.
-
-    Args:
-        files: the directory; names of an optimizer's state are left out.
-        ending: name of a tensor that every such model has.
-    """
+    """Return what is before `ending`, a name of every model: "", "model."; not in optimizers."""
     found = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
     parts = [name.removesuffix(ending) for name in found]
     return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]

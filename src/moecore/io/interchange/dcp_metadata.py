@@ -39,12 +39,7 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 @dataclass(frozen=True, slots=True)
 class DCPChunk:
-    """A block of a tensor and where its bytes are.
-
-    Attributes:
-        sizes: of the block; none is 0.
-        start: of the bytes in the file; they are what `torch.save` writes for the block.
-    """
+    """A block of a tensor, not empty, and where its bytes are, as `torch.save` writes them."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -95,11 +90,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
-    """Return the tensors of a DCP directory by name; other objects in it are left out.
-
-    Raises:
-        ValueError: when `.metadata` is missing or is not that of a whole directory.
-    """
+    """Return the tensors of a whole DCP directory by name; other objects in it are left out."""
     try:
         raw = read_regular(path / METADATA, follow=True)
     except FileNotFoundError:
@@ -166,10 +157,6 @@ def _tiles(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> boo
 
     Example: [0:2, 0:1], [0:1, 1:3] and [1:2, 1:3] in (2, 3): dim 0 has the slabs 0:1 and 1:2, and
     the first block is in both; in each slab dim 1 has the edges 0, 1 and 3 and one block between.
-
-    Args:
-        blocks: offsets and sizes, within the box and none empty.
-        dim: outer ones are a slab, which every block spans.
     """
     if dim == len(shape):
         return len(blocks) == 1

@@ -52,43 +52,28 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class MegatronBlock:
-    """One matrix or vector of Megatron-Core.
+    """One matrix or vector of Megatron-Core."""
 
-    Attributes:
-        names: in its layer; the first is written, all are read.
-        layers: where its layer lies, LAYERS or MTP; "" outside of layers.
-        expert: whose it is, or None.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # in its layer; the first is written, all are read
     parts: tuple[TensorPart, ...]
     shape: tuple[int, ...]
-    layers: str = ""
+    layers: str = ""  # LAYERS or MTP; "" outside of layers
     layer: int = 0
     expert: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where rows of a block are.
-
-    Attributes:
-        index: into its first dims, which are layers, experts, both or none.
-        rows: of the dim behind them.
-    """
+    """Where rows of a block are."""
 
     key: str
-    index: tuple[int, ...]
+    index: tuple[int, ...]  # into its first dims, which are layers, experts, both or none
     dims: tuple[int, ...]
-    rows: int
+    rows: int  # of the dim behind them
 
 
 def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
-    """Return the blocks of a decoder, in model order.
-
-    Raises:
-        NotImplementedError: for a tensor that Megatron-Core has no name for.
-    """
+    """Return the blocks of a decoder, in model order, or refuse what Megatron-Core cannot name."""
     plan = hf_plan(config, "per_expert")
     shapes = {piece.name: piece.shape for recipe in plan.values() for piece in recipe.pieces}
     blocks = [_whole((WORDS,), EMBEDDING, shapes)]
@@ -124,11 +109,7 @@ def written_place(block: MegatronBlock, config: DecoderConfig) -> LayerPlace:
 def find_places(
     block: MegatronBlock, stored: Shapes, config: DecoderConfig
 ) -> tuple[tuple[LayerPlace, ...], list[str]]:
-    """Return where a block is stored, its rows in order, and what is wrong with that.
-
-    Args:
-        stored: shapes by name, without what is put before every name.
-    """
+    """Return where a block is stored, its rows in order, and what is wrong with that."""
     for stacked in (True, False):
         for places in _candidates(block, config, stacked=stacked):
             if all(_has_dims(place, stored, block) for place in places):

@@ -93,10 +93,7 @@ def upcycle_state_dict(
     for name, module in skeleton.named_modules():
         if isinstance(module, MoELayer):
             weights = [_take(found, f"{name}.{c}.weight") for c in ("gate_proj", "up_proj")]
-            dense = {
-                "w1": torch.stack(weights),
-                "w2": _take(found, f"{name}.down_proj.weight"),
-            }
+            dense = {"w1": torch.stack(weights), "w2": _take(found, f"{name}.down_proj.weight")}
             made = upcycle_mlp(dense, config=module.config, options=options, key=name)
             found.update({f"{name}.{part}": tensor for part, tensor in made.items()})
     result = {}

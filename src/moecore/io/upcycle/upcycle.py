@@ -154,11 +154,7 @@ class UpcycleOptions:
 
 
 def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
-    """Raise when a layer of this config can not give the dense output at step 0.
-
-    Raises:
-        ValueError: with the field, and what to use instead.
-    """
+    """Raise ValueError when a layer of this config can not give the dense output at step 0."""
     for name, wanted in (("num_experts", options.num_experts), ("top_k", options.top_k)):
         if getattr(config, name) != wanted:
             raise ValueError(
