@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moecore.io.hf.names import TensorPiece, hf_plan
-from moecore.io.hf.target import PieceOverlap, overlaps, module_plan
+from moecore.io.hf.target import PieceOverlap, module_plan, overlaps
 from moecore.models import preset
 
 
