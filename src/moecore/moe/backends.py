@@ -145,7 +145,25 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return sum_plain(grads[0], ctx.saved_tensors[0], ctx.num_rows), None
+        return _add_rows(grads[0], ctx.saved_tensors[0], ctx.num_rows), None
+
+
+class _SumRows(torch.autograd.Function):
+    # `index_add` alone would save the rows in fp32, for their shape.
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(ids_R)
+        return _add_rows(y_RD, ids_R, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
+    dtype = torch.promote_types(y_RD.dtype, torch.float32)
+    out = torch.zeros(num_rows, *y_RD.shape[1:], dtype=dtype, device=y_RD.device)
+    return out.index_add_(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)
 
 
 def gather_plain(x_SD: Tensor, ids_R: Tensor) -> Tensor:
@@ -158,6 +176,4 @@ def sum_plain(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
 
     Not bit-reproducible on CUDA: the adds are atomic.
     """
-    dtype = torch.promote_types(y_RD.dtype, torch.float32)
-    out = torch.zeros(num_rows, *y_RD.shape[1:], dtype=dtype, device=y_RD.device)
-    return out.index_add(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)
+    return _SumRows.apply(y_RD, ids_R, num_rows)

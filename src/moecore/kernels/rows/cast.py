@@ -207,7 +207,7 @@ def _cast_kernel(
         )  # fmt: skip
 
 
-class _How(NamedTuple):
+class _CastOptions(NamedTuple):
     """Arguments of `cast` that are no tensors."""
 
     kind: str
@@ -219,13 +219,13 @@ class _How(NamedTuple):
 
 def _cast(x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, *flat: Any) -> tuple[Tensor, ...]:
     """Return values and scales of both operands, as bytes and fp32; empty where not asked for."""
-    kind, fmt, power_of_two, rows, columns = how = _How(*flat)
+    kind, fmt, power_of_two, rows, columns = options = _CastOptions(*flat)
     if not _has_kernel(x_TD):
-        return _cast_ref(x_TD, amax, seen, *how)
+        return _cast_ref(x_TD, amax, seen, *options)
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
     T, D = x_TD.shape
-    outputs = _cast_fake(x_TD, amax, seen, *how)
+    outputs = _cast_fake(x_TD, amax, seen, *options)
     if kind == "block":  # what fills the rows of their scales is read
         outputs[1].zero_()
         outputs[3].zero_()
@@ -283,7 +283,7 @@ def _cast_ref(
     x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, *flat: Any
 ) -> tuple[Tensor, ...]:
     """Return what `_cast` returns, in plain PyTorch."""
-    how = _How(*flat)
+    how = _CastOptions(*flat)
     if seen is not None:
         finite_TD = torch.where(x_TD.isinf(), 0, x_TD)
         seen.copy_(torch.maximum(seen, amax_ref(finite_TD)))
@@ -299,7 +299,7 @@ def _cast_ref(
 
 def _cast_fake(x_TD, amax, seen, *flat):  # type: ignore[no-untyped-def]
     outputs: list[Tensor] = []
-    (T, D), how = x_TD.shape, _How(*flat)
+    (T, D), how = x_TD.shape, _CastOptions(*flat)
     for wanted, shape in ((how.rows, (T, D)), (how.columns, (D, T))):
         M, K = operand_shape(*shape, how.kind)
         sizes = ((M, K), scales_shape(M, K, how.kind)) if wanted else ((0,), (0,))
