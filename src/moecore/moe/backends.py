@@ -149,7 +149,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
-    # `index_add` alone would save the rows in fp32, for their shape.
+    # Under autograd `index_add` saves its fp32 source; its gradient needs the ids alone.
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(ids_R)

@@ -89,7 +89,7 @@ def test_optimizer_state_is_filled_in_place(tmp_path: Path) -> None:
     train(model, optimizer)
     path = save(tmp_path, 1, model, optimizer)
     train(model, optimizer)
-    # The tensors, too: the address of one that is gone can be that of a new one.
+    # The dict holds the tensors too: a new tensor could get the address of a freed one.
     places = {id(v): v for slots in optimizer.state.values() for v in slots.values()}
     weight = model.experts.w1
     optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight, dtype=torch.float64)
