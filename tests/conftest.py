@@ -10,6 +10,7 @@ each file and test with the same generators, and hypothesis tries the same examp
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path not in slow)
 
 
+def pytest_collection_finish() -> None:
+    _keep()
+
+
+def _keep() -> None:
+    """Let no later collection walk what is there: modules and tests live as long as the process."""
+    gc.collect()
+    gc.freeze()
+
+
 @contextmanager
 def without_group() -> Iterator[None]:
     """No default process group before and after, whoever made one in this process."""
@@ -77,6 +88,7 @@ def _seeded() -> None:
 def _no_group_of_another_file() -> Iterator[None]:
     with without_group():
         yield
+    _keep()
 
 
 @pytest.fixture

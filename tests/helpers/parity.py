@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.tensor import DTensor
 
 from moecore import (
     BalanceConfig,
@@ -208,10 +207,8 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     if case.meta:
         model.to_empty(device=device)
         model.init_weights(seed=5)
-        initial = {n: t.clone() for n, t in whole(model.state_dict()).items()}
-        if case.pipeline is not None:
-            initial = {name: t.to(device) for name, t in gather_whole(initial).items()}
-        if case.pipeline is None or dist.get_rank() == 0:
+        initial = {n: t.to(device) for n, t in gather_whole(model.state_dict()).items()}
+        if dist.get_rank() == 0:
             reference = Decoder(config).to(device)
             reference.init_weights(seed=5)
             assert all(torch.equal(initial[n], t) for n, t in reference.state_dict().items()), (
@@ -440,13 +437,6 @@ def named(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     return ((name.replace("_checkpoint_wrapped_module.", ""), value) for name, value in items)
 
 
-def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """Gather DTensors."""
-    return {
-        n: (t.full_tensor() if isinstance(t, DTensor) else t.detach()) for n, t in tensors.items()
-    }
-
-
 def train_reference(
     config: DecoderConfig,
     initial: dict[str, Tensor],
@@ -511,7 +501,7 @@ def train_reference(
                 layer.router.expert_bias += rate * torch.sign(count.mean() - count).float()
         optimizers[OPTIMIZERS[i]].step()
         model.zero_grad()
-    return expected | {f"after/{n}": t.clone() for n, t in whole(model.state_dict()).items()}
+    return expected | {f"after/{n}": t.clone() for n, t in model.state_dict().items()}
 
 
 def _reference_forward(outputs: list[ReferenceOutput], cp: int) -> Any:

@@ -1,6 +1,6 @@
-"""Whole tensors on rank 0 in one exchange: `full_tensor` takes one or two for each of them.
+"""Whole tensors on one rank in one exchange: `full_tensor` takes one or two for each of them.
 
-A rank sends what it holds of all tensors in one message. Rank 0 lays every shard where its
+A rank sends what it holds of all tensors in one message. The other lays every shard where its
 placements put it: it cuts a tensor of positions as DTensor cuts tensors.
 """
 
@@ -39,8 +39,8 @@ class Held:
         return cls(local, tuple(tensor.shape), tensor.placements, tuple(mesh.shape), place)
 
 
-def gather_whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of all ranks on rank 0's CPU, DTensors whole; {} on the other ranks.
+def gather_whole(tensors: dict[str, Any], rank: int = 0) -> dict[str, Tensor]:
+    """Return the tensors of all ranks on `rank`'s CPU, DTensors whole; {} on the other ranks.
 
     Ranks that hold the same elements must hold the same bits, but for losses of their own.
     """
@@ -54,10 +54,10 @@ def gather_whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
         for n, h in held.items()
     }
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object((specs, flat), everyone if dist.get_rank() == 0 else None)
+    dist.gather_object((specs, flat), everyone if dist.get_rank() == rank else None, rank)
     found: dict[str, Tensor] = {}
     written: dict[str, Tensor] = {}
-    for specs, flat in everyone if dist.get_rank() == 0 else ():
+    for specs, flat in everyone if dist.get_rank() == rank else ():
         starts = dict.fromkeys(flat, 0)
         for name, (dtype, size, place) in specs.items():
             values = flat[dtype][starts[dtype] : starts[dtype] + size]

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import Bound, CountOrZero, Rules, check_fields
@@ -388,7 +389,11 @@ class WorkRecorder(DispatchMode):
     ) -> Any:
         if DTensor in types:  # it comes back with this rank's parts
             return NotImplemented
-        kwargs = kwargs or {}
+        with DisableTorchFunction():  # what the recorder reads is no operation of a step
+            return self._record(func, args, kwargs or {})
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call an operation, and record it."""
         if func.is_view:  # half of what a step calls
             return func(*args, **kwargs)
         namespace, name, changes = _called(func)

@@ -36,6 +36,7 @@ from tests.families.transformers.family_models import (
 )
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
+from tests.helpers.whole import gather_whole
 
 pytestmark = pytest.mark.slow
 
@@ -93,14 +94,14 @@ def reference(family: str) -> Found:
                 if param.grad is not None:
                     param -= RATE * param.grad
         model.zero_grad()
-    return found | {f"state/{n}": t for n, t in state_of(model).items()}
+    return found | {f"state/{n}": t for n, t in model.state_dict().items()}
 
 
-def parallel(family: str, meshes: Meshes, folder: Path) -> tuple[Found, list[str]]:
+def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found, list[str]]:
     """The same of two ranks, after a round trip through a checkpoint; exports what it ends with.
 
     Returns:
-        Numbers, and the family's row of the table.
+        Numbers on rank `to`, and the family's row of the table.
     """
     memory = MemoryOptions(recompute="gemm_last")
     model, found = parallelize_moe(tiny_model(family), meshes, memory=memory), {}
@@ -113,7 +114,7 @@ def parallel(family: str, meshes: Meshes, folder: Path) -> tuple[Found, list[str
         dist.all_gather(every, loss.detach().float())
         found |= {f"loss/{i}/{rank}": value for rank, value in enumerate(every)}
         if i == 0:
-            found |= {f"grad/{n}": g.clone() for n, g in gradients(model).items()}
+            found |= gather_whole({f"grad/{n}": g for n, g in gradients(model).items()}, to)
         counted = step.finish().metrics.tokens_per_expert
         assert all(int(n.sum()) > 0 for n in counted.values()), counted
     with Saver(folder / "checkpoints" / family, model, None) as saver:
@@ -122,7 +123,7 @@ def parallel(family: str, meshes: Meshes, folder: Path) -> tuple[Found, list[str
     exported = folder / "exports" / family
     layout = export(model, exported)
     refill(model, lambda: load_hf(exported, model))
-    found |= {f"state/{n}": t for n, t in state_of(model).items()}
+    found |= gather_whole({f"state/{n}": t for n, t in model.state_dict().items()}, to)
     return found, [family, *described(model), layout]
 
 
@@ -166,17 +167,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def gradients(model: nn.Module) -> Found:
-    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-
-
-def state_of(model: nn.Module) -> Found:
-    return {n: whole(t) for n, t in model.state_dict().items()}
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def worst(found: Found, expected: Found) -> tuple[float, str]:
@@ -201,7 +193,7 @@ def worst(found: Found, expected: Found) -> tuple[float, str]:
 def read_again(family: str, folder: Path, state: Found) -> str:
     """Compare what `from_pretrained` makes of an export; return what differs."""
     model = model_class(family).from_pretrained(folder / "exports" / family)
-    again = state_of(model)
+    again = model.state_dict()
     if again.keys() != state.keys():
         return f"names {sorted(again.keys() ^ state.keys())[:3]}"
     return next((n for n in state if not torch.equal(again[n], state[n])), "")
@@ -210,16 +202,16 @@ def read_again(family: str, folder: Path, state: Found) -> str:
 def worker(rank: int, device: torch.device, folder: str, families: list[str]) -> dict[Any, Any]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    own = families[rank::2]
-    expected = {name: reference(name) for name in own}
+    owners = {name: i % 2 for i, name in enumerate(families)}
+    expected = {name: reference(name) for name in families[rank::2]}
     meshes = [build_meshes(ParallelConfig(**folding), "cpu") for folding in FOLDINGS]
     report: dict[tuple[str, int], Any] = {}
     for case in cases():
         name, folding = case
         here = Path(folder, str(folding))
         try:
-            found, row = parallel(name, meshes[folding], here)
-            if name in own:
+            found, row = parallel(name, meshes[folding], here, owners[name])
+            if name in expected:
                 report[case] = {"worst": worst(found, expected[name]), "row": row}
                 state = {n[6:]: t for n, t in found.items() if n.startswith("state/")}
                 report[case]["read"] = read_again(name, here, state)
