@@ -174,13 +174,14 @@ def _plan(
     if not in_place:
         model = copy_modules(model, on_meta)[model]
     layers = request.family.swap_blocks(model, adapters)
+    fp32 = request.family.set_dtypes(model, request.fsdp.param_dtype)
     check_layers(model, layers, request)
     entries = model_entries(model, layers)
     dtype = next(model.parameters()).dtype
     layout, stages = cut_stages(model, request)
     kept = set(model.modules())
     layers = {name: layer for name, layer in layers.items() if layer in kept}
-    plan = make_plan(model, layers, request)
+    plan = make_plan(model, layers, request, fp32)
     precision = request.precision
     may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
     if not plan.is_in_fp8 and not may_be_wide:

@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from moecore.families.adapters import replace_blocks
-from moecore.families.kept_fp32 import kept_fp32
+from moecore.families.kept_fp32 import set_dtypes
 from moecore.families.transformers.blocks import find_hf_adapter, why_refused
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.guards import (
@@ -51,8 +51,8 @@ class Plain(Family):
         pass
 
     @override
-    def fp32_names(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        return kept_fp32(model, dtype)
+    def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
+        return set_dtypes(model, dtype)
 
     @override
     def staged(self, model: nn.Module) -> StagedModel:

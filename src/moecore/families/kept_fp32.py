@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +22,96 @@ from moecore.families.transformers.stock import is_hf
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
+def is_selection_bias(name: str) -> bool:
+    """Whether a tensor is added to scores where experts are chosen, and nowhere else."""
+    return name.endswith(SELECTION_BIASES)
+
+
 def kept_fp32(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-    """Return the names of a model's parameters that stay fp32 where it computes in a dtype."""
-    if dtype not in (torch.float16, torch.bfloat16):
+    """Return the names of parameters and persistent buffers that stay fp32.
+
+    `dtype` is that in which the model computes; None = its parameters' own.
+    """
+    half = _half(model, dtype)
+    return frozenset() if half is None else _kept(model, _stocks(model, half))
+
+
+def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """Return what tells by its name whether a tensor of a model without adapters stays fp32."""
+    half = _half(model, dtype)
+    stocks = [] if half is None else list(_stocks(model, half).values())
+    return lambda name: is_selection_bias(name) or any(s.keeps(name) for s in stocks)
+
+
+def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
+    """Give a model's tensors the dtypes of stock in place, and return what `kept_fp32` returns.
+
+    What stays fp32 is fp32 afterwards. Buffers that stock has in the dtype of compute, such as
+    tables of decay rates, are cast to it while their module runs, and saved as they are.
+    """
+    half = _half(model, dtype)
+    if half is None:
         return frozenset()
-    names = dict(model.named_parameters(remove_duplicate=False))
-    kept = {id(p) for n, p in names.items() if n.endswith(SELECTION_BIASES)}
-    for hf in _of_transformers(model):
-        keeps = _rule(hf, dtype)
-        tensors = dict(hf.named_parameters(remove_duplicate=False))
-        for originals in (without_adapters(hf, tensors), trained_copies(hf, tensors)):
-            kept |= {id(p) for n, p in originals.items() if keeps(n)}
-    return frozenset(n for n, p in names.items() if id(p) in kept)
+    stocks = _stocks(model, half)
+    kept = _kept(model, stocks)
+    for name, tensor in _stored(model).items():
+        if name in kept and tensor.dtype in HALF:
+            tensor.data = tensor.data.float()
+    for hf, stock in stocks.items():
+        for where, module in hf.named_modules():
+            own = [n for n, b in module._buffers.items() if b is not None and b.dtype != half]
+            cast = [name for name in own if stock.made.get(_join(where, name)) == half]
+            if cast:
+                _cast_in_forward(module, cast, half)
+    return kept
+
+
+def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
+    stored = dict[str, torch.Tensor | None]()
+
+    def cast(module: nn.Module, _: Any) -> None:
+        stored.update({name: module._buffers[name] for name in names})
+        module._buffers.update({name: b.to(dtype) for name, b in stored.items() if b is not None})
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        module._buffers.update(stored)
+
+    module.register_forward_pre_hook(cast)
+    module.register_forward_hook(restore, always_call=True)
+
+
+def _kept(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:
+    tensors = _stored(model)
+    kept = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
+    for hf, stock in stocks.items():
+        own = _stored(hf)
+        for originals in (without_adapters(hf, own), trained_copies(hf, own)):
+            kept |= {id(t) for n, t in originals.items() if stock.keeps(n)}
+    return frozenset(n for n, t in tensors.items() if id(t) in kept)
+
+
+def _half(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype of 16 bits in which a model computes; None where there is none."""
+    if dtype is None:
+        dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF), None)
+    return dtype if dtype in HALF else None
+
+
+def _stored(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers by name."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for where, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[_join(where, name)] = buffer
+    return found
+
+
+def _join(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
 
 
 def _of_transformers(module: nn.Module) -> Iterator[Any]:
@@ -44,13 +123,30 @@ def _of_transformers(module: nn.Module) -> Iterator[Any]:
         yield from _of_transformers(child)
 
 
-def _rule(hf: Any, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return what tells by its name whether `from_pretrained` keeps a parameter in fp32."""
+@dataclass(frozen=True)
+class _Stock:
+    """What `from_pretrained(dtype=...)` makes of a model's tensors."""
+
+    pattern: str  # of names that it keeps in fp32
+    made: Mapping[str, torch.dtype]  # by its class, whatever is loaded
+
+    def keeps(self, name: str) -> bool:
+        """Whether a tensor stays fp32."""
+        is_named = bool(self.pattern and re.search(self.pattern, name))
+        return is_named or self.made.get(name) == torch.float32
+
+
+def _stocks(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock]:
+    """Return the outermost models of transformers, and what stock makes of each."""
+    return {hf: _stock(hf, dtype) for hf in _of_transformers(model)}
+
+
+def _stock(hf: Any, dtype: torch.dtype) -> _Stock:
     # As transformers.core_model_loading.build_glob_alternation reads them.
-    patterns = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
-    made = set[str]()
+    pattern = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
+    made = dict[str, torch.dtype]()
     if is_hf(hf):
         with torch.device("meta"):
             twin = type(hf)._from_config(copy.deepcopy(hf.config), dtype=dtype)
-        made = {n for n, p in twin.named_parameters() if p.dtype == torch.float32}
-    return lambda name: name in made or bool(patterns and re.search(patterns, name))
+        made = {n: t.dtype for n, t in [*twin.named_parameters(), *twin.named_buffers()]}
+    return _Stock(pattern, made)

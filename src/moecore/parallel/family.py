@@ -36,8 +36,11 @@ class Family(Protocol):
     def swapped(self, model: nn.Module) -> None:
         """Prepare a model whose blocks were swapped, before anything is sharded."""
 
-    def fp32_names(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Return the names of parameters that stay fp32 where a model computes in a dtype."""
+    def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
+        """Let tensors be fp32 that stay so where a model computes in a dtype; return their names.
+
+        With dtype None a model computes in its parameters' own.
+        """
 
     def staged(self, model: nn.Module) -> StagedModel:
         """Return what runs pipeline stages; NotImplementedError for a model that cannot be cut."""

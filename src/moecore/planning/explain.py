@@ -170,7 +170,7 @@ def _lines(
     if plan.units:
         yield _units(plan)
         dtypes += f", all-gathered in {_gathered_in(plan)}, gradients reduced in "
-        dtypes += f"{plan.units[0].reduce_dtype} and divided by {plan.units[0].divisor:g}"
+        dtypes += f"{plan.units[0].layouts[0].reduces} and divided by {plan.units[0].divisor:g}"
     yield f"{dtypes}; {_fp8(plan)}"
 
 

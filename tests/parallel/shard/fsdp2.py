@@ -68,7 +68,7 @@ def shard_with_fsdp2(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> None:
 def _policy(unit: UnitPlan) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=None if unit.gather_dtype is None else getattr(torch, unit.gather_dtype),
-        reduce_dtype=getattr(torch, unit.reduce_dtype),
+        reduce_dtype=getattr(torch, unit.layouts[0].reduces),
         cast_forward_inputs=unit.casts_inputs,
     )
 

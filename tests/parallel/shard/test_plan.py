@@ -205,7 +205,7 @@ def test_what_units_are_told() -> None:
     plan = planned(4, ParallelConfig(ep=2), Decoder(SMALL, device="meta"), fsdp=options)
     block, experts = (unit_named(plan, n) for n in ("model.layers.1", "model.layers.1.mlp.experts"))
     routers = unit_named(plan, "model.layers.1.mlp.router")
-    dtypes = {unit.role: (unit.gather_dtype, unit.reduce_dtype) for unit in plan.units}
+    dtypes = {unit.role: (unit.gather_dtype, unit.layouts[0].reduces) for unit in plan.units}
     assert dtypes.pop("routers") == (None, "float32")
     assert set(dtypes.values()) == {("bfloat16", "bfloat16")}
     assert {unit.divisor for unit in plan.units} == {4.0}

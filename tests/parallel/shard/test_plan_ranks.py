@@ -144,7 +144,7 @@ def units(root: nn.Module, plan: ShardPlan) -> dict[str, tuple[Any, Any]]:
             list(unit.backward_prefetch),
             (
                 dtype(unit.layouts[0].gathers),
-                dtype(unit.reduce_dtype),
+                dtype(unit.layouts[0].reduces),
                 unit.casts_inputs and unit.gather_dtype is not None,
             ),
             unit.divisor,

@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import NumBytes, check_arguments
-from moecore.families.kept_fp32 import SELECTION_BIASES
+from moecore.families.kept_fp32 import is_selection_bias, keeps_fp32
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.files import sync, write_new
 from moecore.io.checkpoint.meter import Meter, Progress
@@ -87,7 +87,8 @@ def export_hf(
         path: the new directory; every rank must see its parent.
         config: the config.json to write, as a mapping, a file or a directory. A native decoder
             needs one that describes it; None takes a transformers model's own.
-        dtype: of all float tensors but the router's selection bias; None keeps each one's.
+        dtype: of all float tensors but those that transformers keeps in fp32 (selection biases, and
+            what a class names); None keeps each one's.
         max_shard_bytes: of tensors in one file; a larger tensor has a file of its own.
         layout: "per_expert" is how models are published, "fused" how transformers holds them.
         progress: called with (bytes done, bytes expected) of this rank.
@@ -124,7 +125,9 @@ def export_hf(
         tensors |= shared_of_no_size(base, values, tensors)
         recipes = _complete_plan(base, tensors, values, names_of(layout, values))
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        items = list(make_items(dtypes, recipes, model_copies(base), dtype))
+        items = list(
+            make_items(dtypes, recipes, model_copies(base), dtype, keeps_fp32(base, dtype))
+        )
         return tensors, recipes, fill_shards(items, max_shard_bytes), values
 
     tensors, recipes, shards, values = on_every_rank(planned)
@@ -212,13 +215,14 @@ def make_items(
     recipes: Mapping[str, FileRecipe],
     copies: Mapping[str, str],
     dtype: torch.dtype | None,
+    keeps: Callable[[str], bool] = is_selection_bias,
 ) -> Iterator[Item]:
     """Yield what to write, in model order; DeepSeek-V3's copies last, a tied head not at all."""
     found: dict[str, Item] = {}
     for name, recipe in recipes.items():
         if name == HEAD and HEAD in copies:
             continue
-        cast = dtypes[name].is_floating_point and not name.endswith(SELECTION_BIASES)
+        cast = dtypes[name].is_floating_point and not keeps(name)
         kept = dtype if cast and dtype is not None else dtypes[name]
         for piece in recipe.pieces:
             found[piece.name] = Item(piece.name, name, piece, kept)

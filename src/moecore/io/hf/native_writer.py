@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from moecore.families.kept_fp32 import SELECTION_BIASES
+from moecore.families.kept_fp32 import is_selection_bias
 from moecore.io.checkpoint.directory import check_unused, directory_of, discard, new_draft, publish
 from moecore.io.checkpoint.lock import locked
 from moecore.io.checkpoint.manifest import (
@@ -126,7 +126,7 @@ def _dtype_problems(
         parts = [sources[piece.name] for piece in recipe.pieces]
         odd = [s for s in parts if not s.dtype.is_floating_point or s.dtype.itemsize < 2]
         problems += [f"{source.name} ({source.dtype}) must be a float tensor" for source in odd]
-        if name.endswith(SELECTION_BIASES):  # stays fp32 whatever `dtype` is: not rounded
+        if is_selection_bias(name):  # stays fp32 whatever `dtype` is: not rounded
             problems += [
                 f"{source.name} ({source.dtype}) must fit into fp32, which is how the router's "
                 "selection bias is kept: store it as fp32"
@@ -171,7 +171,7 @@ def _write_files(
 
 
 def _native_dtype(name: str, source: TensorSource, dtype: torch.dtype | None) -> torch.dtype:
-    if name.endswith(SELECTION_BIASES):
+    if is_selection_bias(name):
         return torch.float32
     if dtype is not None:
         return dtype

@@ -29,7 +29,7 @@ from moecore.parallel.shard.transport import UnitStreams
 from moecore.parallel.shard.unit import Unit, UnitOptions
 
 # Layout of a root without parameters, which only casts inputs.
-NOTHING = flat_layout("float32", "float32", None, (), 1)
+NOTHING = flat_layout("float32", "float32", "float32", None, (), 1)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
@@ -78,7 +78,7 @@ def _unit(
     join: Callable[..., DeviceMesh],
 ) -> Unit:
     mesh = mesh_of(planned, meshes)
-    gathered, reduced = _dtype(planned.gather_dtype), _dtype(planned.reduce_dtype)
+    gathered = _dtype(planned.gather_dtype)
     is_cut = planned.strategy != "no_shard"
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
     group = groups.pop() if groups and is_cut else None
@@ -93,7 +93,7 @@ def _unit(
         replicas=[group for group in groups if group.size() > 1],
         options=UnitOptions(
             name=planned.name or "the model",
-            reduce_dtype=reduced or torch.float32,
+            reduce_dtype=getattr(torch, layout.reduces),
             divisor=planned.divisor,
             cast_inputs=gathered if planned.casts_inputs else None,
             stays=planned.stays,

@@ -49,12 +49,10 @@ def plan_buffers(plan: ShardPlan) -> Iterator[BufferPlan]:
         for dtype, of_units in _by_dtype(units).items():
             at_once = max(_num_at_once(unit, of_units) for unit in plan.units)
             yield from _turns("weights", dtype, of_units, at_once)
-        for dtype in dict.fromkeys(unit.reduce_dtype for unit in units):
-            reduced = [unit for unit in units if unit.reduce_dtype == dtype]
-            cut = [
-                (u, i) for u in reduced for i, layout in enumerate(u.layouts) if layout.ranks > 1
-            ]
-            yield from _turns("sums", dtype, cut, SUMS)
+        cut = [(u, i) for u in units for i, layout in enumerate(u.layouts) if layout.ranks > 1]
+        for dtype in dict.fromkeys(unit.layouts[i].reduces for unit, i in cut):
+            reduced = [(unit, i) for unit, i in cut if unit.layouts[i].reduces == dtype]
+            yield from _turns("sums", dtype, reduced, SUMS)
     for unit in plan.units:
         if unit not in freed:
             for dtype, own in _by_dtype([unit]).items():

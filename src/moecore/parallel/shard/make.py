@@ -49,11 +49,14 @@ from moecore.precision.apply import check_precision
 Layers = Mapping[str, RoutedLayer]
 
 
-def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
+def make_plan(
+    model: nn.Module, layers: Layers, request: Request, fp32: Set[str] = frozenset()
+) -> ShardPlan:
     """Return the plan of a model, which does not change. No communication.
 
-    The MoE layers have passed `check_layers`. A ValueError names modules that tensor parallelism
-    cannot cut, parameters that cannot be trained, and a precision without modules after the cut.
+    The MoE layers have passed `check_layers`; `fp32` is what `Family.set_dtypes` has returned.
+    A ValueError names modules that tensor parallelism cannot cut, parameters that cannot be
+    trained, and a precision without modules after the cut.
     """
     copies = copy_modules(model, on_meta)
     twin = copies[model]
@@ -62,7 +65,6 @@ def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
     found = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in found.items() if linear.recipe}
     recipes = gathered_recipes(twin, twins, linears, request)
-    fp32 = request.family.fp32_names(model, request.fsdp.param_dtype)
     maker = _Maker(twin, twins, request, recipes, fp32)
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
@@ -143,7 +145,7 @@ class _Maker:
         }
         self.owned = self._owned()
         self.role_of = {p: role for role, _, params in self.owned.values() for p in params}
-        check_parameters(self.owned, self.name_of, self.options, whole=is_whole(self.meshes))
+        check_parameters(self.name_of)
         self.params = self._params()
 
     def _owned(self) -> dict[nn.Module, tuple[UnitRole, Sequence[nn.Module], list[nn.Parameter]]]:
@@ -246,7 +248,6 @@ class _Maker:
             modules=tuple(self.names[module] for module in modules),
             params=tuple(param.name for param in params),
             gather_dtype=gather_dtype,
-            reduce_dtype=dtype_name(reduced),
             divisor=self.divisor,
             # The experts' inputs hold fp32 routing weights that a cast would round; a head's are
             # as the blocks left them.
@@ -258,6 +259,7 @@ class _Maker:
                 params,
                 ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
                 gather_dtype=gather_dtype,
+                reduce_dtype=dtype_name(reduced),
                 recipes=self.recipes,
                 fp32=self.fp32,
             ),
@@ -271,17 +273,8 @@ class _Maker:
         return options.dense_strategy if role == "block" else options.embedding_strategy
 
 
-def check_parameters(
-    owned: Mapping[Any, tuple[UnitRole, Any, Sequence[nn.Parameter]]],
-    name_of: Mapping[nn.Parameter, str],
-    options: FSDPOptions,
-    *,
-    whole: bool,
-) -> None:
-    """Raise for parameters without dims, and trainable ones that are empty or of mixed dtypes.
-
-    With `whole` experts are reduced over no rank.
-    """
+def check_parameters(name_of: Mapping[nn.Parameter, str]) -> None:
+    """Raise for parameters without dims, and trainable ones that are empty."""
     for param, name in name_of.items():
         if not param.ndim:
             raise ValueError(
@@ -292,16 +285,6 @@ def check_parameters(
                 f"{name} {tuple(param.shape)} must hold values to be trained: "
                 "freeze it, or take out what is empty (a block's shared "
                 "expert: set it to None)"
-            )
-    for role, _, params in owned.values():
-        trained = [p for p in params if p.requires_grad]
-        other = next((p for p in trained if p.dtype != trained[0].dtype), None)
-        if other is not None and not (whole and role == "experts"):
-            raise ValueError(
-                f"{name_of[trained[0]]} ({trained[0].dtype}) and {name_of[other]} ({other.dtype}) "
-                "must have one dtype, because their gradients are reduced together: call "
-                "model.to(dtype); only routers may keep another one, with FSDPOptions.param_dtype "
-                f"({options.param_dtype}) set"
             )
 
 

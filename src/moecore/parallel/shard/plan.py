@@ -154,6 +154,7 @@ class FlatLayout:
     Attributes:
         dtype: dtype in which the parameters are stored.
         gathers: dtype in which they are all-gathered.
+        reduces: dtype in which their gradients are summed over ranks.
         recipe: recipe that quantises them for the all-gather; None = they are cast.
         ranks: number of ranks over which the unit is sharded.
         slots: one slot per parameter, in the unit's order.
@@ -163,6 +164,7 @@ class FlatLayout:
 
     dtype: str
     gathers: str
+    reduces: str
     recipe: Recipe | None
     ranks: int
     slots: tuple[FlatSlot, ...]
@@ -193,7 +195,6 @@ class UnitPlan:
         params: names in the order of the model. Each parameter is in exactly one unit.
         gather_dtype: dtype of compute, and of the all-gather unless a layout is in FP8; None = each
             parameter's own dtype.
-        reduce_dtype: dtype in which gradients are summed over ranks.
         divisor: number that divides the sum of gradients: data ranks, or 1 with loss "sum".
         casts_inputs: whether floating point inputs of the modules are cast to `gather_dtype`.
         strategy: which of parameters, gradients and states are sharded, see `FSDPOptions`.
@@ -201,8 +202,8 @@ class UnitPlan:
             `FSDPOptions.prefetch_blocks` 0 the engine's own order.
         backward_prefetch: units that it prefetches in backward. For a head that is not the last
             unit, () means the units that ran before it in forward.
-        layouts: layouts of the flat buffers, one for each dtype of the parameters. Several exist
-            only if some are frozen, whole experts, all-gathered in FP8, or stay fp32.
+        layouts: layouts of the flat buffers, one for each dtype of the parameters, all-gathers and
+            sums of gradients.
     """
 
     name: str
@@ -211,7 +212,6 @@ class UnitPlan:
     modules: tuple[str, ...]
     params: tuple[str, ...]
     gather_dtype: str | None
-    reduce_dtype: str
     divisor: float
     casts_inputs: bool
     strategy: Strategy
@@ -348,6 +348,7 @@ def flat_layouts(
     *,
     ranks: int,
     gather_dtype: str | None = None,
+    reduce_dtype: str = "float32",
     recipes: Mapping[str, Recipe] | None = None,
     fp32: Set[str] = frozenset(),
 ) -> tuple[FlatLayout, ...]:
@@ -355,23 +356,31 @@ def flat_layouts(
 
     Args:
         gather_dtype: dtype in which floating parameters are all-gathered; None = the stored dtype.
+        reduce_dtype: dtype in which gradients are summed over ranks.
         recipes: recipes by name, of the parameters that are all-gathered in FP8.
-        fp32: names of parameters that are all-gathered in their stored dtype in any case.
+        fp32: names of parameters that are all-gathered in their stored dtype in any case, and whose
+            gradients are summed in fp32.
     """
-    alike: dict[tuple[str, str, Recipe | None], list[ParamPlan]] = {}
+    alike: dict[tuple[str, str, str, Recipe | None], list[ParamPlan]] = {}
     for param in params:
         recipe, gathers = (recipes or {}).get(param.name), param.dtype
+        reduces = "float32" if param.name in fp32 else reduce_dtype
         if recipe is not None:
             gathers = "float8_e4m3fn"
         elif gather_dtype is not None and param.name not in fp32:
             is_float = getattr(torch, param.dtype).is_floating_point
             gathers = gather_dtype if is_float else param.dtype
-        alike.setdefault((param.dtype, gathers, recipe), []).append(param)
+        alike.setdefault((param.dtype, gathers, reduces, recipe), []).append(param)
     return tuple(flat_layout(*how, params, ranks) for how, params in alike.items())
 
 
 def flat_layout(
-    dtype: str, gathers: str, recipe: Recipe | None, params: Iterable[ParamPlan], ranks: int
+    dtype: str,
+    gathers: str,
+    reduces: str,
+    recipe: Recipe | None,
+    params: Iterable[ParamPlan],
+    ranks: int,
 ) -> FlatLayout:
     """Return the layout of parameters with these dtypes and recipe."""
     slots, offset = [], 0
@@ -396,6 +405,7 @@ def flat_layout(
     return FlatLayout(
         dtype=dtype,
         gathers=gathers,
+        reduces=reduces,
         recipe=recipe,
         ranks=ranks,
         slots=tuple(slots),

@@ -104,13 +104,12 @@ def _gathered(unit: UnitPlan) -> int:
 def _sums(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
     """Return the bytes of a unit's sums that are not its gradients."""
     trained = {param.name for param in params if param.trainable}
-    layouts = [
-        layout
+    return sum(
+        layout.buffer_numel * _itemsize(layout.reduces)
         for layout in unit.layouts
         if any(slot.param in trained for slot in layout.slots)
-        and (layout.ranks > 1 or layout.dtype != unit.reduce_dtype)
-    ]
-    return sum(layout.buffer_numel for layout in layouts) * _itemsize(unit.reduce_dtype)
+        and (layout.ranks > 1 or layout.dtype != layout.reduces)
+    )
 
 
 def _itemsize(dtype: str) -> int:
