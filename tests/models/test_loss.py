@@ -119,6 +119,14 @@ def test_num_tokens_divides_the_sum(as_tensor):
     assert count_labels(labels) == (labels >= 0).sum()
 
 
+@pytest.mark.parametrize("num", [0, torch.tensor(0)])
+def test_no_labels_in_the_global_batch_give_no_loss(num):
+    hidden, weight, labels = make(20, 4, 8)
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), num_tokens=num)
+    loss.backward()
+    assert loss.item() == 0.0 and not hidden.grad.any() and not weight.grad.any()
+
+
 def test_wrong_arguments_are_refused():
     hidden, weight, labels = make(4, 4, 8)
     with pytest.raises(ValueError, match=r"num_tokens \(torch.float32\) must be an integer"):

@@ -291,6 +291,21 @@ def test_a_skipped_step_moves_no_bias() -> None:
     assert not torch.equal(layer.router.expert_bias, before)
 
 
+@pytest.mark.parametrize("update", ["sign", "quantile"])
+def test_a_frozen_routers_bias_stays(update: Any) -> None:
+    balance = BalanceConfig(bias_update_rate=0.1, bias_update=update)
+    config = replace(BASE, expert_bias=True, balance=balance, score_function="sigmoid")
+    frozen, trained = make_layer(config), make_layer(config)
+    frozen.router.requires_grad_(False)  # its experts train, so it is counted
+    state = MoEState({"frozen": frozen, "trained": trained}, BalanceGroups())
+    before = {layer: layer.router.expert_bias.clone() for layer in (frozen, trained)}
+    trained(frozen(torch.randn(5, 32))).sum().backward()
+    metrics = state.finish_step()
+    assert int(metrics.tokens_per_expert["frozen"].sum()) == 5 * config.top_k
+    assert torch.equal(frozen.router.expert_bias, before[frozen])
+    assert not torch.equal(trained.router.expert_bias, before[trained])
+
+
 def test_global_batch_loss_refuses_a_recompute_that_would_differ() -> None:
     layer = make_layer(replace(BASE, balance=only("global_batch", 0.5)))
     state = make_state(layer)

@@ -110,6 +110,19 @@ def test_a_dense_model_has_no_numbers() -> None:
     assert MoEMetrics().total_aux_loss() == 0.0
 
 
+def test_layers_below_all_that_is_trained_enter_no_mean() -> None:
+    """A layer whose input needs no gradient is not counted, and is not a dead one."""
+    layers = {name: make_layer(CONFIGS["drops"]) for name in ("below", "trained")}
+    layers["below"].requires_grad_(False)
+    state = MoEState(layers, BalanceGroups())
+    x = torch.randn(6, CONFIGS["drops"].dim)
+    layers["trained"](layers["below"](x).detach()).sum().backward()
+    found = state.finish_step().to_dict()
+    assert not [name for name in found if "below" in name]
+    assert found["router_entropy"] == found["router_entropy/trained"] > 0
+    assert found["drop_rate"] == found["drop_rate/trained"]
+
+
 def test_a_step_without_counts_is_zero() -> None:
     state = MoEState({"moe": make_layer(CONFIGS["drops"])}, BalanceGroups())
     assert set(state.finish_step().to_dict().values()) == {0.0}

@@ -78,7 +78,7 @@ class Head(nn.Module):
             logits_BTV = logits_BTV if self.tp is None else self.tp.gather_whole(logits_BTV)
             return logits_BTV if sequence.held is None else sequence.held.gather_whole(logits_BTV)
         if num_tokens is None:
-            num_tokens = count_labels(labels_BT).clamp(min=1)
+            num_tokens = count_labels(labels_BT)
         labels_BT = sequence.own(labels_BT)
         if self.tp is not None:
             labels_BT = self.tp.own(labels_BT)

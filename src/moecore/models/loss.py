@@ -44,7 +44,7 @@ def linear_cross_entropy(
         labels_N: int64 in [0, V), or -100 for tokens that do not count. Any other label raises on
             a CPU and makes the loss NaN on a GPU.
         num_tokens: the sum over labels is divided by it (whole number or integer scalar tensor);
-            None = by the number of labels that count, or by 1 when none does.
+            None = by the number of labels that count. 0 divides by 1: nothing counts.
         chunk_tokens: tokens per chunk C.
 
     Returns:
@@ -81,8 +81,10 @@ def linear_cross_entropy(
         hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype
     )
     if num_tokens is None:
-        num_tokens = count_labels(labels_N).clamp(min=1)
-    return total / num_tokens
+        num_tokens = count_labels(labels_N)
+    return total / (
+        num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
+    )
 
 
 def count_labels(labels: Tensor) -> Tensor:

@@ -51,11 +51,19 @@ class MoEMetrics:
             per_expert: with the load of each expert: thousands of numbers in large models.
 
         Returns:
-            The same on every rank; empty without MoE layers, no drop rate without a capacity.
+            The same on every rank; empty without MoE layers, no drop rate without a capacity. A
+            layer without tokens, such as one below all that is trained, has no numbers where
+            others have.
         """
         found = self._on_host()
         if not found["tokens_per_expert"]:
             return {}
+        counted = {layer for layer, of_E in found["tokens_per_expert"].items() if any(of_E)}
+        if counted:
+            found = {
+                name: {layer: value for layer, value in of_layers.items() if layer in counted}
+                for name, of_layers in found.items()
+            }
         loads = {layer: _over_mean(counts) for layer, counts in found["tokens_per_expert"].items()}
         numbers = _named("expert_load", {layer: max(of_E) for layer, of_E in loads.items()})
         numbers = {"expert_load_max_over_mean": max(numbers.values()), **numbers}

@@ -216,11 +216,15 @@ def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _alike(layers: Mapping[str, Any]) -> list[list[str]]:
-    """Return lists of names of layers whose biases move; each list has equal options."""
+    """Return lists of names of layers whose biases move; each list has equal options.
+
+    A frozen router's bias is frozen too.
+    """
     groups: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         config = layer.config
-        if config.balance.bias_update_rate:
-            how = (config.balance.bias_update, config.balance.bias_update_rate)
+        rate = config.balance.bias_update_rate
+        if rate and any(p.requires_grad for p in layer.part("router").parameters()):
+            how = (config.balance.bias_update, rate)
             groups.setdefault((config.num_experts, config.top_k, *how), []).append(name)
     return list(groups.values())
