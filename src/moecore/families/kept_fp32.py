@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from moecore.families.transformers.lora import trained_copies, without_adapters
-from moecore.families.transformers.stock import is_hf
+from moecore.families.transformers.stock import is_hf, outermost
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 
@@ -114,15 +114,6 @@ def _join(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
 
 
-def _of_transformers(module: nn.Module) -> Iterator[Any]:
-    """Yield the outermost models of transformers."""
-    if hasattr(module, "_get_dtype_plan"):
-        yield module
-        return
-    for child in module.children():
-        yield from _of_transformers(child)
-
-
 @dataclass(frozen=True)
 class _Stock:
     """What `from_pretrained(dtype=...)` makes of a model's tensors."""
@@ -138,7 +129,7 @@ class _Stock:
 
 def _stocks(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock]:
     """Return the outermost models of transformers, and what stock makes of each."""
-    return {hf: _stock(hf, dtype) for hf in _of_transformers(model)}
+    return {hf: _stock(hf, dtype) for hf in outermost(model)}
 
 
 def _stock(hf: Any, dtype: torch.dtype) -> _Stock:

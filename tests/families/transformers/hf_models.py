@@ -134,17 +134,22 @@ def padding_mask() -> Tensor:
     return mask
 
 
+def learned(labels: Tensor, mask: Tensor) -> Tensor:
+    """Ignore labels of padding, and of a token that is predicted from padding on its left."""
+    return labels.masked_fill((mask * mask.roll(1, 1)) == 0, -100)
+
+
 def run(model: nn.Module, mask: Tensor | None = None, **kwargs: Any) -> dict[str, Tensor]:
     """Logits of real tokens, loss, every gradient, and the balance loss if asked for.
 
     Args:
         model: plain or parallelized; its gradients are kept.
-        mask: attention mask; labels of padding are ignored.
+        mask: attention mask, see `learned`.
         kwargs: more arguments of the model's forward.
     """
     ids, labels = batch()
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    labels = labels.masked_fill(~real, -100)
+    labels = labels if mask is None else learned(labels, mask)
     out = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False, **kwargs)
     out.loss.backward()
     found = {"logits": out.logits.detach()[real], "loss": out.loss.detach()}

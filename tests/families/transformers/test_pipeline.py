@@ -15,7 +15,7 @@ from moecore.families.family import swap_blocks
 from moecore.io import init_hf
 from moecore.parallel.pipeline.stages import take_stages
 from tests.families.transformers.family_models import tiny_model
-from tests.families.transformers.hf_models import batch, padding_mask, random_model
+from tests.families.transformers.hf_models import batch, learned, padding_mask, random_model
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
 TABLE = "model.embed_tokens.weight"
@@ -61,7 +61,7 @@ def inputs_of(kind: str = "rows") -> dict[str, Any]:
     inputs = {"input_ids": ids, "labels": labels}
     if kind == "mask":
         inputs["attention_mask"] = padding_mask()
-        inputs["labels"] = labels.masked_fill(padding_mask() == 0, -100)
+        inputs["labels"] = learned(labels, padding_mask())
     if kind == "positions":
         starts = torch.tensor([[0] * 4 + [4] * 7, [0] * 9 + [9] * 2])
         inputs["position_ids"] = torch.arange(11) - starts

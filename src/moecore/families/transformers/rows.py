@@ -12,6 +12,7 @@ them, with their positions, go on to the model.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.held import HeldTokens, check_documents
 from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.base.torch_names import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
+from moecore.families.transformers.stock import outermost
 from moecore.moe.layer import MoELayer, RoutedLayer
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
@@ -31,6 +34,8 @@ READER = "_moecore_rows"  # attribute of a model that has a reader
 # Names of a `PackedBatch`, and of transformers' FlashAttention. Keys are those of the queries.
 DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q")
 LONGEST = ("max_seqlen", "max_length_q")
+OWN = ("cu_seqlens", "max_seqlen", "padding_mask", "num_tokens")
+TOKENS = ("input_ids", "inputs_embeds")
 READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "max_length_k")
 NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
 KINDS = ("full_attention", "sliding_attention")  # layers that mix tokens by attention alone
@@ -44,6 +49,7 @@ class RowReader:
         self.cp: ContextParallel | None = None  # ranks that hold parts of rows; None = this one all
         self._other = why_whole(model)
         base: Any = model.base_model
+        model.register_forward_pre_hook(_rename, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.attach(model)
 
@@ -114,6 +120,92 @@ class RowReader:
         return args, kwargs
 
 
+class MaskReader:
+    """What forwards of a model that attends by its own means tell its MoE layers: its padding.
+
+    Backward may compute layers again, and in another order than forwards: it begins by putting the
+    record of its forward back, in its own thread.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._now = model, threading.local()
+        base: Any = model.base_model
+        model.register_forward_pre_hook(_rename, with_kwargs=True)
+        base.register_forward_pre_hook(self._enter, with_kwargs=True)
+        base.register_forward_hook(self._leave)
+        for layer in base.modules():
+            if isinstance(layer, RoutedLayer):
+                layer.register_forward_pre_hook(self._tell, with_kwargs=True)
+
+    def _enter(
+        self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    ) -> tuple[tuple[Any, ...], Kwargs] | None:
+        if hasattr(self._model, READER):  # which reads more
+            return None
+        tokens = next((x for x in (*args, *map(kwargs.get, TOKENS)) if x is not None), None)
+        if tokens is None:
+            return None
+        self._now.sequence = self._sequence_of(tokens, kwargs)
+        return args, {name: value for name, value in kwargs.items() if name not in OWN}
+
+    def _sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
+        cu_seqlens, mask_BT = given.get("cu_seqlens"), given.get("padding_mask")
+        if cu_seqlens is not None:
+            other = why_whole(self._model)
+            if other is not None:
+                raise ValueError(
+                    f"cu_seqlens must be None for a model with {other}, which does not keep "
+                    "documents apart: give rows of one sequence each"
+                )
+            if given.get("position_ids") is None:
+                raise ValueError(
+                    "cu_seqlens must come with position_ids, by which transformers keeps documents "
+                    "apart: pass both, or call use_causal_attention(model)"
+                )
+            shape = tokens.shape[0], tokens.shape[1]
+            sequence = packed_sequence(cu_seqlens, given.get("max_seqlen"), shape, tokens.device)
+        else:
+            sequence = Sequence()
+        mask = given.get("attention_mask")
+        if mask_BT is None and isinstance(mask, Tensor) and mask.ndim == 2:
+            mask_BT = mask[:, -tokens.shape[1] :] == 0  # the last of keys that a cache has
+        if mask_BT is not None:
+            mask_BT = mask_BT.to(tokens.device)
+        return replace(sequence, padding_mask_BT=mask_BT)
+
+    def _leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        sequence, self._now.sequence = getattr(self._now, "sequence", None), None
+        if sequence is None or (sequence.padding_mask_BT is None and sequence.cu_seqlens is None):
+            return
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._begin_backward(sequence))
+
+    def _begin_backward(self, sequence: Sequence) -> None:
+        self._now.sequence = sequence
+        call_after_backward(self._clear)
+
+    def _clear(self) -> None:
+        self._now.sequence = None
+
+    def _tell(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    ) -> tuple[Any, Kwargs] | None:
+        sequence = getattr(self._now, "sequence", None)
+        return None if sequence is None else _told(sequence, layer, args, kwargs)
+
+
+def _rename(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+) -> tuple[tuple[Any, ...], Kwargs] | None:
+    """Give transformers' loss the number of labels under its own name."""
+    if kwargs.get("num_tokens") is None:
+        return None
+    number = kwargs["num_tokens"]
+    kwargs = {name: value for name, value in kwargs.items() if name != "num_tokens"}
+    return args, {"num_items_in_batch": number} | kwargs
+
+
 def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     """Return what a forward of the model gets as tokens, and refuse what would be ignored."""
     if kwargs.get("attention_mask") is not None:
@@ -173,7 +265,12 @@ def _show(
 
 def _tell(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, Kwargs] | None:
     """Pass documents and padding to a MoE layer, behind a router of transformers' own padding."""
-    sequence: Sequence = getattr(layer, SEQUENCE)
+    return _told(getattr(layer, SEQUENCE), layer, args, kwargs)
+
+
+def _told(
+    sequence: Sequence, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+) -> tuple[Any, Kwargs] | None:
     mask_BT = sequence.padding_mask_BT
     if isinstance(layer, MoELayer):
         padding = {} if mask_BT is None else {"padding_mask": mask_BT}
@@ -181,12 +278,16 @@ def _tell(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any,
     if mask_BT is None:
         return None
     x_TD, ids_TK, *rest = args
+    if mask_BT.numel() != len(x_TD):  # tokens of one modality, of which no mask tells
+        return None
     return (x_TD, ids_TK.masked_fill(mask_BT.reshape(-1, 1), -1), *rest), kwargs
 
 
 def tell_layers(model: nn.Module) -> None:
-    """Tell MoE layers that have taken the place of a model's own, where it has a reader."""
+    """Tell MoE layers that have taken the place of a model's own about rows and padding."""
     for module in list(model.modules()):
         reader: RowReader | None = getattr(module, READER, None)
         if reader is not None:
             reader.attach(module)
+    for module in outermost(model):
+        MaskReader(module)

@@ -30,6 +30,15 @@ def is_pretrained(module: nn.Module) -> bool:
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__)
 
 
+def outermost(module: nn.Module) -> Iterator[Any]:
+    """Yield the outermost models of transformers in a module, or the module itself."""
+    if is_pretrained(module):
+        yield module
+        return
+    for child in module.children():
+        yield from outermost(child)
+
+
 def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
     """Raise a NotImplementedError that names a part of a block that is not transformers' own.
 

@@ -1,0 +1,108 @@
+"""Padding of a transformers model's own attention mask: no expert computes it, no loss counts it.
+
+Expected values are by hand, from the router logits that stock transformers gives real tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore import BalanceConfig, Meshes, ParallelConfig, build_meshes, parallelize_moe
+from moecore.packing import PackedCollator
+from moecore.parallel.attached import moe_state
+from tests.families.transformers.family_models import tiny_model
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+K = 2
+LOSS = BalanceConfig(micro_batch_coef=1.0)
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Iterator[Meshes]:
+    yield build_meshes(ParallelConfig(), "cpu")
+    dist.destroy_process_group()
+
+
+def rows(side: str, seed: int) -> dict[str, Tensor]:
+    """Two rows of 10, the first with 4 real tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    mask_BT = torch.ones(2, 10, dtype=torch.int64)
+    mask_BT[0, 4:] = 0
+    mask_BT = mask_BT.flip(1) if side == "left" else mask_BT
+    return {"input_ids": torch.randint(1, 61, (2, 10), generator=generator)} | {
+        "attention_mask": mask_BT
+    }
+
+
+def balance_loss(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return E / K * sum_e f_e p_e of real tokens in stock's router, and counts [E]."""
+    logits = model(**given, output_router_logits=True).router_logits
+    loss, counts = torch.zeros(()), []
+    for logits_TE in logits:
+        real_NE = logits_TE[given["attention_mask"].flatten() == 1].float()
+        E = real_NE.shape[1]
+        counts_E = torch.bincount(real_NE.topk(K).indices.flatten(), minlength=E)
+        shares_E, scores_E = counts_E / len(real_NE), real_NE.softmax(-1).mean(0)
+        loss = loss + E / K * (shares_E * scores_E).sum()
+        counts.append(counts_E)
+    return loss, torch.stack(counts)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_balance_losses_count_real_tokens(side: str, recompute: bool, meshes: Meshes) -> None:
+    """Two forwards, of other masks, before their backwards: each keeps its own."""
+    stock, model = (tiny_model("qwen3_moe") for _ in range(2))
+    given = [rows(side, 0), rows("left", 1)]
+    wanted = [balance_loss(stock, each) for each in given]
+    sum(loss for loss, _ in wanted).backward()
+    parallelize_moe(model, meshes, balance=LOSS)
+    if recompute:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    state = moe_state(model)
+    state.set_num_micro_batches(2)
+    outputs = [0.0 * model(**each).logits.sum() for each in given]
+    for output in outputs:
+        output.backward()
+    counts = torch.stack(list(state.finish_step().tokens_per_expert.values()))
+    assert int(counts[0].sum()) == K * (4 + 10) * 2
+    assert torch.equal(counts, sum(counts for _, counts in wanted))
+    want = {n: p.grad / 2 for n, p in stock.named_parameters() if n.endswith("gate.weight")}
+    found = dict(model.named_parameters())
+    for name, grad in want.items():
+        own = found[name].grad.full_tensor()
+        assert (own - grad).abs().max() <= 1e-5 * grad.abs().max(), name
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "jamba", "gemma4", "nemotron_h", "ernie4_5_moe"])
+def test_all_routers_leave_padding_out(family: str, meshes: Meshes) -> None:
+    model = parallelize_moe(tiny_model(family), meshes)
+    given = rows("right", 0)
+    model(**given).logits.sum().backward()
+    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    assert {int(n.sum()) for n in counts} == {K * 14}
+
+
+def test_a_packed_batch_is_understood(meshes: Meshes) -> None:
+    """Documents of 7, 3 and 11 in a row of 32, beside each document in a row of its own."""
+    documents = [torch.randint(1, 61, (n,)).tolist() for n in (7, 3, 11)]
+    batch = PackedCollator(row_tokens=32, rows=1)([{"input_ids": d} for d in documents])
+    model, stock = (tiny_model("qwen3_moe") for _ in range(2))
+    parallelize_moe(model, meshes, balance=LOSS)
+    packed = model(**batch)
+    (packed.loss * 0).backward()
+    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    assert [int(n.sum()) for n in counts] == [K * 21] * 2
+    alone = torch.cat([stock(input_ids=torch.tensor([d])).logits[0] for d in documents])
+    assert (packed.logits[0, :21] - alone).abs().max() <= 1e-5 * alone.abs().max()
+    other = model(**batch | {"num_tokens": 2 * batch["num_tokens"]})
+    torch.testing.assert_close(other.loss, packed.loss / 2)
+    with pytest.raises(ValueError, match="cu_seqlens must come with position_ids"):
+        model(**{name: value for name, value in batch.items() if name != "position_ids"})
