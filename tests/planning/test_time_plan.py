@@ -1,4 +1,4 @@
-"""Times and peaks of runs of any depth, put together from few layers, against dry runs of all layers."""
+"""Times and peaks of runs of any depth, from few layers, against dry runs of all layers."""
 
 from __future__ import annotations
 
