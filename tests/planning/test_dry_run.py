@@ -84,9 +84,11 @@ def test_gpus_held_and_took_as_much(run: TrainingRun, row: dict[str, Any]) -> No
         assert found.held / GIB == pytest.approx(row["held_gib"], rel=0.001)
 
 
-@cache
+known = cache(dry_run)
+
+
 def found(run: TrainingRun, rank: int = 0) -> DryRun:
-    return dry_run(run, rank)
+    return known(run, rank)  # always of two arguments, which are the cache's key
 
 
 @pytest.mark.parametrize("precision", [None, "blockwise", "rowwise"])

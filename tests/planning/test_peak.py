@@ -1,4 +1,7 @@
-"""Peaks of runs of any depth, put together from few layers, against dry runs of all layers."""
+"""Peaks of runs of any depth, put together from few layers, against dry runs of all layers.
+
+`test_time_plan.py` compares the peaks of its cases, whose dry runs it has.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,8 @@ RUN = TrainingRun(
     model=QWEN, num_gpus=8, parallel=ParallelConfig(ep=8), seq_len=2048, num_micro_batches=4
 )
 CASES = {
-    "weights gathered by micro-batch": (RUN, 0.002),
     "weights whole": (replace(RUN, fsdp=WHOLE), 0.002),
     "MoE layers again": (replace(RUN, memory=MemoryOptions(recompute=("moe",))), 0.002),
-    "half of the state offloaded": (
-        replace(RUN, optimizer=OptimizerOptions(offload_fraction=0.5)),
-        0.002,
-    ),
-    "deepseek, two nodes": (
-        replace(RUN, model=DEEPSEEK, num_gpus=16, parallel=ParallelConfig(ep=16)),
-        0.01,
-    ),
     "deepseek, offloaded": (
         replace(
             RUN,
@@ -59,16 +53,19 @@ def test_few_layers_stand_for_all(case: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_of_a_pipeline(name: str) -> None:
     pipeline, error = SCHEDULES[name]
-    run = replace(RUN, parallel=ParallelConfig(pp=2, ep=4), num_micro_batches=8, pipeline=pipeline)
+    run = replace(RUN, parallel=ParallelConfig(pp=2, ep=4), num_micro_batches=6, pipeline=pipeline)
     exact = [dry_run(run, rank).peak for rank in (0, 4)]
     assert plan_peak(run) == pytest.approx(exact, rel=error)
-    more = replace(run, num_micro_batches=16)
+    more = replace(run, num_micro_batches=8)
     assert dry_run(more).peak == exact[0], "what has been sent is freed within a step"
+    assert plan_peak(replace(run, num_micro_batches=16)) == plan_peak(run)
 
 
 @pytest.mark.parametrize("case", ["weights whole", "half of the state offloaded", "1f1b"])
 def test_kinds_are_those_of_the_peak(case: str) -> None:
-    run = RUN if case not in CASES else CASES[case][0]
+    run = CASES[case][0] if case in CASES else RUN
+    if "offloaded" in case:
+        run = replace(run, optimizer=OptimizerOptions(offload_fraction=0.5))
     if case in SCHEDULES:
         pipeline = SCHEDULES[case][0]
         run = replace(run, parallel=ParallelConfig(pp=2, ep=4), pipeline=pipeline)

@@ -81,11 +81,17 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
         ValueError, NotImplementedError: as `parallelize_moe` and `fake_world`.
     """
     check_arguments(dry_run, locals())
-    found = _dry_run(run, rank)
-    return found if run.even == run else replace(found, queued=_dry_run(run.even, rank).queued)
+    return of_rows(run, partial(dry_run_of_capacity, rank=rank))
 
 
-def _dry_run(run: TrainingRun, rank: int) -> DryRun:
+def of_rows(run: TrainingRun, dry: Callable[[TrainingRun], DryRun]) -> DryRun:
+    """Return the dry run with the memory of the capacity, and the work of the rows in use."""
+    found = dry(run)
+    return found if run.even == run else replace(found, queued=dry(run.even).queued)
+
+
+def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
+    """Return `dry_run`, but its work is that of all capacity: half the time, for memory alone."""
     recorder = WorkRecorder()
     dry = launches_on_meta(recorder.launched), dry_streams(recorder.queues)
     with fake_world(run.num_gpus, rank), quiet(), new_garbage(), dry[0], dry[1]:

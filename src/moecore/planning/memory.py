@@ -25,6 +25,7 @@ from moecore.planning.pieces import (
     Pieces,
     QueuePiece,
     like_of,
+    memory_pieces_of,
     pieces_of,
     small_of,
     small_step,
@@ -196,7 +197,7 @@ def until_steady(run: TrainingRun) -> int:
 
 def _ranks(run: TrainingRun) -> Iterator[_Rank]:
     """Yield the pipeline ranks of a run."""
-    pieces, step = pieces_of(run), small_step(run)
+    pieces, step = memory_pieces_of(run), small_step(run)
     beside = pieces.held - max(held_bytes(small_of(run)))  # of what no plan counts
     beside -= step.pages  # which have a part for each layer
     per_byte = run.optimizer.offload_fraction * state_bytes(run.optimizer, run.dtype)

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from moecore.models.config import DecoderConfig
 from moecore.parallel.pipeline.layout import Stage
-from moecore.planning.dry_run import DryRun, dry_run
+from moecore.planning.dry_run import DryRun, dry_run_of_capacity, of_rows
 from moecore.planning.record import Pass, Placed, Queued, Start
 from moecore.planning.run import TrainingRun
 from moecore.planning.stored import WHOLE, stages_of, stored_bytes
@@ -236,13 +236,19 @@ def pieces_of(run: TrainingRun) -> Pieces:
 def passes_of(run: TrainingRun) -> Pieces:
     """Return the pieces of a run's step; the optimizer's is that of few layers."""
     small, like = _small(run)
-    step = _dry_run(small)
+    step = of_rows(small, _dry_run)
     return Pieces.of(step.queued, step.starts, like)
 
 
 def small_step(run: TrainingRun) -> DryRun:
-    """Return the dry run of few layers whose pieces those of a run are."""
+    """Return the dry run of few layers for its memory; its work is that of all capacity."""
     return _dry_run(small_of(run))
+
+
+def memory_pieces_of(run: TrainingRun) -> Pieces:
+    """Return the pieces of a run's step for their memory; their work is that of all capacity."""
+    step, (_, like) = small_step(run), _small(run)
+    return Pieces.of(step.queued, step.starts, like)
 
 
 def small_of(run: TrainingRun) -> TrainingRun:
@@ -266,7 +272,7 @@ def timed_stages(run: TrainingRun) -> Sequence[Stage]:
 
 @lru_cache(maxsize=64)
 def _dry_run(run: TrainingRun) -> DryRun:
-    return dry_run(run)
+    return dry_run_of_capacity(run)
 
 
 def like_of(number: int, known: int) -> list[int]:

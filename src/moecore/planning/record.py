@@ -314,7 +314,8 @@ class WorkRecorder(DispatchMode):
 
     def begin(self, of: Pass, part: str) -> None:
         """Record that a part of the model begins a pass."""
-        self._find_gradients()
+        with DisableTorchFunction():
+            self._find_gradients()
         level = self.level if self.starts else self._held
         kinds = self.kinds if self.starts else Counter({HELD: self._held})
         self.end()
@@ -373,7 +374,8 @@ class WorkRecorder(DispatchMode):
 
     def launched(self, name: str, args: Sequence[Any]) -> None:
         """Record a kernel of this package."""
-        self._queue(work_of_kernel(name, args))
+        with DisableTorchFunction():
+            self._queue(work_of_kernel(name, args))
 
     def _queue(self, work: Work, node_ranks: int = 0) -> None:
         behind, host_behind = (self._since(numbers) for numbers in self.queues.put())

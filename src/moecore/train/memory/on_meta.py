@@ -37,6 +37,8 @@ ATTRIBUTES = {
     Tensor.view,
 }
 
+PLAIN_VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size}
+
 
 class OnMeta(TorchFunctionMode):
     """Moves real tensors to meta beside others there, and saves what "cuda" or "cpu" saves."""
@@ -95,9 +97,11 @@ def tensors_of(*values: Any) -> list[Tensor]:
     """Return the tensors of an operation's arguments: within lists, tuples and dicts."""
     found: list[Tensor] = []
     for value in values:
+        if type(value) in PLAIN_VALUES:  # most of them, at a tenth of the time
+            continue
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, tuple | list):
+        elif isinstance(value, (tuple, list)):
             found += tensors_of(*value) if value else ()
         elif isinstance(value, dict):
             found += tensors_of(*value.values()) if value else ()
