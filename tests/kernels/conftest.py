@@ -20,12 +20,13 @@ PARAMS = [
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter() -> Iterator[None]:
-    """Let the interpreter do its bookkeeping once per launch."""
-    with pytest.MonkeyPatch.context() as patch:
-        if INTERPRET:
-            from tests.kernels import interpreter
+    """Let the interpreter do its bookkeeping once."""
+    if not INTERPRET:
+        yield
+        return
+    from tests.kernels import interpreter
 
-            interpreter.patch(patch)
+    with interpreter.patched():
         yield
 
 

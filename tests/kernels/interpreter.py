@@ -1,13 +1,15 @@
 """Triton's interpreter without what it computes again for every operation.
 
 Its types are records of Python that it makes anew for each result: most of a small kernel's time.
-Here a launch makes each type once, and a comparison of equal shapes ends early. Values are computed
+Here a launch makes each type once, and a comparison of equal shapes ends early. Functions of
+`triton.language` are replaced once for all launches. Values are computed
 by the same code. `test_interpreter.py` compares the types with those of Triton.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -32,33 +34,51 @@ TYPES_OF_TRITON = [
 ]
 
 
-def patch(to: pytest.MonkeyPatch) -> None:
-    """Let the interpreter do its bookkeeping once per launch."""
-    if CAN_PATCH:
-        types: dict[Any, dict[str, Any]] = {}
-        _patch_launches(to, types)
+@contextmanager
+def patched() -> Iterator[None]:
+    """The interpreter does its bookkeeping once per launch, or once."""
+    if not CAN_PATCH:
+        yield
+        return
+    types: dict[Any, dict[str, Any]] = {}
+    with ExitStack() as undo:
+        to = undo.enter_context(pytest.MonkeyPatch.context())
+        _patch_launches(to, types, undo)
         _patch_types(to, types)
         _patch_operations(to)
+        yield
 
 
-def _patch_launches(to: pytest.MonkeyPatch, types: dict[Any, dict[str, Any]]) -> None:
-    """Prepare a launch once.
+class _NoScope:
+    """What a launch is to undo: nothing."""
 
-    The interpreter replaces all functions of `triton.language` when a kernel starts, and looks for
-    more of them at every call of another function by the kernel.
+    def restore(self) -> None:
+        pass
+
+
+def _patch_launches(
+    to: pytest.MonkeyPatch, types: dict[Any, dict[str, Any]], undo: ExitStack
+) -> None:
+    """Replace the functions of `triton.language` once.
+
+    The interpreter does so when a kernel starts, undoes it in the end, and looks for more functions
+    at every call of another function by the kernel.
     """
     patch_lang, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[int] = set()  # in this launch, which undoes it in the end
+    replaced: set[int] = set()
+    languages: dict[int, tuple[Any, set[int]]] = {}  # of the globals of a function
 
     def patch_once(fn: Any) -> Any:
-        seen = {id(language), id(language.core)} & {id(v) for v in fn.__globals__.values()}
-        if seen <= patched:
-            return None
-        patched.update(seen)
-        return patch_lang(fn)
+        known, seen = languages.get(id(fn.__globals__), (None, set()))
+        if known is None:
+            seen = {id(language), id(language.core)} & {id(v) for v in fn.__globals__.values()}
+            languages[id(fn.__globals__)] = fn.__globals__, seen
+        if not seen <= replaced:
+            replaced.update(seen)
+            undo.callback(patch_lang(fn).restore)
+        return _NoScope()
 
     def launch_anew(executor: Any, *args: Any, **kwargs: Any) -> None:
-        patched.clear()
         types.clear()  # they have pointers of the last launch
         launch(executor, *args, **kwargs)
 
