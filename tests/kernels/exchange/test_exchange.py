@@ -253,34 +253,43 @@ def check_dispatch(
         assert torch.equal(got.weights_SK, weights_SK.where(ids_SK >= 0, 0))
 
 
-def rows_of(
-    world: World, came: list[SpreadChoices], *, by_expert: bool, seed: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return each rank's slots and rows: one per source row, or one per local expert of it."""
-    generator, blocks, slots = torch.Generator().manual_seed(seed), world.case.etp, []
+def expert_slots(world: World, came: list[SpreadChoices]) -> list[Tensor]:
+    """Return each rank's places of source rows among the rows of its experts."""
+    slots = []
     for r, got in enumerate(came):
-        sizes = dict(first=r // blocks * world.num_local, num_local=world.num_local)
-        index = build_index(got.ids_SK, got.weights_SK, **sizes)
-        slots.append(index.slots_SK if by_expert else got.places_S[:, None])
-    rows = world.layout.source_rows * (world.case.top_k if by_expert else 1)
-    y = [torch.randn(rows, world.case.dim, generator=generator) for _ in came]
-    return slots, [t.to(world.device, world.case.dtype) for t in y]
+        sizes = dict(first=r // world.case.etp * world.num_local, num_local=world.num_local)
+        slots.append(build_index(got.ids_SK, got.weights_SK, **sizes).slots_SK)
+    return slots
+
+
+def rows_of(world: World, slots: list[Tensor], seed: int) -> list[Tensor]:
+    """Return rows that the slots of each rank point at."""
+    generator, case = torch.Generator().manual_seed(seed), world.case
+    rows = world.layout.source_rows * slots[0].shape[1]
+    y = [torch.randn(rows, case.dim, generator=generator) for _ in slots]
+    return [t.to(world.device, case.dtype) for t in y]
 
 
 def choices_of(
-    world: World, came: list[SpreadChoices], seed: int
+    world: World, slots: list[Tensor], seed: int
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Return each rank's gradients of weights and their slots, and the same by choice."""
-    slots, rows = rows_of(world, came, by_expert=True, seed=seed + 100)
+    rows = rows_of(world, slots, seed + 100)
     grads = [y[:, 0].float().contiguous() for y in rows]
     pairs = list(zip(grads, slots, strict=True))
     return pairs, torch.stack([torch.where(s >= 0, g[s.clamp(min=0).long()], 0) for g, s in pairs])
 
 
-def check_copied(world: World, peers: list[Tensor], came: list[SpreadChoices], seed: int) -> None:
+def check_copied(
+    world: World,
+    peers: list[Tensor],
+    came: list[SpreadChoices],
+    grads: tuple[list[tuple[Tensor, Tensor]], Tensor],
+    seed: int,
+) -> None:
     """Sums that copies bring home, and gradients of choices beside them."""
-    _, sums = rows_of(world, came, by_expert=False, seed=seed)
-    choices, dweights_GSK = choices_of(world, came, seed=seed)
+    sums = rows_of(world, [c.places_S[:, None] for c in came], seed)
+    choices, dweights_GSK = grads
     for buffer, sums_SD in zip(world.buffers, sums, strict=True):
         exchange_copies.copy_sums(buffer, sums_SD)
     where = [(g, c.places_S, c.places_S[:, None]) for g, c in zip(peers, came, strict=True)]
@@ -326,10 +335,13 @@ def test_kernels_equal_references(name: str, device: str) -> None:
                 assert world.slot(r, 0)[got.places_S < 0].isnan().all()
                 assert world.slot(r, 1).isnan().all()
 
+        of_experts = expert_slots(world, came)
+        choices, dweights_GSK = choices_of(world, of_experts, seed=n)
         for with_grads in (True, False):
-            slots, y = rows_of(world, came, by_expert=(n + with_grads) % 2 == 0, seed=n)
+            by_expert = (n + with_grads) % 2 == 0
+            slots = of_experts if by_expert else [c.places_S[:, None] for c in came]
+            y = rows_of(world, slots, seed=n)
             where = [(g, c.places_S, s) for g, c, s in zip(peers, came, slots, strict=True)]
-            choices, dweights_GSK = choices_of(world, came, seed=n)
             grads = choices if with_grads else [None] * world.G
             sums = [(p, x, *w, g) for p, x, w, g in zip(buffers, y, where, grads, strict=True)]
             y_GSN = torch.stack([sum_rows_ref(*t, None) for t in zip(y, slots, slots, strict=True)])
@@ -354,7 +366,7 @@ def test_kernels_equal_references(name: str, device: str) -> None:
             rows_RD, (s, k) = exchange.spread(*b, half="receive"), (slots[r] >= 0).nonzero().T
             right = spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), r)
             assert torch.equal(rows_RD[slots[r][s, k].long()], right[s])
-        check_copied(world, peers, came, seed=n)
+        check_copied(world, peers, came, (choices, dweights_GSK), seed=n)
         check_narrow(world, inp, sizes)
         assert [int(p.state[0]) for p in buffers] == [6 * (n + 1)] * world.G
         assert not any(p.state[1:].any() or p.report.any() for p in buffers)
@@ -426,7 +438,8 @@ def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
                 came.append(exchange.spread_choices(world.buffers[r], *tokens, **sizes))
         torch.cuda.synchronize()
         check_dispatch(world, inp, [c.peers_T for c in came], came)
-        slots, y = rows_of(world, came, by_expert=n % 2 == 0, seed=n)
+        slots = [c.places_S[:, None] for c in came] if n % 2 else expert_slots(world, came)
+        y = rows_of(world, slots, seed=n)
         torch.cuda.synchronize()
         home = []
         for r, stream in enumerate(streams):
