@@ -62,7 +62,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "saving": {
         **EP2,
         "checkpoint__enable": True,
-        "checkpoint__interval": 2,
+        "checkpoint__interval": 1,
         "checkpoint__last_save_in_hf": True,
         "checkpoint__last_save_model_only": True,
     },
@@ -97,7 +97,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
         f"{folder}/resumed",
         **{BATCH: 2},
         checkpoint__enable=True,
-        checkpoint__initial_load_path=f"{folder}/saving/checkpoint/step-2",
+        checkpoint__initial_load_path=f"{folder}/saving/checkpoint/step-1",
         checkpoint__initial_load_model_only=False,
     )
     results["balanced"] = run("balanced", folder, **EP2)
@@ -231,7 +231,7 @@ def test_a_run_trains_like_plain_transformers(results: dict[str, Any], name: str
     assert close(found.losses, wanted.losses), (found.losses, wanted.losses)
     assert close(found.norms, wanted.norms), (found.norms, wanted.norms)
     assert_close(found.grads, wanted.grads)
-    assert_close(found.state, wanted.state, 2e-5)  # three updates
+    assert_close(found.state, wanted.state, 2e-5)  # two updates
     assert not found.plain
     for names in found.expert_meshes:
         assert ("ep" in names) == (name != "dense mesh"), names
@@ -251,8 +251,8 @@ def test_local_tokens_follow_the_models_vocabulary(results: dict[str, Any]) -> N
 
 def test_a_checkpoint_continues_on_another_layout(results: dict[str, Any]) -> None:
     found, wanted = results["resumed"], results["oracle"]["tiny"]
-    assert len(found.losses) == 1  # step 3 alone
-    assert close(found.losses, wanted.losses[2:])
+    assert len(found.losses) == 1  # step 2 alone
+    assert close(found.losses, wanted.losses[1:])
     assert_close(found.state, wanted.state, 2e-5)
 
 

@@ -71,10 +71,10 @@ else:
         "qwen3 hsdp": ("moecore_tiny_qwen3", {EP: 2, REPLICATE: 2, SHARD: 2, **FULL}),
         "qwen3 tp": ("moecore_tiny_qwen3", {EP: 2, TP: 2, **SELECTIVE, **TWO_BATCHES}),
         "qwen3 dense mesh": ("moecore_tiny_qwen3", SELECTIVE_OP),
-        "qwen3 compiled": ("moecore_tiny_qwen3", {EP: 2, **SELECTIVE, **COMPILE}),
+        "qwen3 compiled": ("moecore_tiny_qwen3", {EP: 2, BATCH: 2, **SELECTIVE, **COMPILE}),
         "deepseek_v3 stock": ("stock_tiny_deepseek_v3", {EP: 2}),
         "deepseek_v3 ep": ("moecore_tiny_deepseek_v3", WIDE),
-        "deepseek_v3 compiled": ("moecore_tiny_deepseek_v3", {**WIDE, **COMPILE}),
+        "deepseek_v3 compiled": ("moecore_tiny_deepseek_v3", {EP: 2, TP: 2, BATCH: 4, **COMPILE}),
         "deepseek_v3 etp": ("moecore_tiny_deepseek_v3", {EP: 2, TP: 2, ETP: 2, BATCH: 2}),
     }
 LOW = {"stock": "stock_tiny_bf16" if V03 else "stock_tiny_qwen3", "moecore": "moecore_tiny_qwen3"}
@@ -84,7 +84,7 @@ ACCELERATED = [name for name in RUNS if "stock" not in name]
 def saving(name: str) -> dict[str, Any]:
     if name in ("qwen3 stock", "qwen3 tp") and not V03:
         return dict(checkpoint__enable=True, checkpoint__last_save_in_hf=True)
-    every = dict(checkpoint__enable=True, checkpoint__interval=2)
+    every = dict(checkpoint__enable=True, checkpoint__interval=1)
     return every if name in ("deepseek_v3 stock", "deepseek_v3 ep") else {}
 
 
@@ -103,12 +103,12 @@ def jobs_in(folder: str) -> dict[str, Job]:
         jobs[name] = (spec, f"{folder}/{name}", options | saving(name))
     for pair in (("stock", "ep"), ("ep", "stock")):
         whole = dict(checkpoint__initial_load_model_only=False)
-        jobs[" to ".join(pair)] = loading("deepseek_v3", pair[0], 2, pair[1], folder, **whole)
+        jobs[" to ".join(pair)] = loading("deepseek_v3", pair[0], 1, pair[1], folder, **whole)
     for pair in () if V03 else (("stock", "tp"), ("tp", "stock")):
         one = dict(training__steps=1, checkpoint__initial_load_in_hf=True)
         jobs["hf " + " to ".join(pair)] = loading("qwen3", pair[0], STEPS, pair[1], folder, **one)
     for kind, spec in LOW.items():
-        jobs[f"bf16 {kind}"] = (spec, folder, BF16)
+        jobs[f"bf16 {kind}"] = (spec, folder, BF16 | dict(training__steps=1))
     return jobs
 
 
@@ -122,7 +122,8 @@ def runs() -> dict[str, Run]:
     with tempfile.TemporaryDirectory() as folder:
         jobs = jobs_in(folder)
         if not V03:
-            return run_ranks(NUM_RANKS, worker, jobs)
+            pairs = {n: jobs.pop(n) for n in list(jobs) if "compiled" in n}
+            return run_ranks(NUM_RANKS, worker, jobs) | run_ranks(2, worker, pairs)
         # A process trains one stock model: for a second torch 2.14 finds the meshes of the first.
         stock = [name for name in jobs if name.endswith("stock")]
         first, last = ([[n] for n in stock if (" to " in n) == reads] for reads in (False, True))
@@ -152,7 +153,7 @@ def test_every_gradient_is_that_of_stock(runs: dict[str, Run], name: str) -> Non
 @pytest.mark.parametrize("name", ACCELERATED)
 def test_state_after_the_steps_is_that_of_stock(runs: dict[str, Run], name: str) -> None:
     run, stock = runs[name], oracle(runs, name)
-    assert_close(run.state, stock.state, 2e-5)  # three updates
+    assert_close(run.state, stock.state, 2e-5)  # two updates
     biases = [n for n in run.state if "expert_bias" in n]
     assert biases
     for bias in biases:
@@ -173,9 +174,9 @@ def test_every_parameter_is_a_dtensor_and_experts_are_found(
 @pytest.mark.parametrize("route", ["stock to ep", "ep to stock"])
 def test_a_checkpoint_of_one_continues_in_the_other(runs: dict[str, Run], route: str) -> None:
     stock = runs["deepseek_v3 stock"]
-    assert len(runs[route].losses) == 1  # step 3 alone
-    assert close(runs[route].losses, stock.losses[2:])
-    assert close(runs[route].norms, stock.norms[2:])
+    assert len(runs[route].losses) == 1  # step 2 alone
+    assert close(runs[route].losses, stock.losses[1:])
+    assert close(runs[route].norms, stock.norms[1:])
     assert_close(runs[route].state, stock.state, 2e-5)
 
 
@@ -184,7 +185,7 @@ def test_hugging_face_files_of_one_load_in_the_other(runs: dict[str, Run]) -> No
     own, stock = runs["hf stock to tp"], runs["hf tp to stock"]
     assert close(own.losses, stock.losses)
     assert close(own.norms, stock.norms)
-    assert_close(own.grads, stock.grads, 2e-5)  # weights after three updates
+    assert_close(own.grads, stock.grads, 2e-5)  # weights after two updates
     assert own.losses[0] < runs["qwen3 stock"].losses[0] - 0.1  # trained on these samples before
 
 

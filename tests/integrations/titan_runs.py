@@ -42,7 +42,7 @@ TWO_BATCHES = {"training__global_batch_size": 4}  # of one sample each on two da
 # Every graph is made, none is turned into C++: that takes minutes here.
 COMPILE = {"compile__enable": True, "compile__backend": "aot_eager"}
 
-VOCAB, DIM, SEQ_LEN, STEPS = 96, 32, 16, 3
+VOCAB, DIM, SEQ_LEN, STEPS = 96, 32, 16, 2
 LR, EPS, WEIGHT_DECAY = 1e-2, 1e-3, 0.1  # with eps 1e-8 the first steps are the gradients' signs
 DECODER = DecoderConfig(
     vocab_size=VOCAB,

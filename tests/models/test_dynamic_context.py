@@ -37,6 +37,7 @@ from moecore.packing import DocumentGroup, DocumentSchedule, PackedCollator, sch
 from moecore.rl import RouterReplay
 from moecore.train import QKClip
 from tests.helpers.ranks import run_ranks
+from tests.helpers.whole import gather_whole
 from tests.models.test_context_parallel import GROUPED, LATENT, dropping, relative, update
 from tests.models.test_mtp import make
 
@@ -222,6 +223,7 @@ def run(case: Case) -> dict[str, float]:
     update(model, found, 0, clip)
     found |= {f"counts of {n}": c.double() for n, c in metrics.tokens_per_expert.items()}
     found |= {f"losses of {n}": x for n, x in metrics.aux_losses.items()}
+    found = gather_whole(found)
     if dist.get_rank():
         return {}
     wanted = expected(case.config, case.by_document, meshes.data_ranks)

@@ -180,7 +180,7 @@ def training(folding: str, rank: int) -> list[float]:
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(0, 61, (2, 2, 17), generator=generator)
     losses = []
-    for _ in range(4):
+    for _ in range(3):
         total = torch.zeros(())
         for batch_BT in tokens:
             with step.micro_batch():

@@ -39,7 +39,7 @@ from tests.helpers.ranks import need_gpu_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
-WORLD, N = 4, 4
+WORLD, N = 4, 3
 CONFIG = DecoderConfig(
     vocab_size=61,
     dim=32,
@@ -53,29 +53,36 @@ CONFIG = DecoderConfig(
 FREED = FSDPOptions(param_dtype=torch.bfloat16)
 STAYING = replace(FREED, dense_strategy="optim")
 Run = Callable[[Callable[[], Any], Callable[[], None]], Any]
+Event = tuple[str, str, tuple[int, ...]]
+
+
+SHORT = replace(CONFIG, num_layers=2)
 
 
 def moe(**fields: Any) -> dict[str, Any]:
     assert CONFIG.moe is not None
-    return {"config": replace(CONFIG, moe=replace(CONFIG.moe, **fields))}
+    return {"config": replace(SHORT, moe=replace(CONFIG.moe, **fields))}
 
 
 CASES: dict[str, dict[str, Any]] = {
     "staying": {"fsdp": STAYING},
     "freed": {"fsdp": FREED},
     "freed, blocks ahead": {"fsdp": replace(FREED, prefetch_blocks=2)},
-    "allgather": {"dispatcher": "allgather", "fsdp": STAYING},
+    "allgather": {"dispatcher": "allgather", "fsdp": STAYING, "config": SHORT},
     "shared experts": moe(shared_hidden_dim=16, shared_gate=True),
     "capacity": moe(capacity=CapacityConfig(factor=1.0)),
     "static capacity": moe(capacity=CapacityConfig(factor=1.0, pad=True)),
-    "moe computed again": {"memory": MemoryOptions(recompute=("moe",))},
-    "parts computed again": {"memory": MemoryOptions(recompute=("norm", "rope", "qkv_proj"))},
+    "moe computed again": {"config": SHORT, "memory": MemoryOptions(recompute=("moe",))},
+    "parts computed again": {
+        "config": SHORT,
+        "memory": MemoryOptions(recompute=("norm", "rope", "qkv_proj")),
+    },
     "offloaded": {"memory": MemoryOptions(offload=("norm", "attention", "experts", "rest"))},
     "blocks computed again": {"checkpoint": True, "fsdp": STAYING} | moe(router_jitter=0.2),
     "freed blocks computed again": {"checkpoint": True, "fsdp": FREED},
     "transformers": {"family": "qwen3-moe", "fsdp": STAYING},
     "transformers, computed again": {"family": "qwen2-moe", "checkpoint": True, "fsdp": FREED},
-    "no experts": {"config": replace(CONFIG, moe=None, mlp_hidden_dim=48)},
+    "no experts": {"config": replace(SHORT, moe=None, mlp_hidden_dim=48)},
     "two chunks": {"layout": "Et|tttL", "fsdp": STAYING},
     "two freed chunks": {"layout": "Ettt|tL", "fsdp": FREED},
 }
@@ -156,11 +163,10 @@ class MicroBatch:
         self._grad = None if before is None else before.grad
 
 
-def run(device: torch.device, *, beside: bool, **case: Any) -> dict[str, Tensor]:
+def run(model: nn.Module, step: TrainStep, *, beside: bool, layout: str = "") -> dict[str, Tensor]:
     """Return losses, gradients and counts of a step whose forwards come one pair ahead."""
     torch.manual_seed(dist.get_rank())
-    model, step = make(device, **case)
-    micro_batches = [MicroBatch(model, n, case.get("layout", "")) for n in range(N)]
+    micro_batches = [MicroBatch(model, n, layout) for n in range(N)]
     forwards = [partial(b.forward, i) for b in micro_batches for i in range(len(b.stages))]
     backwards = [b.backward for b in micro_batches for _ in b.stages]
     ahead = len(micro_batches[0].stages)
@@ -172,13 +178,15 @@ def run(device: torch.device, *, beside: bool, **case: Any) -> dict[str, Tensor]
             pair(forward, backward)
         for backward in backwards[-ahead:]:
             backward()
-    return found_in(model) | {f"loss {n}": b.loss for n, b in enumerate(micro_batches)}
+    found = found_in(model) | {f"loss {n}": b.loss for n, b in enumerate(micro_batches)}
+    step.drop()
+    return found
 
 
 def found_in(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, layer in moe_state(model).layers.items():
-        found[f"counts {name}"] = layer.tracker.counts.chosen_E
+        found[f"counts {name}"] = layer.tracker.counts.chosen_E.clone()
     return found | {n: p.grad.to_local() for n, p in model.named_parameters()}  # type: ignore[union-attr, operator]
 
 
@@ -188,17 +196,22 @@ def _one_by_one(forward: Callable[[], Any], backward: Callable[[], None]) -> Any
     return found
 
 
-def difference(device: torch.device, **case: Any) -> list[str]:
-    """Return what has other bits with lanes."""
-    ours, wanted = run(device, beside=True, **case), run(device, beside=False, **case)
+def both(device: torch.device, **case: Any) -> tuple[list[str], dict[bool, list[Event]]]:
+    """Return what has other bits with lanes, and the collectives with and without."""
+    model, step = make(device, **case)
+    found, events = {}, {}
+    for beside in (True, False):
+        with recorded() as events[beside]:
+            found[beside] = run(model, step, beside=beside, layout=case.get("layout", ""))
+    ours, wanted = found[True], found[False]
     assert ours.keys() == wanted.keys() and len(ours) > 10
-    return [name for name, value in wanted.items() if not torch.equal(ours[name], value)]
+    return [name for name, value in wanted.items() if not torch.equal(ours[name], value)], events
 
 
 @contextmanager
-def recorded() -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
+def recorded() -> Iterator[list[Event]]:
     """Record collectives: who ("forward" or "backward"), what, and the shape that comes."""
-    events: list[tuple[str, str, tuple[int, ...]]] = []
+    events: list[Event] = []
     all_to_all, gather, reduce = dist.all_to_all_single, Packed.gather, Packed.reduce
 
     def note(what: str, out: Tensor) -> None:
@@ -240,23 +253,18 @@ class _Work:
 ORDERED = ("staying", "freed", "blocks computed again", "freed blocks computed again")
 
 
-def order(device: torch.device, case: str) -> dict[str, Any]:
-    """Return the order of all ranks, and what each side does with lanes and without."""
-    found: dict[str, Any] = {}
-    for beside in (True, False):
-        with recorded() as events:
-            run(device, beside=beside, **CASES[case])
+def order(by: dict[bool, list[Event]]) -> dict[Any, Any]:
+    """Return the order of this rank, and what each side does, with lanes and without."""
+    found: dict[Any, Any] = {}
+    for beside, events in by.items():
         # Ranks send other numbers of rows; what units communicate is the same.
-        kinds = [(who, what) for who, what, _ in events]
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, kinds)
+        found[beside] = [(who, what) for who, what, _ in events]
         for who in ("forward", "backward"):
             found[who, beside] = [
                 (what.replace("start", "exchange"), shape)
                 for side, what, shape in events
                 if side == who and what not in ("wait", "gather")
             ]
-        found[beside] = every
     return found
 
 
@@ -343,11 +351,16 @@ FAILURES = ("late forward", "early forward", "backward")
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    differences: list[Any] = [None] * WORLD
-    dist.all_gather_object(differences, {n: difference(device, **c) for n, c in CASES.items()})
+    differences, orders = {}, {}
+    for name, case in CASES.items():
+        differences[name], by = both(device, **case)
+        if name in ORDERED:
+            orders[name] = order(by)
+    every: list[Any] = [None] * WORLD
+    dist.all_gather_object(every, (differences, orders))
     return {
-        "differences": differences,
-        "order": {case: order(device, case) for case in ORDERED},
+        "differences": [one for one, _ in every],
+        "order": {case: [one[case] for _, one in every] for case in ORDERED},
         "failures": {where: fail(device, where) for where in FAILURES},
         "refused": refused(device),
     }
@@ -366,21 +379,21 @@ def test_pairs_have_the_bits_of_one_after_the_other(case: str, found: dict[str, 
 
 @pytest.mark.parametrize("case", ORDERED)
 def test_the_order_of_collectives_is_that_of_all_ranks(case: str, found: dict[str, Any]) -> None:
-    first, *others = found["order"][case][True]
+    first, *others = (one[True] for one in found["order"][case])
     assert others == [first] * (WORLD - 1)
 
 
 @pytest.mark.parametrize("case", ORDERED)
 def test_each_side_communicates_as_without_lanes(case: str, found: dict[str, Any]) -> None:
     """But for gathers, of which pairs of freed units need more."""
-    ordered = found["order"][case]
-    for who in ("forward", "backward"):
-        assert ordered[who, True] == ordered[who, False] != []
-    assert {"start", "wait"}.isdisjoint(what for _, what in ordered[False][0])
+    for ordered in found["order"][case]:
+        for who in ("forward", "backward"):
+            assert ordered[who, True] == ordered[who, False] != []
+        assert {"start", "wait"}.isdisjoint(what for _, what in ordered[False])
 
 
 def test_exchanges_run_beside_the_other_side(found: dict[str, Any]) -> None:
-    kinds = found["order"]["staying"][True][0]
+    kinds = found["order"]["staying"][0][True]
     for side in ("forward", "backward"):
         beside = hidden(kinds, side)
         # Of each layer and pair those of rows, of choices and of sums.
@@ -389,7 +402,7 @@ def test_exchanges_run_beside_the_other_side(found: dict[str, Any]) -> None:
 
 def test_what_was_counted_starts_before_the_other_side_exchanges(found: dict[str, Any]) -> None:
     """The host waits for counts behind a part of the other side, which has started nothing."""
-    kinds = [event for event in found["order"]["staying"][True][0] if event[1] != "wait"]
+    kinds = [event for event in found["order"]["staying"][0][True] if event[1] != "wait"]
     after = [now for before, now in itertools.pairwise(kinds) if before == ("forward", "counts")]
     assert after.count(("forward", "start")) == CONFIG.num_layers * (N - 1)
     assert set(after) == {("forward", "start"), ("forward", "exchange")}
@@ -414,7 +427,7 @@ def test_where_pairs_are_refused(found: dict[str, Any]) -> None:
 
 
 def gpu_worker(rank: int, device: torch.device) -> dict[str, list[str]]:
-    return {name: difference(device, **case) for name, case in CASES.items()}
+    return {name: both(device, **case)[0] for name, case in CASES.items()}
 
 
 @pytest.mark.gpu
