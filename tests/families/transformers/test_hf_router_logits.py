@@ -90,7 +90,8 @@ def test_gradient_checkpointing_records_once(name: str, meshes: Meshes) -> None:
         assert_equal_numbers(found, expected)  # one tensor of router logits per layer, too
         assert len(runs) == step * 2 * len(layers), "each forward ran again in backward"
     counts = moe_state(model).finish_step().tokens_per_expert.values()
-    assert all(int(c.sum()) == 2 * int(padding_mask().sum()) * model.config.num_experts_per_tok for c in counts)
+    chosen = 2 * int(padding_mask().sum()) * model.config.num_experts_per_tok
+    assert all(int(c.sum()) == chosen for c in counts)
 
 
 @pytest.mark.parametrize("name", WITH_BALANCE_LOSS)
