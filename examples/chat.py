@@ -8,7 +8,9 @@ A file's records are lines of JSON (.jsonl), each in one of three forms, or one 
 
 Of a chat the assistant's messages are learned. A template that marks them with {% generation %}
 decides itself which tokens these are. Else an answer begins where the prompt of the messages before
-it ends, as the model will see that prompt, and ends where the template's last special token does.
+it ends, as the model will see that prompt, and ends where the template's last special token does,
+or behind the last answer with the end of the sequence. What a prompt begins of the answer, such as
+reasoning, belongs to the prompt if the answer has all of it.
 
 Note "turns that change": some templates render a message otherwise once others follow it, such as
 those that drop the reasoning of earlier turns. A chat whose renderings do not grow in place becomes
@@ -182,13 +184,25 @@ def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> 
             messages[:count], tools=tools, tokenize=False, add_generation_prompt=prompt
         )
 
+    def answered(count: int, content: str) -> str:
+        """With another content of the last message."""
+        changed = [*messages[:count], {**messages[count], "content": content}]
+        return tokenizer.apply_chat_template(changed, tools=tools, tokenize=False)
+
     turns = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            text = rendered(i + 1)
-            turns.append(
-                (text, (_answer_start(text, rendered(i, prompt=True), rendered(i)), len(text)))
-            )
+            text, prompt = rendered(i + 1), rendered(i, prompt=True)
+            start = len(prompt)
+            if not text.startswith(prompt):
+                others = [_shared(text, answered(i, letter)) for letter in "AB"]
+                start = min(_shared(text, prompt), *others)
+                if not text.startswith(rendered(i)):
+                    raise ValueError(
+                        "an assistant's message must be added behind those before it: mark it in "
+                        "the template with {% generation %}"
+                    )
+            turns.append((text, (start, len(text))))
     if not turns:
         return [_spanned(tokenizer, rendered(len(messages)), [])]
     whole = turns[-1][0]
@@ -197,26 +211,20 @@ def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> 
     return [_spanned(tokenizer, text, [span]) for text, span in turns]
 
 
-def _answer_start(text: str, prompt: str, before: str) -> int:
-    """Return where the answer begins in a rendering that ends with it.
-
-    A prompt may end with more than the rendering has there, such as the begin of reasoning.
-
-    Raises:
-        ValueError: when the rendering does not begin with that of the messages before.
-    """
-    pairs = enumerate(zip(text, prompt, strict=False))
-    start = next((i for i, (a, b) in pairs if a != b), min(len(text), len(prompt)))
-    if start < len(prompt) and not text.startswith(before):
-        raise ValueError(
-            "an assistant's message must be added behind those before it: mark it in the template "
-            "with {% generation %}"
-        )
-    return start
+def _shared(text: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def _spanned(tokenizer: Any, text: str, spans: list[Span]) -> Example:
-    return _example(*_tokens(tokenizer, text, spans, special=False))
+    """Learn spans; behind one that ends the text also to end, where the template has no token."""
+    ids, is_answer = _tokens(tokenizer, text, spans, special=False)
+    if ids and is_answer[-1] and ids[-1] not in special_tokens(tokenizer):
+        if tokenizer.eos_token_id is None:
+            raise ValueError("an answer must end with a token, and the tokenizer has no eos_token")
+        ids, is_answer = [*ids, tokenizer.eos_token_id], [*is_answer, True]
+    return _example(ids, is_answer)
 
 
 def _tokens(

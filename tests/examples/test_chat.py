@@ -142,6 +142,34 @@ def test_a_prompt_may_end_with_what_the_rendering_lacks(
     assert encoded(modules, tokenizer, {"messages": CHAT}) == [by_hand(tokenizer, *WHOLE)]
 
 
+@pytest.mark.parametrize("answer", ["<tool_call>x", "<thinking aloud", "<", "<think>", "A", ""])
+def test_an_answer_that_begins_like_the_prompts_end_is_learned_whole(
+    answer: str, modules: SimpleNamespace, tokenizer: Any
+) -> None:
+    plain = unmarked(modules.tiny_hf.TEMPLATE)
+    tokenizer.chat_template = plain.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+    chat = [CHAT[1], {"role": "assistant", "content": answer}]
+    prompt = turn("user", PAIRS[0][0]) + "<|im_start|>assistant\n"
+    found = encoded(modules, tokenizer, {"messages": chat})
+    assert found == [by_hand(tokenizer, prompt, (f"{answer}<|im_end|>",), "\n")]
+
+
+def test_an_end_is_learned_where_the_template_has_none(
+    modules: SimpleNamespace, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{- m['role'] + ': ' + m['content'] + '\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
+    )
+    ((ids, learned),) = encoded(modules, tokenizer, {"messages": CHAT[1:3]})
+    assert (ids[-1], learned[-1]) == (tokenizer.eos_token_id, True)
+    taught = [i for i, is_learned in zip(ids[:-1], learned, strict=False) if is_learned]
+    assert tokenizer.decode(taught) == f"{PAIRS[0][1]}\n"
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="must end with a token"):
+        encoded(modules, tokenizer, {"messages": CHAT[1:3]})
+
+
 def test_a_template_without_prompts(modules: SimpleNamespace, tokenizer: Any) -> None:
     tokenizer.chat_template = NO_PROMPT
     parts: list[str | tuple[str]] = []
@@ -167,7 +195,7 @@ def test_white_space_that_a_text_ends_with_is_learned(
     tokenizer.chat_template = NO_PROMPT.replace("eos_token", "'\\n\\n'")
     ((ids, learned),) = encoded(modules, tokenizer, {"messages": CHAT[1:3]})
     text = tokenizer.decode([i for i, yes in zip(ids, learned, strict=True) if yes])
-    assert text == f" {PAIRS[0][1]}\n\n"
+    assert text == f" {PAIRS[0][1]}\n\n<|im_end|>"
 
 
 def test_a_completion_is_learned_with_its_end(modules: SimpleNamespace, tokenizer: Any) -> None:
