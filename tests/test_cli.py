@@ -281,6 +281,14 @@ def test_help_and_module(capsys):
         assert f"moecore checkpoint {command}" in text  # an example of each
 
 
+def test_an_interrupted_command_ends_as_shells_have_it(home, capsys, monkeypatch):
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moecore.cli.read_manifest", interrupted)
+    assert run(capsys, "inspect", home / "run") == (130, "", "")
+
+
 def test_python_m_moecore(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["moecore", "checkpoint", "verify", "/nowhere"])
     with pytest.raises(SystemExit) as stop:

@@ -120,6 +120,7 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
         built(balance=BALANCE),
         "balance (BalanceConfig(",
     ),
+    "moe": (built(moe={"router_jitter": 0.1}), built(), "names in moe (['router_jitter'] on"),
     "precision": (
         built(precision=Precision(recipe=Recipe(), roles=("mlp",))),
         built(),

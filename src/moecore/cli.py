@@ -1,6 +1,7 @@
 """The command line: checkpoints (inspect, verify, convert, prune), plans, costs, reports of runs.
 
-Exit codes: 0 no problem; 1 a problem was found, named in one line on stderr; 2 wrong usage.
+Exit codes: 0 no problem; 1 a problem was found, named in one line on stderr; 2 wrong usage; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"moecore: {_printable(' '.join(str(error).split()))}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130  # as shells have it
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -108,7 +108,8 @@ class Request:
         records = ("family", "meshes", "nvlink", "fsdp", "memory")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
         nvlink = fields_of(self.nvlink or NVLinkOptions())
-        return plain | fields_of(self.fsdp) | fields_of(self.memory) | nvlink
+        names = {"names in moe": list(self.moe)}
+        return names | plain | fields_of(self.fsdp) | fields_of(self.memory) | nvlink
 
 
 def model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:

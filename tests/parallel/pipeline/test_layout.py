@@ -51,6 +51,8 @@ def test_stages(text: str, letters: list[str]) -> None:
         ("Et)|L", "must have a ( for each ): remove the )"),
         ("E(t*60000)*60000L", "must have at most 65536 letters: lower *60000"),
         ("Et*" + "9" * 5000 + "L", "must have at most 65536 letters: lower *99999999"),
+        ("E" + "t" * 60000 + "L", "must have one t per layer, found 60000 for num_layers (4)"),
+        ("E|" * 30000 + "L", "must have one E, at its start, found 30000"),
     ],
 )
 def test_a_string_that_is_no_layout_of_the_model(text: str, message: str) -> None:

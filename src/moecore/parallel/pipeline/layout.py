@@ -222,24 +222,31 @@ def _expanded(text: str) -> str:
         wrong = TOKEN.sub(" ", plain).split()[0]
         _refuse(text, f"be of E, t, m, L, |, ( ) and *n, found {shown(wrong)}", "remove it")
     groups: list[list[str]] = [[]]  # open groups, as lists of what stands in them
+    sizes = [0]  # letters in each
     for token in tokens:
         if token == "(":
             groups.append([])
+            sizes.append(0)
         elif token == ")":
             if len(groups) == 1:
                 _refuse(text, "have a ( for each )", "remove the )")
             inner = "".join(groups.pop())
             groups[-1].append(inner)
+            sizes.pop()
+            sizes[-1] += len(inner)
         elif token[0] == "*":
             if not groups[-1]:
                 _refuse(text, f"have a letter or a group before {token}", "remove it")
             times = int(token[1:6]) if len(token) <= 6 else MOST_LETTERS + 1
-            if len(groups[-1][-1]) * times > MOST_LETTERS:
+            letters = len(groups[-1][-1])
+            if letters * times > MOST_LETTERS:
                 _refuse(text, f"have at most {MOST_LETTERS} letters", f"lower {token[:9]}")
             groups[-1][-1] *= times
+            sizes[-1] += letters * (times - 1)
         else:
             groups[-1].append(token)
-        if sum(map(len, groups[-1])) > MOST_LETTERS:
+            sizes[-1] += 1
+        if sizes[-1] > MOST_LETTERS:
             _refuse(text, f"have at most {MOST_LETTERS} letters", "lower a repetition")
     if len(groups) > 1:
         _refuse(text, "have a ) for each (", "close the group")
