@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -237,6 +238,13 @@ def test_json_round_trip(tmp_path: Path) -> None:
         ValueError, match=r"table \(.*table.json\) must be one of `moecore measure`"
     ):
         CostTable.read(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="must be one of `moecore measure`"):
+        CostTable.read(path)
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ValueError, match="must be a file"):
+            CostTable.read(other)
     fields = json.loads(TABLE.read_text())
     fields["efficiency"]["rows"] = 2.0
     path.write_text(json.dumps(fields))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -282,16 +284,29 @@ def of_a_cpu_run(path: Path) -> None:
     prof.export_chrome_trace(str(path))
 
 
+DAMAGES = (
+    ("ts", None),
+    ("ts", math.nan),
+    ("dur", math.inf),
+    ("dur", 10**400),
+    ("name", 5),
+    ("name", {"a": 1}),
+)
+
+
 def of_two_gpus(path: Path) -> None:
     events = a_step()
     events.kernel("gemm", 0, 1, launched=0, device=1)
     events.write(path)
 
 
-def with_damage(path: Path) -> None:
-    events = a_step()
-    del events[-1]["ts"]
-    events.write(path)
+def with_damage(field: str, value: Any) -> Callable[[Path], Path]:
+    def write(path: Path) -> Path:
+        events = a_step()
+        events[-1][field] = value
+        return events.write(path)
+
+    return write
 
 
 @pytest.mark.parametrize(
@@ -309,7 +324,9 @@ def with_damage(path: Path) -> None:
             "must hold kernels of a GPU, but its run had none: use one, and export one",
         ),
         (of_two_gpus, "must hold one GPU, not 2: export a trace on each rank"),
-        (with_damage, "must be a trace of torch.profiler: an event lacks ts, dur or args"),
+        *((with_damage(*damage), "must have a name, finite ts and dur") for damage in DAMAGES),
+        (with_damage("args", None), "must be a trace of torch.profiler: an event lacks ts, dur or"),
+        (lambda path: path.write_text("[" * 100_000), "must be a Chrome trace: it is no whole"),
     ],
 )
 def test_what_is_no_trace_is_one_line(
@@ -321,6 +338,16 @@ def test_what_is_no_trace_is_one_line(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"moecore: path ({path}) {message}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_is_unpacked_up_to_a_bound(
+    name: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = a_step().write(tmp_path / name)
+    monkeypatch.setattr("moecore.planning.report.MOST_BYTES", 1000)
+    assert main(["report", str(path)]) == 2
+    assert "must have at most 1000 bytes unpacked: trace fewer steps" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- the command

@@ -8,6 +8,7 @@ class, and parameters that the class makes in fp32 whatever the dtype.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ def is_selection_bias(name: str) -> bool:
 
 
 def kept_fp32(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-    """Return the names of parameters and persistent buffers that stay fp32.
+    """Return the names of parameters and buffers that stay fp32.
 
     `dtype` is that in which the model computes; None = its parameters' own.
     """
@@ -57,14 +58,13 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
         return frozenset()
     stocks = _stocks(model, half)
     kept = _kept(model, stocks)
-    for name, tensor in _stored(model).items():
+    for name, tensor in _named(model).items():
         if name in kept and tensor.dtype in HALF:
             tensor.data = tensor.data.float()
     for hf, stock in stocks.items():
         for where, module in hf.named_modules():
             own = [n for n, b in module._buffers.items() if b is not None and b.dtype != half]
-            cast = [name for name in own if stock.made.get(_join(where, name)) == half]
-            if cast:
+            if cast := [n for n in own if f"{where}.{n}" in stock.half]:
                 _cast_in_forward(module, cast, half)
     return kept
 
@@ -84,10 +84,10 @@ def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype
 
 
 def _kept(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:
-    tensors = _stored(model)
+    tensors = _named(model)
     kept = {id(t) for n, t in tensors.items() if is_selection_bias(n)}
     for hf, stock in stocks.items():
-        own = _stored(hf)
+        own = _named(hf)
         for originals in (without_adapters(hf, own), trained_copies(hf, own)):
             kept |= {id(t) for n, t in originals.items() if stock.keeps(n)}
     return frozenset(n for n, t in tensors.items() if id(t) in kept)
@@ -100,18 +100,10 @@ def _half(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
     return dtype if dtype in HALF else None
 
 
-def _stored(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name."""
-    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    for where, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[_join(where, name)] = buffer
-    return found
-
-
-def _join(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name."""
+    both = (f(remove_duplicate=False) for f in (model.named_parameters, model.named_buffers))
+    return dict(itertools.chain(*both))
 
 
 @dataclass(frozen=True)
@@ -119,12 +111,12 @@ class _Stock:
     """What `from_pretrained(dtype=...)` makes of a model's tensors."""
 
     pattern: str  # of names that it keeps in fp32
-    made: Mapping[str, torch.dtype]  # by its class, whatever is loaded
+    fp32: frozenset[str]  # parameters that are so by their class
+    half: frozenset[str]  # buffers in `dtype`
 
     def keeps(self, name: str) -> bool:
         """Whether a tensor stays fp32."""
-        is_named = bool(self.pattern and re.search(self.pattern, name))
-        return is_named or self.made.get(name) == torch.float32
+        return name in self.fp32 or bool(self.pattern and re.search(self.pattern, name))
 
 
 def _stocks(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock]:
@@ -135,9 +127,10 @@ def _stocks(model: nn.Module, dtype: torch.dtype) -> dict[Any, _Stock]:
 def _stock(hf: Any, dtype: torch.dtype) -> _Stock:
     # As transformers.core_model_loading.build_glob_alternation reads them.
     pattern = "|".join(f"(?:{p.replace('*', '.*')})" for p in hf._get_dtype_plan(dtype))
-    made = dict[str, torch.dtype]()
-    if is_hf(hf):
-        with torch.device("meta"):
-            twin = type(hf)._from_config(copy.deepcopy(hf.config), dtype=dtype)
-        made = {n: t.dtype for n, t in [*twin.named_parameters(), *twin.named_buffers()]}
-    return _Stock(pattern, made)
+    if not is_hf(hf):
+        return _Stock(pattern, frozenset(), frozenset())
+    with torch.device("meta"):
+        twin = type(hf)._from_config(copy.deepcopy(hf.config), dtype=dtype)
+    fp32 = {n for n, p in twin.named_parameters() if p.dtype == torch.float32}
+    half = {n for n, b in twin.named_buffers() if b.dtype == dtype}
+    return _Stock(pattern, frozenset(fp32), frozenset(half))

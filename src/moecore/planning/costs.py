@@ -114,6 +114,10 @@ class CostTable:
     def read(cls, path: str | os.PathLike[str]) -> CostTable:
         """Return the table of a file that `write` or `moecore measure` has written."""
         check_arguments(CostTable.read, locals())
+        if not Path(path).is_file():  # a pipe may never end
+            raise ValueError(
+                f"table ({os.fspath(path)}) must be a file: `moecore measure` writes one"
+            )
         return _parsed(Path(path).read_text(), os.fspath(path))
 
     def on(self, gpu: GpuName) -> CostTable:
@@ -320,7 +324,7 @@ def _parsed(text: str, path: str) -> CostTable:
         fields["points"] = tuple(_points(fields["points"]))
         fields["assumed"] = tuple(fields["assumed"])
         return CostTable(**fields)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"table ({path}) must be one of `moecore measure`, found {error!r}: measure again"
         ) from error

@@ -25,7 +25,6 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import DisableTorchFunction
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import Bound, CountOrZero, Rules, check_fields
@@ -314,7 +313,7 @@ class WorkRecorder(DispatchMode):
 
     def begin(self, of: Pass, part: str) -> None:
         """Record that a part of the model begins a pass."""
-        with DisableTorchFunction():
+        with torch.DisableTorchFunction():
             self._find_gradients()
         level = self.level if self.starts else self._held
         kinds = self.kinds if self.starts else Counter({HELD: self._held})
@@ -374,7 +373,7 @@ class WorkRecorder(DispatchMode):
 
     def launched(self, name: str, args: Sequence[Any]) -> None:
         """Record a kernel of this package."""
-        with DisableTorchFunction():
+        with torch.DisableTorchFunction():
             self._queue(work_of_kernel(name, args))
 
     def _queue(self, work: Work, node_ranks: int = 0) -> None:
@@ -391,7 +390,7 @@ class WorkRecorder(DispatchMode):
     ) -> Any:
         if DTensor in types:  # it comes back with this rank's parts
             return NotImplemented
-        with DisableTorchFunction():  # what the recorder reads is no operation of a step
+        with torch.DisableTorchFunction():  # what the recorder reads is no operation of a step
             return self._record(func, args, kwargs or {})
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

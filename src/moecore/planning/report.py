@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from moecore.base.fields import Count, check_arguments
+from moecore.base.fields import Count, check_arguments, shown
 from moecore.base.tables import columns
 from moecore.planning.levers import OPTIONS
 
@@ -43,6 +44,8 @@ CATEGORIES = {
     "compiled": r"triton_",
 }
 OTHER, UNMARKED = "other", "unmarked"
+MOST_BYTES = 10**9  # of a trace, unpacked
+MOST_TIME = 1e18  # in microseconds
 # Kernels of NCCL: by the mesh dim of their group, else by the mark around them, else by name.
 NCCL = (
     ("group", "dispatch by collectives", r"^mesh_(ep|etp|ep_etp)$"),
@@ -240,14 +243,29 @@ def _cause(trace: Trace, since: float, kernel: Kernel) -> str:
 def _events(path: Path) -> list[Event]:
     if not path.is_file():
         raise ValueError("be a file: it is not there")
-    raw = path.read_bytes()
+    with open(path, "rb") as file:
+        is_packed = file.read(2) == b"\x1f\x8b"
     try:
-        found = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (ValueError, EOFError, OSError):
+        with gzip.open(path) if is_packed else open(path, "rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+        found = None if len(raw) > MOST_BYTES else json.loads(raw)
+    except (ValueError, RecursionError, EOFError, OSError, zlib.error):
         raise ValueError(f"be a Chrome trace: it is no whole JSON; {FIX}") from None
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"have at most {MOST_BYTES} bytes unpacked: trace fewer steps")
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise ValueError(f"be a Chrome trace: it has no traceEvents; {FIX}")
-    return [event for event in found["traceEvents"] if event.get("ph") == "X"]
+    events = [e for e in found["traceEvents"] if isinstance(e, dict) and e.get("ph") == "X"]
+    wrong = next((event for event in events if not _is_sound(event)), None)
+    if wrong is not None:
+        raise ValueError(f"have a name, finite ts and dur in each event, not {shown(wrong)}; {FIX}")
+    return events
+
+
+def _is_sound(event: Event) -> bool:
+    numbers = [event.get("ts"), event.get("dur")]
+    are_finite = all(type(n) in (int, float) and abs(n) < MOST_TIME for n in numbers)
+    return are_finite and isinstance(event.get("name"), str)
 
 
 def _trace(events: list[Event]) -> Trace:

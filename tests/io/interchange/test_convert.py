@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,10 @@ class Evil:
             r"posix.system is no class of a DCP dir",
         ),
         (lambda f: f.write_bytes(pickle.dumps({"a": 1})), r"state_dict_metadata .* must be a dict"),
+        (  # an entry of the memo so far behind that all before it would take 2 GB
+            lambda f: f.write_bytes(b"\x80\x04Nr" + (2**27).to_bytes(4, "little") + b"."),
+            r"its memo has 134217728 entries, more than it has bytes",
+        ),
         (
             lambda f: f.write_bytes(f.read_bytes().replace(b"__0_0.distcp", b"../0_.distcp")),
             r"'../0_.distcp', which is no file of the directory",
@@ -373,6 +378,22 @@ def test_chunks_that_are_not_what_was_named(tmp_path):
     file.write_bytes(raw)
     with DCPFiles(path) as files, pytest.raises(OSError, match=r"__0_0.distcp\) must hold a: "):
         files.read("a", (slice(0, 2), slice(0, 3)))
+
+
+def test_a_chunk_unpacks_to_no_more_than_it_has(tmp_path, monkeypatch):
+    def packed(value: Any, file: Any, **_: Any) -> None:
+        stored = io.BytesIO()
+        save(value, stored)
+        with zipfile.ZipFile(stored) as old, zipfile.ZipFile(file, "w") as new:
+            for name in old.namelist():
+                new.writestr(name, old.read(name), zipfile.ZIP_DEFLATED)
+
+    save, zeros = torch.save, torch.zeros(100_000)
+    monkeypatch.setattr(torch, "save", packed)
+    chunk = NewChunk((0,), (100_000,), lambda: zeros)
+    write_dcp(tmp_path, {"a": NewTensor((100_000,), torch.float32, [chunk])}, dcp_room.Meter())
+    with DCPFiles(tmp_path) as files, pytest.raises(OSError, match="entries have more than its"):
+        files.read("a", (slice(0, 2),))
 
 
 @pytest.mark.parametrize(

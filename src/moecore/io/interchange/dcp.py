@@ -11,6 +11,7 @@ import io
 import math
 import os
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,7 @@ class DCPFiles:
         with open(open_regular(file, follow=True), "rb") as stream:
             part = io.BufferedReader(_ChunkPart(stream, chunk.start, chunk.length))
             try:
+                _check_stored(part, chunk.length)
                 value = torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # of any kind: the bytes are damaged
                 raise OSError(f"path ({file}) must hold {name}: {one_line(error):.200}") from None
@@ -87,6 +89,16 @@ class DCPFiles:
         value = value.detach()
         self._last = chunk, value
         return value
+
+
+def _check_stored(part: io.BufferedReader, length: int) -> None:
+    """Raise for entries of a zip that would take more memory than they have bytes."""
+    if zipfile.is_zipfile(part):
+        part.seek(0)
+        with zipfile.ZipFile(part) as entries:
+            if sum(entry.file_size for entry in entries.infolist()) > length:
+                raise ValueError(f"its entries have more than its {length} bytes: store them plain")
+    part.seek(0)
 
 
 class _ChunkPart(io.RawIOBase):

@@ -12,6 +12,7 @@ import io
 import itertools
 import math
 import pickle
+import pickletools
 import reprlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -89,6 +90,13 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no class of a DCP directory")
 
 
+def _check_memo(raw: bytes) -> None:
+    """Raise for an entry of the memo that is no object's: all before it would get room."""
+    for opcode, number, _ in pickletools.genops(raw):
+        if opcode.name.endswith("PUT") and isinstance(number, int) and number >= len(raw):
+            raise _WrongError(f"its memo has {number} entries, more than it has bytes")
+
+
 def read_metadata(path: Path) -> dict[str, DCPTensor]:
     """Return the tensors of a whole DCP directory by name; other objects in it are left out."""
     try:
@@ -96,6 +104,7 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
     except FileNotFoundError:
         raise ValueError(f"path ({path / METADATA}) must exist: it is not there") from None
     try:
+        _check_memo(raw)
         metadata = _Unpickler(io.BytesIO(raw)).load()
         return _tensors(path, metadata)
     except _WrongError as error:
