@@ -255,7 +255,9 @@ def _events(path: Path) -> list[Event]:
         raise ValueError(f"have at most {MOST_BYTES} bytes unpacked: trace fewer steps")
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise ValueError(f"be a Chrome trace: it has no traceEvents; {FIX}")
-    events = [e for e in found["traceEvents"] if isinstance(e, dict) and e.get("ph") == "X"]
+    events: list[Event] = [
+        e for e in found["traceEvents"] if isinstance(e, dict) and e.get("ph") == "X"
+    ]
     wrong = next((event for event in events if not _is_sound(event)), None)
     if wrong is not None:
         raise ValueError(f"have a name, finite ts and dur in each event, not {shown(wrong)}; {FIX}")
@@ -263,7 +265,7 @@ def _events(path: Path) -> list[Event]:
 
 
 def _is_sound(event: Event) -> bool:
-    numbers = [event.get("ts"), event.get("dur")]
+    numbers: list[Any] = [event.get("ts"), event.get("dur")]
     are_finite = all(type(n) in (int, float) and abs(n) < MOST_TIME for n in numbers)
     return are_finite and isinstance(event.get("name"), str)
 

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -91,7 +91,7 @@ class DCPFiles:
         return value
 
 
-def _check_stored(part: io.BufferedReader, length: int) -> None:
+def _check_stored(part: IO[bytes], length: int) -> None:
     """Raise for entries of a zip that would take more memory than they have bytes."""
     if zipfile.is_zipfile(part):
         part.seek(0)
