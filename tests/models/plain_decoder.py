@@ -28,7 +28,7 @@ class PlainLosses:
 
     Attributes:
         main: mean cross-entropy of the next token, or the sum over `num_tokens`.
-        ahead: the same of each multi-token prediction module.
+        ahead: of each multi-token prediction module the sum over its labels, divided likewise.
         aux: every auxiliary loss of every MoE layer.
     """
 
@@ -57,7 +57,7 @@ def plain_losses(
     def loss_of(h_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         logits = (h_BTD @ head_VD.T).flatten(0, 1)
         total = F.cross_entropy(logits, targets_BT.flatten(), ignore_index=-100, reduction="sum")
-        return total / (num_tokens or max(1, int((targets_BT != -100).sum())))
+        return total / (num_tokens or max(1, int((labels_BT != -100).sum())))
 
     x_BTD = table_VD[tokens_BT]
     for i in range(config.num_layers):

@@ -140,6 +140,38 @@ def test_what_is_read_past_the_end_changes_nothing(name, monkeypatch):
         torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6 * first.abs().max().item())
 
 
+def test_short_documents_are_divided_alike_in_all_forms():
+    """Without a number, with that of the batch, and with that of a batch in two micro-batches."""
+    config = CONFIGS["latent, 2"]
+    model = make(replace(config, moe=replace(config.moe, balance=BalanceConfig())))
+    lengths = [[2, 3, 2, 3], [4, 2, 3, 1]]
+    g, found = torch.Generator().manual_seed(3), []
+    rows = [torch.randint(0, config.vocab_size, (1, 10), generator=g) for _ in lengths]
+    borders = [torch.tensor([0, *n]).cumsum(0).int() for n in lengths]
+
+    def labels_of(row: Tensor, border: Tensor) -> Tensor:
+        labels = row.roll(-1, 1)
+        labels[0, border[1:].long() - 1] = -100  # the last of a document has no next token
+        return labels
+
+    labels = [labels_of(row, border) for row, border in zip(rows, borders, strict=True)]
+    whole = torch.cat(rows), torch.cat(labels)
+    cu_seqlens = torch.cat([borders[0], borders[1][1:] + 10])
+    num_tokens = int((whole[1] != -100).sum())
+    every = [(*whole, cu_seqlens, None)], [(*whole, cu_seqlens, num_tokens)]
+    parts = zip(rows, labels, borders, strict=True)
+    for batches in (*every, [(*part, num_tokens) for part in parts]):
+        model.zero_grad()
+        for tokens, targets, border, number in batches:
+            model(tokens, targets, cu_seqlens=border, num_tokens=number).backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    largest = max(grad.abs().max() for grad in found[0].values())
+    for other in found[1:]:
+        for name, grad in found[0].items():
+            scale = max(grad.abs().max(), 1e-4 * largest)
+            assert (other[name] - grad).abs().max() <= 1e-5 * scale, name
+
+
 def test_nothing_counts_without_labels_that_count():
     model = make(CONFIGS["latent, 2"])
     tokens, labels = batch(model.config)
@@ -235,9 +267,8 @@ def test_modules_equal_those_of_transformers(tmp_path, monkeypatch, yarn):
         hidden = theirs.forward_layer(
             k - 1, hidden[:, :-1], torch.arange(T - k)[None], None, input_ids=ids
         )
-        losses.append(
-            F.cross_entropy(main.lm_head(hidden).flatten(0, 1), text[:, k + 1 :].flatten())
-        )
+        logits, targets = main.lm_head(hidden).flatten(0, 1), text[:, k + 1 :].flatten()
+        losses.append(F.cross_entropy(logits, targets, reduction="sum") / text[:, 1:].numel())
     loss = ours(text[:, :-1], text[:, 1:])
     torch.testing.assert_close(ours.mtp_losses, torch.stack(losses[1:]), rtol=1e-5, atol=0)
     total = losses[0] + 0.3 * (losses[1] + losses[2]) / 2

@@ -77,8 +77,6 @@ class Head(nn.Module):
             logits_BTV = F.linear(x_BTD, weight_VD)
             logits_BTV = logits_BTV if self.tp is None else self.tp.gather_whole(logits_BTV)
             return logits_BTV if sequence.held is None else sequence.held.gather_whole(logits_BTV)
-        if num_tokens is None:
-            num_tokens = count_labels(labels_BT)
         labels_BT = sequence.own(labels_BT)
         if self.tp is not None:
             labels_BT = self.tp.own(labels_BT)
@@ -211,7 +209,8 @@ class Decoder(nn.Module):
         """Return the mean cross-entropy over the labels that count, or the logits without labels.
 
         In training mode `mtp_loss_coef` times the mean of the losses of the multi-token prediction
-        modules is added, each the mean over its own labels (or divided by `num_tokens` too). In
+        modules is added, each the sum over its own labels divided as the main loss is, as
+        DeepSeek-V3's report has it (equation 24): so gradients add up over micro-batches. In
         eval mode and without labels these modules do not run.
 
         Args:
@@ -254,6 +253,8 @@ class Decoder(nn.Module):
         stage = self.model.whole if stage is None else stage
         self._check(tokens_BT, labels_BT, padding_mask_BT)
         check_held(self, self.stage_parts(), stage, len(self.mtp))
+        if num_tokens is None and labels_BT is not None:
+            num_tokens = count_labels(labels_BT)
         num_states = self._num_states(stage, predicts=self._predicts(labels_BT))
         check_hidden(hidden, stage, self._hidden_shape(num_states, tokens_BT, cp))
         sequence = self.model.sequence_of(tokens_BT, padding_mask_BT, cu_seqlens, max_seqlen, cp)
