@@ -233,7 +233,7 @@ def _compile(model: nn.Module, found: Attached) -> None:
         return
     blocks = found.blocks(model)
     options = inductor_options(blocks, found.request.memory)
-    compile_blocks(blocks, dynamic=False, options=options)
+    compile_blocks(blocks, options=options)
     found.compiled = {module for block in blocks for module in compiled_modules(block)}
 
 

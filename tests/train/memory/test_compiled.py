@@ -68,7 +68,7 @@ def keep_less(model: Decoder, parts: Any, *, compile: bool) -> Decoder:
     if compile:
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
-        compile_blocks(blocks, dynamic=False, backend=backend(inductor_options(blocks, memory)))
+        compile_blocks(blocks, backend=backend(inductor_options(blocks, memory)))
         compiled = {module for block in blocks for module in compiled_modules(block)}
     apply_memory(blocks, memory, CPU, compiled=compiled)
     return model
@@ -95,6 +95,22 @@ def test_bytes_bits_and_products_are_those_of_eager_regions(name: str, parts: An
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
     _, all_bytes, _ = ran(keep_less(build(name), (), compile=True))
     assert compiled_bytes < 0.8 * all_bytes
+
+
+@pytest.mark.parametrize("parts", [(), ("norm", "rope")], ids=str)
+def test_lengths_are_dynamic_from_the_second_one_on(parts: Any) -> None:
+    """Each new length would be a graph, up to torch's limit, and eager from there on."""
+    eager, compiled = (keep_less(build("tiny-qwen3"), parts, compile=c) for c in (False, True))
+    for T in (48, 31, 7, 50, 12, 23, 64, 9, 41, 17, 5):
+        found = []
+        for model in (eager, compiled):
+            model(tokens(0, T), tokens(1, T)).backward()
+            found.append(gradients(model))
+        for name, grad in found[0].items():
+            error = (found[1][name] - grad).abs().max()
+            assert error <= 1e-5 * grad.abs().max(), (T, name)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+    assert kept_bytes(compiled) <= 1.02 * kept_bytes(eager)
 
 
 class Whole(Block):

@@ -13,6 +13,7 @@ A checkpoint around each part would save what one part gives to the next; marks 
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Iterable
@@ -97,7 +98,13 @@ def _is_small(node: Node) -> bool:
     """Whether a saved value is small beside what it is computed of, such as a sum."""
     value = node.meta.get("val")
     inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]
-    sizes = [x.nbytes for x in inputs if isinstance(x, torch.Tensor)]
+    sizes = [_num_bytes(x) for x in inputs if isinstance(x, torch.Tensor)]
     if not isinstance(value, torch.Tensor):
         return False
-    return bool(value.nbytes * SMALL <= max(sizes, default=0))
+    return _num_bytes(value) * SMALL <= max(sizes, default=0)
+
+
+def _num_bytes(x: torch.Tensor) -> int:
+    """Return the bytes of a tensor, of dynamic lengths with those of the call that compiles."""
+    sizes: list[int] = [n if isinstance(n, int) else n.node.hint for n in x.shape]
+    return math.prod(sizes) * x.element_size()
