@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -32,11 +33,13 @@ from moecore.families.transformers.lora import (
     refuse_unmerging,
     to_peft,
 )
-from moecore.io.checkpoint.ranks import is_first_rank, on_every_rank, on_first_rank
+from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
+from moecore.io.checkpoint.stages import is_first_of_stage
 from moecore.io.hf.target import local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import clean_name, global_indices, init_normal_, init_uniform_
+from moecore.parallel.across import find_stages
 from moecore.train.rerun import drop_step
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -88,7 +91,8 @@ def save_adapters(
 ) -> None:
     """Write an adapter as peft's own `save_pretrained` does. Collective; rank 0 writes.
 
-    Every rank gathers one tensor after the other, and rank 0 keeps the adapter in host memory.
+    Every rank gathers one tensor after the other, and rank 0 keeps the adapter in host memory: of
+    all pipeline stages.
 
     Args:
         model: a PeftModel, plain or parallelized.
@@ -102,11 +106,17 @@ def save_adapters(
     check_arguments(save_adapters, locals())
     path = Path(path)
     stored = on_every_rank(lambda: adapter_tensors(model, adapter))
+    stages = find_stages(model)[1]
+    keeps = is_first_rank() if stages is None else is_first_of_stage(stages)
     whole: dict[str, Tensor] = {}
     for name, one in stored.items():
         tensor = _whole(one.tensor)
-        if is_first_rank():
+        if keeps:
             whole[name] = one.to_file(tensor).reshape(one.shape).contiguous().cpu()
+    if stages is not None:
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(whole, of_ranks if is_first_rank() else None)
+        whole = {name: x for one in of_ranks if one for name, x in one.items()}
     on_first_rank(lambda: _write(model, path, adapter, whole))
 
 
@@ -129,7 +139,9 @@ def load_adapters(
     """
     check_arguments(load_adapters, locals())
     path = Path(path)
-    stored, found = on_every_rank(lambda: _fitting(model, path, adapter))
+    stored = on_every_rank(lambda: adapter_tensors(model, adapter))
+    every = set(stored) if find_stages(model)[1] is None else set().union(*gather(list(stored)))
+    found = on_every_rank(lambda: _fitting(model, path, adapter, stored, every))
     drop_step(model)
     with torch.no_grad():
         for name, one in stored.items():
@@ -137,14 +149,19 @@ def load_adapters(
             local_part(one.tensor).copy_(value)
 
 
-def _fitting(model: nn.Module, path: Path, adapter: str) -> tuple[dict[str, StoredAdapter], Any]:
-    """Return what is in the model and in the file; raise where they differ."""
+def _fitting(
+    model: nn.Module,
+    path: Path,
+    adapter: str,
+    stored: dict[str, StoredAdapter],
+    every: Set[str],
+) -> dict[str, Tensor]:
+    """Return the file's tensors; raise where they are not the model's, `every` of all stages."""
     from safetensors.torch import load_file
 
-    stored = adapter_tensors(model, adapter)
-    found = load_file(path / WEIGHTS)
+    found: dict[str, Tensor] = load_file(path / WEIGHTS)
     problems = [f"{name} is missing" for name in stored if name not in found]
-    problems += [f"{name} is no tensor of the adapter" for name in found if name not in stored]
+    problems += [f"{name} is no tensor of the adapter" for name in found if name not in every]
     own = _configs(model)[adapter]
     written = json.loads((path / CONFIG).read_text())
     for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
@@ -160,7 +177,7 @@ def _fitting(model: nn.Module, path: Path, adapter: str) -> tuple[dict[str, Stor
             f"path ({path}) must fit adapter ({adapter!r}): {problems[0]} (and {len(problems) - 1} "
             "more): use the LoraConfig that is stored there"
         )
-    return stored, found
+    return found
 
 
 def _configs(model: nn.Module) -> dict[str, Any]:
