@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
+from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.io import (
     export_hf,
     init_adapters,
@@ -190,6 +191,8 @@ def results(folder: Path) -> dict[str, Any]:
 @pytest.mark.gpu
 def test_training_on_gpus_equals_stock_peft(folder: Path) -> None:
     need_gpu_ranks(RANKS)
+    if not HAS_SEPARATE_PIECES:
+        pytest.skip("etp cuts concatenated weights with torch >= 2.13")
     found = run_ranks(RANKS, worker, folder, device_type="cuda")
     assert max(error for error, _ in found.values()) <= 1e-5, found
 
