@@ -24,4 +24,4 @@ if [ ! -f "$venv/.ready" ]; then
     touch "$venv/.ready"
 fi
 workers=(-n auto --maxprocesses 4 --dist loadfile)
-CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 PYTHONPATH=src:. "$py" -m pytest -q "${workers[@]}" "$@"
+CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 PYTHONPATH=$PWD/src:$PWD "$py" -m pytest -q "${workers[@]}" "$@"

@@ -25,6 +25,7 @@ from moecore.integrations.torchtitan.options import import_error
 
 try:
     from torchtitan.protocols.model_spec import ModelSpec
+    from torchtitan.trainer import Trainer
 except ModuleNotFoundError as error:
     raise import_error(error, "v03.jobs") from error
 from torchtitan.components.optimizer import default_adamw, register_moe_load_balancing_hook
@@ -37,7 +38,6 @@ from torchtitan.models.deepseek_v3.model import DeepSeekV3Model
 from torchtitan.models.qwen3 import config_registry as qwen3_jobs
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.protocols.model import BaseModel
-from torchtitan.trainer import Trainer
 
 from moecore.base.options.layer import BalanceConfig
 from moecore.integrations.torchtitan import models
