@@ -157,7 +157,10 @@ def test_choices_are_shown() -> None:
     assert "saved for backward 2.3 kB per token and layer: routing 728 B, experts 1.57 kB\n" in text
     assert "units: 10: 4 of blocks, 3 of experts, 1 of routers, 1 of heads" in text
     assert "the root; all resident\n" in text
-    assert "float32, all-gathered in bfloat16, gradients reduced in bfloat16 and divided" in text
+    assert (
+        "float32, all-gathered in bfloat16, gradients reduced in bfloat16 or float32 and divided"
+        in text
+    )
     assert "experts 834 B; FC1 is recomputed" in again and "blocks and experts resharded" in again
     assert "expert_backend sequential; saved for backward 6.9 kB" in slow
     with fake_world(0, 4):

@@ -79,8 +79,8 @@ def _cast_in_forward(module: nn.Module, names: Sequence[str], dtype: torch.dtype
     def restore(module: nn.Module, *_: Any) -> None:
         module._buffers.update(stored)
 
-    module.register_forward_pre_hook(cast)
-    module.register_forward_hook(restore, always_call=True)
+    module.register_forward_pre_hook(cast)  # the first to cast is the last to restore
+    module.register_forward_hook(restore, prepend=True, always_call=True)
 
 
 def _kept(model: nn.Module, stocks: Mapping[Any, _Stock]) -> frozenset[str]:

@@ -170,7 +170,8 @@ def _lines(
     if plan.units:
         yield _units(plan)
         dtypes += f", all-gathered in {_gathered_in(plan)}, gradients reduced in "
-        dtypes += f"{plan.units[0].layouts[0].reduces} and divided by {plan.units[0].divisor:g}"
+        sums = dict.fromkeys(layout.reduces for unit in plan.units for layout in unit.layouts)
+        dtypes += f"{' or '.join(sums)} and divided by {plan.units[0].divisor:g}"
     yield f"{dtypes}; {_fp8(plan)}"
 
 

@@ -145,8 +145,13 @@ def test_files_have_the_dtypes_of_stock(family: str, meshes: Meshes, tmp_path: P
 
 
 def test_buffers_that_are_cast_to_compute_are_saved_as_they_are(meshes: Meshes) -> None:
+    """Also where a first call was refused, and the second one casts them once more."""
     model = tiny_model("minimax")
     before = {n: b.clone() for n, b in model.named_buffers()}
+    model.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match=r"scale \(\) must have a dim"):
+        parallelize_moe(model, meshes, fsdp=BF16)
+    del model.scale
     loss_of(parallelize_moe(model, meshes, fsdp=BF16), batch(model, 0)).backward()
     after = dict(model.named_buffers())
     assert all(after[n].dtype == b.dtype and torch.equal(after[n], b) for n, b in before.items())

@@ -1,4 +1,7 @@
-"""RowReader: tells a transformers model's attention and MoE layers which documents its rows hold.
+"""What a transformers model's attention and MoE layers are told of the rows of a forward.
+
+`MaskReader` tells MoE layers the padding of a model that attends by its own means. `RowReader`, of
+`use_causal_attention`, tells attention and MoE layers which documents the rows hold:
 
     arguments of a forward     what transformers' FlashAttention takes, or a `PackedBatch`
     `Sequence`                 one record of them, an argument that reaches every layer's attention

@@ -49,9 +49,7 @@ from moecore.precision.apply import check_precision
 Layers = Mapping[str, RoutedLayer]
 
 
-def make_plan(
-    model: nn.Module, layers: Layers, request: Request, fp32: Set[str] = frozenset()
-) -> ShardPlan:
+def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]) -> ShardPlan:
     """Return the plan of a model, which does not change. No communication.
 
     The MoE layers have passed `check_layers`; `fp32` is what `Family.set_dtypes` has returned.
