@@ -115,7 +115,7 @@ class Pair:
     """The parallelized model and its oracle, which do the same."""
 
     def __init__(self, **options: Any) -> None:
-        fsdp = FSDPOptions(param_dtype=torch.bfloat16, **options)
+        fsdp = FSDPOptions(**{"param_dtype": torch.bfloat16, **options})
         meshes = build_meshes(ParallelConfig(), "cpu")
         self.model: Any = parallelize_moe(Model(), meshes, fsdp=fsdp)
         self.plain, self.batches = Plain(), 0
@@ -448,6 +448,43 @@ def test_a_backward_after_its_step_is_refused(end: Callable[[TrainStep], Any]) -
             late[-1].sum().backward()
         train(pair, BLOCKS)
     pair.check()
+
+
+def scale(pair: Pair) -> None:
+    with torch.no_grad():
+        pair.model.layers[1].gain.mul_(1.5)
+
+
+def add_to_tensor(pair: Pair) -> None:
+    """Change it as a loop of one's own does, below autograd."""
+    with torch.no_grad():
+        pair.model.layers[1].gain.to_local().add_(0.5)
+
+
+def take_step(pair: Pair) -> None:
+    pair.optimizer.step()
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, "without a copy"])
+@pytest.mark.parametrize("change", [scale, add_to_tensor, take_step])
+def test_a_backward_of_parameters_that_have_changed_is_refused(
+    change: Callable[[Pair], None], options: str
+) -> None:
+    """As plain PyTorch refuses it. A resident unit computes with the values of the forward."""
+    pair = Pair(**OPTIONS.get(options, dict(param_dtype=None)))
+    x = pair.batch()
+    pair.model(x)[-1].sum().backward()
+    grads = [local_of(p.grad).clone() for p in pair.model.parameters()]
+    loss = pair.model(x)[-1].sum()
+    change(pair)
+    pair.optimizer.zero_grad()
+    if options == "gathered once":
+        loss.backward()
+        for param, grad in zip(pair.model.parameters(), grads, strict=True):
+            assert torch.equal(local_of(param.grad), grad)
+    else:
+        with pytest.raises(RuntimeError, match="must not change between a forward and its backw"):
+            loss.backward()
 
 
 def test_micro_batches_in_flight_are_all_of_a_step() -> None:

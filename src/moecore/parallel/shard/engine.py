@@ -209,6 +209,7 @@ class Engine:
         if waits is not None:
             waits.wait_in(unit)
         if run is not None:
+            run.versions = unit.versions()
             for leaf in _leaves((args, kwargs)):
                 if _has_grad(leaf) and not isinstance(leaf, nn.Parameter):  # these outlive steps
                     self._border(leaf).ends.append(run)
@@ -308,6 +309,7 @@ class Engine:
             )
         if run.is_active:
             return
+        run.check_unchanged()
         if not self._in_backward:
             self._in_backward = True
             call_after_backward(self._end_backward)
@@ -378,14 +380,35 @@ class Engine:
 class _ForwardRun:
     """One forward of a module with gradients."""
 
-    __slots__ = ("_waits_in", "inputs", "is_active", "module", "pending", "step", "unit")
+    __slots__ = (
+        "_waits_in",
+        "inputs",
+        "is_active",
+        "module",
+        "pending",
+        "step",
+        "unit",
+        "versions",
+    )
 
     def __init__(self, unit: Unit, module: nn.Module, step: int) -> None:
         self.unit, self.module = unit, module
         self.step = step  # of the engine, in which the forward ran
         self.is_active = False  # whether its backward has begun and not ended
+        self.versions: list[int] = []  # of the unit, whose values the forward read
         self.inputs = self.pending = 0  # inputs with a gradient, and those not computed yet
         self._waits_in: list[Unit] = []
+
+    def check_unchanged(self) -> None:
+        """Raise where the unit's parameters have changed in place since the forward."""
+        now = self.unit.versions()
+        if now != self.versions:
+            pairs = zip(self.unit.params, self.versions, now, strict=True)
+            name = next(param.slot.param for param, before, after in pairs if before != after)
+            raise RuntimeError(
+                f"{name} must not change between a forward and its backward, which would read the "
+                "new values: call backward first, or run the forward again"
+            )
 
     def wait_in(self, unit: Unit) -> None:
         """Add this run to a unit's `waiting`: its backward is expected."""

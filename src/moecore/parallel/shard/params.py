@@ -24,6 +24,7 @@ from moecore.base.torch_names import (
     call_accumulate_hooks,
     foreach_copy_,
     local_of,
+    version,
     wrapped_like,
 )
 from moecore.moe.params import grad_placements
@@ -90,6 +91,11 @@ class UnitParam:
     def dtype(self) -> torch.dtype:
         """Of the sharded parameter."""
         return self.shard.dtype
+
+    @property
+    def version(self) -> int:
+        """Count of changes in place: a DTensor's own operations do not count in its part."""
+        return version(self.sharded) + version(self.shard)
 
     def register(self, param: nn.Parameter) -> None:
         """Let the modules have the sharded or the whole parameter."""

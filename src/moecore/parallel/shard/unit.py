@@ -104,6 +104,7 @@ class Unit:
         self._counting: list[Tensor] = []  # tensors whose versions autograd checks
         self._current: list[int] = []  # their versions while the unit's values are in the buffer
         self._overwritten: list[int] = []  # their versions while the unit is SHARDED
+        self._versions: list[int] = []  # of the shards at the last all-gather
         self.buffer: Buffer[Unit] | None = None  # None = the shards are the whole parameters
 
     @property
@@ -126,6 +127,12 @@ class Unit:
         """Whether a forward or a backward of its modules runs."""
         return bool(self.forwards or self.backwards)
 
+    def versions(self) -> list[int]:
+        """Return the counts of changes of the shards whose values modules get."""
+        if self.state is State.SHARDED or self.buffer is None:
+            return [param.version for param in self.params]
+        return self._versions
+
     def refresh(self) -> None:
         """Read from the modules their present sharded parameters, and which ones are trained."""
         if self.state is State.SHARDED:
@@ -140,6 +147,7 @@ class Unit:
         if self.state is not State.SHARDED:
             return
         self._take_buffer()
+        self._versions = self.versions()
         # Selective checkpointing must see equal operations in forward and in recomputation, but
         # only one of the two may need this all-gather.
         with torch.no_grad(), no_dispatch_modes():
