@@ -30,6 +30,7 @@ from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.shortage import Capacity
 from moecore.moe.state import MoEState
+from moecore.parallel.arguments import compare_arguments
 from moecore.parallel.attached import ATTACHED, Attached
 from moecore.parallel.checks import check_layers, check_request
 from moecore.parallel.dispatch import apply_context, apply_layers, resolve_dispatcher
@@ -283,5 +284,6 @@ PHASES: tuple[Callable[[nn.Module, Attached], None], ...] = (
     _save_less,  # around what is compiled
     _graph,  # around what saves less
     _balance,
+    compare_arguments,  # before all other hooks of a forward
     apply_pipeline,  # last: copies of parameters are compared as they were sharded
 )

@@ -31,19 +31,28 @@ def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = N
             entry before it must have compared its keys.
         group: the ranks that share the entries; every rank calls it with its own group.
     """
-    names, problem = _differing(entries, device_type, group), None
-    if names:
-        name, more = names[0], len(names) - 1
-        value = entries[name]
-        if isinstance(value, Mapping):
-            inner = _differing(value, device_type, group)
-            name, value, more = f"{name} of {inner[0]}", value[inner[0]], more + len(inner) - 1
-        others = f" and {more} more" if more else ""
-        problem = (
-            f"{name} ({shown(value)} on rank {dist.get_rank()}){others} must be the same on every "
-            f"rank{_of_stage(group)}: build the model and call moecore alike everywhere"
-        )
+    problem = difference(entries, device_type, group=group)
+    if problem is not None:
+        problem += f" on every rank{_of_stage(group)}: build the model and call moecore alike "
+        problem += "everywhere"
     raise_on_all(problem, device_type, group=group)
+
+
+def difference(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> str | None:
+    """Return the beginning of an error for entries that differ, None for equal ones: `check_same`.
+
+    Collective over `group` alone, a host sync.
+    """
+    names = _differing(entries, device_type, group)
+    if not names:
+        return None
+    name, more = names[0], len(names) - 1
+    value = entries[name]
+    if isinstance(value, Mapping):
+        inner = _differing(value, device_type, group)
+        name, value, more = f"{name} of {inner[0]}", value[inner[0]], more + len(inner) - 1
+    others = f" and {more} more" if more else ""
+    return f"{name} ({shown(value)} on rank {dist.get_rank()}){others} must be the same"
 
 
 def fields_of(record: Any) -> dict[str, Any]:
@@ -68,7 +77,7 @@ def trained_entries(
         options |= {f"{prefix}.{key}": value for key, value in own().items()}
         for number, group in enumerate(one.param_groups):
             plain = {**group, "params": [names.get(p) for p in group["params"]]}
-            plain = tree_map_only(object, _plain, plain)
+            plain = tree_map_only(object, comparable, plain)
             options |= {f"{prefix}.param_groups[{number}].{k}": v for k, v in plain.items()}
     return {
         "names of parameters": list(params),
@@ -79,10 +88,15 @@ def trained_entries(
     }
 
 
-def _plain(leaf: Any) -> Any:
-    """Return what of a group's leaf ranks can have in common: no address, no device."""
-    if isinstance(leaf, Tensor):
-        return leaf.tolist()
+def comparable(leaf: Any) -> Any:
+    """Return what ranks can have in common of a value: no address, no device; of tensors, values.
+
+    A tensor of more than one element is given by shape, dtype and checksum. A host sync.
+    """
+    if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta:
+        if leaf.numel() == 1:
+            return leaf.tolist()
+        return f"{leaf.dtype} {tuple(leaf.shape)}, checksum {_checksum(leaf).item()}"
     is_plain = leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
     return leaf if is_plain else type(leaf).__name__
 
@@ -127,15 +141,22 @@ def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) 
     """Raise a ValueError on every rank of the world when some have a problem, in one line.
 
     The ranks of `group` have it together, if at all. All ranks of the world need no communication,
-    parts of it one all-reduce and a host sync.
+    parts of it `raise_on_others`.
     """
     if dist.is_initialized() and dist.get_world_size(group) < dist.get_world_size():
-        found = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        if found.item() and problem is None:
-            problem = "ranks of another pipeline stage must agree with each other: see their errors"
-    if problem is not None:
+        raise_on_others(problem, device_type)
+    elif problem is not None:
         raise ValueError(problem)
+
+
+def raise_on_others(problem: str | None, device_type: str) -> None:
+    """Raise a ValueError on every rank when one has a problem. An all-reduce and a host sync."""
+    found = torch.tensor(problem is not None, dtype=torch.int64, device=device_type)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    if found.item():
+        raise ValueError(
+            problem or "ranks of another group must agree with each other: see their errors"
+        )
 
 
 def _of_stage(group: Group) -> str:

@@ -18,6 +18,7 @@ from moecore.parallel.request import Request
 
 if TYPE_CHECKING:
     from moecore.parallel.across import AllStages
+    from moecore.parallel.arguments import SharedArguments
     from moecore.parallel.pipeline.layout import PipelineLayout, Stage
     from moecore.parallel.pipeline.run import Pipeline, StageOffload
     from moecore.parallel.shard.engine import Engine
@@ -39,6 +40,7 @@ class Attached:
     exchanges: ExchangePool | None = None  # None with any dispatcher but "nvlink"
     # The ranks that share a micro-batch, by cp of dynamic context parallelism.
     shared_by: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    arguments: SharedArguments | None = None  # None = no ranks share rows
     engine: Engine | None = None  # None = the model is sharded without an engine
     compiled: set[nn.Module] = field(default_factory=set)  # modules inside of compiled modules
     offload: StageOffload | None = None

@@ -223,7 +223,7 @@ def test_nan_of_a_stage_skips_the_step_of_all(results: dict[str, Any]) -> None:
 
 
 def test_stages_that_do_not_fit_are_refused_on_every_rank(results: dict[str, Any]) -> None:
-    elsewhere = "ranks of another pipeline stage must agree with each other"
+    elsewhere = "ranks of another group must agree with each other"
     found = results["refusals"]
     assert sum(f"weights of {TABLE} must be equal on the" in e for e in found["table"]) == 2
     assert sum(elsewhere in e for e in found["table"]) == 2

@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moecore.base.torch_names import mark
 from moecore.parallel.across import make_all_stages
+from moecore.parallel.arguments import SharedArguments
 from moecore.parallel.attached import Attached, engines_of
 from moecore.parallel.checks import check_stages
 from moecore.parallel.pipeline.config import PipelineConfig
@@ -66,6 +67,7 @@ class Pipeline:
     layout: PipelineLayout
     rank: int  # among the pipeline ranks
     groups: Groups
+    arguments: SharedArguments
     dtype: torch.dtype
     device: torch.device
     offload: StageOffload | None = None  # of this rank's saved tensors
@@ -102,6 +104,7 @@ def run_pipeline(
     Micro-batches are arguments of the whole model's forward, the same on all pipeline ranks.
     `scale` is applied to a loss before its backward. `side_by_side` runs a pair.
     """
+    pipeline.arguments.before_schedule(micro_batches)
     schedule = pipeline.schedule(len(micro_batches))
     run = _ScheduleRun(model, pipeline, schedule, micro_batches, scale, side_by_side)
     run.all(schedule.orders[pipeline.rank])
@@ -286,12 +289,14 @@ def apply_pipeline(model: nn.Module, found: Attached) -> None:
     if found.layout is None:
         return
     assert request.pipeline is not None and meshes.pipeline_groups is not None
+    assert found.arguments is not None
     pipeline = found.pipeline = Pipeline(
         model=request.family.staged(model),
         config=request.pipeline,
         layout=found.layout,
         rank=meshes.pp_rank,
         groups=meshes.pipeline_groups,
+        arguments=found.arguments,
         dtype=request.fsdp.param_dtype or found.dtype,
         device=meshes.device,
         offload=found.offload,
