@@ -51,7 +51,8 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
             unit.ahead_in_backward = [u for n in planned.backward_prefetch for u in made[n]]
     _share_buffers(plan, made, streams)
     root, *others = [unit for planned in plan.units for unit in made[planned.name]]
-    engine = Engine(model, [*others, root], streams)
+    joins = meshes.parallel.pp == 1  # a stage's forward runs a part of the modules
+    engine = Engine(model, [*others, root], streams, joins=joins)
     _move_buffers(model, meshes.device_type)
     return engine
 

@@ -51,6 +51,8 @@ from moecore.base.torch_names import (
 )
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.progress import Progress
+from moecore.parallel.shard.runs import Border, ForwardRun
+from moecore.parallel.shard.skipped import Place, SkippedModules
 from moecore.parallel.shard.transport import UnitStreams
 from moecore.parallel.shard.unit import State, Unit
 from moecore.parallel.shard.weight_gradients import WeightGradients
@@ -59,21 +61,27 @@ BORDER = "_moecore_border"
 
 
 class Engine:
-    """Runs the units of a model, in the order of forward but with the root's unit last."""
+    """Runs the units of a model, in the order of forward but with the root's unit last.
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], streams: UnitStreams) -> None:
+    `joins` = some ranks may skip modules that others run.
+    """
+
+    def __init__(
+        self, root: nn.Module, units: Sequence[Unit], streams: UnitStreams, *, joins: bool
+    ) -> None:
         self.units, self._root, self._streams = tuple(units), root, streams
         # In a pair the forward uses `_depth`, `_outer`, and units' `runs[False]` and `forwards`.
         # The backward uses `_active`, `_in_backward`, and units' `runs[True]` and `backwards`.
         # Both read `waiting` and `_to_come`. A forward counts in `_to_come` until it has ended,
         # because only then do all its units wait for its backward.
         self._depth = 0  # nested forwards of hooked modules that run
-        self._outer: _ForwardRun | None = None  # run of the outermost of these forwards
+        self._outer: ForwardRun | None = None  # run of the outermost of these forwards
         self._in_step = False  # whether announced micro-batches share resident units
         self._to_come = 0.0  # announced forwards with gradients that have not ended
         self._is_paired = False  # whether a forward and a backward alternate
+        self._skipped = None if not joins else SkippedModules(root, units, self._use, self._settle)
         self._step = 0  # number of steps that have ended or were dropped
-        self._active: list[_ForwardRun] = []  # runs whose backward has begun
+        self._active: list[ForwardRun] = []  # runs whose backward has begun
         self._in_backward = False  # stays True after a backward that failed
         self._left: list[WeightGradients] = []  # deferred products, in the order of their D's
         self.progress: Callable[[], Progress | None] = lambda: None  # of the model's `TrainStep`
@@ -86,6 +94,8 @@ class Engine:
     def free(self) -> None:
         """Reshard all units, also those whose backward has not ended. No communication."""
         self._depth, self._outer = 0, None
+        if self._skipped is not None:
+            self._skipped.clear()
         for unit in self.units:
             unit.forwards = unit.backwards = 0
             unit.waiting.clear()
@@ -194,7 +204,11 @@ class Engine:
         if not self._depth and not is_again:
             self._start()
             args, kwargs = self._streams.on_device((args, kwargs))
-        run = _ForwardRun(unit, module, self._step) if torch.is_grad_enabled() else None
+        run = ForwardRun(unit, module, self._step) if torch.is_grad_enabled() else None
+        if self._skipped is not None and not is_again:
+            passed = self._skipped.enter(unit, module)
+            if run is not None:
+                run.passed = passed
         if not is_again:
             if not self._depth:
                 self._outer = run
@@ -229,6 +243,8 @@ class Engine:
                     self._border(leaf).begins.append(run)
         if is_again:  # the backward of a recomputed forward follows and reshards the unit
             return
+        if self._skipped is not None:
+            self._skipped.leave(unit, has_failed=output is None)
         if not (unit.in_use or unit.options.stays):
             unit.free()
         self._depth -= 1
@@ -284,16 +300,16 @@ class Engine:
             if other.can_gather():
                 other.gather()
 
-    def _border(self, leaf: Tensor) -> _Border:
+    def _border(self, leaf: Tensor) -> Border:
         """Return the border of a value, whose hook runs when its gradient is computed."""
-        found: _Border | None = getattr(leaf, BORDER, None)
+        found: Border | None = getattr(leaf, BORDER, None)
         if found is None or found.version != version(leaf) or found.engine is not self:
-            found = _Border(self, version(leaf), is_leaf=leaf.is_leaf)
+            found = Border(self, version(leaf), is_leaf=leaf.is_leaf)
             leaf.register_hook(found)
             setattr(leaf, BORDER, found)
         return found
 
-    def begin(self, run: _ForwardRun) -> None:
+    def begin(self, run: ForwardRun) -> None:
         """Begin the backward of a forward: the gradient of one of its outputs is computed."""
         if torch.is_grad_enabled() and continues():
             raise NotImplementedError(
@@ -313,41 +329,50 @@ class Engine:
         if not self._in_backward:
             self._in_backward = True
             call_after_backward(self._end_backward)
+        if self._skipped is not None and run.passed is not None:
+            self._skipped.begin_backward(run.passed)
         run.is_active, run.pending = True, run.inputs
         self._active.append(run)
         run.unit.backwards += 1
         is_first = run.module is run.unit.modules[-1]
         self._use(run.unit, run.unit.ahead_in_backward if is_first else ())
 
-    def end(self, run: _ForwardRun) -> None:
+    def end(self, run: ForwardRun) -> None:
         """End the backward of a forward, when the gradient of its last input is computed."""
         run.pending -= 1
         if run.pending or not run.is_active:
             return
-        unit = run.unit
         self._active.remove(run)
         self._close(run)
+        self._settle(run.unit)
+
+    def _settle(self, unit: Unit) -> None:
+        """Reduce and reshard a unit, one backward of which has ended, if no other is to come."""
         if unit.backwards or unit.runs[True]:
             return
+        skips = any(isinstance(waits, Place) for waits in unit.waiting)
         if not unit.options.stays:
-            if unit.gradients.are_complete():
+            if unit.gradients.are_complete(skips=skips):
                 self._reduce(unit)
             if not unit.in_use:
                 unit.free()
-        elif not (unit.waiting or self._to_come) and unit.gradients.are_complete():
+        elif not (unit.waiting or self._to_come) and unit.gradients.are_complete(skips=False):
             self._reduce(unit)
             unit.free()
 
-    def _close(self, run: _ForwardRun) -> None:
+    def _close(self, run: ForwardRun) -> None:
+        if self._skipped is not None and run.passed is not None:
+            self._skipped.end_backward(run.passed)
         run.is_active = False
         run.unit.backwards -= 1
         run.end_waiting()
 
     def _end_backward(self) -> None:
-        for run in self._active:
+        for run in reversed(self._active):
             self._close(run)
         self._active.clear()
-        for unit in reversed(self.units):
+        *others, root = self.units
+        for unit in (*reversed(others), root):  # ranks that skip a module join in this order
             self._reduce(unit)
             if self._gets_more(unit):
                 unit.register(whole=False)
@@ -375,80 +400,6 @@ class Engine:
     def _shares(self, unit: Unit) -> bool:
         """Whether micro-batches of the step share a unit."""
         return self._in_step and unit.options.stays
-
-
-class _ForwardRun:
-    """One forward of a module with gradients."""
-
-    __slots__ = (
-        "_waits_in",
-        "inputs",
-        "is_active",
-        "module",
-        "pending",
-        "step",
-        "unit",
-        "versions",
-    )
-
-    def __init__(self, unit: Unit, module: nn.Module, step: int) -> None:
-        self.unit, self.module = unit, module
-        self.step = step  # of the engine, in which the forward ran
-        self.is_active = False  # whether its backward has begun and not ended
-        self.versions: list[int] = []  # of the unit, whose values the forward read
-        self.inputs = self.pending = 0  # inputs with a gradient, and those not computed yet
-        self._waits_in: list[Unit] = []
-
-    def check_unchanged(self) -> None:
-        """Raise where the unit's parameters have changed in place since the forward."""
-        now = self.unit.versions()
-        if now != self.versions:
-            pairs = zip(self.unit.params, self.versions, now, strict=True)
-            name = next(param.slot.param for param, before, after in pairs if before != after)
-            raise RuntimeError(
-                f"{name} must not change between a forward and its backward, which would read the "
-                "new values: call backward first, or run the forward again"
-            )
-
-    def wait_in(self, unit: Unit) -> None:
-        """Add this run to a unit's `waiting`: its backward is expected."""
-        unit.waiting.add(self)
-        self._waits_in.append(unit)
-
-    def end_waiting(self) -> None:
-        """Remove this run from the `waiting` of all units."""
-        for unit in self._waits_in:
-            unit.waiting.discard(self)
-        self._waits_in.clear()
-
-
-class _Border:
-    """Hook of a value between modules.
-
-    The gradient of the value ends the backward of the runs that read the value (`ends`), and begins
-    the backward of the runs that returned it (`begins`). Of a leaf, which forwards may share, a
-    backward drops the runs that wait for no backward.
-    """
-
-    __slots__ = ("begins", "ends", "engine", "is_leaf", "version")
-    __torch_unserializable__ = True  # copies of the value have no border; no warning
-
-    def __init__(self, engine: Engine, version: int, *, is_leaf: bool) -> None:
-        self.engine, self.is_leaf = engine, is_leaf
-        self.version = version  # after a change in place the value gets a new border
-        self.ends: list[_ForwardRun] = []
-        self.begins: list[_ForwardRun] = []
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-    def __call__(self, _grad: Tensor) -> None:
-        for run in self.ends:
-            self.engine.end(run)
-        if self.is_leaf:
-            self.ends = [run for run in self.ends if run in run.unit.waiting]
-        for run in self.begins:
-            self.engine.begin(run)
 
 
 def _has_grad(leaf: Any) -> bool:

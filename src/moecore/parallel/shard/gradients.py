@@ -62,17 +62,27 @@ class Gradients:
         self._transport, self._replicas = transport, list(replicas)
         self.dtype, self.divisor = dtype, divisor
         self._taken: set[int] = set()  # parameters whose gradients kernels have put
-        self._left: set[int] = set()  # those whose gradients this backward has left for later
+        self._left: set[int] = set()  # those whose gradients another part of this backward reduces
         self._filled: set[int] = set()  # those whose sums hold something
         self._divided: set[int] = set()  # of which a kernel has divided it
+        self._has_skipped = False  # whether others may have gradients where this rank has none
         self._sums: UnitViews | None = None  # while any do
         self._turns: UnitViews | None = None  # of the buffer
-        self._sizes = _sizes(layout)
+        self._num_flags = 2 * len(self._params)
+        self._sizes = [*_sizes(layout), self._num_flags]
+        self._flags: dict[Any, Tensor] = {}  # those of the last reduction
+        # What other ranks alone had a gradient of then -> whether kernels had divided it.
+        self._elsewhere: dict[int, bool] = {}
+
+    @property
+    def has_others(self) -> bool:
+        """Whether gradients are summed over other ranks."""
+        return self._transport is not None or bool(self._replicas)
 
     @property
     def _is_direct(self) -> bool:
         """Whether shards take gradients as they come."""
-        return self._transport is None and not (self._replicas or self._accumulates)
+        return not (self.has_others or self._accumulates)
 
     def sink(self, index: int, shape: torch.Size) -> GradSink | None:
         """Return what takes a whole parameter's gradient from a kernel; None where it has none."""
@@ -106,6 +116,8 @@ class Gradients:
     @torch.no_grad()
     def compute(self, products: deque[WeightProduct]) -> None:
         """Compute what a backward has left, in order; each frees what it held. May communicate."""
+        if not self._accumulates:
+            self._left = self._trained().difference(product.number for product in products)
         while products:
             index, shape, compute, operands, _ = product = products.popleft()
             product.join()
@@ -141,33 +153,49 @@ class Gradients:
         elif param.sharded.grad is None:
             param.sharded.grad = wrapped_like(grad.view(param.shard.shape), param.sharded)
 
-    def are_complete(self) -> bool:
-        """Whether this backward has reached every parameter that is trained."""
+    def are_complete(self, *, skips: bool) -> bool:
+        """Whether this backward has reached every trained parameter that it will reach.
+
+        `skips` = it will `skip` a module.
+        """
         return all(
             i in self._taken
             or i in self._left
             or param.whole is None
             or not param.whole.requires_grad
             or param.whole.grad is not None
+            or not (skips or will_run(get_gradient_edge(param.whole).node))
             for i, param in enumerate(self._params)
         )
+
+    def skip(self, module: nn.Module) -> None:
+        """Have no gradient of a module's parameters, which other ranks may have."""
+        inside = set(module.modules())
+        for i, param in enumerate(self._params):
+            if any(owner in inside for owner, _ in param.owners):
+                self._taken.add(i)
+        self._has_skipped = True
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Move what backward has computed to the shards, or wait for more. Collective."""
         found = {i: grad for i, p in enumerate(self._params) if (grad := p.take_grad()) is not None}
         taken, self._taken = self._taken, set()
-        self._left.clear()
+        left, self._left = self._left, set()
         if self._is_direct:
             self._put(found, taken)
             return
-        if not (found or self._filled):
+        trained = self._trained()
+        if not (found or self._filled or (self._has_skipped and trained)):
             return
         sums = self._take_sums() or self._new_sums()
         self._add(sums, found)
         if self.reduces:
-            self._reduce(sums)
+            self._reduce(sums, trained.difference(left, self._filled))
             self._release()
+
+    def _trained(self) -> set[int]:
+        return {i for i, param in enumerate(self._params) if param.sharded.requires_grad}
 
     def drop(self) -> None:
         """Drop all that is not in the shards yet."""
@@ -207,9 +235,8 @@ class Gradients:
         return self._sums
 
     def _new_sums(self) -> UnitViews:
-        return self._cut(
-            torch.empty(self._layout.buffer_numel, dtype=self.dtype, device=self._device)
-        )
+        numel = self._layout.buffer_numel + self._num_flags
+        return self._cut(torch.empty(numel, dtype=self.dtype, device=self._device))
 
     def _cut(self, flat: Tensor) -> UnitViews:
         return cut_views(self._params, flat, self._layout.whole_numel)
@@ -228,38 +255,73 @@ class Gradients:
         self._filled.update(found)
         found.clear()
 
-    def _reduce(self, sums: UnitViews) -> None:
-        streams, indices = self._streams, sorted(self._filled)
+    def _reduce(self, sums: UnitViews, missing: set[int]) -> None:
+        """Sum over ranks, and add to the shards. Of `missing` this rank has no gradient.
+
+        Another rank may have one, so zeros are sent, and two flags per parameter: whether this rank
+        has a gradient, and whether kernels have divided it. Where some are missing the host waits
+        for the flags: what no rank has a gradient of gets none.
+        """
+        streams, indices = self._streams, sorted(self._filled | missing)
         regions = [sums.regions[i] for i in indices]
         for i, region in zip(indices, regions, strict=True):
             param = self._params[i]
-            if param.is_strided:
+            if i in missing:
+                region.zero_()
+            elif param.is_strided:
                 parts = sums.parameters[i].chunk(param.num_ranks, dim=param.slot.dim)
                 torch.stack(parts, out=region.view(param.num_ranks, *param.shard_shape))
-        summed, shards = sums.flat, regions  # of one rank
-        if self._transport is not None:  # new memory is of the stream that frees it
-            summed = summed.new_empty(self._layout.shard_numel)
+        flags = self._own_flags()
+        if self._transport is None:
+            summed, shards = sums.flat, regions
+            summed[-self._num_flags :].copy_(flags)
+        else:  # new memory is of the stream that frees it
+            summed = flags.new_empty(sum(self._sizes))
             shards = self._shards(summed, indices)
+        all_flags = summed[-self._num_flags :]
         with streams.reducing():
             if self._transport is not None:
-                self._transport.reduce(shards, regions)
+                self._transport.reduce([*shards, all_flags], [*regions, flags])
                 if sums is self._turns and self.buffer is not None:
                     self.buffer.mark.set()
                 else:
                     streams.keep(sums.flat)
             for group in self._replicas:
                 dist.all_reduce(summed, group=group)
-            rest = [x for i, x in zip(indices, shards, strict=True) if i not in self._divided]
+            if not missing:
+                self._elsewhere = {}
+            elif _has_values(all_flags):
+                used, divided = (all_flags > 0).view(2, -1).tolist()
+                self._elsewhere = {i: divided[i] for i in missing if used[i]}
+            found = [(i, x) for i, x in zip(indices, shards, strict=True) if self._is_found(i)]
+            done = self._divided.union(i for i, divided in self._elsewhere.items() if divided)
+            rest = [shard for i, shard in found if i not in done]
             if rest and self.divisor != 1.0:
                 foreach_div_(rest, self.divisor)
             streams.keep(summed)
-            params = [self._params[i] for i in indices]
-            if summed.dtype != params[0].dtype:
-                shards = self._shards(summed.to(params[0].dtype), indices)
-            for param, shard in zip(params, shards, strict=True):
+            if summed.dtype != self._params[0].dtype:
+                indices = [i for i, _ in found]
+                cast = self._shards(summed.to(self._params[0].dtype), indices)
+                found = list(zip(indices, cast, strict=True))
+            for i, shard in found:
+                param = self._params[i]
                 n = param.shard.numel()
                 own = shard if shard.numel() == n else shard[:n]
                 param.put_grad(own.view(param.shard.shape))
+
+    def _is_found(self, index: int) -> bool:
+        """Whether a rank has a gradient of a parameter."""
+        return index in self._filled or index in self._elsewhere
+
+    def _own_flags(self) -> Tensor:
+        """Return this rank's flags, once for each rank that gets them."""
+        key = frozenset(self._filled), frozenset(self._divided)
+        if key not in self._flags:
+            ranks = 1 if self._transport is None else self._layout.ranks
+            flags = [float(i in has) for has in key for i in range(len(self._params))]
+            made = torch.tensor(flags * ranks, dtype=self.dtype, device=self._device)
+            self._flags = {key: made}
+        return self._flags[key]
 
     def _shards(self, summed: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """Return padded shards of parameters."""
@@ -267,6 +329,7 @@ class Gradients:
         return [cut[2 * i + 1] for i in indices]
 
     def _release(self) -> None:
+        self._has_skipped = False
         self._filled.clear()
         self._divided.clear()
         self._sums = None
@@ -323,6 +386,11 @@ class _Sink:
             and not (torch.is_grad_enabled() or has_gradient_hooks(self._param))
             and will_run(self._node)
         )
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether the host can read a tensor: not on meta, nor in a CUDA graph that is captured."""
+    return not (x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def _sizes(layout: FlatLayout) -> list[int]:

@@ -1,0 +1,150 @@
+"""Ranks that use other parameters, or skip modules: gradients are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore import (
+    FSDPOptions,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from tests.families.transformers.family_models import batch, loss_of, tiny_model
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+WORLD, DIM, DEPTH, MICRO_BATCHES = 4, 8, 5, 2
+MOE = MoEConfig(dim=DIM, hidden_dim=8, num_experts=4, top_k=2)
+# Blocks that one rank skips in one micro-batch; the ranks take turns.
+SKIPPED = [(), (1,), (0, 1), (4,), (0, 2, 4), (0, 1, 2, 3, 4)]
+OPTIONS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
+    "freed": (ParallelConfig(), {}),
+    "freed, replicas": (ParallelConfig(dp_replicate=2), {}),
+    "no prefetch": (ParallelConfig(), dict(prefetch_blocks=0)),
+    "far ahead": (ParallelConfig(), dict(prefetch_blocks=3)),
+    "together": (ParallelConfig(), dict(blocks_per_unit=2)),
+    "gathered once": (ParallelConfig(dp_replicate=2), dict(dense_strategy="optim")),
+    "bf16, routers apart": (ParallelConfig(), dict(param_dtype=torch.bfloat16)),
+    "whole": (ParallelConfig(), dict(dense_strategy="no_shard")),
+}
+IMAGES = ("glm4v_moe", "qwen3_omni_moe", "qwen3_vl_moe")
+IMAGE, IMAGE_INPUTS = slice(2, 6), ("pixel_values", "image_grid_thw")  # of their batches
+
+
+class Block(nn.Module):
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(DIM, DIM), nn.Parameter(torch.ones(DIM))
+        self.moe = MoELayer(MOE) if place % 2 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.gain * torch.tanh(self.linear(x))
+        return x if self.moe is None else x + self.moe(x)
+
+
+class Model(nn.Module):
+    """Runs the first or the second of two linears, and skips blocks; `never` no rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.never = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.layers = nn.ModuleList(Block(place) for place in range(DEPTH))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x = (self.second if number % 2 else self.first)(x)
+        for place, layer in enumerate(self.layers):
+            if place not in SKIPPED[number % len(SKIPPED)]:
+                x = layer(x)
+        return self.head(x).square().mean()
+
+
+def row(number: int) -> Tensor:
+    return torch.randn(3, DIM, generator=torch.Generator().manual_seed(number))
+
+
+def differing(model: nn.Module, plain: nn.Module, bound: float) -> list[str]:
+    """Return the names of parameters with another gradient than the plain model's."""
+    found = []
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if param.grad is None or other.grad is None:
+            same = param.grad is other.grad
+        else:
+            grad = param.grad.full_tensor().view(other.shape)
+            same = bool((grad - other.grad).abs().max() <= bound * other.grad.abs().max())
+        found += [] if same else [name]
+    return found
+
+
+def skipping(rank: int) -> dict[str, list[str]]:
+    found = {}
+    for name, (parallel, options) in OPTIONS.items():
+        for start in range(0, len(SKIPPED), 3):
+            plain, model = Model(), Model()
+            is_bf16 = "param_dtype" in options
+            if is_bf16:  # weights that bf16 has, so that only sums are rounded
+                for one in (plain, model):
+                    for param in one.parameters():
+                        param.data = param.bfloat16().float()
+            parallelize_moe(model, build_meshes(parallel, "cpu"), fsdp=FSDPOptions(**options))
+            step = TrainStep(model, num_micro_batches=MICRO_BATCHES)
+            for i in range(MICRO_BATCHES):
+                for of_rank in range(WORLD):
+                    number = start + of_rank * (i + 1)
+                    (plain(row(number), number) / WORLD).backward()
+                    if of_rank == rank:
+                        with step.micro_batch():
+                            model(row(number), number).backward()
+            wrong = differing(model, plain, 0.1 if is_bf16 else 1e-5)
+            found[name] = found.get(name, []) + wrong
+    return found
+
+
+def text_beside_images(rank: int) -> dict[str, list[str]]:
+    found = {}
+    for family in IMAGES:
+        plain, model = tiny_model(family), tiny_model(family)
+        parallelize_moe(model, build_meshes(ParallelConfig(ep=2, edp_shard=2), "cpu"))
+        for of_rank in range(WORLD):
+            inputs = batch(plain, of_rank)
+            if of_rank % 2:
+                inputs = {n: x for n, x in inputs.items() if n not in IMAGE_INPUTS}
+                inputs["input_ids"][:, IMAGE] = 52  # which is no special token
+                inputs = {n: x * 0 if "token_type" in n else x for n, x in inputs.items()}
+            (loss_of(plain, inputs) / WORLD).backward()
+            if of_rank == rank:
+                loss_of(model, inputs).backward()
+        found[family] = differing(model, plain, 1e-4)
+    return found
+
+
+WHAT: tuple[Callable[[int], dict[str, list[str]]], ...] = (skipping, text_beside_images)
+
+
+def worker(rank: int, _device: torch.device) -> Any:
+    found = {name: wrong for run in WHAT for name, wrong in run(rank).items()}
+    every: list[Any] = [None] * WORLD
+    dist.all_gather_object(every, found)
+    return every
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return run_ranks(WORLD, worker)
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *IMAGES])
+def test_gradients_are_those_of_one_process(name: str, found: Any) -> None:
+    assert [of_rank[name] for of_rank in found] == [[]] * WORLD
