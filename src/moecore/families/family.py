@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from moecore.families.adapters import replace_blocks
@@ -55,6 +55,11 @@ class Plain(Family):
         return set_dtypes(model, dtype)
 
     @override
+    def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
+        mask_BT = inputs.get("padding_mask_BT")
+        return True if mask_BT is None else ~mask_BT.all()
+
+    @override
     def staged(self, model: nn.Module) -> StagedModel:
         if not hasattr(model, "stage_parts"):
             raise NotImplementedError(
@@ -95,6 +100,15 @@ class Transformers(Plain):
     def swapped(self, model: nn.Module) -> None:
         refuse_lost_outputs(model)
         tell_layers(model)
+
+    @override
+    def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
+        mask_BT = inputs.get("padding_mask")
+        if mask_BT is not None:
+            return ~mask_BT.all()
+        mask = inputs.get("attention_mask")
+        is_padding = isinstance(mask, Tensor) and mask.ndim == 2
+        return mask.any() if is_padding else super().has_tokens(inputs)  # type: ignore[union-attr]
 
     @override
     def staged(self, model: nn.Module) -> StagedModel:

@@ -14,7 +14,9 @@ scores, which the choice no longer shows (DeepSeek-V3, arXiv:2412.19437, equatio
 
 An auxiliary loss is the mean over the step's micro-batches and data ranks of each one's loss,
 whatever the folding: ranks that share a micro-batch (cp, tp) count tokens together. Where each
-forward has its own cp, data ranks share it too, and it counts once for each of them.
+forward has its own cp, data ranks share it too, and it counts once for each of them. Ranks without
+tokens have no part in the mean, nor have micro-batches that are known to be padding alone
+(`MoEState.announce`).
 """
 
 from __future__ import annotations
@@ -131,6 +133,7 @@ class LoadTracker:
         self._seen_E: Tensor | None = None  # counts of forwards, where several are in flight
         self._priors: list[Tensor] = []  # what those that wait for their backward had seen
         self._repeated: Tensor | None = None  # of the forward that was computed again last
+        self.weight: Tensor | None = None  # of this step's micro-batches: `MoEState.announce`
         for tensor in self.counts.tensors() if self.counts else ():
             tensor.zero_()
 
@@ -195,6 +198,7 @@ class LoadTracker:
                 prior_counts_E=prior_E,
                 sequences_T=sequences_T,
             )
+            losses = losses if self.weight is None else losses * self.weight
         quantile = config.balance.bias_update == "quantile"
         # None = there is none. A global-batch loss alone counts ids of the best scores.
         observed = (
@@ -367,7 +371,8 @@ def balance_losses(
     """Return this rank's parts of the auxiliary losses, fp32, in the order of `LOSS_NAMES`.
 
     Ranks of `groups.micro_batch` each return the part of their own tokens; the parts add up to the
-    loss. Coefficients are applied. One small all-reduce per scope that needs one; no host sync.
+    loss. Coefficients are applied. One small all-reduce per scope that needs one, and one of the
+    number of ranks with tokens; no host sync.
 
     Args:
         ids_TK: int32, the choices or best scores that are counted; -1 is not.
@@ -399,4 +404,9 @@ def balance_losses(
         balance.z_loss_coef,
     ]
     factors = [groups.weight * factor for factor in factors]
-    return balance_loss(score_sums_BE, z_sum, counts_BX, factors, global_counts_E=global_counts_E)
+    losses = balance_loss(score_sums_BE, z_sum, counts_BX, factors, global_counts_E=global_counts_E)
+    if groups.global_batch is None or groups.data_ranks == 1:
+        return losses
+    ranks = counts_BX[:, E].sum().clamp(max=1)  # with tokens: this one and those that share them
+    dist.all_reduce(ranks, group=groups.global_batch)
+    return losses * (groups.global_batch.size() / ranks.clamp(min=1))

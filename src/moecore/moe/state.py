@@ -9,7 +9,7 @@ Legend: L layers, E experts, X columns of one layer's margins.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -66,6 +66,34 @@ class MoEState:
             scale /= self.groups.data_ranks
         for layer in self.layers.values():
             layer.tracker.gradient_scale = scale
+
+    @torch.no_grad()
+    def announce(self, have_tokens: Sequence[bool | Tensor]) -> None:
+        """Announce which micro-batches of a step have tokens on this rank.
+
+        Those without tokens on any rank then weigh nothing in auxiliary losses, until the end of
+        the step. With auxiliary losses it is collective: one small all-reduce, no host sync.
+
+        Args:
+            have_tokens: one for each micro-batch, a bool or a bool scalar on any device.
+        """
+        trackers = [layer.tracker for layer in self.layers.values()]
+        trackers = [one for one in trackers if one.config.balance.needs_loss]
+        if not trackers or len(have_tokens) == 1:
+            return
+        device = next(next(iter(self.layers.values())).part("experts").parameters()).device
+        flags = torch.stack(
+            [
+                found.to(device, torch.float32, non_blocking=True)
+                if isinstance(found, Tensor)
+                else torch.full((), float(found), device=device)
+                for found in have_tokens
+            ]
+        )
+        if self.groups.global_batch is not None:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.groups.global_batch)
+        for tracker in trackers:
+            tracker.weight = len(have_tokens) / flags.sum().clamp(min=1)
 
     @property
     def loss_scale(self) -> Tensor | None:

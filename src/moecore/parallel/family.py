@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moecore.attention.context_parallel.group import ContextParallel
@@ -47,6 +47,9 @@ class Family(Protocol):
 
     def context(self, model: nn.Module) -> Any:
         """Return what may be a `ContextParallelModel` or a `DynamicContextModel` for a model."""
+
+    def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
+        """Return whether a forward of these keyword arguments has any token but padding."""
 
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         """Refuse or warn of calls that a parallelized model cannot follow.

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from moecore.base.agreement import check_same, trained_entries
 from moecore.base.fields import Count, MaxNorm, check_arguments
-from moecore.base.torch_names import is_inside, mark
+from moecore.base.torch_names import mark
 from moecore.moe.lanes import Lanes
 from moecore.moe.state import NumMicroBatches
 from moecore.parallel.across import sum_copies
@@ -34,7 +34,7 @@ from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.pipeline.run import forward_pipeline, run_pipeline
 from moecore.parallel.pipeline.stages import loss_of
 from moecore.parallel.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
-from moecore.parallel.shard.late_parameters import refuse_earlier
+from moecore.parallel.shard.late_parameters import refuse_earlier, refuse_on_meta
 from moecore.parallel.shard.progress import Progress
 from moecore.precision.apply import advance_amax, has_history
 from moecore.train.loss_scale import DynamicLossScale, LossScale, check_loss_scale
@@ -101,11 +101,12 @@ class TrainStep:
             raise ValueError(
                 "optimizer ([]) must be one, several or None: leave it out to step alone"
             )
-        _check_real(self._model, self._optimizers, loss_scale)
+        if self._optimizers or loss_scale is not None:
+            refuse_on_meta(self._model, "optimizer" if self._optimizers else "loss scale")
         for one in models:
             check_loss_scale(one, loss_scale)
         refuse_earlier(self._model, self._optimizers)
-        request = records[0].request
+        request = self._request = records[0].request
         # Ranks that differ would scale, clip, step or wait differently: all of them raise.
         entries = {
             "TrainStep.max_norm": float(max_norm),
@@ -267,6 +268,19 @@ class TrainStep:
         finally:
             progress.is_open = False
 
+    def announce(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
+        """Tell a step which of its micro-batches are padding alone; they weigh nothing then.
+
+        `forward_backward` does it. A loop of `micro_batch()` whose micro-batches may be without
+        tokens on every rank calls it before the first one; else auxiliary losses count them.
+
+        Args:
+            micro_batches: all of the step, as of `forward_backward`; masks alone are read.
+        """
+        has_tokens = self._request.family.has_tokens
+        for state in self._states:
+            state.announce([has_tokens(inputs) for inputs in micro_batches])
+
     def forward_backward(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Run forward and backward of all micro-batches of a step; return their losses.
 
@@ -298,6 +312,7 @@ class TrainStep:
 
     def _run_all(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Run forward and backward of all micro-batches once; return their losses."""
+        self.announce(micro_batches)
         pipeline = self._pipeline
         if pipeline is None:
             if self._is_overlapped:
@@ -481,16 +496,3 @@ class TrainStep:
                 f"but {self._progress.done} are done: run forward and backward of each in "
                 "`with step.micro_batch():`, set num_micro_batches before the step, or drop()"
             )
-
-
-def _check_real(
-    model: nn.Module, optimizers: Sequence[Optimizer], loss_scale: DynamicLossScale | None
-) -> None:
-    """Raise for an optimizer of parameters that `to_empty` will replace."""
-    on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
-    if (optimizers or loss_scale is not None) and on_meta is not None and not is_inside():
-        what = "optimizer" if optimizers else "loss scale"
-        raise ValueError(
-            f"{on_meta} (on meta) must have storage before the {what} is made: call "
-            "model.to_empty(device=...) and fill it (init_weights, load_hf, load)"
-        )

@@ -145,8 +145,13 @@ def added_in_order() -> Iterator[None]:
         parts = all_of(input, group).view(group.size(), group.size(), -1)
         add(output, parts[:, group.rank()])
 
-    def all_reduce(x: Tensor, *, group: Any, **_: Any) -> None:
-        add(x, all_of(x, group))
+    def all_reduce(x: Tensor, *, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        if op == dist.ReduceOp.SUM:
+            add(x, all_of(x, group))
+        else:  # the model compares arguments
+            reduce(x, op=op, group=group)
+
+    reduce = dist.all_reduce
 
     def all_of(x: Tensor, group: Any) -> Tensor:
         every = [torch.empty_like(x) for _ in range(group.size())]

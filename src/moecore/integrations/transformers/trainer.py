@@ -145,6 +145,7 @@ class MoETrainer(Trainer):
         found = super().get_batch_samples(epoch_iterator, num_batches, device)
         if found[0]:
             self.accelerator.owner.num_micro_batches = len(found[0])
+            self.accelerator.owner.announce(found[0])
         return found
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from moecore.base.torch_names import has_accumulate_hooks
+from moecore.base.torch_names import has_accumulate_hooks, is_inside
 from moecore.parallel.attached import engines_of
 
 
@@ -64,3 +64,13 @@ def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
                 "parallelize_moe and to_empty have replaced: make it of model.parameters() "
                 "afterwards"
             )
+
+
+def refuse_on_meta(model: nn.Module, what: str) -> None:
+    """Raise for an optimizer or a loss scale of parameters that `to_empty` will replace."""
+    on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if on_meta is not None and not is_inside():
+        raise ValueError(
+            f"{on_meta} (on meta) must have storage before the {what} is made: call "
+            "model.to_empty(device=...) and fill it (init_weights, load_hf, load)"
+        )
