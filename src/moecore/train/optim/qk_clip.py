@@ -47,17 +47,19 @@ def _raise_max(
     k_BShd: Tensor,
     places_T: Tensor | None,
     cu_seqlens: Tensor | None,
+    padding_BS: Tensor | None,
     scale: float,
 ) -> None:
-    """Raise a running maximum, by blocks of queries; keys of other documents have no part.
+    """Raise a running maximum, by blocks of queries; padding and other documents have no part.
 
     `places_T`: places of queries among the keys, of rows end to end where documents are packed;
-    None = queries and keys are of the same tokens.
+    None = queries and keys are of the same tokens. `padding_BS`: which keys are padding.
     """
     document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
         q_BTHd, k_BShd = q_BTHd.flatten(0, 1)[None], k_BShd.flatten(0, 1)[None]
         document_S = documents_of(cu_seqlens, k_BShd.shape[1])
+        padding_BS = None if padding_BS is None else padding_BS.flatten()[None]
     (B, T, H, _), (S, h) = q_BTHd.shape, k_BShd.shape[1:3]
     if not B * T:
         return
@@ -75,6 +77,9 @@ def _raise_max(
         if document_S is not None:
             hidden |= document_S[own_T1] != document_S[:seen]
         scores.masked_fill_(hidden, -torch.inf)
+        if padding_BS is not None:
+            is_padding = padding_BS[:, own_T1] | padding_BS[:, None, :seen]
+            scores.masked_fill_(is_padding[:, None, None], -torch.inf)
         found_H = scores.amax((0, 3, 4)).flatten().float() * scale
         max_H.copy_(torch.maximum(max_H, found_H))
 
@@ -82,7 +87,7 @@ def _raise_max(
 _raise_max_op = Op(
     "raise_max_scores",
     _raise_max,
-    lambda max_H, q, k, places, cu_seqlens, scale: None,
+    lambda max_H, q, k, places, cu_seqlens, padding, scale: None,
     mutates_args=("max_H",),
 )
 
@@ -220,10 +225,15 @@ class _Watched:
             once(self._raise, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
 
     def _raise(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
-        places_T = None
+        places_T, padding_BT, tp = None, sequence.padding_mask_BT, self.module.tp
+        if padding_BT is not None and tp is not None:
+            padding_BT = tp.gather(padding_BT)
         if sequence.held is not None:
             k_BThd, places_T = _whole_keys(q_BTHd, k_BThd, sequence)
-        _raise_max_op(self.max_H, q_BTHd, k_BThd, places_T, sequence.cu_seqlens, scale)
+            if padding_BT is not None:
+                padding_BT = sequence.held.gather_values(padding_BT)
+        documents = sequence.cu_seqlens
+        _raise_max_op(self.max_H, q_BTHd, k_BThd, places_T, documents, padding_BT, scale)
 
     def whole(self) -> Tensor:
         """Return fp32 [H], with -inf for the heads of other tp ranks."""
