@@ -28,6 +28,7 @@ from moecore import (
     ParallelConfig,
     TrainStep,
     build_meshes,
+    clip_grad_norm_,
     parallelize_moe,
 )
 from moecore.io import Saver
@@ -125,6 +126,46 @@ def test_an_optimizer_that_was_made_before(meshes: Meshes, tmp_path: Any) -> Non
     TrainStep(model, adamw(model))
     other = nn.Parameter(torch.ones(1))
     TrainStep(model, torch.optim.AdamW([*model.parameters(), other]))
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A loop of one's own, which shows its optimizer to nobody."""
+    model(torch.randn(2, 3, 32)).square().mean().backward()
+    clip_grad_norm_(model, 1.0)
+    optimizer.step()
+
+
+def test_an_optimizer_that_was_made_before_in_a_loop_of_ones_own(meshes: Meshes) -> None:
+    model, shared = make(), nn.Linear(32, 32)
+    shared.weight = model[0].weight  # of a plain module, which trains it after the call too
+    early, of_shared = adamw(model), adamw(shared)
+    own = torch.optim.SGD([nn.Parameter(torch.ones(1)), *model.parameters()], lr=1.0)
+    parallelize_moe(model, meshes)
+    message = "optimizer (AdamW) must hold parameters of the model, which parallelize_moe and "
+    refused(message, lambda: one_step(model, early))
+    refused(message.replace("AdamW", "SGD"), lambda: one_step(model, own))
+    before = model[0].weight.full_tensor().clone()
+    one_step(model, adamw(model))
+    assert not torch.equal(before, model[0].weight.full_tensor())
+    shared(torch.randn(3, 32)).sum().backward()
+    of_shared.step()
+
+
+def test_an_optimizer_that_was_made_before_to_empty(meshes: Meshes) -> None:
+    with torch.device("meta"):
+        model = make()
+    early = adamw(parallelize_moe(model, meshes))
+    model.to_empty(device="cpu")
+    model.apply(lambda module: [nn.init.ones_(p) for p in module.parameters(recurse=False)])
+    one_step(model, early)  # `to_empty` has swapped the values, and left the parameters
+    assert not torch.equal(model[0].weight.full_tensor(), torch.ones(32, 32))
+
+
+def test_a_refused_call_leaves_an_optimizer_its_parameters(meshes: Meshes) -> None:
+    model = make()
+    early = adamw(model)
+    refused("dispatcher ('nvlink')", lambda: parallelize_moe(model, meshes, dispatcher="nvlink"))
+    early.step()
 
 
 def test_an_optimizer_of_other_parameters_beside_the_models_own(meshes: Meshes) -> None:
