@@ -16,6 +16,7 @@ from moecore.parallel.pipeline.orders import Action, Overlap
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.simulate import Costs, simulate
 from moecore.parallel.pipeline.timeline import Timeline, draw
+from moecore.parallel.shard.as_module import register_forward_method
 from moecore.parallel.shard.plan import (
     AxisPlacement,
     FlatLayout,
@@ -52,5 +53,6 @@ __all__ = [
     "offload_fractions",
     "parse_layout",
     "rank_bytes",
+    "register_forward_method",
     "simulate",
 ]

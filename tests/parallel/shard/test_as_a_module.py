@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
+from moecore.io import load, save
+from moecore.parallel import register_forward_method
 from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import BASE, make_layer
 
@@ -78,13 +82,65 @@ def hooked(layout: str | None) -> dict[str, Any]:
     return gradients(model) | {f"seen {i}": grad for i, grad in enumerate(seen)}
 
 
-def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    return {f"hooked {layout}": hooked(layout) for layout in LAYOUTS}
+def averaged(layout: str | None, path: str) -> dict[str, Any]:
+    """An exponential mean over two steps: its weights, saved, and the loss of its weights."""
+    model = make(layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    mean.update_parameters(model)
+    for seed in range(2):
+        model(batch(seed)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean.update_parameters(model)
+    weights = {name: whole(p) for name, p in mean.module.named_parameters()}
+    if layout is None:
+        return weights | {"loss": mean(batch()).detach()}
+    with pytest.raises(ValueError, match=r"^forward of Model \(a copy of a parallelized model\)"):
+        mean(batch())
+    saved = save(path, 2, mean.module, None)
+    trained = copy.deepcopy(model)
+    load(saved, model)
+    loss = model(batch()).detach()
+    model.load_state_dict(trained.state_dict())
+    assert all(map(torch.equal, parts(model), parts(trained)))
+    model(batch()).backward()
+    optimizer.step()  # the copy is one of its own
+    assert not any(map(torch.equal, parts(model), parts(trained)))
+    return weights | {"loss": loss}
+
+
+def parts(model: nn.Module) -> list[Tensor]:
+    return [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+
+
+def encoded(layout: str | None) -> dict[str, Tensor]:
+    """What a method other than forward returns and trains, alone and beside forward."""
+    model = make(layout)
+    if layout is not None:
+        register_forward_method(model, "encode")
+        with pytest.raises(ValueError, match=r"^name \('decode'\) must be a method of mod"):
+            register_forward_method(model, "decode")
+    y = model.encode(ids=batch())
+    (y.sum() + model(batch(1))).backward()
+    found = gradients(model) | {"y": y.detach()}
+    with torch.no_grad():
+        return found | {"again": model.encode(batch(2))}
+
+
+def worker(rank: int, device: torch.device, path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        found[f"hooked {layout}"] = hooked(layout)
+        found[f"averaged {layout}"] = averaged(layout, f"{path}/{layout}")
+        found[f"encoded {layout}"] = encoded(layout)
+    return found
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(WORLD, worker)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = str(tmp_path_factory.mktemp("averaged"))
+    result: dict[str, Any] = run_ranks(WORLD, worker, path)
     return result
 
 
@@ -103,3 +159,13 @@ def test_hooks_of_a_parameter_get_its_gradient_and_change_it(
     assert expected["layers.0.experts.w1"][1].abs().max() == 0
     assert {"seen 0", "seen 1"} < expected.keys()
     assert_close(found[f"hooked {layout}"], expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_averaged_model_averages_and_is_saved(layout: str, found: dict[str, Any]) -> None:
+    assert_close(found[f"averaged {layout}"], averaged(None, ""))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_method_runs_as_forward_does(layout: str, found: dict[str, Any]) -> None:
+    assert_close(found[f"encoded {layout}"], encoded(None))

@@ -1,0 +1,94 @@
+"""A parallelized model as an `nn.Module`: its copies, and methods that run as forward does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from moecore.base.copies import copy_modules
+from moecore.base.fields import check_arguments
+from moecore.parallel.attached import ATTACHED
+
+
+def copy_as_shards(model: nn.Module) -> None:
+    """Make `copy.deepcopy` of a parallelized model, or a part, return a copy of this rank's shards.
+
+    The copy has parameters and buffers of its own, and no units: it can be averaged, saved,
+    exported and loaded from, and its forward raises. `AveragedModel` needs no more.
+    """
+    for module in model.modules():  # of each one: wrappers have attributes of what they wrap
+        vars(module)["__deepcopy__"] = partial(_copy, module)
+
+
+def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    copies = copy_modules(model, _copied, unwrapped=True)
+    memo.update({id(module): twin for module, twin in copies.items()})
+    for module, twin in copies.items():
+        for name, buffer in module._buffers.items():
+            twin._buffers[name] = None if buffer is None else buffer.detach().clone()
+        twin.register_forward_pre_hook(_refuse_forward)
+        if ATTACHED in vars(module):
+            found = vars(module)[ATTACHED]
+            layers = {name: copies[layer] for name, layer in found.layers.items()}
+            setattr(twin, ATTACHED, replace(found, engine=None, layers=layers))
+            found.request.family.attached(twin, wrapper=copies[model], drops_cache=False)
+    copy_as_shards(copies[model])
+    return copies[model]
+
+
+def _copied(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+
+
+def _refuse_forward(module: nn.Module, _args: Any) -> None:
+    raise ValueError(
+        f"forward of {type(module).__name__} (a copy of a parallelized model) must run in the "
+        "model itself, which gathers shards: call model.load_state_dict(copy.state_dict())"
+    )
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Make a method of a parallelized model run as its forward does, with gathered parameters.
+
+    As `torch.distributed.fsdp.register_fsdp_forward_method`. Every rank calls the method, because
+    it communicates. Hooks of the module's forward run around it, with its arguments.
+
+    Args:
+        module: a parallelized model, or a module in it whose parameters are a unit.
+        name: of its method, or of a function that is its attribute.
+
+    Raises:
+        ValueError: when the module has no such method.
+    """
+    check_arguments(register_forward_method, locals())
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ValueError(
+            f"name ({name!r}) must be a method of module ({type(module).__name__}): define it first"
+        )
+    setattr(module, name, partial(_run_as_forward, module, method))
+
+
+def _run_as_forward(
+    module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    own = vars(module)  # where forwards that are wrapped stand, before those of the class
+    before = {"forward": own["forward"]} if "forward" in own else {}
+
+    def restore() -> None:
+        own.pop("forward", None)
+        own.update(before)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        restore()  # the method may call forward
+        return method(*args, **kwargs)
+
+    own["forward"] = run
+    try:
+        return module(*args, **kwargs)
+    finally:
+        restore()
