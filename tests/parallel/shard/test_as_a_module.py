@@ -119,7 +119,7 @@ def encoded(layout: str | None) -> dict[str, Tensor]:
     model = make(layout)
     if layout is not None:
         register_forward_method(model, "encode")
-        with pytest.raises(ValueError, match=r"^name \('decode'\) must be a method of mod"):
+        with pytest.raises(ValueError, match=r"^name \('decode'\) must be a method of model"):
             register_forward_method(model, "decode")
     y = model.encode(ids=batch())
     (y.sum() + model(batch(1))).backward()

@@ -51,30 +51,30 @@ def _refuse_forward(module: nn.Module, _args: Any) -> None:
     )
 
 
-def register_forward_method(module: nn.Module, name: str) -> None:
+def register_forward_method(model: nn.Module, name: str) -> None:
     """Make a method of a parallelized model run as its forward does, with gathered parameters.
 
     As `torch.distributed.fsdp.register_fsdp_forward_method`. Every rank calls the method, because
-    it communicates. Hooks of the module's forward run around it, with its arguments.
+    it communicates. Hooks of the model's forward run around it, with its arguments.
 
     Args:
-        module: a parallelized model, or a module in it whose parameters are a unit.
+        model: parallelized, or a module in such a model whose parameters are a unit.
         name: of its method, or of a function that is its attribute.
 
     Raises:
-        ValueError: when the module has no such method.
+        ValueError: when the model has no such method.
     """
     check_arguments(register_forward_method, locals())
-    method = getattr(module, name, None)
+    method = getattr(model, name, None)
     if not callable(method):
         raise ValueError(
-            f"name ({name!r}) must be a method of module ({type(module).__name__}): define it first"
+            f"name ({name!r}) must be a method of model ({type(model).__name__}): define it first"
         )
-    setattr(module, name, partial(_run_as_forward, module, method))
+    setattr(model, name, partial(_run_as_forward, model, method))
 
 
 def _run_as_forward(
-    module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
+    module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     own = vars(module)  # where forwards that are wrapped stand, before those of the class
     before = {"forward": own["forward"]} if "forward" in own else {}
