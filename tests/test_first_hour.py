@@ -238,6 +238,13 @@ def test_what_does_not_belong_there(call: Any, message: str, meshes: Meshes) -> 
     refused(message, lambda: call(make(), meshes))
 
 
+def test_a_model_in_fp64_is_refused_before_it_is_sharded(meshes: Meshes) -> None:
+    message = "dtype of the experts (torch.float64) must be torch.float32, bfloat16 or float16"
+    refused(message, lambda: parallelize_moe(make().double(), meshes))
+    model = parallelize_moe(make().double(), meshes, expert_backend="sequential")
+    assert model(torch.randn(2, 3, 32, dtype=torch.float64)).dtype == torch.float64
+
+
 def test_gpus_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     message = "device_type ('cuda') must be 'cpu' on this host"
