@@ -238,6 +238,29 @@ def test_what_does_not_belong_there(call: Any, message: str, meshes: Meshes) -> 
     refused(message, lambda: call(make(), meshes))
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused(kind: type[nn.Module], meshes: Meshes) -> None:
+    model = nn.Sequential(kind(11, 32, sparse=True), make())
+    message = f"0 ({kind.__name__}) must not have sparse gradients, which units cannot reduce: "
+    refused(message, lambda: parallelize_moe(model, meshes))
+
+
+@pytest.mark.parametrize("none", [None, float("inf")])
+def test_no_largest_norm_only_measures(none: Any, meshes: Meshes) -> None:
+    model = parallelize_moe(make(), meshes)
+    x = torch.randn(2, 3, 32)
+    model(x).sum().backward()
+    grads = [p.grad.to_local().clone() for p in model.parameters()]
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    assert float(clip_grad_norm_(model, none)) == pytest.approx(float(norm), rel=1e-5)
+    assert all(map(torch.equal, grads, (p.grad.to_local() for p in model.parameters())))
+    model.zero_grad()
+    step = TrainStep(model, adamw(model), max_norm=none)
+    with step.micro_batch():
+        model(x).sum().backward()
+    assert float(step.finish().norm) == pytest.approx(float(norm), rel=1e-5)
+
+
 def test_a_model_in_fp64_is_refused_before_it_is_sharded(meshes: Meshes) -> None:
     message = "dtype of the experts (torch.float64) must be torch.float32, bfloat16 or float16"
     refused(message, lambda: parallelize_moe(make().double(), meshes))

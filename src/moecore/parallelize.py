@@ -39,7 +39,7 @@ from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.run import apply_pipeline, chunks_of, cut_stages
 from moecore.parallel.request import LossConvention, Request, model_entries
 from moecore.parallel.shard.apply import shard_model
-from moecore.parallel.shard.as_module import copy_as_shards
+from moecore.parallel.shard.as_module import act_as_modules
 from moecore.parallel.shard.late_parameters import mark_replaced, refuse_added
 from moecore.parallel.shard.make import cut_model, make_plan
 from moecore.parallel.shard.plan import ShardPlan
@@ -121,7 +121,7 @@ def parallelize_moe(
     drops_cache = bool(compile_dense or request.memory.parts or request.memory.offload)
     request.family.attached(root, wrapper=model, drops_cache=drops_cache)
     mark_replaced(before)
-    copy_as_shards(model)
+    act_as_modules(model)
     return model
 
 

@@ -73,7 +73,7 @@ Positive = Annotated[float, Bound(">", 0)]
 PositiveOrZero = Annotated[float, Bound(">=", 0)]
 NumBytes = Annotated[int, Bound(">=", 1), Bound("<", 2**63)]
 Seed = Annotated[int, Bound(">=", -(2**63)), Bound("<", 2**64)]
-MaxNorm = Annotated[float, Bound(">", 0), Bound("<=", math.inf), "use math.inf to only measure"]
+MaxNorm = Annotated[float, Bound(">", 0), Bound("<=", math.inf), "use None to only measure"]
 
 
 class _Kind(NamedTuple):

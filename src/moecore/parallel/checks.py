@@ -106,7 +106,7 @@ def _check_arguments(request: Request) -> None:
 
 
 def _check_fresh(model: nn.Module) -> None:
-    """Raise for a model that is sharded already, or that has hooks which sharding would lose."""
+    """Raise for a model that is sharded already, or that has what sharding would lose."""
     for name, module in model.named_modules():
         where = f"{name or 'model'} ({type(module).__name__})"
         if isinstance(module, WRAPPERS):
@@ -122,6 +122,11 @@ def _check_fresh(model: nn.Module) -> None:
             raise ValueError(
                 f"{where} must not be sharded already: leave out fully_shard, FSDPOptions has its "
                 "choices, and call parallelize_moe once, on the whole"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"{where} must not have sparse gradients, which units cannot reduce: make it with "
+                "sparse=False"
             )
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) and "tp" not in (param.device_mesh.mesh_dim_names or ()):

@@ -114,6 +114,23 @@ def parts(model: nn.Module) -> list[Tensor]:
     return [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
 
 
+def loaded(layout: str) -> dict[str, Tensor]:
+    """What a model holds after a plain state dict of other weights, and a part's after its own."""
+    model, others = make(layout), Model()
+    for param in others.parameters():
+        param.data.mul_(-3)
+    state = others.state_dict()
+    kept = dict(state)
+    assert not any(model.load_state_dict(state))
+    assert all(value is kept[name] for name, value in state.items())
+    found = {name: whole(p) for name, p in model.named_parameters()}
+    model.layers[0].load_state_dict(Model().layers[0].state_dict())
+    found["router"] = whole(model.layers[0].router.weight)
+    with pytest.raises(RuntimeError, match=r"size mismatch for embed\.weight"):
+        model.load_state_dict(state | {"embed.weight": torch.ones(3, BASE.dim)})
+    return found
+
+
 def encoded(layout: str | None) -> dict[str, Tensor]:
     """What a method other than forward returns and trains, alone and beside forward."""
     model = make(layout)
@@ -133,6 +150,7 @@ def worker(rank: int, device: torch.device, path: str) -> dict[str, Any]:
     for layout in LAYOUTS:
         found[f"hooked {layout}"] = hooked(layout)
         found[f"averaged {layout}"] = averaged(layout, f"{path}/{layout}")
+        found[f"loaded {layout}"] = loaded(layout)
         found[f"encoded {layout}"] = encoded(layout)
     return found
 
@@ -169,3 +187,10 @@ def test_an_averaged_model_averages_and_is_saved(layout: str, found: dict[str, A
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_method_runs_as_forward_does(layout: str, found: dict[str, Any]) -> None:
     assert_close(found[f"encoded {layout}"], encoded(None))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_state_dict_of_whole_tensors_is_loaded(layout: str, found: dict[str, Any]) -> None:
+    expected = {name: -3 * p.detach() for name, p in Model().named_parameters()}
+    expected["router"] = Model().layers[0].router.weight.detach()
+    assert_close(found[f"loaded {layout}"], expected)

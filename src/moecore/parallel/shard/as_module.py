@@ -1,4 +1,4 @@
-"""A parallelized model as an `nn.Module`: its copies, and methods that run as forward does."""
+"""A parallelized model as an `nn.Module`: copies, whole state dicts, methods beside forward."""
 
 from __future__ import annotations
 
@@ -7,21 +7,41 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from moecore.base.copies import copy_modules
+from moecore.base.copies import as_part, copy_modules
 from moecore.base.fields import check_arguments
+from moecore.moe.params import global_indices
 from moecore.parallel.attached import ATTACHED
 
 
-def copy_as_shards(model: nn.Module) -> None:
-    """Make `copy.deepcopy` of a parallelized model, or a part, return a copy of this rank's shards.
+def act_as_modules(model: nn.Module) -> None:
+    """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and its parts.
 
-    The copy has parameters and buffers of its own, and no units: it can be averaged, saved,
-    exported and loaded from, and its forward raises. `AveragedModel` needs no more.
+    A copy has this rank's shards as parameters of its own, and no units: it can be averaged, saved,
+    exported and loaded from, and its forward raises. `AveragedModel` needs no more. A state dict
+    may hold whole tensors, of which each rank takes its part.
     """
     for module in model.modules():  # of each one: wrappers have attributes of what they wrap
         vars(module)["__deepcopy__"] = partial(_copy, module)
+        module.register_load_state_dict_pre_hook(_take_parts)
+
+
+@torch.no_grad()
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace whole tensors of a state dict by this rank's parts of them; no communication."""
+    for name, param in module._parameters.items():
+        value = state.get(prefix + name)
+        is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if not (is_whole and isinstance(param, DTensor) and value.shape == param.shape):
+            continue
+        for dim, index in enumerate(global_indices(param)):
+            value = value.index_select(dim, index.to(value.device))
+        state[prefix + name] = as_part(
+            value.to(param.device), param.device_mesh, param.placements, of=param
+        )
 
 
 def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -36,7 +56,7 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             layers = {name: copies[layer] for name, layer in found.layers.items()}
             setattr(twin, ATTACHED, replace(found, engine=None, layers=layers))
             found.request.family.attached(twin, wrapper=copies[model], drops_cache=False)
-    copy_as_shards(copies[model])
+    act_as_modules(copies[model])
     return copies[model]
 
 
