@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.io import load, save
-from moecore.parallel import register_forward_method
+from moecore.parallel import init_modules, register_forward_method
 from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import BASE, make_layer
 
@@ -145,11 +145,50 @@ def encoded(layout: str | None) -> dict[str, Tensor]:
         return found | {"again": model.encode(batch(2))}
 
 
+class Halved(nn.Linear):
+    """Fills itself as its parent does, and its norm with twos."""
+
+    def __init__(self) -> None:
+        super().__init__(BASE.dim, BASE.dim)
+        self.norm = nn.LayerNorm(BASE.dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+            if hasattr(self, "norm"):
+                self.norm.weight.mul_(2)
+
+
+class WithNorm(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.halved = Halved()
+        self.attention = nn.MultiheadAttention(BASE.dim, 2)
+
+
+def filled(layout: str | None, seed: int = 0) -> dict[str, Tensor]:
+    """A model on meta, filled by its modules, and where torch's generator is then."""
+    with torch.device("meta"):
+        model: nn.Module = WithNorm()
+    if layout is not None:
+        parallel, strategy = LAYOUTS[layout]
+        fsdp: Any = FSDPOptions(dense_strategy=strategy, embedding_strategy=strategy)
+        parallelize_moe(model, build_meshes(parallel, "cpu"), fsdp=fsdp)
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    init_modules(model, seed=seed)
+    after = torch.rand(1)
+    return {n: whole(p) for n, p in model.named_parameters()} | {"after": after}
+
+
 def worker(rank: int, device: torch.device, path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for layout in LAYOUTS:
         found[f"hooked {layout}"] = hooked(layout)
         found[f"averaged {layout}"] = averaged(layout, f"{path}/{layout}")
+        found[f"filled {layout}"] = filled(layout)
         found[f"loaded {layout}"] = loaded(layout)
         found[f"encoded {layout}"] = encoded(layout)
     return found
@@ -194,3 +233,40 @@ def test_a_state_dict_of_whole_tensors_is_loaded(layout: str, found: dict[str, A
     expected = {name: -3 * p.detach() for name, p in Model().named_parameters()}
     expected["router"] = Model().layers[0].router.weight.detach()
     assert_close(found[f"loaded {layout}"], expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_modules_fill_themselves_the_same_on_every_layout(
+    layout: str, found: dict[str, Any]
+) -> None:
+    expected = filled(None)
+    assert expected.keys() == found[f"filled {layout}"].keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[f"filled {layout}"][name], tensor), name
+
+
+def test_modules_fill_themselves_as_torch_does() -> None:
+    found, others = filled(None), filled(None, seed=1)
+    assert (found["halved.norm.weight"] == 2).all() and (found["halved.norm.bias"] == 0).all()
+    assert float(found["halved.weight"].abs().max()) == pytest.approx(BASE.dim**-0.5 / 2, rel=0.02)
+    assert (found["attention.out_proj.bias"] == 0).all()  # MultiheadAttention's own, after Linear's
+    bound = BASE.dim**-0.5  # of nn.Linear
+    linear = found["layers.1.weight"]
+    assert float(linear.abs().max()) == pytest.approx(bound, rel=0.02)
+    assert float(linear.std()) == pytest.approx(bound / 3**0.5, rel=0.1)
+    assert float(found["embed.weight"].std()) == pytest.approx(1, rel=0.2)
+    assert float(found["layers.0.experts.w1"].std()) == pytest.approx(0.02, rel=0.05)
+    torch.manual_seed(3)
+    assert torch.equal(found["after"], torch.rand(1))
+    assert not torch.equal(linear, others["layers.1.weight"])
+    rows = linear.unbind()
+    assert not any(torch.equal(a, b) for i, a in enumerate(rows) for b in rows[:i])
+
+
+def test_a_module_that_cannot_fill_itself_is_named_before_any_is_filled() -> None:
+    model = Model()
+    model.scale = nn.Parameter(torch.ones(2))
+    before = model.embed.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"^model \(Model\) must have reset_parameters\(\) to be"):
+        init_modules(model)
+    assert torch.equal(model.embed.weight, before)

@@ -1,4 +1,4 @@
-"""A parallelized model as an `nn.Module`: copies, whole state dicts, methods beside forward."""
+"""A parallelized model as an `nn.Module`: copies, whole values of it, methods beside forward."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.copies import as_part, copy_modules
-from moecore.base.fields import check_arguments
-from moecore.moe.params import global_indices
+from moecore.base.fields import PositiveOrZero, Seed, check_arguments
+from moecore.base.torch_names import local_of
+from moecore.moe.experts import Experts
+from moecore.moe.params import clean_name, global_indices, seed_of
+from moecore.moe.router import Router
+from moecore.moe.shared import Latent, SharedExpert
 from moecore.parallel.attached import ATTACHED
+
+OWN = (Router, Experts, SharedExpert, Latent)  # modules of moecore that fill themselves
 
 
 def act_as_modules(model: nn.Module) -> None:
@@ -33,15 +39,10 @@ def act_as_modules(model: nn.Module) -> None:
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace whole tensors of a state dict by this rank's parts of them; no communication."""
     for name, param in module._parameters.items():
-        value = state.get(prefix + name)
+        value: Any = state.get(prefix + name)
         is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if not (is_whole and isinstance(param, DTensor) and value.shape == param.shape):
-            continue
-        for dim, index in enumerate(global_indices(param)):
-            value = value.index_select(dim, index.to(value.device))
-        state[prefix + name] = as_part(
-            value.to(param.device), param.device_mesh, param.placements, of=param
-        )
+        if param is not None and is_whole and value.shape == param.shape:
+            state[prefix + name] = _part(value, param)
 
 
 def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -112,3 +113,73 @@ def _run_as_forward(
         return module(*args, **kwargs)
     finally:
         restore()
+
+
+@torch.no_grad()
+def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02) -> None:
+    """Fill all parameters as their modules' `reset_parameters` does: the same on every layout.
+
+    `nn.init` draws the same values for the shards of all CPU ranks, because torch's DTensors share
+    random numbers on GPUs alone. Here each module is filled whole, from a seed of its name, and
+    each rank takes its parts. No communication. Modules in a module with `reset_parameters` are
+    filled before it; the largest such module must fit beside the shards.
+
+    Args:
+        model: plain or parallelized, with storage (after `to_empty`).
+        seed: different seeds give independent models.
+        std: standard deviation of moecore's own matrices, as of `MoELayer.init_weights`.
+
+    Raises:
+        ValueError: for parameters of a module without `reset_parameters`, before any is filled.
+    """
+    check_arguments(init_modules, locals())
+    modules = dict[str, nn.Module]()
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}." if outer else "") for outer in modules):
+            continue
+        if isinstance(module, OWN) or _reset_of(module) is not None:
+            modules[name] = module
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{name or 'model'} ({type(module).__name__}) must have reset_parameters() to be "
+                "filled: give its class one"
+            )
+    for name, module in modules.items():
+        if isinstance(module, OWN):
+            module.init_weights(std=std, key=clean_name(name), seed=seed)
+        else:
+            _reset(module, name, seed, std)
+
+
+def _reset(module: nn.Module, name: str, seed: int, std: float) -> None:
+    """Fill a module and those in it, inner ones first, as their constructors do."""
+    copies: Any = copy_modules(module, _whole, unwrapped=True)
+    for inner, path in reversed([(m, n) for n, m in module.named_modules()]):
+        twin, key = copies[inner], clean_name(f"{name}.{path}".strip("."))
+        reset = _reset_of(twin)
+        if isinstance(twin, OWN):
+            twin.init_weights(std=std, key=key, seed=seed)
+        elif reset is not None:
+            with torch.random.fork_rng({p.device for p in twin.parameters() if p.is_cuda}):
+                torch.manual_seed(seed_of(seed, key))
+                reset()
+    for param, values in zip(module.parameters(), copies[module].parameters(), strict=True):
+        local_of(param).copy_(local_of(_part(values, param)))
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    found: Any = getattr(module, "reset_parameters", None)
+    return found or getattr(module, "_reset_parameters", None)  # of nn.MultiheadAttention
+
+
+def _whole(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
+
+
+def _part(values: Tensor, of: Tensor) -> Tensor:
+    """Return this rank's part of whole values, laid out as a parameter."""
+    if not isinstance(of, DTensor):
+        return values
+    for dim, index in enumerate(global_indices(of)):
+        values = values.index_select(dim, index.to(values.device))
+    return as_part(values.to(of.device), of.device_mesh, of.placements, of=of)
