@@ -31,8 +31,9 @@ from moecore import (
     clip_grad_norm_,
     parallelize_moe,
 )
-from moecore.io import Saver
+from moecore.io import Saver, init_hf, latest
 from moecore.models import Decoder, preset
+from moecore.train import Muon, assign_matrices
 from tests.test_api import SECTIONS
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
@@ -227,6 +228,32 @@ def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:
         (
             lambda model, meshes: TrainStep(model),
             "model (Sequential) must be parallelized to have a balance record: call parallelize_",
+        ),
+        (
+            lambda model, meshes: Decoder(preset("tiny"), device="two"),
+            "device ('two') must be a device or None: pass 'cpu', 'cuda' or 'meta'",
+        ),
+        (
+            lambda model, meshes: MoELayer(CONFIG, device="a\nb"),
+            "device ('a\\nb') must be a device",
+        ),
+        (
+            lambda model, meshes: Decoder(preset("tiny"), dtype=torch.int8),
+            "dtype (torch.int8) must be one of torch.float32, torch.bfloat16, torch.float16, ",
+        ),
+        (
+            lambda model, meshes: init_hf(nn.Linear(2, 2)),
+            "model (Linear) must be a transformers model, whose config has an initializer_range: ",
+        ),
+        (
+            lambda model, meshes: Muon(
+                assign_matrices(Decoder(preset("tiny"))), lr=torch.tensor(float("nan"))
+            ),
+            "lr (nan) must be a finite number >= 0: pass another tensor",
+        ),
+        (
+            lambda model, meshes: latest("no\nsuch"),
+            "root ('no\\nsuch') must be a string or a path, without line breaks: ",
         ),
         (
             lambda model, meshes: Decoder(preset("tiny"), device="meta")(torch.ones(1, 4)),
