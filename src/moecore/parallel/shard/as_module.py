@@ -142,7 +142,7 @@ def init_modules(model: nn.Module, *, seed: Seed = 0, std: PositiveOrZero = 0.02
         elif any(True for _ in module.parameters(recurse=False)):
             raise ValueError(
                 f"{name or 'model'} ({type(module).__name__}) must have reset_parameters() to be "
-                "filled: give its class one"
+                "filled: give its class one, or call the model's own init_weights"
             )
     for name, module in modules.items():
         if isinstance(module, OWN):

@@ -54,9 +54,8 @@ class AdamW(torch.optim.AdamW):
             state together are the 4 bytes of its master. Masters change as fp32 parameters would
             under moecore's kernel or its reference, to the bit (fp32 parameters on a CPU go to
             torch's fused step, which rounds otherwise); a parameter is its master rounded to
-            nearest, ties away from zero. Masters
-            start as the parameters. Code that sets a parameter later does not change its remainder,
-            which is at most half a step of bf16.
+            nearest, ties away from zero. Masters start as the parameters. Code that sets a
+            parameter later does not change its remainder, which is at most half a step of bf16.
 
     Raises:
         ValueError: when a value has another type or range, or no parameter is bf16 with
