@@ -20,6 +20,7 @@ from tests.moe.moe_cases import BASE, make_layer
 WORLD = 2
 LAYOUTS = {
     "ep": (ParallelConfig(ep=2), "optim_grads_params"),
+    "etp": (ParallelConfig(ep=1, etp=2), "optim_grads_params"),
     "cut": (ParallelConfig(ep=1), "optim_grads_params"),
     "optim": (ParallelConfig(ep=1), "optim"),
     "copies": (ParallelConfig(dp_replicate=2, edp_replicate=2), "no_shard"),
