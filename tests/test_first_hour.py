@@ -28,10 +28,12 @@ from moecore import (
     ParallelConfig,
     TrainStep,
     build_meshes,
+    clip_grad_norm_,
     parallelize_moe,
 )
-from moecore.io import Saver
+from moecore.io import Saver, init_hf, latest
 from moecore.models import Decoder, preset
+from moecore.train import Muon, assign_matrices
 from tests.test_api import SECTIONS
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
@@ -127,6 +129,46 @@ def test_an_optimizer_that_was_made_before(meshes: Meshes, tmp_path: Any) -> Non
     TrainStep(model, torch.optim.AdamW([*model.parameters(), other]))
 
 
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A loop of one's own, which shows its optimizer to nobody."""
+    model(torch.randn(2, 3, 32)).square().mean().backward()
+    clip_grad_norm_(model, 1.0)
+    optimizer.step()
+
+
+def test_an_optimizer_that_was_made_before_in_a_loop_of_ones_own(meshes: Meshes) -> None:
+    model, shared = make(), nn.Linear(32, 32)
+    shared.weight = model[0].weight  # of a plain module, which trains it after the call too
+    early, of_shared = adamw(model), adamw(shared)
+    own = torch.optim.SGD([nn.Parameter(torch.ones(1)), *model.parameters()], lr=1.0)
+    parallelize_moe(model, meshes)
+    message = "optimizer (AdamW) must hold parameters of the model, which parallelize_moe and "
+    refused(message, lambda: one_step(model, early))
+    refused(message.replace("AdamW", "SGD"), lambda: one_step(model, own))
+    before = model[0].weight.full_tensor().clone()
+    one_step(model, adamw(model))
+    assert not torch.equal(before, model[0].weight.full_tensor())
+    shared(torch.randn(3, 32)).sum().backward()
+    of_shared.step()
+
+
+def test_an_optimizer_that_was_made_before_to_empty(meshes: Meshes) -> None:
+    with torch.device("meta"):
+        model = make()
+    early = adamw(parallelize_moe(model, meshes))
+    model.to_empty(device="cpu")
+    model.apply(lambda module: [nn.init.ones_(p) for p in module.parameters(recurse=False)])
+    one_step(model, early)  # `to_empty` has swapped the values, and left the parameters
+    assert not torch.equal(model[0].weight.full_tensor(), torch.ones(32, 32))
+
+
+def test_a_refused_call_leaves_an_optimizer_its_parameters(meshes: Meshes) -> None:
+    model = make()
+    early = adamw(model)
+    refused("dispatcher ('nvlink')", lambda: parallelize_moe(model, meshes, dispatcher="nvlink"))
+    early.step()
+
+
 def test_an_optimizer_of_other_parameters_beside_the_models_own(meshes: Meshes) -> None:
     """Such as a temperature that the loss has."""
     model, other = make(), nn.Parameter(torch.ones(()))
@@ -188,6 +230,32 @@ def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:
             "model (Sequential) must be parallelized to have a balance record: call parallelize_",
         ),
         (
+            lambda model, meshes: Decoder(preset("tiny"), device="two"),
+            "device ('two') must be a device or None: pass 'cpu', 'cuda' or 'meta'",
+        ),
+        (
+            lambda model, meshes: MoELayer(CONFIG, device="a\nb"),
+            "device ('a\\nb') must be a device",
+        ),
+        (
+            lambda model, meshes: Decoder(preset("tiny"), dtype=torch.int8),
+            "dtype (torch.int8) must be one of torch.float32, torch.bfloat16, torch.float16, ",
+        ),
+        (
+            lambda model, meshes: init_hf(nn.Linear(2, 2)),
+            "model (Linear) must be a transformers model, whose config has an initializer_range: ",
+        ),
+        (
+            lambda model, meshes: Muon(
+                assign_matrices(Decoder(preset("tiny"))), lr=torch.tensor(float("nan"))
+            ),
+            "lr (nan) must be a finite number >= 0: pass another tensor",
+        ),
+        (
+            lambda model, meshes: latest("no\nsuch"),
+            "root ('no\\nsuch') must be a string or a path, without line breaks: ",
+        ),
+        (
             lambda model, meshes: Decoder(preset("tiny"), device="meta")(torch.ones(1, 4)),
             "tokens (torch.float32) must be ids: pass tokens.long()",
         ),
@@ -195,6 +263,36 @@ def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:
 )
 def test_what_does_not_belong_there(call: Any, message: str, meshes: Meshes) -> None:
     refused(message, lambda: call(make(), meshes))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused(kind: type[nn.Module], meshes: Meshes) -> None:
+    model = nn.Sequential(kind(11, 32, sparse=True), make())
+    message = f"0 ({kind.__name__}) must not have sparse gradients, which units cannot reduce: "
+    refused(message, lambda: parallelize_moe(model, meshes))
+
+
+@pytest.mark.parametrize("none", [None, float("inf")])
+def test_no_largest_norm_only_measures(none: Any, meshes: Meshes) -> None:
+    model = parallelize_moe(make(), meshes)
+    x = torch.randn(2, 3, 32)
+    model(x).sum().backward()
+    grads = [p.grad.to_local().clone() for p in model.parameters()]
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    assert float(clip_grad_norm_(model, none)) == pytest.approx(float(norm), rel=1e-5)
+    assert all(map(torch.equal, grads, (p.grad.to_local() for p in model.parameters())))
+    model.zero_grad()
+    step = TrainStep(model, adamw(model), max_norm=none)
+    with step.micro_batch():
+        model(x).sum().backward()
+    assert float(step.finish().norm) == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_a_model_in_fp64_is_refused_before_it_is_sharded(meshes: Meshes) -> None:
+    message = "dtype of the experts (torch.float64) must be torch.float32, bfloat16 or float16"
+    refused(message, lambda: parallelize_moe(make().double(), meshes))
+    model = parallelize_moe(make().double(), meshes, expert_backend="sequential")
+    assert model(torch.randn(2, 3, 32, dtype=torch.float64)).dtype == torch.float64
 
 
 def test_gpus_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,16 @@ say() { echo "make_venv: $*"; }
 die() { say "$*" >&2; exit 1; }
 minor_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
 
+progress() { # what pip takes time for, one line each, with the seconds so far
+    local line
+    while read -r line; do
+        case $line in
+        *.metadata*) ;;
+        "Downloading "*|"Using cached "*|"Building wheel"*|"Installing "*) say "$SECONDS s: ${line:0:80}" ;;
+        esac
+    done
+}
+
 missing() { # of the named packages, those that .venv cannot import
     "$py" - "$@" <<'PY'
 import sys
@@ -100,9 +110,9 @@ if [ -n "$folders" ]; then
 fi
 
 # 4. Everything else.
-say "installing moecore[test,demo] into .venv (the first time takes minutes)"
-if ! "$py" -m pip install -q --no-input --retries 2 \
-    -c "$constraints" -e ".[test,demo]" 2>"$log"; then
+say "installing moecore[test,demo] into .venv (the first time takes about 5 minutes)"
+if ! "$py" -m pip install --no-input --retries 2 --progress-bar off --no-color \
+    -c "$constraints" -e ".[test,demo]" 2>"$log" | progress; then
     reason=$(grep -m1 'ERROR: ' "$log" || tail -n1 "$log")
     absent=$(missing $NEEDED)
     [ -z "$absent" ] || die "pip cannot install (${reason#*ERROR: }) and these are missing: $absent"

@@ -40,7 +40,8 @@ from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.run import apply_pipeline, chunks_of, cut_stages
 from moecore.parallel.request import LossConvention, Request, model_entries
 from moecore.parallel.shard.apply import shard_model
-from moecore.parallel.shard.late_parameters import refuse_added
+from moecore.parallel.shard.as_module import act_as_modules
+from moecore.parallel.shard.late_parameters import mark_replaced, refuse_added
 from moecore.parallel.shard.make import cut_model, make_plan
 from moecore.parallel.shard.plan import ShardPlan
 from moecore.precision.apply import apply_precision, defer_linears
@@ -111,6 +112,7 @@ def parallelize_moe(
     check_arguments(parallelize_moe, arguments)
     request = _request(arguments)
     root = request.family.unwrapped(model)
+    before = list(model.parameters())
     found, entries = _plan(root, request, adapters or {}, in_place=True)
     request.family.swapped(root)
     _agree(root, found, entries)
@@ -119,6 +121,8 @@ def parallelize_moe(
     setattr(root, ATTACHED, found)
     drops_cache = bool(compile_dense or request.memory.parts or request.memory.offload)
     request.family.attached(root, wrapper=model, drops_cache=drops_cache)
+    mark_replaced(before)
+    act_as_modules(model)
     return model
 
 

@@ -274,6 +274,10 @@ def test_hooks_are_seen() -> None:
     y = leaf()
     y.register_hook(lambda grad: grad)
     assert _torch.has_gradient_hooks(y) and not _torch.has_accumulate_hooks(y)
+    assert _torch.has_value_hooks(y) and not _torch.has_value_hooks(x)
+    y.register_hook(lambda grad: grad * 3)
+    y.register_hook(lambda grad: None)
+    assert torch.equal(_torch.through_hooks(y, torch.ones(2)), torch.full((2,), 3.0))
     module = nn.Linear(2, 2)
     hooks = [lambda *_: None for _ in range(4)]
     module.register_forward_pre_hook(hooks[0])

@@ -631,3 +631,34 @@ def test_training_in_eval_mode_warns(balance: BalanceConfig) -> None:
         y = layer(x).sum()  # an evaluation that forgets no_grad trains nothing
     with pytest.warns(UserWarning, match="in eval mode balances and counts nothing"):
         y.backward()
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("bias_update_rate", {"score_function": "sigmoid", "expert_bias": True}),
+        ("global_batch_coef", {}),
+    ],
+)
+def test_a_loop_without_ends_of_steps_is_told_once(field: str, fields: Any) -> None:
+    """Its bias never moves, and its loss counts all earlier steps."""
+    config = replace(BASE, **fields, balance=BalanceConfig(**{field: 0.1}))
+    x = torch.randn(4, BASE.dim)
+
+    def run(num_backwards: int, *, has_state: bool, ends: bool) -> list[str]:
+        layer = make_layer(config)
+        state = make_state(layer)
+        if has_state:
+            state.set_num_micro_batches(num_backwards)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(num_backwards):
+                layer(x).sum().backward()
+                if ends:
+                    state.finish_step()
+        return [str(w.message) for w in seen]
+
+    assert run(4, has_state=True, ends=False) == run(3, has_state=False, ends=True) == []
+    message = f"BalanceConfig.{field} (0.1) needs the end of each step"
+    (found,) = run(4, has_state=False, ends=False)
+    assert found.startswith(message) and "TrainStep" in found

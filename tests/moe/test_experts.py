@@ -503,6 +503,7 @@ def test_misaligned_sizes_are_refused_with_the_way_out(dim: int, hidden_dim: int
     module = make_experts(config, ExpertLayout())
     x = torch.randn(5, dim)
     _, ids, weights = random_routing(5, 2, 8)
+    module.set_backend("torch")
     with pytest.raises(ValueError, match=r"(dim|hidden_dim).*\(16 bytes\).*sequential"):
         module(make_input(x, ids, weights, 8))
     found = gradients(module, x, ids, weights, "sequential")

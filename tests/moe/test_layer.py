@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
@@ -279,3 +280,32 @@ def test_large_uneven_layer_in_bf16_is_finite() -> None:
     y.float().sum().backward()
     assert y.dtype == torch.bfloat16 and y.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", ["softmax", "gpt-oss", "geglu-shared-gate"])
+def test_a_plain_layer_in_fp64_is_exact(name: str) -> None:
+    """By finite differences, which find whatever is rounded to fp32 on the way."""
+    config = replace(CONFIGS[name], hidden_dim=5, num_experts=4)
+    layer = make_layer(config).double()
+    x = torch.randn(3, config.dim, dtype=torch.float64, requires_grad=True)
+    with pytest.warns(UserWarning, match="experts are multiplied one by one, slowly: dtype of the"):
+        assert layer(x).dtype == torch.float64
+    experts = {f"experts.{name}": p for name, p in layer.experts.named_parameters()}
+    for name, param in experts.items():
+        torch.autograd.gradcheck(
+            lambda p, name=name: functional_call(layer, {name: p}, x.detach()),
+            param.detach().clone().requires_grad_(),
+            fast_mode=True,
+        )
+
+
+@pytest.mark.parametrize("sizes", [(31, 16), (32, 15), (33, 7)])
+@pytest.mark.parametrize("name", ["softmax", "gpt-oss"])
+def test_a_plain_layer_of_odd_dims(name: str, sizes: tuple[int, int]) -> None:
+    config = replace(CONFIGS[name], dim=sizes[0], hidden_dim=sizes[1])
+    compare_with_reference(make_layer(config), torch.randn(3, 7, sizes[0]))
+
+
+def test_a_plain_layer_of_ids_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^dtype of the experts \(torch.int64\) must be torch.fl"):
+        make_layer(BASE)(torch.ones(3, 32, dtype=torch.int64))

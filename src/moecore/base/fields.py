@@ -67,13 +67,34 @@ class OneOf(NamedTuple):
     choices: tuple[Any, ...]
 
 
+class Passes(NamedTuple):
+    """A value must pass a function; errors name it by a noun."""
+
+    check: Callable[[Any], bool]
+    noun: str
+
+
+def is_device(value: object) -> bool:
+    """Whether a value is a device of torch, or the name of one."""
+    try:
+        return isinstance(value, str | torch.device) and torch.device(value) is not None
+    except RuntimeError:
+        return False
+
+
 Count = Annotated[int, Bound(">=", 1)]
 CountOrZero = Annotated[int, Bound(">=", 0)]
 Positive = Annotated[float, Bound(">", 0)]
 PositiveOrZero = Annotated[float, Bound(">=", 0)]
 NumBytes = Annotated[int, Bound(">=", 1), Bound("<", 2**63)]
 Seed = Annotated[int, Bound(">=", -(2**63)), Bound("<", 2**64)]
-MaxNorm = Annotated[float, Bound(">", 0), Bound("<=", math.inf), "use math.inf to only measure"]
+Device = Annotated[
+    torch.device | str, Passes(is_device, "a device"), "pass 'cpu', 'cuda' or 'meta'"
+]
+FloatDtype = Annotated[
+    torch.dtype, OneOf((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+]
+MaxNorm = Annotated[float, Bound(">", 0), Bound("<=", math.inf), "use None to only measure"]
 
 
 class _Kind(NamedTuple):
@@ -159,10 +180,16 @@ def _kind(hint: Any) -> _Kind:
     for note in notes:
         if isinstance(note, OneOf):
             kind = _one_of(note.choices)
+        if isinstance(note, Passes):
+            kind = kind._replace(takes=note.check, name=_constant(note.noun))
     for note in notes:
         if isinstance(note, str):
             kind = kind._replace(fix=note)
     return kind
+
+
+def _constant(name: str) -> Callable[[Any], str]:
+    return lambda value: name
 
 
 def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
@@ -172,7 +199,8 @@ def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
     if origin is Literal:
         return _one_of(args)
     if origin in (Union, types.UnionType):
-        return _any_of([_kind(arg) for arg in args])
+        kind = _any_of([_kind(arg) for arg in args])
+        return _in_one_line(kind) if any(get_origin(arg) is os.PathLike for arg in args) else kind
     if origin is Callable:
         return _Kind(callable, lambda value: "a function", "pass a function")
     if origin is tuple:
@@ -284,6 +312,15 @@ def _any_of(kinds: list[_Kind]) -> _Kind:
         lambda value: any(kind.takes(value) for kind in kinds),
         lambda value: " or ".join(kind.name(value) for kind in kinds),
         kinds[0].fix,
+    )
+
+
+def _in_one_line(kind: _Kind) -> _Kind:
+    """Return what takes the same paths, but none with a line break: errors show them."""
+    return _Kind(
+        lambda value: kind.takes(value) and (value is None or not set("\r\n") & set(str(value))),
+        lambda value: f"{kind.name(value)}, without line breaks",
+        kind.fix,
     )
 
 

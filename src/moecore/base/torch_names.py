@@ -289,8 +289,21 @@ def has_accumulate_hooks(param: Tensor) -> bool:
     return bool(_accumulate_hooks(param))
 
 
+def has_value_hooks(param: Tensor) -> bool:
+    """Whether a hook of `register_hook` may change the parameter's gradient."""
+    return bool(param._backward_hooks)
+
+
+def through_hooks(param: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient as these hooks return it, for one that autograd has not accumulated."""
+    for hook in (param._backward_hooks or {}).values():
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
 def call_accumulate_hooks(param: Tensor) -> None:
-    """Call these hooks, for a gradient that autograd has not accumulated."""
+    """Call the former hooks, for a gradient that autograd has not accumulated."""
     for hook in _accumulate_hooks(param).values():
         hook(param)
 

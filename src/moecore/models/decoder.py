@@ -27,7 +27,15 @@ from torch.distributed.tensor import DTensor
 
 from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.sequence import Sequence
-from moecore.base.fields import Count, CountOrZero, PositiveOrZero, Seed, check_arguments
+from moecore.base.fields import (
+    Count,
+    CountOrZero,
+    Device,
+    FloatDtype,
+    PositiveOrZero,
+    Seed,
+    check_arguments,
+)
 from moecore.base.options.context import ContextOptions
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
@@ -113,8 +121,8 @@ class Decoder(nn.Module):
         self,
         config: DecoderConfig,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device | None = None,
+        dtype: FloatDtype | None = None,
     ) -> None:
         check_arguments(Decoder.__init__, locals())
         super().__init__()

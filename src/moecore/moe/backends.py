@@ -5,7 +5,9 @@
               on Hopper and datacenter Blackwell, where that product has none
 "sequential"  one product per expert, the oracle; keeps what autograd keeps; one host sync
 "auto"        "triton" for gated experts that it can multiply, else "torch": it was faster at every
-              shape of docs/benchmarks.md
+              shape of docs/benchmarks.md. In a plain layer "sequential" for what neither of them
+              can multiply (fp64, rows that are no multiple of 16 bytes), which parallelize_moe
+              refuses
 
 "triton", "torch" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases,
 low-rank updates or an activation of the model's own, whose products are torch's under autograd.
@@ -19,6 +21,7 @@ PyTorch (`gather_plain`, `sum_plain`); the fast way is `kernels/rows/move.py`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
@@ -52,11 +55,15 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
         raise ValueError(problem)
 
 
-def separate_computation(name: str, *, has_more: bool) -> Computation | None:
+def separate_computation(name: str, spec: ExpertSpec, *, has_more: bool) -> Computation | None:
     """Return what computes the experts in place of `expert_mlp`; None = nothing does.
 
     `has_more` tells of biases, low-rank updates or an activation of the model's own.
     """
+    is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
+    if name == "auto" and spec.recipe is None and is_floating and (problem := spec.ungrouped()):
+        warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
+        return _sequential
     if name == "sequential":
         return _sequential
     return _under_autograd if has_more else None

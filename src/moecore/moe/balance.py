@@ -21,6 +21,7 @@ tokens have no part in the mean, nor have micro-batches that are known to be pad
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -124,6 +125,7 @@ class LoadTracker:
         self.loss_scale: weakref.ref[Tensor] | None = None  # another: `MoEState.set_loss_scale`
         self.counts: LoadCounts | None = None
         self.num_captured = 0  # backwards in captures
+        self.has_steps = False  # whether someone has set the backwards of a step, and ends steps
         self.reset()
 
     def reset(self) -> None:
@@ -294,6 +296,8 @@ class LoadTracker:
             self.num_captured += 1
         else:
             self.num_micro_batches += 1
+            if self.num_micro_batches == 2 and not self.has_steps:
+                self._warn_of_no_step()
         if self.counts is None:
             self.counts = LoadCounts.zeros(self.config, chosen_TK.device)
         counts = self.counts
@@ -309,6 +313,18 @@ class LoadTracker:
         if counts.margins_EX is not None:
             how = (self.config.top_k, self.config.score_function)
             add_margins_(counts.margins_EX, logits_TE, bias_E, *how, padding_mask_T)
+
+    def _warn_of_no_step(self) -> None:
+        """Warn where nothing ends steps: biases never move, and counts are those of all steps."""
+        balance = self.config.balance
+        for name in ("bias_update_rate", "global_batch_coef"):
+            if value := getattr(balance, name):
+                warnings.warn(
+                    f"BalanceConfig.{name} ({value}) needs the end of each step, which a loop of "
+                    "one's own lacks: run it in TrainStep(model).micro_batch(), and call finish() "
+                    "after the optimizer",
+                    stacklevel=2,
+                )
 
 
 def _is_capturing(x: Tensor) -> bool:

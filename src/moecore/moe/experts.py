@@ -222,7 +222,8 @@ class Experts(nn.Module):
             with_clones(self._weights(inp.rows.dtype), inp.clones) as weights,
         ):
             in_use = any(update.in_use for update in self.updates.values())
-            compute = separate_computation(self.backend, has_more=self._has_own or in_use)
+            spec = ExpertSpec.of(inp.rows, weights, activation, self.recipe)
+            compute = separate_computation(self.backend, spec, has_more=self._has_own or in_use)
             if compute is not None:
                 return compute(inp, weights, activation)
             options = ExpertMLPOptions(

@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.base.fields import PositiveOrZero, Seed, check_arguments, check_fields
+from moecore.base.fields import (
+    Device,
+    FloatDtype,
+    PositiveOrZero,
+    Seed,
+    check_arguments,
+    check_fields,
+)
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.base.torch_names import autocast_dtype, mark
 from moecore.moe.balance import LoadTracker
@@ -156,8 +163,8 @@ class MoELayer(RoutedLayer):
         config: MoEConfig,
         *,
         layout: LayerLayout | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device | None = None,
+        dtype: FloatDtype | None = None,
     ) -> None:
         check_arguments(MoELayer.__init__, locals())
         super().__init__()

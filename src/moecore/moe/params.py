@@ -218,7 +218,7 @@ def _draw(
         first = block * block_rows
         size = min(block_rows, param.shape[0] - first)
         stop = start + int((rows[start:] // block_rows == block).to(torch.int64).cumprod(0).sum())
-        generator.manual_seed(_seed_of(seed, key, block))
+        generator.manual_seed(seed_of(seed, key, block))
         values = torch.empty((size, *param.shape[1:]), device=local.device, dtype=torch.float32)
         fill_(values, generator)
         part = values[(rows[start:stop] - first).to(local.device)]
@@ -274,7 +274,8 @@ def _interleaved(index: Tensor, parts: int, size: int, rank: int) -> Tensor:
     return index.view(parts, size, -1)[:, rank].reshape(-1)
 
 
-def _seed_of(seed: int, key: str, block: int) -> int:
+def seed_of(seed: int, key: str, block: int = 0) -> int:
+    """Return the seed of a block of values."""
     digest = hashlib.sha256(f"{seed}/{key}/{block}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 

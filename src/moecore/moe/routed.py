@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.base.fields import check_arguments
+from moecore.base.fields import Device, FloatDtype, check_arguments
 from moecore.base.options.layer import MoEConfig
 from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.local import LocalDispatcher
@@ -43,8 +43,8 @@ class RoutedExperts(RoutedLayer, Experts):
         *,
         layout: ExpertLayout | None = None,
         own_activation: OwnActivation | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device | None = None,
+        dtype: FloatDtype | None = None,
     ) -> None:
         check_arguments(RoutedExperts.__init__, locals())
         how: Any = dict(own_activation=own_activation, device=device, dtype=dtype)

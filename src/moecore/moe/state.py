@@ -50,9 +50,10 @@ class MoEState:
         self.loss = loss
         self._check_parameters = check_parameters
         self._loss_scale: weakref.ref[Tensor] | None = None
+        self.set_num_micro_batches(1)
         for layer in layers.values():
             layer.tracker.groups = groups
-        self.set_num_micro_batches(1)
+            layer.tracker.has_steps = False
 
     def set_num_micro_batches(self, num_micro_batches: int) -> None:
         """Set how many micro-batches a step accumulates, which divides auxiliary losses.
@@ -66,6 +67,7 @@ class MoEState:
             scale /= self.groups.data_ranks
         for layer in self.layers.values():
             layer.tracker.gradient_scale = scale
+            layer.tracker.has_steps = True
 
     @torch.no_grad()
     def announce(self, have_tokens: Sequence[bool | Tensor]) -> None:

@@ -16,6 +16,7 @@ from moecore.parallel.pipeline.orders import Action, Overlap
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.simulate import Costs, simulate
 from moecore.parallel.pipeline.timeline import Timeline, draw
+from moecore.parallel.shard.as_module import init_modules, register_forward_method
 from moecore.parallel.shard.plan import (
     AxisPlacement,
     FlatLayout,
@@ -48,9 +49,11 @@ __all__ = [
     "balanced_layout",
     "draw",
     "even_layout",
+    "init_modules",
     "make_schedule",
     "offload_fractions",
     "parse_layout",
     "rank_bytes",
+    "register_forward_method",
     "simulate",
 ]

@@ -6,7 +6,7 @@ Nothing here changes a model or communicates.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from moecore.moe.shared import SharedExpert
 from moecore.parallel.attached import attached
 from moecore.parallel.family import ContextParallelModel, DynamicContextModel, TensorParallelModel
 from moecore.parallel.mesh import Meshes
+from moecore.parallel.pipeline.layout import PipelineLayout
 from moecore.parallel.request import Request, is_cut
 from moecore.parallel.shard.units import find_ties, keeps_precision
 from moecore.precision.linear import why_not
@@ -42,9 +43,17 @@ def check_request(model: nn.Module, request: Request) -> None:
     _check_context(model, request)
 
 
-def check_stages(num_stages: int, request: Request) -> None:
-    """Raise ValueError for options that are not of as many stages as the model is cut into."""
-    fraction = request.memory.offload_fraction
+def check_stages(layout: PipelineLayout, rank_of: Sequence[int], request: Request) -> None:
+    """Raise ValueError for a rank with nothing to train, or options of other stages."""
+    busy = {rank_of[stage.index] for stage in layout.stages if stage.letters}
+    idle = sorted(set(rank_of) - busy)
+    if idle:
+        raise ValueError(
+            f"layout ({shown(layout.text)}) must give each pp rank a part of the model, but rank "
+            f"{idle[0]} has only empty stages, and no optimizer takes no parameters: move a layer "
+            "there, or lower pp"
+        )
+    num_stages, fraction = len(layout.stages), request.memory.offload_fraction
     if isinstance(fraction, tuple) and len(fraction) != num_stages:
         raise ValueError(
             f"MemoryOptions.offload_fraction ({shown(fraction)}) must have a number per stage of "
@@ -106,7 +115,7 @@ def _check_arguments(request: Request) -> None:
 
 
 def _check_fresh(model: nn.Module) -> None:
-    """Raise for a model that is sharded already, or that has hooks which sharding would lose."""
+    """Raise for a model that is sharded already, or that has what sharding would lose."""
     for name, module in model.named_modules():
         where = f"{name or 'model'} ({type(module).__name__})"
         if isinstance(module, WRAPPERS):
@@ -122,6 +131,11 @@ def _check_fresh(model: nn.Module) -> None:
             raise ValueError(
                 f"{where} must not be sharded already: leave out fully_shard, FSDPOptions has its "
                 "choices, and call parallelize_moe once, on the whole"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"{where} must not have sparse gradients, which units cannot reduce: make it with "
+                "sparse=False"
             )
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) and "tp" not in (param.device_mesh.mesh_dim_names or ()):

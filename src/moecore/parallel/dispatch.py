@@ -35,15 +35,13 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
     """Return the dispatcher and why; "auto" where only the GPUs of the group can tell."""
     meshes, name = request.meshes, request.dispatcher
     num_ranks = meshes.parallel.ep * meshes.parallel.etp
+    problem = find_known_problem(num_ranks, meshes.device_type)
+    if name == "nvlink" and problem is not None:
+        raise ValueError(f"dispatcher ('nvlink') {problem}")
     if num_ranks == 1:
         return "local", "ep * etp is 1"
-    if name not in ("auto", "nvlink"):
+    if name != "auto":
         return name, "asked for"
-    problem = find_known_problem(num_ranks, meshes.device_type)
-    if name == "nvlink":
-        if problem is not None:
-            raise ValueError(f"dispatcher ('nvlink') {problem}")
-        return "nvlink", "asked for"
     pipeline = request.pipeline
     if pipeline is not None and pipeline.schedule in PAIRING:
         problem = f"must go without a schedule ({pipeline.schedule!r}) that overlaps: it would not"

@@ -56,7 +56,7 @@ class TrainStep:
         model: a model that `parallelize_moe` has changed, or several that are parts of one.
         optimizer: one or several that together hold every parameter with a gradient. None leaves
             the optimizer to the caller: see `clip`.
-        max_norm: the largest gradient norm over all models, > 0; `math.inf` only measures the norm.
+        max_norm: the largest gradient norm over all models, > 0; None only measures the norm.
         num_micro_batches: forwards and backwards of one step. The caller divides the loss by this
             number; auxiliary losses are divided by it here.
         loss_scale: the loss scale of fp16, which needs one. The caller's backward is
@@ -83,11 +83,12 @@ class TrainStep:
         model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
-        max_norm: MaxNorm = math.inf,
+        max_norm: MaxNorm | None = None,
         num_micro_batches: NumMicroBatches = 1,
         loss_scale: DynamicLossScale | None = None,
     ) -> None:
         check_arguments(TrainStep.__init__, locals())
+        max_norm = math.inf if max_norm is None else max_norm
         models = [model] if isinstance(model, nn.Module) else list(model)
         if not models:
             raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")

@@ -283,12 +283,11 @@ def test_an_embedding_and_a_normal_start(meshes: Meshes, tmp_path: Path) -> None
 def test_the_page(no_group_left: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32: merging rounds bf16 weights by as much as three small steps move them."""
     monkeypatch.chdir(tmp_path)
-    random_model("qwen3-moe").save_pretrained("hf/Qwen3-30B-A3B")
+    random_model("qwen3-moe").save_pretrained("runs/tiny")
     blocks = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
     names: dict[str, Any] = {}
     for block in blocks:
-        block = block.replace('"cuda"', '"cpu"').replace("bfloat16", "float32")
-        exec(block.replace("ep=8", "ep=1"), names)
+        exec(block.replace("bfloat16", "float32"), names)
     assert len(blocks) == 2 and names["done"].norm.finite
     trained = peft.PeftModel.from_pretrained(random_model("qwen3-moe"), "runs/adapters")
     expected, base = logits(trained.eval()), logits(trained.unload().eval())

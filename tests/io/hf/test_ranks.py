@@ -260,10 +260,10 @@ def run_docs(root: Path) -> list[int]:
     blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
     assert len(blocks) == 4, "docs/huggingface.md has lost an example"
     for block in blocks:
-        block = block.replace('"hf/', f'"{root}/').replace('"cuda"', '"cpu"')
+        block = block.replace('"runs/tiny"', '"hf/Qwen3-30B-A3B"').replace('"hf/', f'"{root}/')
         # tests/families/transformers/test_hf.py compiles
         block = block.replace("compile_dense=True", "compile_dense=False")
-        exec(block.replace("ep=8", "ep=4"), names)
+        exec(block.replace("ep=-1, edp_shard=1", "ep=4"), names)
     assert names["done"].norm.finite
     return all_reports(names["report"].bytes_read)
 

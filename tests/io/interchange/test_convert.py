@@ -456,6 +456,19 @@ def test_a_model_without_names_there_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_error_while_writing_is_the_callers_own(tmp_path):
+    config, values = case("mixtral")
+    path = save(tmp_path / "run", 0, decoder(config), None)
+    for error in (KeyError("mine"), OSError(28, "No space left on device")):
+
+        def fail(*_, error=error):
+            raise error
+
+        with pytest.raises(type(error)) as caught:
+            native_to_dcp(path, tmp_path / "out", config=values, names="dcp", progress=fail)
+        assert caught.value is error and not (tmp_path / "out").exists()
+
+
 def test_command_line(tmp_path, capsys):
     config, values = case("tiny-deepseek-v3")
     model = decoder(config)

@@ -20,6 +20,7 @@ from moecore import (
     FSDPOptions,
     MoEConfig,
     ParallelConfig,
+    PipelineConfig,
     ShardPlan,
     build_meshes,
     explain,
@@ -254,3 +255,24 @@ def test_a_plan_has_no_batch() -> None:
     with pytest.raises(ValueError, match=r"rank \(1\) must be >= 0 and < the plan's world size"):
         rank_bytes(plan, 1)
     assert plan.param("model.norm.weight").kind == "norms"
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule", "layout", "idle"),
+    [
+        (3, "1f1b", "Etttm||L", 1),
+        (2, "zbv", "Etttm|||L", 1),  # stages in a V: 0 and 3 are of rank 0
+        (2, "interleaved", "Etttm|||L", None),
+        (6, "1f1b", None, 3),  # dealt evenly
+    ],
+)
+def test_a_rank_without_any_part_is_refused(
+    pp: int, schedule: Any, layout: str | None, idle: int | None
+) -> None:
+    pipeline = PipelineConfig(layout=layout, schedule=schedule)
+    model = Decoder(SMALL, device="meta")
+    if idle is None:
+        planned(pp, ParallelConfig(pp=pp), model, pipeline=pipeline)
+        return
+    with pytest.raises(ValueError, match=f"^layout .* but rank {idle} has only empty stages, and"):
+        planned(pp, ParallelConfig(pp=pp), model, pipeline=pipeline)

@@ -190,6 +190,16 @@ def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> Non
     assert all_free(stash)
 
 
+@pytest.mark.parametrize(
+    "options", [dict(factor=1e30), dict(host_bytes=2**62), dict(page_rows=1, host_bytes=2**45)]
+)
+def test_more_pages_than_ids_are_refused(options: dict[str, Any], group: None) -> None:
+    model = make_tower(2)
+    stashed(model, **options)
+    with pytest.raises(ValueError, match=r"^StashOptions\.factor .* fewer than 2\^31 pages of"):
+        one(model)
+
+
 @pytest.mark.parametrize("length", [6, 9])
 def test_matrices_are_told_apart(length: int) -> None:
     """By their lengths; where these are one, source rows by their storage, or nothing is known."""

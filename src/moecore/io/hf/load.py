@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from typing import cast as as_type
 
 import torch
@@ -341,11 +341,11 @@ def init_hf(model: nn.Module, seed: Seed = 0) -> None:
     Note: CPU and CUDA draw different values from the same seed.
     """
     check_arguments(init_hf, locals())
-    std = getattr(cast(Any, model).config, "initializer_range", None)
+    std = getattr(getattr(model, "config", None), "initializer_range", None)
     if std is None:
         raise ValueError(
             f"model ({type(model).__name__}) must be a transformers model, whose config has an "
-            "initializer_range: a Decoder has init_weights(seed)"
+            "initializer_range: use moecore.parallel.init_modules, or a Decoder's init_weights"
         )
     for name, param in model.named_parameters():
         key = clean_name(name)

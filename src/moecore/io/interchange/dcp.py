@@ -20,6 +20,7 @@ from typing import IO, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -152,7 +153,11 @@ def write_dcp(path: Path, tensors: Mapping[str, NewTensor], meter: Meter) -> Non
     planner, writer = _Planner(tensors, meter), dcp.FileSystemWriter(path)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as was asked for
-        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+        try:
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:  # shows the traceback of what this process raised
+            ((cause, _),) = error.failures.values()
+            raise cause from None
 
 
 class _Planner(SavePlanner):

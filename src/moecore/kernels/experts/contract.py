@@ -22,6 +22,7 @@ from moecore.kernels.rows.scaling import Both
 
 ProductsName = Literal["auto", "triton", "torch"]
 ComputeGrad = Callable[..., Tensor]  # (*operands, GradTarget) -> the gradient
+GROUPED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of torch's grouped product
 LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 
@@ -223,11 +224,16 @@ class ExpertSpec:
         }
         return next((field for field, is_so in found.items() if is_so), None)
 
-    def misaligned(self) -> str | None:
-        """Return why grouped products cannot multiply matrices of this size: 16-byte rows."""
+    def ungrouped(self) -> str | None:
+        """Return why grouped products cannot multiply these: their dtype, or not 16-byte rows."""
         if self.dim is None or self.hidden_dim is None or self.dtypes is None:
             return None
         dtype = next(iter(self.dtypes))
+        if dtype not in GROUPED:
+            return (
+                f"dtype of the experts ({dtype}) must be torch.float32, bfloat16 or float16 for "
+                "grouped matmuls: convert the model, or use expert_backend='sequential'"
+            )
         for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
             if size * dtype.itemsize % 16:
                 return (

@@ -47,7 +47,7 @@ class TorchProducts:
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
         """Return why such experts cannot be multiplied, one line; None = they can."""
-        return spec.misaligned()
+        return spec.ungrouped()
 
     def as_kept(self, rows: Rows) -> Rows:
         """Return source rows as they came."""

@@ -61,7 +61,7 @@ class TritonProducts(TorchProducts):
                 f"device of the experts ({spec.device}) must be a Hopper GPU with Triton for "
                 "expert_backend ('triton'): use expert_backend='torch'"
             )
-        return spec.misaligned()
+        return spec.ungrouped()
 
     def _source(self, rows: Rows, use: Use) -> ProductSource:
         """Return source rows, which the kernels gather."""

@@ -96,7 +96,7 @@ class GradientNorm:
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm) -> GradientNorm:
+def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
     """Scale all gradients so that their global L2 norm is at most `max_norm`. One host sync.
 
     A nan or inf anywhere sets all gradients to None on every rank, so that an optimizer changes
@@ -104,7 +104,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm) -> GradientNorm:
 
     Args:
         model: parallelized or plain; the same on every rank.
-        max_norm: > 0; `math.inf` only measures.
+        max_norm: > 0; None or `math.inf` only measures.
 
     Returns:
         The norm before clipping, the same on every rank.
@@ -114,7 +114,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm) -> GradientNorm:
             `parallelize_moe`, so that its gradient is not reduced.
     """
     check_arguments(clip_grad_norm_, locals())
-    return unscale_and_clip_(model, max_norm, None)
+    return unscale_and_clip_(model, math.inf if max_norm is None else max_norm, None)
 
 
 @torch.no_grad()

@@ -23,9 +23,9 @@ from moecore.base.torch_names import (
     call_accumulate_hooks,
     foreach_div_,
     has_gradient_hooks,
+    has_value_hooks,
     local_of,
     will_run,
-    wrapped_like,
 )
 from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
 from moecore.parallel.shard.buffers import Buffer
@@ -150,8 +150,8 @@ class Gradients:
             if index not in self._filled:
                 self._divided.add(index)
             self._filled.add(index)
-        elif param.sharded.grad is None:
-            param.sharded.grad = wrapped_like(grad.view(param.shard.shape), param.sharded)
+        elif param.sharded.grad is None or has_value_hooks(param.sharded):
+            param.accumulate(grad.view(param.shard.shape))
 
     def are_complete(self, *, skips: bool) -> bool:
         """Whether this backward has reached every trained parameter that it will reach.
@@ -213,7 +213,7 @@ class Gradients:
 
     def _shard_target(self, param: UnitParam, shape: torch.Size) -> GradTarget | None:
         scale, grad = 1.0 / self.divisor, param.sharded.grad
-        if grad is None:
+        if grad is None or has_value_hooks(param.sharded):
             return GradTarget(dtype=param.dtype, scale=scale)
         local = local_of(grad)
         fits = local.dtype == param.dtype and local.is_contiguous() and not grad.requires_grad

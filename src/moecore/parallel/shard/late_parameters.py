@@ -1,11 +1,14 @@
-"""Parameters that came to a model after `parallelize_moe`: no unit reduces their gradients.
+"""Parameters that came to a model after `parallelize_moe`, and optimizers that came before it.
 
-A new head, or an adapter beside a layer: every rank would train its own copy, and one is saved.
+No unit reduces the gradients of a new head, or of an adapter beside a layer: every rank would train
+its own copy, and one is saved. An optimizer of the model's earlier parameters would train nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -13,9 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecore.base.torch_names import has_accumulate_hooks, is_inside
 from moecore.parallel.attached import engines_of
+
+REPLACED = "_moecore_replaced"  # attribute of a parameter that has left a model
 
 
 def refuse_added(model: nn.Module) -> None:
@@ -59,11 +65,34 @@ def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
     left_out = {p for p in own if p.requires_grad}.difference(*held)
     for one, params in zip(given, held, strict=True):
         if left_out and params and own.isdisjoint(params):
-            raise ValueError(
-                f"optimizer ({type(one).__name__}) must hold parameters of the model, which "
-                "parallelize_moe and to_empty have replaced: make it of model.parameters() "
-                "afterwards"
-            )
+            raise _is_earlier(one)
+
+
+def mark_replaced(params: Iterable[nn.Parameter]) -> None:
+    """Mark parameters that have left a model: an optimizer's step that meets one raises."""
+    _watch_optimizers()
+    for param in params:
+        setattr(param, REPLACED, True)
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    # One with a gradient is trained by another module that has it.
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is None and param.requires_grad and hasattr(param, REPLACED):
+                raise _is_earlier(optimizer)
+
+
+def _is_earlier(optimizer: Optimizer) -> ValueError:
+    return ValueError(
+        f"optimizer ({type(optimizer).__name__}) must hold parameters of the model, which "
+        "parallelize_moe and to_empty have replaced: make it of model.parameters() afterwards"
+    )
 
 
 def refuse_on_meta(model: nn.Module, what: str) -> None:

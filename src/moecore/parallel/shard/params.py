@@ -23,7 +23,9 @@ from moecore.base.torch_names import (
     StridedShard,
     call_accumulate_hooks,
     foreach_copy_,
+    has_value_hooks,
     local_of,
+    through_hooks,
     version,
     wrapped_like,
 )
@@ -154,12 +156,18 @@ class UnitParam:
         whole.grad = grad if whole.grad is None else whole.grad + grad
 
     def put_grad(self, grad: Tensor) -> None:
-        """Make, or add to, the gradient of the sharded parameter; keep `grad`."""
+        """Make, or add to, the gradient of the sharded parameter, with its hooks; keep `grad`."""
+        self.accumulate(grad)
+        call_accumulate_hooks(self.sharded)
+
+    def accumulate(self, grad: Tensor) -> None:
+        """Make, or add to, the gradient of the sharded parameter, behind `register_hook`'s."""
+        if has_value_hooks(self.sharded):
+            grad = local_of(through_hooks(self.sharded, wrapped_like(grad, self.sharded)))
         if self.sharded.grad is None:
             self.sharded.grad = wrapped_like(grad, self.sharded)
         else:
             local_of(self.sharded.grad).add_(grad)
-        call_accumulate_hooks(self.sharded)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

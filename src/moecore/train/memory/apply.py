@@ -96,7 +96,9 @@ def _has_spare_rows(module: nn.Module) -> bool:
         return False
     experts, capacity = module.part("experts"), module.config.capacity
     pads = capacity is not None and capacity.pad
-    is_apart = separate_computation(experts.backend, has_more=experts.has_more) is not None
+    is_apart = (
+        separate_computation(experts.backend, experts.spec(), has_more=experts.has_more) is not None
+    )
     return module.dispatcher.has_spare_rows(pads=pads) and not is_apart
 
 

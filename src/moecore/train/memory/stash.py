@@ -270,12 +270,14 @@ class PageStore:
             rows, step = max(1, copy.used.balanced), page_bytes // _row(copy)[0]
             num_pages += num_layers * cdiv(math.ceil(options.factor * rows), step)
             self._balanced_pages += num_layers * rows / step
-        self.pool = PagePool.make(
-            num_pages,
-            page_bytes,
-            self._streams.device,
-            num_host_pages=options.host_bytes // page_bytes,
-        )
+        num_host_pages = options.host_bytes // page_bytes
+        if num_pages + num_host_pages >= 2**31:  # ids are int32
+            raise ValueError(
+                f"StashOptions.factor ({options.factor:g}) and host_bytes ({options.host_bytes}) "
+                f"must give fewer than 2^31 pages of {page_bytes} bytes: lower them"
+            )
+        device = self._streams.device
+        self.pool = PagePool.make(num_pages, page_bytes, device, num_host_pages=num_host_pages)
         return self.pool
 
 

@@ -51,10 +51,11 @@ class AdamW(torch.optim.AdamW):
             saves 6 bytes per parameter: a moment has one byte, and 128 moments share a scale
             (`kernels/adamw_formats.py`). fp64 parameters have fp64 moments.
         master_remainder: whether bf16 parameters have fp32 masters: a parameter and an int16 of the
-            state together are the 4 bytes of its master. Masters change as fp32 parameters would,
-            to the bit; a parameter is its master rounded to nearest, ties away from zero. Masters
-            start as the parameters. Code that sets a parameter later does not change its remainder,
-            which is at most half a step of bf16.
+            state together are the 4 bytes of its master. Masters change as fp32 parameters would
+            under moecore's kernel or its reference, to the bit (fp32 parameters on a CPU go to
+            torch's fused step, which rounds otherwise); a parameter is its master rounded to
+            nearest, ties away from zero. Masters start as the parameters. Code that sets a
+            parameter later does not change its remainder, which is at most half a step of bf16.
 
     Raises:
         ValueError: when a value has another type or range, or no parameter is bf16 with

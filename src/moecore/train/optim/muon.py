@@ -13,6 +13,7 @@ Source: https://kellerjordan.github.io/posts/muon; scale and weight decay, arXiv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -73,6 +74,8 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: NSDtype = torch.bfloat16,
     ) -> None:
         check_arguments(Muon.__init__, locals())
+        if not 0 <= float(lr) < math.inf:
+            raise ValueError(f"lr ({float(lr)}) must be a finite number >= 0: pass another tensor")
         self.layouts = assignment.matrices
         if not self.layouts:
             raise ValueError("assignment (without matrices) must have one: use AdamW alone")

@@ -1,0 +1,99 @@
+"""Blocks of pages run as they stand there, with nothing but a tiny model in a directory beside."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+# Page and place of blocks that run alone; of other pages all blocks do, in order, in other tests.
+ALONE = {
+    "a loop of one's own": ("balancing", 0),
+    "a mean": ("parallelize", 0),
+    "a step": ("parallelize", 2),
+    "two parts": ("sharding", 0),
+    "an adapter": ("adapters", 0),
+    "an adapter of experts": ("adapters", 1),
+    "TRL": ("trainer", 1),
+}
+
+
+def code_of(page: str, place: int) -> str:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    found: list[str] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return found[place]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny model, as its pages make it."""
+    root = tmp_path_factory.mktemp("tiny")
+    script = ROOT / "examples" / "tiny_hf.py"
+    subprocess.run([sys.executable, script, root / "runs" / "tiny"], check=True)
+    return root
+
+
+def worker(rank: int, device: torch.device, root: str, code: str) -> list[str]:
+    os.chdir(root)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(code, names)
+    return [name for name, value in names.items() if name == "loss" and value.isfinite()]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_block_runs_alone(name: str, tiny: Path) -> None:
+    for module in ("trl", "datasets") if name == "TRL" else ():
+        pytest.importorskip(module)
+    run_ranks(1, worker, str(tiny), code_of(*ALONE[name]))
+
+
+def test_the_block_of_context_parallelism_runs_on_two_ranks(tiny: Path) -> None:
+    code = code_of("sequences", 3)
+    assert code.count("ep=8") == 1
+    assert run_ranks(2, worker, str(tiny), code.replace("ep=8", "ep=2")) == ["loss"]
+
+
+STUBS = {
+    "scontrol": "echo localhost; echo other",
+    "srun": '"$@" & first=$!; "$@" & wait $! && wait $first',  # a task on each of two hosts
+}
+WORLD_SIZE = """
+from moecore import ParallelConfig, build_meshes
+print("ranks", build_meshes(ParallelConfig(), "cpu").dense.size(), flush=True)
+"""
+
+
+def test_the_script_for_slurm_starts_the_ranks_of_two_hosts(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "guide.md").read_text()
+    (script,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    script = script.replace("--nproc-per-node 8", "--nproc-per-node 1").replace("29500", str(port))
+    for name, body in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.py").write_text(WORLD_SIZE)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    slurm = dict(SLURM_JOB_NODELIST="two", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7", PATH=path)
+    done = subprocess.run(
+        ["bash", "-e", "-c", script],
+        env=os.environ | slurm,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n").count("ranks 2") == 2, done.stdout
