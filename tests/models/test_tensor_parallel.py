@@ -1,13 +1,15 @@
 """Tensor parallelism against one process: loss, logits, every gradient, values after init.
 
 Four gloo ranks are spawned once. Each case runs on tp = 4 and on tp = 2 x dp = 2, where the two tp
-groups see different data, so that a wrong group shows. Every rank builds the plain model too.
+groups see different data, so that a wrong group shows. Gradients of all runs of a case travel in
+one exchange to rank 0, which alone runs the plain model, on the data of each tp group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, CapacityConfig, MoEConfig
+from moecore.base.torch_names import local_of
 from moecore.models import Decoder, DecoderConfig, MLAConfig, YarnConfig, preset
 from moecore.models.tensor_parallel import check_tensor_parallel
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
 from tests.helpers.ranks import run_ranks
+from tests.helpers.whole import gather_whole
 
 SHAPE = dict(vocab_size=96, dim=32, num_heads=8, num_kv_heads=4, head_dim=8, ce_chunk_tokens=5)
 MOE = MoEConfig(
@@ -103,25 +107,20 @@ def randomize_norms(model: nn.Module) -> None:
             param.mul_(scale if "norm" in name else 4.0)
 
 
-def build(config: DecoderConfig, mesh: DeviceMesh) -> tuple[Decoder, Decoder]:
-    """The plain model and its tp twin, aux losses counted over the tp ranks."""
-    plain, model = Decoder(config), Decoder(config)
+def plain_of(config: DecoderConfig) -> Decoder:
+    plain = Decoder(config)
     randomize_norms(plain)
-    randomize_norms(model)
+    return plain
+
+
+def build(config: DecoderConfig, mesh: DeviceMesh) -> Decoder:
+    """The tp twin of the plain model, aux losses counted over the tp ranks."""
+    model = plain_of(config)
     assert model.apply_tensor_parallel(mesh["tp"]) is model
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.tracker.groups = BalanceGroups(micro_batch=mesh["tp"].get_group())
-    return plain, model
-
-
-def full_gradient(param: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Of dense parameters DTensor knows how to add; whole experts saw this rank's tokens only."""
-    if isinstance(param.grad, DTensor):
-        return param.grad.full_tensor()
-    grad = param.grad.clone()
-    dist.all_reduce(grad, group=group)
-    return grad
+    return model
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -129,41 +128,16 @@ def relative(got: Tensor, want: Tensor) -> float:
     return (got - want).abs().max().item() / scale if scale else got.abs().max().item()
 
 
-def compare(
-    plain: Decoder, model: Decoder, group: dist.ProcessGroup, run: Callable[[Decoder], Tensor]
-) -> dict[str, float]:
-    """Relative errors of what `run` returns and of all gradients of its sum."""
-    errors = {}
-    outs = []
-    for m in (plain, model):
-        m.zero_grad()
-        out = run(m)
-        out.sum().backward()
-        outs.append(out.detach())
-    errors["output"] = relative(outs[1], outs[0])
-    want = dict(plain.named_parameters())
-    for name, param in model.named_parameters():
-        assert isinstance(param, DTensor) == (".experts." not in name), name
-        assert param.shape == want[name].shape
-        if want[name].grad is None:  # without labels no module predicts ahead
-            assert name.startswith("mtp.") and param.grad is None
-            continue
-        errors[name] = relative(full_gradient(param, group), want[name].grad)
-    return errors
-
-
-def check_parity(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
-    group = mesh["tp"].get_group()
-    plain, model = build(config, mesh)
-    tokens, labels = make_batch(mesh.get_local_rank("dp"))
+def runs_of(dp_rank: int) -> dict[str, Callable[[Decoder], Tensor]]:
+    """What is differentiated, on the data of one tp group."""
+    tokens, labels = make_batch(dp_rank)
     mask = torch.arange(T) >= torch.tensor([T, T // 3, T // 2])[:, None]
     padded_labels = labels.masked_fill(mask, -100)
     # Documents across rows and across the ranks' slices; the last ends with padding.
     cu_seqlens = torch.tensor([0, 10, 31, 32, 50, 72, 72])
     end = torch.arange(B * T).view(B, T) >= 69
     weights = torch.randn(B, T, 96, generator=torch.Generator().manual_seed(5)) / 100
-    errors = {}
-    for kind, run in {
+    return {
         "mean": lambda m: m(tokens, labels),
         "sum": lambda m: m(tokens, labels, num_tokens=torch.tensor(1000)),
         "padded": lambda m: m(tokens, padded_labels, padding_mask_BT=mask),
@@ -171,25 +145,77 @@ def check_parity(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
             tokens, labels.masked_fill(end, -100), padding_mask_BT=end, cu_seqlens=cu_seqlens
         ),
         "logits": lambda m: m(tokens) * weights,
-    }.items():
-        result = compare(plain, model, group, run)
-        errors |= {f"{kind}: {name}": e for name, e in result.items()}
-        if kind != "logits" and config.num_mtp_layers:
-            errors[f"{kind}: mtp"] = relative(model.mtp_losses, plain.mtp_losses)
-    prompt = tokens[:, :7]
-    got, want = (m.generate(prompt, 3, temperature=0) for m in (model, plain))
-    errors["generate"] = float((got != want).sum())
+    }
+
+
+def computed(model: Decoder, dp_rank: int) -> dict[str, Tensor]:
+    """What the runs return, the gradients of its sum, losses of modules that predict ahead, tokens.
+
+    Under tp a gradient is what this rank holds.
+    """
+    found = {}
+    for kind, run in runs_of(dp_rank).items():
+        model.zero_grad()
+        out = run(model)
+        out.sum().backward()
+        found[f"{kind}: output"] = out.detach()
+        for name, param in model.named_parameters():
+            if param.grad is None:  # without labels no module predicts ahead
+                assert name.startswith("mtp.")
+                continue
+            found[f"{kind}: {name}"] = param.grad
+        if kind != "logits" and model.config.num_mtp_layers:
+            found[f"{kind}: mtp"] = model.mtp_losses.detach().clone()
+    prompt = make_batch(dp_rank)[0][:, :7]
+    return found | {"generate": model.generate(prompt, 3, temperature=0)}
+
+
+def added(grads: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Any]:
+    """Add over a tp group, in one all-reduce, what each rank has a part of.
+
+    That is DTensors that are partial, and whole experts, which saw this rank's tokens only.
+    """
+    parts = {
+        n: local_of(g)
+        for n, g in grads.items()
+        if ".experts." in n or (isinstance(g, DTensor) and g.placements[0].is_partial())
+    }
+    flat = torch.cat([part.flatten() for part in parts.values()])
+    dist.all_reduce(flat, group=group)
+    pieces = flat.split([part.numel() for part in parts.values()])
+    sums = {n: x.view(parts[n].shape) for n, x in zip(parts, pieces, strict=True)}
+    return grads | sums
+
+
+def check_parity(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
+    """Relative errors of everything, on rank 0."""
+    model, dp_rank = build(config, mesh), mesh.get_local_rank("dp")
+    params = dict(model.named_parameters())
+    assert all(isinstance(p, DTensor) == (".experts." not in n) for n, p in params.items())
+    found = added(computed(model, dp_rank), mesh["tp"].get_group())
+    found = gather_whole({f"{n} of {dp_rank}": t for n, t in found.items()})
+    if dist.get_rank():
+        return {}
+    plain, errors = plain_of(config), {}
+    shapes = {n: p.shape for n, p in plain.named_parameters()}
+    assert {n: p.shape for n, p in params.items()} == shapes
+    for i in range(mesh.size(0)):
+        want = {f"{n} of {i}": t for n, t in computed(plain, i).items()}
+        errors |= {n: relative(found.pop(n), t) for n, t in want.items()}
+    assert not found
     return errors
 
 
 def check_meta_init(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
-    """A model cut on meta gets the same values as a whole one, bit for bit."""
+    """A model cut on meta gets the same values as a whole one, bit for bit; on rank 0."""
     model = Decoder(config, device="meta").apply_tensor_parallel(mesh["tp"])
     model.to_empty(device="cpu")
     model.init_weights(seed=7)
+    state = gather_whole(model.state_dict())
+    if dist.get_rank():
+        return {}
     plain = Decoder(config)
     plain.init_weights(seed=7)
-    state = {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in model.state_dict().items()}
     want = plain.state_dict()
     assert state.keys() == want.keys()
     return {f"init: {k}": float((state[k] != want[k]).sum()) for k in want}
@@ -197,7 +223,7 @@ def check_meta_init(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]
 
 def check_fsdp(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
     """FSDP2 over dp on top of tp: gradients are means over dp, initial values stay the same."""
-    plain, model = build(config, mesh)
+    plain, model = plain_of(config), build(config, mesh)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -227,7 +253,7 @@ def check_refusals(mesh: DeviceMesh) -> list[str]:
     for request in (
         lambda: model.apply_tensor_parallel(tp),
         lambda: Decoder(replace(config, num_kv_heads=1), device="meta").apply_tensor_parallel(tp),
-        lambda: build(config, mesh)[1](torch.zeros(1, 7, dtype=torch.int64)),
+        lambda: build(config, mesh)(torch.zeros(1, 7, dtype=torch.int64)),
     ):
         with pytest.raises(ValueError) as info:
             request()
@@ -246,8 +272,7 @@ def worker(rank: int, device: torch.device) -> dict:
     for tp in TP_SIZES:
         mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
         for name, config in CONFIGS.items():
-            errors = check_parity(config, mesh) | check_meta_init(config, mesh)
-            results[name, tp] = worst_over_ranks(errors)
+            results[name, tp] = check_parity(config, mesh) | check_meta_init(config, mesh)
         results["refusals", tp] = check_refusals(mesh)
         if tp == 2:
             results["fsdp"] = worst_over_ranks(check_fsdp(CONFIGS["dense only"], mesh))
@@ -266,7 +291,7 @@ def results() -> dict:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equals_one_process(results, name, tp):
     errors = results[name, tp]
-    exact = {k: e for k, e in errors.items() if k == "generate" or k.startswith("init")}
+    exact = {k: e for k, e in errors.items() if k.startswith(("generate", "init"))}
     assert not any(exact.values()), exact
     wrong = {k: e for k, e in errors.items() if k not in exact and not e <= 1e-5}
     assert not wrong

@@ -52,12 +52,15 @@ class EmulatedExchange(Exchange):
         self.operations.append("spread_choices")
         self._enter(SlotEvent.OPERATION)
         peers_T = peers_ref(ids_TK, num_local, self.layout.num_ranks // etp, etp)
-        peers_GC, rank = self._gather(peers_T, 0), self.buffer.rank
-        ids_SK = spread_ref(self._gather(ids_TK, -1), peers_GC, rank, -1)
-        weights_SK = spread_ref(self._gather(weights_TK, 0), peers_GC, rank)
+        rank, hole = self.buffer.rank, hole_of(x_TD)
+        peers_GC, ids_GCK, weights_GCK, x_GCD = self._gather(
+            (peers_T, 0), (ids_TK, -1), (weights_TK, 0), (x_TD, 0)
+        )
+        ids_SK = spread_ref(ids_GCK, peers_GC, rank, -1)
+        weights_SK = spread_ref(weights_GCK, peers_GC, rank)
         rows_S = torch.arange(self.layout.source_rows, dtype=torch.int32, device=x_TD.device)
         return SpreadChoices(
-            rows_SD=self._spread(x_TD, peers_GC),
+            rows_SD=spread_ref(x_GCD, peers_GC, rank, hole),
             ids_SK=ids_SK,
             weights_SK=weights_SK.where(ids_SK >= 0, 0),
             peers_T=peers_T,
@@ -69,7 +72,8 @@ class EmulatedExchange(Exchange):
     ) -> Tensor:
         self.operations.append("spread")
         self._enter(SlotEvent.OPERATION)
-        rows_SD = self._spread(x_TD, self._gather(peers_T, 0))
+        peers_GC, x_GCD = self._gather((peers_T, 0), (x_TD, 0))
+        rows_SD = spread_ref(x_GCD, peers_GC, self.buffer.rank, hole_of(x_TD))
         out_RD = x_TD.new_full((num_rows, x_TD.shape[1]), hole_of(x_TD))
         s, n = (slots_SN >= 0).nonzero().T
         out_RD[slots_SN[s, n].long()] = rows_SD[s]
@@ -97,12 +101,13 @@ class EmulatedExchange(Exchange):
         self.operations.append("reduce")
         rank = self.buffer.rank
         y_SD = sum_rows_ref(y_RD, places_S, slots_SN, None)
-        home_TD = reduce_ref(self._gather(y_SD), peers_T, rank)
         if choices is None:
-            return home_TD, None
+            (y_GSD,) = self._gather((y_SD, None))
+            return reduce_ref(y_GSD, peers_T, rank), None
         dweights_R, slots_SK = choices
         dweights_SK = torch.where(slots_SK >= 0, dweights_R[slots_SK.clamp(min=0).long()], 0)
-        return home_TD, reduce_ref(self._gather(dweights_SK), peers_T, rank)
+        y_GSD, dweights_GSK = self._gather((y_SD, None), (dweights_SK, None))
+        return reduce_ref(y_GSD, peers_T, rank), reduce_ref(dweights_GSK, peers_T, rank)
 
     def start_copies(self, sums_SD: Tensor) -> None:
         self.operations.append("copies")
@@ -118,19 +123,26 @@ class EmulatedExchange(Exchange):
         self._enter(SlotEvent.READ)
         return self._reduce(sums_SD, peers_T, places_S, places_S[:, None], choices)
 
-    def _spread(self, x_TD: Tensor, peers_GC: Tensor) -> Tensor:
-        """Return the source rows of this rank; holes are NaN."""
-        return spread_ref(self._gather(x_TD, 0), peers_GC, self.buffer.rank, hole_of(x_TD))
+    def _gather(self, *parts: tuple[Tensor, float | None]) -> list[Tensor]:
+        """Return [G, ...] of all ranks for each tensor, padded to C tokens with what is given.
 
-    def _gather(self, tensor: Tensor, fill: float | None = None) -> Tensor:
-        """Return [G, ...] of all ranks, padded to C tokens with `fill`."""
-        if fill is not None:
-            padded = tensor.new_full((self.layout.max_tokens, *tensor.shape[1:]), fill)
-            padded[: tensor.shape[0]] = tensor
-            tensor = padded
-        out = tensor.new_empty(self.layout.num_ranks, *tensor.shape)
-        all_gather_single(out.flatten(0, 1), tensor.contiguous(), group=self.group)
-        return out
+        One collective in one round: on CPUs a message takes longer than its bytes.
+        """
+        sent = []
+        for tensor, fill in parts:
+            if fill is not None:
+                padded = tensor.new_full((self.layout.max_tokens, *tensor.shape[1:]), fill)
+                padded[: tensor.shape[0]] = tensor
+                tensor = padded
+            sent.append(tensor.contiguous())
+        flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in sent])
+        out = flat.new_empty(self.layout.num_ranks, flat.numel())
+        dist.all_to_all_single(out, flat.expand_as(out).contiguous(), group=self.group)
+        pieces = out.split([tensor.nbytes for tensor in sent], dim=1)
+        return [
+            piece.contiguous().view(-1).view(tensor.dtype).view(-1, *tensor.shape)
+            for piece, tensor in zip(pieces, sent, strict=True)
+        ]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ balance counts over micro-batches and biases move, so whatever a second run does
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from moecore import (
     BalanceConfig,
     MemoryOptions,
+    Meshes,
     MoEConfig,
     NVLinkOptions,
     ParallelConfig,
@@ -96,11 +98,16 @@ def build(
     nvlink = NVLinkOptions(**dict(max_tokens=TOKENS, row_factor=None) | options)
     how: Any = {} if is_default else dict(dispatcher="nvlink", nvlink=nvlink, memory=memory)
     device = torch.get_default_device()
-    meshes = build_meshes(ParallelConfig(ep=WORLD), device.type)
+    meshes = meshes_on(device.type)
     with emulated() if device.type == "cpu" else nullcontext():
         parallelize_moe(model, meshes, **how)
     step = TrainStep(model, AdamW(model.parameters()), max_norm=1.0, num_micro_batches=2)
     return model, step
+
+
+@cache
+def meshes_on(device_type: str) -> Meshes:
+    return build_meshes(ParallelConfig(ep=WORLD), device_type)
 
 
 def tokens_of_batches() -> Tensor:
@@ -120,7 +127,7 @@ def trained(**options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for i in range(2):
         found[f"losses/{i}"] = step.forward_backward(batches())
-        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         found |= {f"grad/{i}/{n}": grad.clone() for n, grad in grads.items()}
         done = step.finish()
         found |= {f"loads/{i}/{n}": t for n, t in done.metrics.tokens_per_expert.items()}

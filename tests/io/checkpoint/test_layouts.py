@@ -108,7 +108,7 @@ def build(kind: str, name: str) -> tuple[Decoder, torch.optim.AdamW]:
         parallelize_moe(model, build_meshes(parallel, "cpu"))
     model.to_empty(device="cpu")
     model.init_weights(7)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), fused=True)
 
 
 def train(model: Decoder, optimizer: torch.optim.Optimizer, rank: int) -> None:

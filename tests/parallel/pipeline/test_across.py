@@ -46,7 +46,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def train(layout: str, degrees: dict[str, int]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from moecore import (
     FSDPOptions,
     MemoryOptions,
+    Meshes,
     MoEConfig,
     ParallelConfig,
     TrainStep,
@@ -68,7 +69,7 @@ LAYOUTS = {
     "tp, ep": ParallelConfig(tp=2, ep=2),
     "hybrid": ParallelConfig(dp_replicate=2, edp_replicate=2),
 }
-STEPS = {"model dim": 10, "tp, ep": 5}
+STEPS = {"model dim": 5, "tp, ep": 5}
 # What must not change a bit of a training.
 SAME: dict[str, dict[str, Any]] = {
     "kept": dict(dense_strategy="optim"),
@@ -83,11 +84,16 @@ REGIONS = MemoryOptions(recompute=("norm", "activation", "qkv_proj", "mlp", "exp
 def make(
     parallel: ParallelConfig, fsdp: FSDPOptions, precision: Any = "blockwise", memory: Any = None
 ) -> Decoder:
-    model, meshes = Decoder(CONFIG, device="meta"), build_meshes(parallel, DEVICE_TYPE[0])
+    model, meshes = Decoder(CONFIG, device="meta"), meshes_of(parallel)
     parallelize_moe(model, meshes, fsdp=fsdp, precision=precision, memory=memory)
     model.to_empty(device=meshes.device_type)
     model.init_weights(0)
     return model
+
+
+@cache
+def meshes_of(parallel: ParallelConfig) -> Meshes:
+    return build_meshes(parallel, DEVICE_TYPE[0])
 
 
 def fp8_units(model: Decoder) -> list[Unit]:

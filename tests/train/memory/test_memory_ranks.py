@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from moecore import (
     FSDPOptions,
     MemoryOptions,
+    Meshes,
     NVLinkOptions,
     ParallelConfig,
     StashOptions,
@@ -51,7 +53,7 @@ def gradients(
 ) -> tuple[dict[str, Tensor], Any]:
     """Return this rank's gradients after two steps' backwards, and the calls of collectives."""
     model = Decoder(preset(name), device="meta")
-    meshes = build_meshes(ParallelConfig(**LAYOUTS[layout]), "cpu")
+    meshes = meshes_of(layout)
     made: list[Offload] = []
 
     def offload(*args: Any, **kwargs: Any) -> Offload:
@@ -84,6 +86,11 @@ def gradients(
         assert stash.pages.pool is not None and stash.pages.pool.state[WANTED_WORD] == 0
     found = {n: p.grad.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
     return found, calls
+
+
+@cache
+def meshes_of(layout: str) -> Meshes:
+    return build_meshes(ParallelConfig(**LAYOUTS[layout]), "cpu")
 
 
 def in_pages(layout: str) -> list[str]:
