@@ -13,6 +13,7 @@ from moecore.families.adapters import replace_blocks
 from moecore.families.kept_fp32 import set_dtypes
 from moecore.families.transformers.blocks import find_hf_adapter, why_refused
 from moecore.families.transformers.context import CausalContext
+from moecore.families.transformers.experts import run_vision_experts
 from moecore.families.transformers.guards import (
     refuse_accelerate,
     refuse_save_pretrained,
@@ -100,6 +101,7 @@ class Transformers(Plain):
     def swapped(self, model: nn.Module) -> None:
         refuse_lost_outputs(model)
         tell_layers(model)
+        run_vision_experts(model)
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:

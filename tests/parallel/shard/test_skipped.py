@@ -38,7 +38,7 @@ OPTIONS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
     "bf16, routers apart": (ParallelConfig(), dict(param_dtype=torch.bfloat16)),
     "whole": (ParallelConfig(), dict(dense_strategy="no_shard")),
 }
-IMAGES = ("glm4v_moe", "qwen3_omni_moe", "qwen3_vl_moe")
+IMAGES = ("ernie4_5_vl_moe", "glm4v_moe", "qwen3_omni_moe", "qwen3_vl_moe")
 IMAGE, IMAGE_INPUTS = slice(2, 6), ("pixel_values", "image_grid_thw")  # of their batches
 
 

@@ -26,8 +26,10 @@ from moecore.base.options.layer import Activation, MoEConfig
 from moecore.families.adopt import adopt_experts
 from moecore.families.transformers.stock import is_hf, refuse_customised_experts
 from moecore.kernels.rows.activation import ActivationOptions, activation
+from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import OwnActivation
+from moecore.moe.layer import RoutedLayer
 from moecore.moe.routed import RoutedExperts
 
 FLAGS = ("is_transposed", "has_bias")  # attributes that the interface sets on every module
@@ -168,3 +170,23 @@ def _samples(gated: bool) -> Tensor:
     values = torch.cat([steps, steps / 64, steps * 64])
     rows_R8 = torch.stack([values.roll(k * 37) for k in range(8)], dim=1)
     return torch.cat([rows_R8, rows_R8.roll(101, 0)], dim=1) if gated else rows_R8
+
+
+def run_vision_experts(model: nn.Module) -> None:
+    """Let blocks with experts of their own for images run these without images too.
+
+    Else a rank with text alone would not meet the exchanges of ranks with images.
+    """
+    for block in model.modules():
+        if is_hf(block) and isinstance(getattr(block, "vision_moe", None), nn.Module):
+            block.register_forward_hook(_run_vision_experts, with_kwargs=True)
+
+
+def _run_vision_experts(block: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    hidden_BTD, kinds_BT, *_ = [*args, *kwargs.values(), None]
+    layers = (m for m in block.vision_moe.modules() if isinstance(m, RoutedLayer))
+    is_alone = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)
+    if is_alone or (kinds_BT is not None and kinds_BT.any()):  # as of the block
+        return output
+    nothing, _ = block.vision_moe(hidden_BTD.flatten(0, 1)[:0])
+    return output[0] + nothing.sum(), *output[1:]
