@@ -502,6 +502,20 @@ def test_micro_batches_in_flight_are_all_of_a_step() -> None:
     step.finish()
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_dropped_step_leaves_no_sums(options: str) -> None:
+    pair = Pair(**OPTIONS[options])
+    step = TrainStep(pair.model, pair.optimizer, num_micro_batches=2)
+    with step.micro_batch():
+        train(pair, BLOCKS)
+    step.drop()
+    drop(pair, BLOCKS)
+    for _ in range(2):
+        with step.micro_batch():
+            train(pair, BLOCKS)
+    pair.check()
+
+
 def test_a_part_may_be_another_object_each_time() -> None:
     """As torch 2.14 returns it: the whole parameters, which are the shards here, stay."""
     model: Any = parallelize_moe(Model(), build_meshes(ParallelConfig(), "cpu"))
