@@ -28,7 +28,7 @@ from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.gpus import GPUS, NODE
 from moecore.planning.levers import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
-from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.run import NumGpus, OptimizerOptions, TrainingRun
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
 BATCH_SIZES = (1, 2, 4)  # rows of a micro-batch that are tried
@@ -60,7 +60,7 @@ class SearchRequest:
     """
 
     model: DecoderConfig
-    num_gpus: Count
+    num_gpus: NumGpus
     gpu: Annotated[str, OneOf(tuple(GPUS))] = "h100-80"
     gpus_per_node: Count = 8
     seq_len: Count = 4096

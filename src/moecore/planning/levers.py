@@ -102,8 +102,8 @@ GRAPHS = Option(
     page="cuda_graphs.md",
     unless=r"GraphLaunch|SendRecv",  # its dispatcher waits for sizes
 )
-# Options that save memory are in the order of their overhead, those that gain time first. Among options with the same
-# `takes_from` the cheapest comes first.
+# Options that save memory are in the order of their overhead, those that gain time first. Among
+# options with the same `takes_from` the cheapest comes first.
 OPTIONS = (
     Option(
         name='precision="blockwise"',

@@ -39,11 +39,15 @@ LAYERS = 3  # layers with whole weights or gradients at once, if micro-batches a
 
 
 class _Held(NamedTuple):
-    """Parameters with which a rank computes, the ranks that share them, and those of one node."""
+    """Parameters with which a rank computes, the ranks that share them, and those of one node.
+
+    There are two copies in memory where ranks have parts of an expert, which are no views.
+    """
 
     size: float
     ranks: int
     node_ranks: int
+    copies: int
 
 
 class _Seconds(NamedTuple):
@@ -100,8 +104,9 @@ class Promise:
         rung, chunks = rung or self._last, folding.chunks
         layers = self._request.model.num_layers / folding.pp
         share = min(1.0, LAYERS / layers) if _gathers(rung) else 1.0
-        held = share * sum(one.size for one in self._held(folding))
-        sums = share * sum(one.size for one in self._held(folding) if one.ranks > 1)
+        own = self._held(folding)
+        held = share * sum(one.copies * one.size for one in own)
+        sums = share * sum(one.copies * one.size for one in own if one.ranks > 1)
         if folding.pp > 1:  # the first or the last stage has all of the embedding or of the head
             end = self._request.model.vocab_size * self._request.model.dim
             held, sums = held + end, sums + end
@@ -130,8 +135,10 @@ class Promise:
         if _gathers(rung):
             across = folding.ep * folding.etp > self._request.gpus_per_node
             sent = max(sum(one.sent for one in passes[rank::pp]) for rank in range(pp))
-            busiest = max(busiest, self._gathers(folding) + across * sent)
-        waits = max(0.0, self._state(rung) - busiest)  # the first forward and the last backward hide
+            busiest = max(busiest, self._gathers(folding, rung) + across * sent)
+        waits = max(
+            0.0, self._state(rung) - busiest
+        )  # the first forward and the last backward hide
         return run.num_micro_batches * busiest + sum(each) * (pp - 1) / len(each) + waits
 
     def _held(self, folding: Folding) -> list[_Held]:
@@ -139,20 +146,21 @@ class Promise:
         pp, tp, _, ep, etp, _, _ = folding
         stage, node = self._request.num_gpus // pp, self._request.gpus_per_node
         dense = self._everything - self._experts - self._cut + self._cut / tp
-        experts, sharing = self._experts / (ep * etp), stage // (ep * etp)
-        if self._request.model.moe and sharing > self._request.model.moe.num_experts // ep:
-            experts *= 2  # cut inside of an expert, they are copied out of their buffer
-        return [
-            _Held(size / pp, stage // ranks, max(1, min(stage, node) // ranks))
-            for size, ranks in ((dense, tp), (experts, ep * etp))
-        ]
+        found, experts = [], ep * etp
+        for size, ranks in ((dense, tp), (self._experts / experts, experts)):
+            sharing = stage // ranks
+            found.append(_Held(size / pp, sharing, max(1, min(stage, node) // ranks), 1))
+        moe = self._request.model.moe
+        if moe is not None and found[1].ranks > moe.num_experts // ep:
+            found[1] = found[1]._replace(copies=2)
+        return found
 
-    def _gathers(self, folding: Folding) -> float:
-        """Return the seconds of a micro-batch's two bf16 all-gathers and one fp32 reduction."""
-        found = 0.0
-        for size, ranks, node_ranks in self._held(folding):
-            gather = Work("all_gather", "collective", 0, round(2 * size), (ranks,), "bfloat16")
-            found += 4 * self._table.seconds(gather, node_ranks) if ranks > 1 else 0
+    def _gathers(self, folding: Folding, rung: Levers) -> float:
+        """Return the seconds of a micro-batch's two all-gathers and one fp32 reduction."""
+        found, width = 0.0, 2 * (1 if rung.fsdp.fp8_param_gather else 2) + 4
+        for size, ranks, node_ranks, _ in self._held(folding):
+            gather = Work("all_gather", "collective", 0, round(width * size), (ranks,), "bfloat16")
+            found += self._table.seconds(gather, node_ranks) if ranks > 1 else 0
         return found
 
     def _copies(self, folding: Folding, rung: Levers) -> float:
@@ -263,7 +271,7 @@ def _kept_of(run: TrainingRun) -> ModelKept:
 
 
 def _choices(request: SearchRequest, rungs: Sequence[Levers]) -> list[Levers]:
-    """Return sets of options to choose from: the first rung's, or all cheap ones and some others."""
+    """Return sets of options to choose from: the first rung's, or all cheap ones and others."""
     options = rungs[-1].options
     dear = [option for option in options if option.overhead == "medium"]
     sets = chain.from_iterable(combinations(dear, n) for n in range(len(dear) + 1))

@@ -35,6 +35,8 @@ from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.state_offload import StateOffload
 
 MomentDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
+# A plan builds meshes of all ranks: of more it would take minutes.
+NumGpus = Annotated[int, Bound(">=", 1), Bound("<=", 2**16), "plan a part of so many ranks"]
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 
@@ -80,7 +82,7 @@ class TrainingRun:
     """
 
     model: DecoderConfig
-    num_gpus: Count
+    num_gpus: NumGpus
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     seq_len: Count = 4096
     batch_size: Count = 1
@@ -161,7 +163,7 @@ def lever_flags(run: TrainingRun) -> list[str]:
     if run.precision is not None:
         name = _precision(run.precision)
         found += ["--precision", name.strip("'")]
-    parts = tuple(part for part in run.memory.parts if part not in GEMM_LAST)
+    parts: tuple[str, ...] = tuple(part for part in run.memory.parts if part not in GEMM_LAST)
     if len(parts) + len(GEMM_LAST) == len(run.memory.parts):
         parts = ("gemm_last", *parts)
     else:
@@ -238,8 +240,8 @@ def call_of(run: TrainingRun) -> str:
         *([f"StateOffload(optimizer, model, fraction={away})"] if away else []),
         f"num_micro_batches, rows, seq_len = {sizes}  # of a step and of a data rank",
         "step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=num_micro_batches)",
-        "# step.forward_backward([dict(tokens_BT=.., labels_BT=..)] * num_micro_batches), both int64",
-        "# [rows, seq_len], then step.finish()",
+        "# step.forward_backward(num_micro_batches dicts of tokens_BT and labels_BT, both int64",
+        "# [rows, seq_len]), then step.finish()",
     ]
     return "\n".join(lines)
 

@@ -108,7 +108,9 @@ class SearchResult:
             p, run = found.folding, found.run
             numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), shown_schedule(found))
             rows = (str(run.num_micro_batches), str(run.batch_size))
-            memory = map(shown_bytes, (max(found.peaks), found.headroom, found.plan.node_host_bytes))
+            memory = map(
+                shown_bytes, (max(found.peaks), found.headroom, found.plan.node_host_bytes)
+            )
             time = found.time
             speed = (f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall)
             lines.append((*numbers, *rows, shown_levers(found), *memory, *speed))
@@ -215,7 +217,7 @@ def fastest(
 
 
 def _orders(request: SearchRequest, found: Candidate, table: CostTable) -> Iterator[Fitting]:
-    """Yield a candidate in the orders of its stages that may be fastest, each with levers to fit."""
+    """Yield a candidate in the orders of its stages that may be fastest, each as it fits."""
     more = _larger(request, found.levers)
     first = timed(found, table)
     yield first
