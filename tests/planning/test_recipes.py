@@ -36,7 +36,8 @@ def test_a_recipe_fits_where_it_ran(name: str) -> None:
 def test_a_recipe_takes_as_long_as_it_did(name: str) -> None:
     """With the share of its exchanges that the report has measured as hidden (section 4.2.3).
 
-    If pairs hide nothing, as moecore has measured with NCCL in a node, it takes 1.5 to 1.8 times as long.
+    If pairs hide nothing, as moecore has measured with NCCL in a node, it takes 1.5 to 1.8 times as
+    long.
     """
     run, reported = run_of(RECIPES[name]), RECIPES[name].tokens_per_second
     table = CostTable.of("h100-80")

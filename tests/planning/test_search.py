@@ -30,7 +30,7 @@ from moecore.planning import (
     plan_time,
     search,
 )
-from moecore.planning.commands import add_plan
+from moecore.planning.commands import MEASURED, _support, add_plan
 from moecore.planning.flags import run_of_options
 from moecore.planning.foldings import (
     BATCH_SIZES,
@@ -50,6 +50,7 @@ from moecore.planning.search import Fitting, _changes, fit, planned, planned_wit
 TINY = preset("tiny-deepseek-v3")
 DEEPSEEK = preset("deepseek-v3")
 SMALL = SearchRequest(model=TINY, num_gpus=16, seq_len=32)
+ROOT = Path(__file__).parents[2]
 LARGE = SearchRequest(model=DEEPSEEK, num_gpus=256)
 
 
@@ -348,6 +349,21 @@ def test_large_numbers_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> No
     # No tokens are made: these would be of 70 TB.
     assert main([*call, "4", "--ep", "2", "--batch-size", str(2**31 - 1)]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_records_have_is_named() -> None:
+    """The figure is a record's, of bf16 with dispatcher nvlink; other foldings have none."""
+    args = argparse.Namespace(preset="qwen3-30b-a3b", gpu="h200-141", gpus=8)
+    for step in MEASURED:
+        lines = (ROOT / "benchmarks" / "results" / step.record).read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if row.get("num_gpus") == step.num_gpus]
+        same = [r for r in rows if (r["ep"], r["batch_size"]) == (step.folding.ep, 4)]
+        assert step.tokens_per_second in [round(row["tokens_per_second_per_gpu"]) for row in same]
+        assert _support(args, step.folding).startswith("measured: ep=8 batch_size=4 in bf16")
+    other = _support(args, Folding(batch_size=4))
+    assert other.startswith("no record has a step of the first one: ep=8") and "16,159" in other
+    alone = _support(argparse.Namespace(preset="tiny", gpu="h100-80", gpus=8), Folding())
+    assert alone.endswith("it is planned only")
 
 
 def test_without_matplotlib(

@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moecore.base.fields import NumBytes, UsageError, check_arguments
 from moecore.base.tables import columns, shown_bytes
@@ -26,6 +26,7 @@ from moecore.planning.flags import (
     request_of_options,
     run_of_options,
 )
+from moecore.planning.foldings import Folding
 from moecore.planning.gpus import GPUS
 from moecore.planning.levers import next_change
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
@@ -38,6 +39,30 @@ from moecore.planning.run import (
 )
 from moecore.planning.search import Fitting, explained, planned, search, shown_levers
 from moecore.planning.times import TimePlan, plan_time, time_step
+
+
+class MeasuredStep(NamedTuple):
+    """A whole step that a record has, and its tokens per second of a GPU."""
+
+    preset: str
+    gpu: str
+    num_gpus: int
+    folding: Folding
+    tokens_per_second: int
+    record: str  # under benchmarks/results
+
+
+MEASURED = (
+    MeasuredStep(
+        preset="qwen3-30b-a3b",
+        gpu="h200-141",
+        num_gpus=8,
+        folding=Folding(ep=8, batch_size=4),
+        tokens_per_second=16_159,
+        record="train/2026-11-20-nvidia-h200.jsonl",
+    ),
+)
+
 
 PLAN_EXAMPLE = """\
 examples:
@@ -135,6 +160,19 @@ def _explain(args: Any) -> int:
     return 0 if fits else 1
 
 
+def _support(args: Any, first: Folding) -> str:
+    """Return what records of whole steps there are of a model on GPUs."""
+    asked = args.preset, args.gpu, args.gpus
+    steps = [step for step in MEASURED if (step.preset, step.gpu, step.num_gpus) == asked]
+    measured = "; ".join(
+        f"{step.folding} in bf16 has {step.tokens_per_second:,} tokens/s ({step.record})"
+        for step in steps
+    )
+    if any(step.folding == first for step in steps):
+        return f"measured: {measured}"
+    return f"no record has a step of the first one: {measured or 'it is planned only'}"
+
+
 def _command(args: Any, run: TrainingRun) -> str:
     """Return the command that plans a run with its degrees and options."""
     model = ["--preset", args.preset, "--gpus", str(args.gpus), "--gpu", args.gpu]
@@ -172,6 +210,7 @@ def _search(args: Any) -> int:
     )
     if found:
         _print_time(args, found[0].time, request.limit)
+        print(_support(args, found[0].folding))
         print(f"the first one: {_command(args, found[0].run)}")
     else:
         print(f"nothing fits; the smallest change: {result.change or 'none of those tried'}")
