@@ -68,8 +68,10 @@ PLAN_EXAMPLE = """\
 examples:
   moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80
   moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --explain pp=8,ep=8
-  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --pp 8 --ep 32 \\
-    --schedule interleaved --chunks 2 --micro-batches 64 --precision blockwise --recompute moe"""
+  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --pp 8 --tp 2 --ep 32 \\
+    --schedule interleaved --chunks 4 --micro-batches 128 --dense-strategy optim \\
+    --precision blockwise --fp8-param-gather --moments bfloat16 --recompute gemm_last \\
+    --offload attention experts mlp"""
 
 
 def add_plan(rooms: Any) -> None:

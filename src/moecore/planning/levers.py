@@ -214,7 +214,7 @@ OPTIONS = (
     Option(
         name='PipelineConfig(schedule="overlapped"), dispatcher="alltoall"',
         takes_from=("dispatch by collectives",),
-        most=0.31,  # the measured share with NCCL; a plan counts none (`times._seconds_of`)
+        most=0.31,  # the measured share with NCCL; a plan counts `CostTable.pairs_hide`
         page="pipeline.md#schedules",
     ),
     Option(
