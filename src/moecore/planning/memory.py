@@ -181,6 +181,8 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
         device.update(most.piece.most)
         device["optimizer state"] -= most.away
         device["other"] += device.pop(HELD, 0)
+        # A kind that has less than between steps has freed what is none of it, such as counts.
+        device = Counter({kind: n for kind, n in device.items() if n > 0})
         device["other"] += most.num_bytes - sum(device.values())
         host = {"activations": copied, "optimizer state": rank.away}
         ranks.append(
