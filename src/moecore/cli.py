@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -47,6 +47,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TARGETS = ("native", "hf", "megatron", "dcp", "dcp-transformers")
 # What only some targets have.
 FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", "hf")}
+MOST_SHOWN = 400  # characters of a usage error
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -72,8 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # as shells have it
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors show the beginning of what was typed, in place of all of it."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message if len(message) <= MOST_SHOWN else f"{message[:MOST_SHOWN]}...")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="moecore", description="MoE training: tools.")
+    parser = _Parser(prog="moecore", description="MoE training: tools.")
     rooms = parser.add_subparsers(title="rooms", required=True, metavar="ROOM")
     checkpoint = rooms.add_parser(
         "checkpoint",

@@ -17,6 +17,7 @@ from moecore.base.options.precision import Precision
 from moecore.models.presets import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.orders import ScheduleName
 from moecore.planning.levers import WHOLE
 from moecore.planning.run import OptimizerOptions, TrainingRun
 
@@ -39,7 +40,9 @@ class Recipe:
         source: table.
         degrees: tp, pp, cp, ep; experts are cut by ep alone.
         chunks: stages of a pipeline rank.
+        overlaps: whether forwards run beside backwards ("1F1B overlap", appendix B.2).
         rows: of a step.
+        tokens_per_second: reported, per GPU (table 11), where the GPU is one of `GPUS`.
         precision: "bf16", "blockwise" or "mxfp8".
         layout: of stages, where it is printed.
         batch_size: rows of a micro-batch.
@@ -58,6 +61,8 @@ class Recipe:
     degrees: tuple[int, int, int, int]
     chunks: int
     rows: int
+    overlaps: bool = False
+    tokens_per_second: int | None = None
     precision: str = "bf16"
     layout: str | None = None
     batch_size: int = 1
@@ -85,7 +90,7 @@ def run_of(recipe: Recipe) -> TrainingRun:
         seq_len=recipe.seq_len,
         batch_size=recipe.batch_size,
         num_micro_batches=recipe.rows * tp * pp * cp // recipe.num_gpus // recipe.batch_size,
-        pipeline=PipelineConfig(layout=recipe.layout, chunks=chunks, schedule="interleaved"),
+        pipeline=PipelineConfig(layout=recipe.layout, chunks=chunks, schedule=_schedule(recipe)),
         fsdp=WHOLE,
         memory=MemoryOptions(recompute=recipe.recompute),
         precision=Precision.of("blockwise" if recipe.precision == "blockwise" else None),
@@ -94,6 +99,10 @@ def run_of(recipe: Recipe) -> TrainingRun:
             offload_fraction=recipe.offload_fraction,
         ),
     )
+
+
+def _schedule(recipe: Recipe) -> ScheduleName:
+    return "overlapped" if recipe.overlaps else "interleaved"
 
 
 def _deepseek(gpu: str, num_gpus: int, tflops: int, source: str, **more: object) -> Recipe:
@@ -110,6 +119,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "deepseek-v3-gb300-256": _deepseek(
             GB300, 256, 1233, "table 20", degrees=(1, 4, 1, 64), rows=8192, precision="mxfp8",
+            overlaps=True,
             without=(NO_GPU, NO_MXFP8),
         ),
         "deepseek-v3-gb200-256": _deepseek(
@@ -123,12 +133,12 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         ),
         "deepseek-v3-h100-1024": _deepseek(
             "h100-80", 1024, 368, "tables 17, 18", degrees=(2, 8, 1, 64), rows=8192,
-            layout="Et*3|(tt|)*29m|L", precision="blockwise",
+            layout="Et*3|(tt|)*29m|L", precision="blockwise", overlaps=True, tokens_per_second=1412,
             recompute=("mlp", "mla_up_proj", "activation", "norm"),
         ),
         "deepseek-v3-h100-1024-pp4": _deepseek(
             "h100-80", 1024, 368, "table 20", degrees=(2, 4, 1, 64), rows=8192,
-            precision="blockwise", recompute=UP_MLP,
+            precision="blockwise", recompute=UP_MLP, overlaps=True,
         ),
         "qwen3-235b-gb300-256": _qwen(
             GB300, 256, 974, degrees=(1, 4, 1, 64), chunks=6, batch_size=2, rows=3072,
@@ -136,14 +146,16 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         ),
         "qwen3-235b-gb200-256": _qwen(
             GB200, 256, 919, degrees=(1, 4, 1, 64), chunks=6, batch_size=3, rows=3072,
-            precision="mxfp8", recompute=CHEAP, without=(NO_GPU, NO_MXFP8),
+            precision="mxfp8", recompute=CHEAP, overlaps=True, without=(NO_GPU, NO_MXFP8),
         ),
         "qwen3-235b-gb200-256-bf16": _qwen(
             GB200, 256, 750, degrees=(1, 4, 1, 32), chunks=12, rows=8192, recompute=CHEAP,
+            overlaps=True,
             without=(NO_GPU,),
         ),
         "qwen3-235b-h100-256": _qwen(
             "h100-80", 256, 320, degrees=(2, 8, 1, 32), chunks=4, rows=2048, recompute=CHEAP,
+            overlaps=True, tokens_per_second=2132,
         ),
         "qwen3-235b-gb300-128-128k": _qwen(
             GB300, 128, 1150, degrees=(4, 4, 4, 32), chunks=12, rows=1024, seq_len=131_072,

@@ -5,43 +5,73 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import sys
 from collections import defaultdict
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
-
-import torch
+from typing import Any, NamedTuple
 
 from moecore.base.fields import NumBytes, UsageError, check_arguments
-from moecore.base.options.dispatch import NVLinkOptions
-from moecore.base.options.fsdp import FSDPOptions, Strategy
-from moecore.base.options.memory import MemoryOptions, StashOptions
-from moecore.base.options.precision import Precision, PrecisionName
 from moecore.base.tables import columns, shown_bytes
-from moecore.models import PRESETS
-from moecore.parallel.mesh import ParallelConfig
-from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.parallel.pipeline.orders import PAIRING, ScheduleName
 from moecore.parallel.pipeline.timeline import draw
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
-from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
-from moecore.planning.gpus import GPUS, NODE
+from moecore.planning.flags import (
+    add_run_options,
+    as_folding,
+    folding_of,
+    has_degrees,
+    refuse_unread,
+    request_of_options,
+    run_of_options,
+)
+from moecore.planning.foldings import Folding
+from moecore.planning.gpus import GPUS
 from moecore.planning.levers import next_change
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.report import report_trace
-from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun, call_of, new_garbage
-from moecore.planning.search import Fitting, explain_folding, search, shown_levers
+from moecore.planning.run import (
+    TrainingRun,
+    call_of,
+    flags_of,
+    new_garbage,
+)
+from moecore.planning.search import Fitting, explained, planned, search, shown_levers
 from moecore.planning.times import TimePlan, plan_time, time_step
+
+
+class MeasuredStep(NamedTuple):
+    """A whole step that a record has, and its tokens per second of a GPU."""
+
+    preset: str
+    gpu: str
+    num_gpus: int
+    folding: Folding
+    tokens_per_second: int
+    record: str  # under benchmarks/results
+
+
+MEASURED = (
+    MeasuredStep(
+        preset="qwen3-30b-a3b",
+        gpu="h200-141",
+        num_gpus=8,
+        folding=Folding(ep=8, batch_size=4),
+        tokens_per_second=16_159,
+        record="train/2026-11-20-nvidia-h200.jsonl",
+    ),
+)
+
 
 PLAN_EXAMPLE = """\
 examples:
   moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80
   moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --explain pp=8,ep=8
-  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --pp 8 --ep 32 \\
-    --schedule interleaved --chunks 2 --micro-batches 64 --precision blockwise --recompute moe"""
-
-DEGREES = tuple(field.name for field in fields(ParallelConfig))
+  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --pp 8 --tp 2 --ep 32 \\
+    --schedule interleaved --chunks 4 --micro-batches 128 --dense-strategy optim \\
+    --precision blockwise --fp8-param-gather --moments bfloat16 --recompute gemm_last \\
+    --offload attention experts mlp"""
 
 
 def add_plan(rooms: Any) -> None:
@@ -58,53 +88,27 @@ def add_plan(rooms: Any) -> None:
     add_run_options(parser)
     add = parser.add_argument
     add("--global-batch", type=int, help="rows of a step; without degrees; default: 8 per GPU")
-    add("--gpus-per-node", type=int, default=8, help="within NVLink; without degrees")
-    add("--top", type=int, default=3, help="foldings to plan in full")
+    add("--gpus-per-node", type=int, help="within NVLink; without degrees; default: 8")
+    add("--top", type=int, help="foldings to plan in full; without degrees; default: 3")
     add("--explain", metavar="PP=8,EP=8", help="why this folding is refused, or what it needs")
     add("--call", action="store_true", help="print the Python of the run, or of the best one")
     add("--png", type=Path, metavar="FILE", help="write bars of its memory")
     add("--timeline", type=Path, metavar="FILE", help="write a PNG of its pipeline's step")
     add("--table", type=Path, metavar="FILE", help="costs that `moecore measure` has written")
+    help = (
+        "share of exchanges that overlapped stages hide; default: 0, as measured with NCCL; 0.93 "
+    )
+    add("--pairs-hide", type=float, help=f"{help}is what Megatron-Core's report has")
     add("--json", action="store_true", help="print one JSON object")
-
-
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `run_of_options`."""
-    add = parser.add_argument
-    add("--preset", required=True, choices=tuple(PRESETS), help="the model")
-    add("--gpus", type=int, required=True, help="ranks of the world")
-    add("--gpu", default="h100-80", choices=tuple(GPUS), help="its kind")
-    add("--seq-len", type=int, default=4096, help="tokens of a row")
-    add("--batch-size", type=int, default=1, help="rows of a micro-batch of a data rank")
-    add("--micro-batches", type=int, default=1, help="of a step, on a data rank; with degrees")
-    for name in DEGREES:
-        add(f"--{name.replace('_', '-')}", type=int, help="degree; default: search")
-    add("--layout", help='pipeline stages, such as "Et*3|(tt|)*29m|L"')
-    add("--chunks", type=int, help="pipeline stages of a rank; not with --layout")
-    add("--schedule", default="1f1b", choices=get_args(ScheduleName), help="of pipeline stages")
-    strategies = get_args(Strategy)
-    add("--dense-strategy", default="optim_grads_params", choices=strategies, help="ZeRO of blocks")
-    add("--experts-strategy", choices=strategies, help="of experts; default: as blocks")
-    precisions = (*get_args(PrecisionName), "bf16")
-    add("--precision", choices=precisions, help="default: bf16, or in a search as needed")
-    add("--recompute", nargs="+", default=(), help="parts, as of MemoryOptions")
-    add("--offload", nargs="+", default=(), help="parts, likewise")
-    add("--moments", default="float32", choices=get_args(MomentDtype), help="dtype of AdamW's")
-    add("--stash", action="store_true", help="experts' rows in pages, with dispatcher nvlink")
-    help = "capacity of dispatcher nvlink over even loads; default: 2.0 within nodes"
-    add("--row-factor", type=float, help=help)
-    add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
-    add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
 
 
 @new_garbage()
 def run_plan(args: Any) -> int:
     """Print the plan, or what a search finds; 1 where nothing fits."""
+    refuse_unread(args)
     if args.explain is not None:
-        text = explain_folding(_request(args), _folding(args.explain))
-        print(text)
-        return 0 if ": fits, " in text else 1
-    if all(getattr(args, name) is None for name in DEGREES):
+        return _explain(args)
+    if not has_degrees(args):
         return _search(args)
     run = run_of_options(args)
     if args.call:
@@ -129,17 +133,63 @@ def run_plan(args: Any) -> int:
         f"pipeline rank {peaks.index(max(peaks))} has most at once: {shown_bytes(max(peaks))} of "
         f"{shown_bytes(memory)} ({args.gpu})"
     )
+    print(f"pinned host memory of a node: {shown_bytes(plan.node_host_bytes)}")
     if not fits:
         kind, size = max(largest.device.items(), key=lambda item: item[1])
         print(f"does not fit: {kind} is the largest part ({shown_bytes(size)})")
+        print(f"options with which it fits, if there are any: --explain {as_folding(run)}")
     _print_time(args, time)
     return 0 if fits else 1
 
 
+def _explain(args: Any) -> int:
+    """Print what is planned of one folding; 1 where it is refused or too large."""
+    request, folding = request_of_options(args), folding_of(args.explain)
+    found = planned(request, folding, _table(args))
+    fits = isinstance(found, Fitting)
+    text = explained(request, folding, found)
+    if args.json:
+        row = _row(found) if isinstance(found, Fitting) else folding.named()
+        print(
+            json.dumps({"gpu": args.gpu, "limit": request.limit, "fits": fits, "text": text} | row)
+        )
+    elif args.call and isinstance(found, Fitting):
+        print(call_of(found.run))
+    else:
+        print(text)
+        if isinstance(found, Fitting):
+            print(_command(args, found.run))
+    return 0 if fits else 1
+
+
+def _support(args: Any, first: Folding) -> str:
+    """Return what records of whole steps there are of a model on GPUs."""
+    asked = args.preset, args.gpu, args.gpus
+    steps = [step for step in MEASURED if (step.preset, step.gpu, step.num_gpus) == asked]
+    measured = "; ".join(
+        f"{step.folding} in bf16 has {step.tokens_per_second:,} tokens/s ({step.record})"
+        for step in steps
+    )
+    if any(step.folding == first for step in steps):
+        return f"measured: {measured}"
+    return f"no record has a step of the first one: {measured or 'it is planned only'}"
+
+
+def _command(args: Any, run: TrainingRun) -> str:
+    """Return the command that plans a run with its degrees and options."""
+    model = ["--preset", args.preset, "--gpus", str(args.gpus), "--gpu", args.gpu]
+    return shlex.join(["moecore", "plan", *model, *flags_of(run)])
+
+
+def _tell(line: str) -> None:
+    print(f"moecore: {line}", file=sys.stderr, flush=True)
+
+
 def _search(args: Any) -> int:
     """Print what fits, best first."""
-    request = _request(args)
-    result = search(request, table=_table(args), wanted=args.top, most_planned=args.top)
+    request = request_of_options(args)
+    top = 3 if args.top is None else args.top
+    result = search(request, table=_table(args), wanted=top, most_planned=top, progress=_tell)
     found = result.fitting
     if found:
         _write(args, found[0].plan, found[0].time)
@@ -162,6 +212,8 @@ def _search(args: Any) -> int:
     )
     if found:
         _print_time(args, found[0].time, request.limit)
+        print(_support(args, found[0].folding))
+        print(f"the first one: {_command(args, found[0].run)}")
     else:
         print(f"nothing fits; the smallest change: {result.change or 'none of those tried'}")
     return 0 if found else 1
@@ -174,6 +226,8 @@ def _row(found: Fitting) -> dict[str, Any]:
         "num_micro_batches": run.num_micro_batches,
         "levers": shown_levers(found),
         "overhead": found.levers.overhead,
+        "flags": flags_of(found.run),
+        "host_of_a_node": found.plan.node_host_bytes,
         "peak": max(found.peaks),
         "headroom": found.headroom,
         **_numbers(found.time),
@@ -193,9 +247,10 @@ def _print_time(args: Any, time: TimePlan, limit: int | None = None) -> None:
 
 
 def _table(args: Any) -> CostTable:
-    if args.table is None:
-        return CostTable.of(args.gpu)
-    return CostTable.read(args.table).on(args.gpu)
+    table = CostTable.of if args.table is None else CostTable.read(args.table).on
+    hides = getattr(args, "pairs_hide", None)
+    found = table(args.gpu)
+    return found if hides is None else replace(found, pairs_hide=hides)
 
 
 def _write(args: Any, plan: MemoryPlan, time: TimePlan) -> None:
@@ -209,100 +264,6 @@ def _write(args: Any, plan: MemoryPlan, time: TimePlan) -> None:
         raise ValueError(f"--png and --timeline must be left out: {error}") from error
     if args.timeline is not None and time.timeline is None:
         raise ValueError(f"--timeline ({args.timeline}) must be left out without stages: drop it")
-
-
-def _folding(text: str) -> Folding:
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if name.strip() not in FOLDING or not value.isdecimal() or int(value) < 1:
-            names = ", ".join(FOLDING)
-            raise ValueError(f"--explain ({part!r}) must be NAME=NUMBER, of {names}: use pp=8,ep=8")
-        found[name.strip()] = int(value)
-    found.setdefault("chunks", 2 if found.get("pp", 1) > 1 else 1)
-    return Folding(**found)
-
-
-def _request(args: Any) -> SearchRequest:
-    options, memory = _optimizer(args), _memory(args)
-    is_plain = options == OptimizerOptions()
-    precision: Any = ANY if args.precision is None else _precision(args)
-    return SearchRequest(
-        model=PRESETS[args.preset],
-        num_gpus=args.gpus,
-        gpu=args.gpu,
-        gpus_per_node=args.gpus_per_node,
-        seq_len=args.seq_len,
-        global_batch=args.global_batch,
-        memory=ANY if memory == MemoryOptions() else memory,
-        precision=precision,
-        optimizer=ANY if is_plain else options,
-        nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_room(args) else ANY,
-    )
-
-
-def _precision(args: Any) -> Precision | None:
-    return Precision.of(None if args.precision == "bf16" else args.precision)
-
-
-def _memory(args: Any) -> MemoryOptions:
-    return MemoryOptions(
-        recompute="gemm_last" if args.recompute == ["gemm_last"] else tuple(args.recompute),
-        offload=tuple(args.offload),
-        stash=StashOptions() if args.stash else None,
-    )
-
-
-def _has_room(args: Any) -> bool:
-    """Whether dispatcher nvlink has a room, so that it is chosen."""
-    return args.stash or args.row_factor is not None
-
-
-def _optimizer(args: Any) -> OptimizerOptions:
-    return OptimizerOptions(
-        moment_dtype=args.moments,
-        master_remainder=args.master_remainder,
-        offload_fraction=args.state_offload,
-    )
-
-
-def run_of_options(args: Any) -> TrainingRun:
-    """Return the run of the options."""
-    given = {name: getattr(args, name) for name in DEGREES}
-    degrees = {name: value for name, value in given.items() if value is not None}
-    pipeline = None
-    if (args.pp or 1) > 1:
-        pipeline = PipelineConfig(layout=args.layout, chunks=args.chunks, schedule=args.schedule)
-    return TrainingRun(
-        model=PRESETS[args.preset],
-        num_gpus=args.gpus,
-        parallel=ParallelConfig(**degrees),
-        seq_len=args.seq_len,
-        batch_size=args.batch_size,
-        num_micro_batches=args.micro_batches,
-        pipeline=pipeline,
-        fsdp=FSDPOptions(
-            param_dtype=torch.bfloat16,
-            dense_strategy=args.dense_strategy,
-            experts_strategy=args.experts_strategy,
-        ),
-        memory=_memory(args),
-        precision=_precision(args),
-        optimizer=_optimizer(args),
-        nvlink=_nvlink(args, ParallelConfig(**degrees), pipeline),
-    )
-
-
-def _nvlink(
-    args: Any, parallel: ParallelConfig, pipeline: PipelineConfig | None
-) -> NVLinkOptions | None:
-    """Return the capacity of nvlink, inside of a node; None = all-to-all."""
-    if _has_room(args):
-        return NVLinkOptions(row_factor=args.row_factor)
-    degrees = parallel.resolve(args.gpus)
-    group = degrees.ep * degrees.etp
-    overlaps = pipeline is not None and pipeline.schedule in PAIRING
-    return None if group == 1 or NODE % group or overlaps else NVLinkOptions()
 
 
 DRY_RUN_EXAMPLE = """\

@@ -99,12 +99,12 @@ def dry_run_of_capacity(run: TrainingRun, rank: int = 0) -> DryRun:
         for tensor in (*model.parameters(), *model.buffers()):
             recorder.take(local_of(tensor))
         recorder.params = list(model.parameters())
+        tokens_BT = torch.empty(run.batch_size, run.seq_len, dtype=torch.int64, device="meta")
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = optimizer_of(run, model)
             if run.pipeline is None:
                 cut(model, recorder)
             step = TrainStep(model, optimizer, max_norm=1.0)
-            tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
             inputs = {"tokens_BT": tokens_BT, "labels_BT": tokens_BT}
             first = 1 if run.pipeline is None else run.num_micro_batches
             for number in (first, run.num_micro_batches):  # the first makes buffers and state

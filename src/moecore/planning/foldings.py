@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from moecore.base.fields import Bound, Count, OneOf, Rules, check_fields
 from moecore.base.options.context import ContextOptions
@@ -27,8 +27,8 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.gpus import GPUS, NODE
-from moecore.planning.levers import FIELDS, TWICE, Levers, ladder
-from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.levers import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
+from moecore.planning.run import NumGpus, OptimizerOptions, TrainingRun
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
 BATCH_SIZES = (1, 2, 4)  # rows of a micro-batch that are tried
@@ -60,7 +60,7 @@ class SearchRequest:
     """
 
     model: DecoderConfig
-    num_gpus: Count
+    num_gpus: NumGpus
     gpu: Annotated[str, OneOf(tuple(GPUS))] = "h100-80"
     gpus_per_node: Count = 8
     seq_len: Count = 4096
@@ -137,8 +137,21 @@ def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
 
 def rungs_of(request: SearchRequest) -> tuple[Levers, ...]:
     """Return the levers of a request."""
-    given = {name: getattr(request, name) for name in FIELDS}
-    return ladder(request.model, request.gpu, **given)
+    return ladder(request.model, request.gpu, **_given(request))
+
+
+def levers_of(request: SearchRequest, options: tuple[Option, ...]) -> Levers:
+    """Return levers of a request with these options."""
+    return levers_with(options, request.model, request.gpu, **_given(request))
+
+
+def fewer_of(request: SearchRequest, levers: Levers, *, gains: bool) -> Iterator[Levers]:
+    """Yield levers of a request with one option less."""
+    return fewer(levers, request.model, request.gpu, gains=gains, **_given(request))
+
+
+def _given(request: SearchRequest) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in FIELDS}
 
 
 def run_of(request: SearchRequest, folding: Folding, levers: Levers) -> TrainingRun:

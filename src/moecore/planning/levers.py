@@ -11,7 +11,7 @@ High: recompute of whole MoE layers. docs/memory.md has times.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -55,8 +55,14 @@ def _fp8(run: TrainingRun) -> TrainingRun:
     return replace(run, precision=Precision.of("blockwise"))
 
 
+def _fp8_gather(run: TrainingRun) -> TrainingRun:
+    if run.precision is None or run.precision.recipe.scaling != "blockwise":
+        return run
+    return replace(run, fsdp=replace(run.fsdp, fp8_param_gather=True))
+
+
 def _optimizer(run: TrainingRun, **changes: Any) -> TrainingRun:
-    return replace(run, optimizer=replace(run.optimizer, moment_dtype="bfloat16", **changes))
+    return replace(run, optimizer=replace(run.optimizer, **changes))
 
 
 def _more_chunks(run: TrainingRun) -> TrainingRun:
@@ -96,9 +102,26 @@ GRAPHS = Option(
     page="cuda_graphs.md",
     unless=r"GraphLaunch|SendRecv",  # its dispatcher waits for sizes
 )
-# Options that save memory are in the order of their overhead. Among options with the same
-# `takes_from` the cheapest comes first.
+# Options that save memory are in the order of their overhead, those that gain time first. Among
+# options with the same `takes_from` the cheapest comes first.
 OPTIONS = (
+    Option(
+        name='precision="blockwise"',
+        change=_fp8,
+        overhead="low",
+        gains=True,
+        takes_from=("experts", "dense products"),
+        most=1 / 2,  # FP8 has twice the peak of bf16
+        unless=r"quantise_",
+        page="precision.md#recipes",
+    ),
+    Option(
+        name="FSDPOptions(fp8_param_gather=True)",
+        change=_fp8_gather,
+        overhead="low",
+        gains=True,
+        page="sharding.md#fp8",
+    ),
     Option(
         name='MemoryOptions(recompute="gemm_last")',
         change=lambda run: replace(run, memory=replace(run.memory, recompute="gemm_last")),
@@ -112,22 +135,24 @@ OPTIONS = (
         page="memory.md#recompute",
     ),
     Option(
-        name='precision="blockwise"',
-        change=_fp8,
-        overhead="low",
-        gains=True,
-        takes_from=("experts", "dense products"),
-        most=1 / 2,  # FP8 has twice the peak of bf16
-        unless=r"quantise_",
-        page="precision.md#recipes",
-    ),
-    Option(
         name="moecore.train.AdamW(moment_dtype=torch.bfloat16)",
-        change=_optimizer,
+        change=lambda run: _optimizer(run, moment_dtype="bfloat16"),
         overhead="low",
         takes_from=("optimizer",),
         most=3 / 8,  # 20 bytes per parameter in place of the 32 of torch's with clipping
         page="performance.md#adamw",
+    ),
+    Option(
+        name="moecore.train.AdamW(moment_dtype=torch.float8_e4m3fn)",
+        change=lambda run: _optimizer(run, moment_dtype="float8_e4m3fn"),
+        overhead="low",
+        page="memory.md#optimizer-state",
+    ),
+    Option(
+        name="moecore.train.AdamW(master_remainder=True)",
+        change=lambda run: _optimizer(run, master_remainder=True),
+        overhead="low",
+        page="memory.md#optimizer-state",
     ),
     Option(
         name="recompute of FC1",
@@ -189,7 +214,7 @@ OPTIONS = (
     Option(
         name='PipelineConfig(schedule="overlapped"), dispatcher="alltoall"',
         takes_from=("dispatch by collectives",),
-        most=0.31,  # the measured share with NCCL; a plan counts none (`times._seconds_of`)
+        most=0.31,  # the measured share with NCCL; a plan counts `CostTable.pairs_hide`
         page="pipeline.md#schedules",
     ),
     Option(
@@ -271,30 +296,60 @@ OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Levers:
-    """One rung: the options that decide a run's memory, and the last one that was added."""
+    """Options in the order of `OPTIONS`, and the fields of a run that they decide."""
 
-    overhead: Overhead
-    name: str
+    options: tuple[Option, ...]
     fsdp: FSDPOptions
     memory: MemoryOptions
     precision: Precision | None
     optimizer: OptimizerOptions
 
+    @property
+    def name(self) -> str:
+        """The last option, which is the dearest."""
+        return self.options[-1].name if self.options else "none"
+
+    @property
+    def overhead(self) -> Overhead:
+        """The overhead of the last option."""
+        return (self.options[-1].overhead if self.options else None) or OVERHEADS[0]
+
 
 def ladder(model: DecoderConfig, gpu: str, **given: Any) -> tuple[Levers, ...]:
-    """Return rungs, cheapest first, each with one more option; `given` has FIELDS, or "any"."""
-    plain = dict(fsdp=WHOLE, memory=MemoryOptions(), precision=None, optimizer=OptimizerOptions())
-    is_open = {name: value == "any" for name, value in given.items()}
-    fields: dict[str, Any] = {n: plain[n] if is_open[n] else given[n] for n in FIELDS}
-    run = TrainingRun(model=model, num_gpus=1, seq_len=1, **fields)
-    rungs = [Levers(overhead="low", name="none", **fields)]
+    """Return rungs, cheapest first, each with one more option; `given` has FIELDS, or "any".
+
+    The first one has the options that gain time as well as memory.
+    """
+    rungs = [levers_with((), model, gpu, **given)]
     for option in OPTIONS:
-        changed = run if option.overhead is None else option.applied(run, gpu)
-        changes = [name for name in FIELDS if getattr(changed, name) != getattr(run, name)]
-        if option.overhead and changes and all(is_open[name] for name in changes):
-            run, fields = changed, {name: getattr(changed, name) for name in FIELDS}
-            rungs.append(Levers(overhead=option.overhead, name=option.name, **fields))
-    return tuple(rungs)
+        more = levers_with((*rungs[-1].options, option), model, gpu, **given)
+        changes = [name for name in FIELDS if getattr(more, name) != getattr(rungs[-1], name)]
+        if option.overhead and changes and all(given[name] == "any" for name in changes):
+            rungs.append(more)
+    return tuple(rungs[sum(option.gains for option in rungs[-1].options) :])
+
+
+def levers_with(
+    options: tuple[Option, ...], model: DecoderConfig, gpu: str, **given: Any
+) -> Levers:
+    """Return the fields of a run with these options, in the order of `OPTIONS`."""
+    plain = dict(fsdp=WHOLE, memory=MemoryOptions(), precision=None, optimizer=OptimizerOptions())
+    fields: dict[str, Any] = {n: plain[n] if given[n] == "any" else given[n] for n in FIELDS}
+    run = TrainingRun(model=model, num_gpus=1, seq_len=1, **fields)
+    for option in options:
+        run = option.applied(run, gpu)
+    return Levers(options=options, **{name: getattr(run, name) for name in FIELDS})
+
+
+def fewer(
+    own: Levers, model: DecoderConfig, gpu: str, *, gains: bool, **given: Any
+) -> Iterator[Levers]:
+    """Yield levers with one option less, the dearest first; `gains` = those that gain time too."""
+    for gone in (option for option in reversed(own.options) if gains or not option.gains):
+        options = tuple(option for option in own.options if option is not gone)
+        left = levers_with(options, model, gpu, **given)
+        if any(getattr(left, name) != getattr(own, name) for name in FIELDS):
+            yield left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

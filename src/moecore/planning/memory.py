@@ -20,6 +20,7 @@ from moecore.base.tables import columns, shown_bytes
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.orders import Action, Item, actions_of
 from moecore.parallel.pipeline.schedule import make_schedule
+from moecore.planning.gpus import NODE
 from moecore.planning.pieces import (
     MIDDLE,
     Pieces,
@@ -118,6 +119,12 @@ class MemoryPlan:
         """The rank that holds most."""
         return max(self.ranks, key=lambda rank: rank.num_bytes)
 
+    @property
+    def node_host_bytes(self) -> int:
+        """Pinned host memory of a node, where each GPU's rank holds as much as the largest."""
+        ranks = min(NODE, self.run.num_gpus)
+        return ranks * max(sum(rank.host.values()) for rank in self.ranks)
+
     def table(self) -> str:
         """Return a row per kind and a column per pipeline rank."""
         kinds = dict.fromkeys(kind for rank in self.ranks for kind in rank.device)
@@ -174,6 +181,8 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
         device.update(most.piece.most)
         device["optimizer state"] -= most.away
         device["other"] += device.pop(HELD, 0)
+        # A kind that has less than between steps has freed what is none of it, such as counts.
+        device = Counter({kind: n for kind, n in device.items() if n > 0})
         device["other"] += most.num_bytes - sum(device.values())
         host = {"activations": copied, "optimizer state": rank.away}
         ranks.append(

@@ -21,10 +21,10 @@ from typing import Literal, NamedTuple
 
 from moecore.models.config import DecoderConfig
 from moecore.parallel.pipeline.layout import Stage
-from moecore.planning.dry_run import DryRun, dry_run_of_capacity, of_rows
+from moecore.planning.dry_run import ADAMW, DryRun, dry_run_of_capacity, of_rows
 from moecore.planning.record import Pass, Placed, Queued, Start
-from moecore.planning.run import TrainingRun
-from moecore.planning.stored import WHOLE, stages_of, stored_bytes
+from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.stored import WHOLE, stages_of, state_bytes, stored_bytes
 
 Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
 
@@ -224,10 +224,15 @@ class Pieces:
 def pieces_of(run: TrainingRun) -> Pieces:
     """Return the pieces of a run's step, whose optimizer's state stays on the device."""
     pieces, share = passes_of(run), stored_bytes(run) / stored_bytes(small_of(run))
+    each = (state_bytes(of.optimizer, run.dtype) for of in (run, small_of(run)))
+    moved, small = (3 * run.dtype.itemsize + 2 * state for state in each)  # as `dry_run._moved`
     first = pieces.end.place.start
     works = ((one, one.work) for one in pieces.queued[first:])
+    shares = {ADAMW: share * moved / small}
     end = (
-        one._replace(work=replace(work, num_bytes=round(share * work.num_bytes)))
+        one._replace(
+            work=replace(work, num_bytes=round(shares.get(work.name, share) * work.num_bytes))
+        )
         for one, work in works
     )
     return replace(pieces, queued=[*pieces.queued[:first], *end])
@@ -257,7 +262,9 @@ def small_of(run: TrainingRun) -> TrainingRun:
 
 
 def _small(run: TrainingRun) -> tuple[TrainingRun, Likes]:
-    here = replace(run, optimizer=replace(run.optimizer, offload_fraction=0.0))
+    # Where the state lies and in which dtype changes no allocation of a step but the state's own.
+    options = OptimizerOptions(master_remainder=run.optimizer.master_remainder)
+    here = replace(run, optimizer=options)
     return timed_layers(here, min(run.num_micro_batches, MIDDLE))
 
 

@@ -8,10 +8,11 @@ An estimate only sorts foldings: it takes a rank's share of all bytes and of all
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, lru_cache
+from itertools import chain, combinations
 from math import gcd
 from typing import NamedTuple
 
@@ -24,11 +25,12 @@ from moecore.parallel.mesh import build_meshes
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
-from moecore.planning.foldings import Folding, SearchRequest, run_of, rungs_of
-from moecore.planning.levers import OVERHEADS, Levers
+from moecore.planning.foldings import Folding, SearchRequest, levers_of, run_of, rungs_of
+from moecore.planning.levers import Levers
 from moecore.planning.pieces import MIDDLE, Pieces, passes_of, timed_layers, timed_stages
 from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
+from moecore.planning.stored import state_bytes
 from moecore.train.memory.kept import ModelKept, kept_bytes
 
 MESSAGES = 2  # messages of a layer's tokens in each pass, among the ranks of tp and of cp
@@ -37,11 +39,15 @@ LAYERS = 3  # layers with whole weights or gradients at once, if micro-batches a
 
 
 class _Held(NamedTuple):
-    """Parameters with which a rank computes, the ranks that share them, and those of one node."""
+    """Parameters with which a rank computes, the ranks that share them, and those of one node.
+
+    There are two copies in memory where ranks have parts of an expert, which are no views.
+    """
 
     size: float
     ranks: int
     node_ranks: int
+    copies: int
 
 
 class _Seconds(NamedTuple):
@@ -58,78 +64,103 @@ class Promise:
         self._request, self._table = request, table
         model = request.model
         self._everything, self._experts, self._ep = num_params(model), 0, 1
+        modules = Decoder(model, device="meta").modules()
+        cut = (m for m in modules if getattr(m, "tp_shard_dim", None) is not None)
+        self._cut = sum(p.numel() for module in cut for p in module.parameters(recurse=False))
         if model.moe is not None:
             matrix = model.moe.expert_dim * model.moe.hidden_dim
             layers = model.num_moe_layers + model.num_mtp_layers
             self._experts = layers * model.moe.num_experts * 3 * matrix
             self._ep = gcd(model.moe.num_experts, request.gpus_per_node)
-        rungs = rungs_of(request)
-        whole = [i for i, rung in enumerate(rungs) if _is_light(rung, rungs[0])][-1]
-        self._rungs = (rungs[0], *(r for r in rungs[whole:] if r.overhead != OVERHEADS[-1]))
-        self._last = rungs[-1]
+        self._base, self._last = (rungs := rungs_of(request))[0], rungs[-1]
+        self._choices = _choices(request, rungs)
+        self._more = dict[int, float]()  # planned over estimated bytes, by pp
         self._kept, self._pieces = cache(self._kept_by), cache(self._pieces_of)
         self._part, self._share = cache(self._seconds_of), cache(self._share_of)
 
     def key(self, folding: Folding) -> tuple[float, ...]:
         """Return the sort key: foldings that seem to fit first, by seconds; others by bytes."""
-        rung = self.rung(folding)
-        if rung is None:
+        levers = self.levers(folding)
+        if levers is None:
             return True, self.num_bytes(folding)
-        return False, self.seconds(folding, rung)
+        return False, self.seconds(folding, levers)
 
-    def rung(self, folding: Folding) -> Levers | None:
-        """Return the first of a few rungs with which a folding is estimated to fit, or None."""
-        limit = self._request.limit
-        return next((r for r in self._rungs if self.num_bytes(folding, r) <= limit), None)
+    def levers(self, folding: Folding) -> Levers | None:
+        """Return the fastest of a few sets with which a folding is estimated to fit, or None."""
+        limit = self._request.limit / self._more.get(folding.pp, 1.0)
+        fitting = (each for each in self._choices if self.num_bytes(folding, each) <= limit)
+        return min(fitting, key=lambda each: self.seconds(folding, each), default=None)
+
+    def learn(self, folding: Folding, levers: Levers, num_bytes: int) -> None:
+        """Correct the estimates of as many stages by a plan that did not fit."""
+        more = num_bytes / self.num_bytes(folding, levers)
+        self._more[folding.pp] = max(more, self._more.get(folding.pp, 1.0))
 
     def num_bytes(self, folding: Folding, rung: Levers | None = None) -> float:
         """Return the estimated bytes of the largest rank with the levers of a rung; None = all."""
-        # Sum of: bf16 weights and fp32 gradients of the parameters that are whole in a step; fp32
-        # weights and gradients and bf16 moments of the rank's shards; and saved activations of a
-        # micro-batch over tp * cp, times those in flight on the first pipeline rank.
+        # Sum of: weights as gathered and fp32 gradients of the parameters that are whole in a step;
+        # weights, gradients and state of the rank's shards; and saved activations of a micro-batch
+        # over tp * cp, times those in flight on the first pipeline rank.
         rung, chunks = rung or self._last, folding.chunks
         layers = self._request.model.num_layers / folding.pp
         share = min(1.0, LAYERS / layers) if _gathers(rung) else 1.0
-        held = sum(one.size * (share if one.ranks > 1 else 1) for one in self._held(folding))
-        stored = (12 - 4 * rung.optimizer.offload_fraction) * self._everything
+        own = self._held(folding)
+        held = share * sum(one.copies * one.size for one in own)
+        sums = share * sum(one.copies * one.size for one in own if one.ranks > 1)
+        if folding.pp > 1:  # the first or the last stage has all of the embedding or of the head
+            end = self._request.model.vocab_size * self._request.model.dim
+            held, sums = held + end, sums + end
+        gathered = 1 if rung.fsdp.fp8_param_gather else 2 if rung.precision is None else 3  # copies
+        state = (1 - rung.optimizer.offload_fraction) * state_bytes(rung.optimizer, _dtype(rung))
+        stored = (2 * _dtype(rung).itemsize + state) * self._everything
         in_flight = 1 + 1 / chunks if chunks > 1 else 1
         kept, _ = self._kept(rung)
         rows = folding.batch_size / (folding.tp * folding.cp)
-        return 6 * held + stored / self._request.num_gpus + in_flight * kept * rows
+        whole = gathered * held + 4 * sums
+        return whole + stored / self._request.num_gpus + in_flight * kept * rows
 
     def seconds(self, folding: Folding, rung: Levers) -> float:
         """Return the estimated seconds of a step without clipping and the optimizer."""
         # The pipeline rank with most work runs all micro-batches, and waits while the pipeline
-        # fills. That work hides all-gathers and reductions of weights, and offload. The network
-        # carries tokens and weights one after the other.
+        # fills. That work hides all-gathers and reductions of weights, and offload; in pairs of a
+        # forward and a backward computation hides exchanges. The network carries tokens and weights
+        # one after the other.
         run = run_of(self._request, folding, rung)
-        like, pp = self._rungs[rung is not self._rungs[0]], folding.pp
+        like, pp = self._choices[rung is not self._base], folding.pp
         passes = [self._stage(stage, folding, like) for stage in timed_stages(run)]
-        each = list(map(sum, passes))
+        hides = self._table.pairs_hide if folding.chunks > 1 and run.nvlink is None else 0.0
+        each = [c + sent - min(c, hides * sent) for c, sent in passes]
         busiest = max(sum(each[rank::pp]) for rank in range(pp))
         busiest = max(busiest, self._copies(folding, rung))
         if _gathers(rung):
             across = folding.ep * folding.etp > self._request.gpus_per_node
             sent = max(sum(one.sent for one in passes[rank::pp]) for rank in range(pp))
-            busiest = max(busiest, self._gathers(folding) + across * sent)
-        return run.num_micro_batches * busiest + sum(each) * (pp - 1) / len(each)
+            busiest = max(busiest, self._gathers(folding, rung) + across * sent)
+        waits = max(
+            0.0, self._state(rung) - busiest
+        )  # the first forward and the last backward hide
+        return run.num_micro_batches * busiest + sum(each) * (pp - 1) / len(each) + waits
 
     def _held(self, folding: Folding) -> list[_Held]:
         """Return the parameters with which a rank computes: dense ones, then experts."""
         pp, tp, _, ep, etp, _, _ = folding
         stage, node = self._request.num_gpus // pp, self._request.gpus_per_node
-        parts = ((self._everything - self._experts, tp), (self._experts, ep * etp))
-        return [
-            _Held(size / (pp * ranks), stage // ranks, max(1, min(stage, node) // ranks))
-            for size, ranks in parts
-        ]
+        dense = self._everything - self._experts - self._cut + self._cut / tp
+        found, experts = [], ep * etp
+        for size, ranks in ((dense, tp), (self._experts / experts, experts)):
+            sharing = stage // ranks
+            found.append(_Held(size / pp, sharing, max(1, min(stage, node) // ranks), 1))
+        moe = self._request.model.moe
+        if moe is not None and found[1].ranks > moe.num_experts // ep:
+            found[1] = found[1]._replace(copies=2)
+        return found
 
-    def _gathers(self, folding: Folding) -> float:
-        """Return the seconds of a micro-batch's two bf16 all-gathers and one fp32 reduction."""
-        found = 0.0
-        for size, ranks, node_ranks in self._held(folding):
-            gather = Work("all_gather", "collective", 0, round(2 * size), (ranks,), "bfloat16")
-            found += 4 * self._table.seconds(gather, node_ranks) if ranks > 1 else 0
+    def _gathers(self, folding: Folding, rung: Levers) -> float:
+        """Return the seconds of a micro-batch's two all-gathers and one fp32 reduction."""
+        found, width = 0.0, 2 * (1 if rung.fsdp.fp8_param_gather else 2) + 4
+        for size, ranks, node_ranks, _ in self._held(folding):
+            gather = Work("all_gather", "collective", 0, round(width * size), (ranks,), "bfloat16")
+            found += self._table.seconds(gather, node_ranks) if ranks > 1 else 0
         return found
 
     def _copies(self, folding: Folding, rung: Levers) -> float:
@@ -138,6 +169,14 @@ class Promise:
         rows = folding.batch_size / (folding.tp * folding.cp)
         num_bytes = round(2 * away * rows / folding.pp)
         copy = Work("copy to host", "copy", 0, num_bytes, (), "bfloat16")
+        return self._table.seconds(copy) if num_bytes else 0.0
+
+    def _state(self, rung: Levers) -> float:
+        """Return the seconds of the copies of the optimizer's state, out and back."""
+        options = rung.optimizer
+        away = 2 * options.offload_fraction * state_bytes(options, _dtype(rung))
+        num_bytes = round(away * self._everything / self._request.num_gpus)
+        copy = Work("copy to host", "copy", 0, num_bytes, (), "uint8")
         return self._table.seconds(copy) if num_bytes else 0.0
 
     def _stage(self, stage: Stage, folding: Folding, rung: Levers) -> _Seconds:
@@ -216,7 +255,7 @@ class Promise:
 def _kept_of(run: TrainingRun) -> ModelKept:
     """Return the bytes that a forward of one micro-batch saves, in a tenth of a dry run's time."""
     model = Decoder(run.model, device="meta", dtype=run.dtype)
-    tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
+    tokens_BT = torch.empty(run.batch_size, run.seq_len, dtype=torch.int64, device="meta")
     with fake_world(run.num_gpus), quiet(), meta_as("cuda"):
         meshes = build_meshes(run.parallel, "cpu")
         how = dict(precision=run.precision, fsdp=run.fsdp)
@@ -231,13 +270,17 @@ def _kept_of(run: TrainingRun) -> ModelKept:
         )
 
 
-def _is_light(rung: Levers, first: Levers) -> bool:
-    """Return whether a rung has the sharding and the offload of the first rung."""
-    return (rung.fsdp, rung.memory.offload, rung.optimizer.offload_fraction) == (
-        first.fsdp,
-        first.memory.offload,
-        first.optimizer.offload_fraction,
-    )
+def _choices(request: SearchRequest, rungs: Sequence[Levers]) -> list[Levers]:
+    """Return sets of options to choose from: the first rung's, or all cheap ones and others."""
+    options = rungs[-1].options
+    dear = [option for option in options if option.overhead == "medium"]
+    sets = chain.from_iterable(combinations(dear, n) for n in range(len(dear) + 1))
+    cheap = (tuple(o for o in options if o.overhead == "low" or o in more) for more in sets)
+    return [rungs[0], *(levers_of(request, each) for each in cheap)]
+
+
+def _dtype(rung: Levers) -> torch.dtype:
+    return torch.bfloat16 if rung.optimizer.master_remainder else torch.float32
 
 
 def _gathers(rung: Levers) -> bool:

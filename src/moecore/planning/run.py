@@ -21,7 +21,7 @@ from torch import nn
 from moecore.base.fields import Bound, Count, CountOrZero, Rules, check_arguments, check_fields
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.memory import GEMM_LAST, MemoryOptions
 from moecore.base.options.precision import Precision, PrecisionName
 from moecore.base.torch_names import clear_sharding_caches
 from moecore.models import Decoder
@@ -35,6 +35,8 @@ from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.state_offload import StateOffload
 
 MomentDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
+# A plan builds meshes of all ranks: of more it would take minutes.
+NumGpus = Annotated[int, Bound(">=", 1), Bound("<=", 2**16), "plan a part of so many ranks"]
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 
@@ -80,7 +82,7 @@ class TrainingRun:
     """
 
     model: DecoderConfig
-    num_gpus: Count
+    num_gpus: NumGpus
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     seq_len: Count = 4096
     batch_size: Count = 1
@@ -155,11 +157,50 @@ def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
     return optimizer
 
 
+def lever_flags(run: TrainingRun) -> list[str]:
+    """Return the options of a run that decide its memory as flags of `moecore plan`."""
+    found, options = list[str](), run.optimizer
+    if run.precision is not None:
+        name = _precision(run.precision)
+        found += ["--precision", name.strip("'")]
+    parts: tuple[str, ...] = tuple(part for part in run.memory.parts if part not in GEMM_LAST)
+    if len(parts) + len(GEMM_LAST) == len(run.memory.parts):
+        parts = ("gemm_last", *parts)
+    else:
+        parts = run.memory.parts
+    found += ["--recompute", *parts] if parts else []
+    found += ["--offload", *run.memory.offload] if run.memory.offload else []
+    found += ["--stash"] if run.memory.stash is not None else []
+    if run.nvlink is not None and run.nvlink.row_factor is not None:
+        found += ["--row-factor", f"{run.nvlink.row_factor:g}"]
+    found += ["--dense-strategy", run.fsdp.dense_strategy]
+    found += ["--fp8-param-gather"] if run.fsdp.fp8_param_gather else []
+    found += ["--moments", options.moment_dtype] if options.moment_dtype != "float32" else []
+    found += ["--master-remainder"] if options.master_remainder else []
+    away = options.offload_fraction
+    return [*found, *(["--state-offload", f"{away:g}"] if away else [])]
+
+
+def flags_of(run: TrainingRun) -> list[str]:
+    """Return the degrees and options of a run as flags of `moecore plan`."""
+    p, found = run.resolved, ["--seq-len", str(run.seq_len)]
+    degrees = {name: getattr(p, name) for name in ("pp", "tp", "cp", "ep", "etp")}
+    for name, degree in degrees.items():
+        found += [f"--{name}", str(degree)] if degree > 1 or name == "ep" else []
+    found += ["--batch-size", str(run.batch_size)]
+    found += ["--micro-batches", str(run.num_micro_batches)]
+    if run.pipeline is not None:
+        found += ["--schedule", run.pipeline.schedule]
+        layout, chunks = run.pipeline.layout, run.pipeline.chunks
+        found += ["--layout", layout] if layout else ["--chunks", str(chunks)] if chunks else []
+    return found + lever_flags(run)
+
+
 def call_of(run: TrainingRun) -> str:
     """Return the source of a run's calls: meshes, model, `parallelize_moe`, optimizer, step."""
     check_arguments(call_of, locals())
-    name = next((name for name, config in PRESETS.items() if config == run.model), None)
-    arguments = {"fsdp": _shown(run.fsdp)}
+    sizes = f"{run.num_micro_batches}, {run.batch_size}, {run.seq_len}"
+    arguments = {"fsdp": _shown(run.fsdp), "loss": "'mean'"}
     if run.memory.parts or run.memory.offload or run.memory.stash:
         arguments["memory"] = _shown(run.memory)
     if run.precision is not None:
@@ -177,6 +218,7 @@ def call_of(run: TrainingRun) -> str:
     moments += ", master_remainder=True" if options.master_remainder else ""
     away = options.offload_fraction
     lines = [
+        *(["from dataclasses import replace", ""] if "replace(" in _config(run.model) else []),
         "import torch",
         "",
         "from moecore import *",
@@ -185,7 +227,7 @@ def call_of(run: TrainingRun) -> str:
         *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
         "",
         f"meshes = build_meshes({_shown(run.parallel)})",
-        f"config = preset({name!r})" if name else f"config = {run.model!r}",
+        f"config = {_config(run.model)}",
         f'model = Decoder(config, device="meta", dtype={run.dtype})',
         "parallelize_moe(",
         "    model,",
@@ -196,9 +238,21 @@ def call_of(run: TrainingRun) -> str:
         "model.init_weights(0)",
         f"optimizer = AdamW(model.parameters(){moments})",
         *([f"StateOffload(optimizer, model, fraction={away})"] if away else []),
-        f"step = TrainStep(model, optimizer, num_micro_batches={run.num_micro_batches})",
+        f"num_micro_batches, rows, seq_len = {sizes}  # of a step and of a data rank",
+        "step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=num_micro_batches)",
+        "# step.forward_backward(num_micro_batches dicts of tokens_BT and labels_BT, both int64",
+        "# [rows, seq_len]), then step.finish()",
     ]
     return "\n".join(lines)
+
+
+def _config(model: DecoderConfig) -> str:
+    for name, config in PRESETS.items():
+        if config == model:
+            return f"preset({name!r})"
+        if replace(config, max_seq_len=model.max_seq_len) == model:
+            return f"replace(preset({name!r}), max_seq_len={model.max_seq_len})"
+    return repr(model)
 
 
 def _shown(record: Any) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from heapq import heapify, heappop, heapreplace
 from typing import Any
 
 from moecore.base.fields import Count, check_arguments
@@ -21,7 +22,9 @@ from moecore.planning.costs import CostTable
 from moecore.planning.foldings import (
     ANY,
     Folding,
+    Refusal,
     SearchRequest,
+    fewer_of,
     foldings,
     refuse,
     run_of,
@@ -29,12 +32,11 @@ from moecore.planning.foldings import (
     schedules_of,
 )
 from moecore.planning.gpus import GPUS
-from moecore.planning.levers import Levers
+from moecore.planning.levers import LEAST, Levers
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
-from moecore.planning.pieces import small_of
 from moecore.planning.promise import Promise
-from moecore.planning.run import TrainingRun
-from moecore.planning.times import TimePlan, plan_time, plan_times
+from moecore.planning.run import TrainingRun, lever_flags
+from moecore.planning.times import TimePlan, plan_time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +102,15 @@ class SearchResult:
     def table(self) -> str:
         """Return a row per folding that fits."""
         names = ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches", "rows", "levers", "bytes")
-        lines: list[tuple[str, ...]] = [(*names, "left", "s/step", "tokens/s", "wall")]
+        more = ("left", "host of a node", "s/step", "tokens/s", "wall")
+        lines: list[tuple[str, ...]] = [(*names, *more)]
         for i, found in enumerate(self.fitting):
             p, run = found.folding, found.run
             numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), shown_schedule(found))
             rows = (str(run.num_micro_batches), str(run.batch_size))
-            memory = (shown_bytes(max(found.peaks)), shown_bytes(found.headroom))
+            memory = map(
+                shown_bytes, (max(found.peaks), found.headroom, found.plan.node_host_bytes)
+            )
             time = found.time
             speed = (f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall)
             lines.append((*numbers, *rows, shown_levers(found), *memory, *speed))
@@ -119,27 +124,8 @@ def shown_schedule(found: Candidate) -> str:
 
 
 def shown_levers(found: Candidate) -> str:
-    """Return the options of a candidate that differ from a plain run, in few words."""
-    run, texts = found.run, []
-    if run.precision is not None:
-        texts.append(f"fp8 {run.precision.recipe.scaling}")
-    if run.memory.parts:
-        texts.append("+".join(run.memory.parts).replace("norm+activation+rope", "gemm_last"))
-    if run.memory.stash is not None:
-        texts.append("pages")
-    if run.memory.offload:
-        texts.append(f"offload {'+'.join(run.memory.offload)}")
-    if run.nvlink is not None:
-        factor = run.nvlink.row_factor
-        is_number = isinstance(factor, int | float)
-        texts.append(f"nvlink, rows x{factor:g}" if is_number else "nvlink")
-    if run.fsdp.dense_strategy != "optim":
-        texts.append(run.fsdp.dense_strategy)
-    if run.optimizer.moment_dtype != "float32":
-        texts.append(f"{run.optimizer.moment_dtype} moments")
-    if run.optimizer.offload_fraction:
-        texts.append("state on host")
-    return ", ".join(texts) or "none"
+    """Return the options of a candidate that differ from a plain run, as flags."""
+    return " ".join(lever_flags(found.run)) or "none"
 
 
 def search(
@@ -149,6 +135,7 @@ def search(
     table: CostTable | None = None,
     wanted: Count = 3,
     most_planned: Count = 4,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> SearchResult:
     """Return the foldings that fit, ranked; if none fits, the smallest change with which one does.
 
@@ -158,6 +145,7 @@ def search(
         table: the costs of operations; None = moecore's table of the GPU.
         wanted: the search ends after this number of foldings that fit with cheap levers.
         most_planned: the most foldings that are planned in full.
+        progress: called with a line before each step of the search that takes seconds.
     """
     check_arguments(search, locals())
     table = CostTable.of(request.gpu) if table is None else table
@@ -169,19 +157,31 @@ def search(
         else:
             refused[refusal.rule] += 1
     promise = Promise(request, table)
-    open_foldings.sort(key=promise.key)
+    waiting = [(promise.key(folding), folding) for folding in open_foldings]
+    heapify(waiting)
     planned, cheap = list[Candidate](), 0
-    for folding in open_foldings[:most_planned]:
+    while waiting and len(planned) < most_planned:
+        key, folding = waiting[0]
+        if (now := promise.key(folding)) > key:  # as a plan has corrected it
+            heapreplace(waiting, (now, folding))
+            continue
+        progress(f"planning {folding}: {len(planned)} of {most_planned} foldings are planned")
         try:
-            guess = promise.rung(folding) or rungs_of(request)[-1]
-            planned.append(fit(request, folding, guess))
+            found = _planned_as_promised(request, folding, promise)
+            if found is None:
+                continue
+            heappop(waiting)
+            planned.append(fastest(request, found, table, promise) if found.fits else found)
         except (ValueError, NotImplementedError):
+            heappop(waiting)
             refused["parallelize_moe"] += 1
             continue
         cheap += planned[-1].fits and planned[-1].levers.overhead == "low"
         if cheap == wanted:
             break
-    fitting = sorted((timed(request, f, table) for f in planned if f.fits), key=rank_by)
+    fitting = sorted((found for found in planned if isinstance(found, Fitting)), key=rank_by)
+    if not fitting:
+        progress("nothing fits: looking for the smallest change")
     return SearchResult(
         request=request,
         fitting=tuple(fitting),
@@ -192,61 +192,78 @@ def search(
     )
 
 
-def timed(request: SearchRequest, found: Candidate, table: CostTable) -> Fitting:
-    """Return a candidate in its fastest order, with less recompute if that is faster."""
-    orders = _orders(request, found)
-    times = plan_times([other.run for other in orders], table)
-    time, best = min(zip(times, orders, strict=True), key=lambda pair: pair[0].seconds)
-    eased = _eased(request, best)
-    if eased is not best and (less := plan_time(eased.run, table)).seconds < time.seconds:
-        time, best = less, eased
-    known = {field.name: getattr(best, field.name) for field in fields(found)}
-    return Fitting(**known, time=time)
+def fastest(
+    request: SearchRequest, found: Candidate, table: CostTable, promise: Promise
+) -> Fitting:
+    """Return a candidate in the order of its stages and with the levers that are fastest."""
+    best = min(_orders(request, found, table), key=lambda each: each.time.seconds)
+    least, tried = best.time.seconds, set[Levers]()
+
+    def less_of(own: Fitting) -> Levers | None:
+        # FP8 launches and moves more, so only a step that waits for these may be faster without.
+        sets = fewer_of(request, own.levers, gains=own.time.wall in ("host", "memory", "launch"))
+        return next((levers for levers in sets if levers not in tried), None)
+
+    while (less := less_of(best)) is not None:
+        tried.add(less)
+        about = promise.num_bytes(found.folding, less)
+        if about - promise.num_bytes(found.folding, best.levers) > best.headroom:
+            continue
+        run = replace(run_of(request, found.folding, less), pipeline=best.run.pipeline)
+        other = planned_with(request, found.folding, less, run)
+        if other.fits and (eased := timed(other, table)).time.seconds <= (1 + LEAST) * least:
+            best, least = eased, min(least, eased.time.seconds)
+    return best
 
 
-def _eased(request: SearchRequest, found: Candidate) -> Candidate:
-    """Return a candidate with the memory options of the earliest rung with which it still fits."""
-    memories = list(dict.fromkeys(rung.memory for rung in rungs_of(request)))
-    for memory in reversed(memories[: memories.index(found.run.memory)]):
-        levers, run = replace(found.levers, memory=memory), replace(found.run, memory=memory)
-        other = planned_with(request, found.folding, levers, run)
-        if not other.fits:
-            break
-        found = other
-    return found
-
-
-def _orders(request: SearchRequest, found: Candidate) -> list[Candidate]:
-    """Return a candidate in all orders of its stages that fit, with its levers or a few more."""
-    rungs = rungs_of(request)
-    # More levers are those that leave a dry run the same: the optimizer's state on the host.
-    more = rungs[rungs.index(found.levers) :]
-    small, orders = small_of(found.run), [found]
-    plain = [run_of(request, found.folding, rung) for rung in more]
-    alike = [(run, rung) for run, rung in zip(plain, more, strict=True) if small_of(run) == small]
-    for i, _ in enumerate(schedules_of(found.run)[1:], 1):
-        for run, rung in alike:
-            other = planned_with(request, found.folding, rung, schedules_of(run)[i])
+def _orders(request: SearchRequest, found: Candidate, table: CostTable) -> Iterator[Fitting]:
+    """Yield a candidate in the orders of its stages that may be fastest, each as it fits."""
+    more = _larger(request, found.levers)
+    first = timed(found, table)
+    yield first
+    for i, order in enumerate(schedules_of(found.run)[1:], 1):
+        # With more levers no order is faster than with these, at which no other order is planned.
+        if plan_time(order, table).seconds >= first.time.seconds:
+            continue
+        for rung in more:
+            run = schedules_of(run_of(request, found.folding, rung))[i]
+            other = planned_with(request, found.folding, rung, run)
             if other.fits:
-                orders.append(other)
+                yield timed(other, table)
                 break
-    return orders
+
+
+def timed(found: Candidate, table: CostTable) -> Fitting:
+    """Return a candidate with the time of its step."""
+    known = {field.name: getattr(found, field.name) for field in fields(found)}
+    return Fitting(**known, time=plan_time(found.run, table))
 
 
 def explain_folding(request: SearchRequest, folding: Folding) -> str:
     """Return one line: why a folding is refused or too large, or the levers with which it fits."""
     check_arguments(explain_folding, locals())
+    return explained(request, folding, planned(request, folding, CostTable.of(request.gpu)))
+
+
+def planned(request: SearchRequest, folding: Folding, table: CostTable) -> Refusal | Candidate:
+    """Return why a folding is refused, or its plan: fitting with the fastest levers, or not."""
     refusal = refuse(request, folding)
     if refusal is not None:
-        return f"{folding}: refused ({refusal.rule}): {refusal.reason}"
-    found = fit(request, folding)
-    largest = found.plan.largest
+        return refusal
+    promise = Promise(request, table)
+    found = fit(request, folding, promise)
+    return fastest(request, found, table, promise) if found.fits else found
+
+
+def explained(request: SearchRequest, folding: Folding, found: Refusal | Candidate) -> str:
+    """Return what was planned of a folding in one line."""
+    if isinstance(found, Refusal):
+        return f"{folding}: refused ({found.rule}): {found.reason}"
     used = f"{shown_bytes(max(found.peaks))} of {shown_bytes(request.limit)}"
-    if found.fits:
-        best = timed(request, found, CostTable.of(request.gpu))
-        used = f"{shown_bytes(max(best.peaks))} of {shown_bytes(request.limit)}"
-        order = f"{shown_schedule(best)}, " if best.run.pipeline is not None else ""
-        return f"{folding}: fits, {used}, {order}levers: {shown_levers(best)}; {best.time.line}"
+    if isinstance(found, Fitting):
+        order = f"{shown_schedule(found)}, " if found.run.pipeline is not None else ""
+        return f"{folding}: fits, {used}, {order}levers: {shown_levers(found)}; {found.time.line}"
+    largest = found.plan.largest
     kind, size = max(largest.device.items(), key=lambda item: item[1])
     return (
         f"{folding}: too large: with all levers pipeline rank {largest.pp_rank} holds {used}, "
@@ -254,19 +271,29 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
     )
 
 
-def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -> Candidate:
-    """Plan a folding with the cheapest levers with which it fits, or with all if it never fits."""
-    # Memory falls from the first rung to the last, if not at each. From a guess the search goes
-    # rung by rung; without one it is a binary search.
-    rungs, found = rungs_of(request), dict[int, Candidate]()
-    low, high = -1, len(rungs)  # a rung that is too large, and one that fits
-    at = len(rungs) // 2 if guess is None else rungs.index(guess)
-    while high - low > 1:
-        found[at] = planned_with(request, folding, rungs[at])
-        low, high = (low, at) if found[at].fits else (at, high)
-        by_one = at - 1 if found[at].fits else at + 1
-        at = (low + high) // 2 if guess is None else by_one
-    return found[min(high, len(rungs) - 1)]
+def fit(request: SearchRequest, folding: Folding, promise: Promise) -> Candidate:
+    """Plan a folding with levers that are promised to be fastest and that fit, or with all."""
+    while (found := _planned_as_promised(request, folding, promise)) is None:
+        pass
+    return found
+
+
+def _planned_as_promised(
+    request: SearchRequest, folding: Folding, promise: Promise
+) -> Candidate | None:
+    """Plan a folding with the levers of its promise; None = too large, and the promise changed."""
+    levers = promise.levers(folding)
+    found = planned_with(request, folding, levers or rungs_of(request)[-1])
+    if levers is None or found.fits:
+        return found
+    promise.learn(folding, levers, max(found.peaks))
+    return None
+
+
+def _larger(request: SearchRequest, own: Levers) -> list[Levers]:
+    """Return levers, and rungs that have an option more than these."""
+    rungs = rungs_of(request)
+    return [own, *(rung for rung in rungs if len(rung.options) > len(own.options))]
 
 
 def planned_with(
@@ -293,23 +320,18 @@ def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
 
 
 def _changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield changes of a request, the cheapest first: free changes, then by the memory of GPUs."""
+    """Yield changes of a request, the cheapest first: free ones, more GPUs, larger GPUs."""
     given: dict[str, Any] = dict.fromkeys(("memory", "optimizer", "fsdp", "precision"), ANY)
     if any(getattr(request, name) != ANY for name in given):
         yield "leave memory, precision and optimizer open", replace(request, **given)
     fewer = request.num_gpus * max(1, request.rows // request.num_gpus)
     if fewer != request.rows:
         yield f"{fewer} rows of a step", replace(request, global_batch=fewer)
-    node = request.gpus_per_node
-    rented = list[tuple[int, str, SearchRequest]]()
-    counts = {request.num_gpus, *(max(request.num_gpus, node) * 2**n for n in range(6))}
-    for num_gpus in counts:
-        for gpu, facts in GPUS.items():
-            is_less = facts.memory < GPUS[request.gpu].memory
-            if is_less or (gpu, num_gpus) == (request.gpu, request.num_gpus):
-                continue
-            rows = max(request.rows, num_gpus)
-            changed = replace(request, gpu=gpu, num_gpus=num_gpus, global_batch=rows)
-            rented.append((num_gpus * facts.memory, f"{num_gpus} {gpu}", changed))
-    for _, text, changed in sorted(rented, key=lambda item: item[:2]):
-        yield text, changed
+    facts = GPUS[request.gpu]
+    larger = (gpu for gpu in GPUS if GPUS[gpu].memory > facts.memory)
+    # More of the GPUs that were asked for come before others, all of which have more memory.
+    more = [(request.gpu, request.num_gpus * 2**n) for n in range(1, 7)]
+    for gpu, num_gpus in [*more, *((gpu, request.num_gpus) for gpu in larger)]:
+        rows = max(request.rows, num_gpus)
+        changed = replace(request, gpu=gpu, num_gpus=num_gpus, global_batch=rows)
+        yield f"{num_gpus} {gpu}", changed

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 from moecore.base.fields import PositiveOrZero, check_arguments
 from moecore.parallel.pipeline.layout import Stage
-from moecore.parallel.pipeline.orders import Action, Item, actions_of
+from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.simulate import spans_of
 from moecore.parallel.pipeline.timeline import Timeline
@@ -173,7 +174,17 @@ def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
 
 ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline ranks
 Parts = Mapping[Part, float]
-StagePasses = dict[tuple[Pass, int], Parts]  # by pass and micro-batch of the dry run
+LINKS: tuple[Part, ...] = ("nvlink", "network", "pcie")
+
+
+class Passed(NamedTuple):
+    """The seconds of a pass by limit, and those of the network for all that it carries of it."""
+
+    parts: Parts
+    network: float
+
+
+StagePasses = dict[tuple[Pass, int], Passed]  # by pass and micro-batch of the dry run
 Passes = Mapping[int, StagePasses]  # by stage
 Known = dict[object, StagePasses]  # by the starts of a stage's pieces
 
@@ -293,7 +304,7 @@ def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, known: Know
     blocks = [replace(stage, embedding=False, loss=False) for stage in own]
     passes = _passes_of(blocks, pieces, table, known)
     out, back = (
-        sum(sum(passes[stage.index][end].values()) for stage in blocks)
+        sum(sum(passes[stage.index][end].parts.values()) for stage in blocks)
         for end in (("F", 0), ("B", pieces.num_micro_batches - 1))
     )
     back *= 1 - 1 / sum(len(stage.layers) for stage in blocks)
@@ -320,8 +331,15 @@ def _staged(
         )
         like = like_of(num_micro_batches, pieces.num_micro_batches)
 
+        @cache
         def parts_of(item: Item) -> Parts:
-            return _sum(_seconds_of(action, passes, like) for action in actions_of(item))
+            passed = [_passed(action, passes, like) for action in actions_of(item)]
+            found = _sum(parts for parts, _ in passed)
+            # A pair never takes less than the network's seconds for what both passes send. Nothing
+            # of dispatcher "nvlink" waits for a pair.
+            if isinstance(item, Overlap) and run.nvlink is None and table.pairs_hide:
+                return at_least(_hidden(found, table.pairs_hide), sum(n for _, n in passed))
+            return found
 
         timeline = simulate(schedule, lambda item: sum(parts_of(item).values()), send)
         timelines[num_micro_batches] = timeline
@@ -334,17 +352,23 @@ def _staged(
     return seconds, parts, timelines[max(timelines)]
 
 
-def _seconds_of(action: Action, passes: Passes, like: Sequence[int]) -> Parts:
-    """Return the seconds of an action by part; D and W are half a backward each."""
-    # A pair (`Overlap`) takes as long as its forward and its backward one after the other. With
-    # NCCL between two GPUs, pairs hid 0.084 and 0.309 of the exchanges, and steps took 1.08 and
-    # 1.01 of the time without pairs (benchmarks/results/pipeline/2026-11-23-2-x-nvidia-h200.jsonl).
-    # The larger shares in that file are of a link that is simulated as a delay on one GPU. No run
-    # over a network has shown a larger share.
+def _passed(action: Action, passes: Passes, like: Sequence[int]) -> Passed:
+    """Return the seconds of an action; D and W are half a backward each."""
     of: Pass = "F" if action.kind == "F" else "B"
     share = 0.5 if action.kind in "DW" else 1.0
-    parts = passes[action.stage][of, like[action.micro_batch]]
-    return {part: share * seconds for part, seconds in parts.items()}
+    parts, network = passes[action.stage][of, like[action.micro_batch]]
+    return Passed({part: share * seconds for part, seconds in parts.items()}, share * network)
+
+
+def _hidden(parts: Parts, share: float) -> Parts:
+    """Return parts without the share of links that the computation of a pair hides."""
+    left = sum(seconds for part, seconds in parts.items() if part not in LINKS)
+    found = dict(parts)
+    for link in LINKS:
+        hidden = min(left, share * parts.get(link, 0.0))
+        found[link] = parts.get(link, 0.0) - hidden
+        left -= hidden
+    return found
 
 
 def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
@@ -379,7 +403,8 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> StagePasses:
     start, before = 0.0, 0
     for key, number in ends:
         end = max(spans.ends[:number], default=0.0)
-        found[key] = at_least(exposed(spans, start, end), carried(spans, before, number))
+        network = carried(spans, before, number)
+        found[key] = Passed(at_least(exposed(spans, start, end), network), network)
         start, before = end, number
     return found
 

@@ -1,0 +1,202 @@
+"""The options of `moecore plan` and `dry-run`: which there are, and the run or search they mean."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields, replace
+from typing import Any, get_args
+
+import torch
+
+from moecore.base.fields import UsageError
+from moecore.base.options.dispatch import NVLinkOptions
+from moecore.base.options.fsdp import FSDPOptions, Strategy
+from moecore.base.options.memory import GEMM_LAST, MemoryOptions, StashOptions
+from moecore.base.options.precision import Precision, PrecisionName
+from moecore.models import PRESETS
+from moecore.models.config import DecoderConfig
+from moecore.parallel.mesh import ParallelConfig
+from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallel.pipeline.orders import PAIRING, ScheduleName
+from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
+from moecore.planning.gpus import GPUS, NODE
+from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun
+from moecore.planning.stored import stages_of
+
+DEGREES = tuple(field.name for field in fields(ParallelConfig))
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `run_of_options`."""
+    add = parser.add_argument
+    add("--preset", required=True, choices=tuple(PRESETS), help="the model")
+    add("--gpus", type=int, required=True, help="ranks of the world")
+    add("--gpu", default="h100-80", choices=tuple(GPUS), help="its kind")
+    add("--seq-len", type=int, default=4096, help="tokens of a row")
+    add(
+        "--batch-size", type=int, help="rows of a data rank's micro-batch; with degrees; default: 1"
+    )
+    add("--micro-batches", type=int, help="of a step, on a data rank; with degrees; default: 1")
+    for name in DEGREES:
+        add(f"--{name.replace('_', '-')}", type=int, help="degree; default: search")
+    add("--layout", help='pipeline stages, such as "Et*3|(tt|)*29m|L"')
+    add("--chunks", type=int, help="pipeline stages of a rank; not with --layout")
+    add("--schedule", choices=get_args(ScheduleName), help="of pipeline stages; default: 1f1b")
+    strategies = get_args(Strategy)
+    help = "ZeRO of blocks; with degrees; default: optim_grads_params"
+    add("--dense-strategy", choices=strategies, help=help)
+    add("--fp8-param-gather", action="store_true", help="gather weights of blockwise FP8 as FP8")
+    add("--experts-strategy", choices=strategies, help="of experts; default: as blocks")
+    precisions = (*get_args(PrecisionName), "bf16")
+    add("--precision", choices=precisions, help="default: bf16, or in a search as needed")
+    add("--recompute", nargs="+", default=(), help="parts, as of MemoryOptions")
+    add("--offload", nargs="+", default=(), help="parts, likewise")
+    add("--moments", default="float32", choices=get_args(MomentDtype), help="dtype of AdamW's")
+    add("--stash", action="store_true", help="experts' rows in pages, with dispatcher nvlink")
+    help = "capacity of dispatcher nvlink over even loads; default: 2.0 within nodes"
+    add("--row-factor", type=float, help=help)
+    add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
+    add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
+
+
+# Options that some modes of the command do not read.
+OF_SEARCHES = ("global_batch", "gpus_per_node")
+OF_STAGES = ("layout", "chunks", "schedule")
+STRATEGIES = ("dense_strategy", "experts_strategy", "fp8_param_gather")
+OF_RUNS = ("batch_size", "micro_batches", *OF_STAGES, *STRATEGIES)
+
+
+def has_degrees(args: Any) -> bool:
+    """Return whether a degree is given, so that one run is planned."""
+    return any(getattr(args, name) is not None for name in DEGREES)
+
+
+def refuse_unread(args: Any) -> None:
+    """Raise a UsageError for the first option that is given and that would not be read."""
+    if args.explain is not None:
+        unread, why = (*DEGREES, *OF_RUNS, "top", "png", "timeline"), "--explain has all degrees"
+    elif not has_degrees(args):
+        unread, why = OF_RUNS, "a search has its own: give degrees, such as --ep 8, or drop it"
+    else:
+        unread, why = (*OF_SEARCHES, "top"), "degrees are given, so nothing is searched"
+        if (args.pp or 1) == 1:
+            unread, why = (*unread, *OF_STAGES), f"{why}, and there are no stages without --pp"
+    for name in unread:
+        if (value := getattr(args, name)) not in (None, False):
+            raise UsageError(f"--{name.replace('_', '-')} ({value}) must be left out: {why}")
+
+
+def as_folding(run: TrainingRun) -> str:
+    """Return the folding of a run, as `--explain` reads it."""
+    p = run.resolved
+    named = {name: getattr(p, name) for name in FOLDING[:5]}
+    if run.pipeline is not None:
+        named["chunks"] = len(stages_of(run)) // p.pp
+    return ",".join(f"{k}={v}" for k, v in (named | {"batch_size": run.batch_size}).items())
+
+
+def folding_of(text: str) -> Folding:
+    """Return the folding of a text such as "pp=8,ep=8"."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name.strip() not in FOLDING or not value.isdecimal() or int(value) < 1:
+            names = ", ".join(FOLDING)
+            raise ValueError(f"--explain ({part!r}) must be NAME=NUMBER, of {names}: use pp=8,ep=8")
+        found[name.strip()] = int(value)
+    found.setdefault("chunks", 2 if found.get("pp", 1) > 1 else 1)
+    return Folding(**found)
+
+
+def _model(args: Any) -> DecoderConfig:
+    """Return the preset, for rows as long as they are asked for."""
+    model = PRESETS[args.preset]
+    return replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
+
+
+def request_of_options(args: Any) -> SearchRequest:
+    """Return the search of the options."""
+    options, memory = _optimizer(args), _memory(args)
+    is_plain = options == OptimizerOptions()
+    precision: Any = ANY if args.precision is None else _precision(args)
+    return SearchRequest(
+        model=_model(args),
+        num_gpus=args.gpus,
+        gpu=args.gpu,
+        gpus_per_node=NODE if args.gpus_per_node is None else args.gpus_per_node,
+        seq_len=args.seq_len,
+        global_batch=args.global_batch,
+        memory=ANY if memory == MemoryOptions() else memory,
+        precision=precision,
+        optimizer=ANY if is_plain else options,
+        nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_room(args) else ANY,
+    )
+
+
+def _precision(args: Any) -> Precision | None:
+    return Precision.of(None if args.precision == "bf16" else args.precision)
+
+
+def _memory(args: Any) -> MemoryOptions:
+    named = {"gemm_last": GEMM_LAST}
+    parts: Any = tuple(each for part in args.recompute for each in named.get(part, (part,)))
+    return MemoryOptions(
+        recompute="gemm_last" if args.recompute == ["gemm_last"] else parts,
+        offload=tuple(args.offload),
+        stash=StashOptions() if args.stash else None,
+    )
+
+
+def _has_room(args: Any) -> bool:
+    """Whether dispatcher nvlink has a room, so that it is chosen."""
+    return args.stash or args.row_factor is not None
+
+
+def _optimizer(args: Any) -> OptimizerOptions:
+    return OptimizerOptions(
+        moment_dtype=args.moments,
+        master_remainder=args.master_remainder,
+        offload_fraction=args.state_offload,
+    )
+
+
+def run_of_options(args: Any) -> TrainingRun:
+    """Return the run of the options."""
+    given = {name: getattr(args, name) for name in DEGREES}
+    degrees = {name: value for name, value in given.items() if value is not None}
+    pipeline = None
+    if (args.pp or 1) > 1:
+        pipeline = PipelineConfig(
+            layout=args.layout, chunks=args.chunks, schedule=args.schedule or "1f1b"
+        )
+    return TrainingRun(
+        model=_model(args),
+        num_gpus=args.gpus,
+        parallel=ParallelConfig(**degrees),
+        seq_len=args.seq_len,
+        batch_size=1 if args.batch_size is None else args.batch_size,
+        num_micro_batches=1 if args.micro_batches is None else args.micro_batches,
+        pipeline=pipeline,
+        fsdp=FSDPOptions(
+            param_dtype=torch.bfloat16,
+            dense_strategy=args.dense_strategy or "optim_grads_params",
+            experts_strategy=args.experts_strategy,
+            fp8_param_gather=args.fp8_param_gather,
+        ),
+        memory=_memory(args),
+        precision=_precision(args),
+        optimizer=_optimizer(args),
+        nvlink=_nvlink(args, ParallelConfig(**degrees), pipeline),
+    )
+
+
+def _nvlink(
+    args: Any, parallel: ParallelConfig, pipeline: PipelineConfig | None
+) -> NVLinkOptions | None:
+    """Return the capacity of nvlink, inside of a node; None = all-to-all."""
+    if _has_room(args):
+        return NVLinkOptions(row_factor=args.row_factor)
+    degrees = parallel.resolve(args.gpus)
+    group = degrees.ep * degrees.etp
+    overlaps = pipeline is not None and pipeline.schedule in PAIRING
+    return None if group == 1 or NODE % group or overlaps else NVLinkOptions()
