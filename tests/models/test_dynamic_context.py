@@ -150,8 +150,9 @@ def expected(config: DecoderConfig, one_by_one: bool, data_ranks: int) -> dict[s
         chosen = [counts_of(model, batch) for batch in batches]  # a layer counts as it goes
         for name in trackers:
             counts[name] = counts[name] + sum(one[name] for one in chosen)
+        busy = sum(group.cp for group in groups if group.documents)
         for group, batch, own in zip(groups, batches, chosen, strict=True):
-            share = group.cp / (data_ranks * len(plan.rounds))
+            share = group.cp / (busy * len(plan.rounds))
             for name, tracker in trackers.items():  # as if the others had counted before
                 tracker.reset()
                 tracker.gradient_scale = share

@@ -18,6 +18,8 @@ from moecore.base.agreement import comparable, difference, raise_on_others
 from moecore.base.torch_names import is_inside, tree_leaves
 from moecore.parallel.attached import Attached
 
+OF_OWN_TOKENS = ("hidden", "inputs_embeds")  # hidden states, which cp cuts before the model
+
 
 class SharedArguments:
     """Raises where ranks that share rows are given other arguments.
@@ -50,6 +52,7 @@ class SharedArguments:
         shapes = repr({name: _shapes(value) for name, value in arguments.items()})
         if shapes in self._seen:
             return
+        arguments = {n: value for n, value in arguments.items() if n not in OF_OWN_TOKENS}
         is_first = not self._seen
         self._seen.add(shapes)
         values = {name: [comparable(x) for x in tree_leaves(v)] for name, v in arguments.items()}
@@ -68,8 +71,8 @@ class SharedArguments:
             raise ValueError(problem)
 
     def before_forward(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Forward pre-hook of the model. A stage's forward gets hidden states of its own tokens."""
-        if kwargs.get("stage") is None and not torch.compiler.is_compiling():
+        """Forward pre-hook of the model."""
+        if not torch.compiler.is_compiling():
             named = {f"argument {place}": value for place, value in enumerate(args)}
             self.check({**named, **kwargs}, kwargs.get("cp"))
 

@@ -95,10 +95,8 @@ def add_plan(rooms: Any) -> None:
     add("--png", type=Path, metavar="FILE", help="write bars of its memory")
     add("--timeline", type=Path, metavar="FILE", help="write a PNG of its pipeline's step")
     add("--table", type=Path, metavar="FILE", help="costs that `moecore measure` has written")
-    help = (
-        "share of exchanges that overlapped stages hide; default: 0, as measured with NCCL; 0.93 "
-    )
-    add("--pairs-hide", type=float, help=f"{help}is what Megatron-Core's report has")
+    help = "share of exchanges between nodes that overlapped stages hide; default: 1"
+    add("--pairs-hide", type=float, help=help)
     add("--json", action="store_true", help="print one JSON object")
 
 

@@ -80,9 +80,9 @@ class CostTable:
         stands_for: by kind, the name of points that operations without points of their own take.
         efficiency: by kind, and of "network": that of operations without any point.
         network_seconds: of a collective between nodes, besides its bytes.
-        pairs_hide: the share of exchanges by all-to-all that the computation of a forward beside a
-            backward hides, in stages that run "overlapped" or "dualpipe-v". moecore has measured no
-            step over NCCL that pairs made faster, so 0; Megatron-Core's report has 0.93.
+        pairs_hide: the share of exchanges between nodes that the computation of a forward beside a
+            backward hides, in stages that run "overlapped" or "dualpipe-v". Of exchanges within a
+            node none is counted: moecore has measured no step there that pairs made faster.
         assumed: what of this was not measured, in sentences.
     """
 
@@ -95,7 +95,7 @@ class CostTable:
     stands_for: Mapping[str, str]
     efficiency: Mapping[str, Share]
     network_seconds: Positive
-    pairs_hide: ShareOrZero = 0.0
+    pairs_hide: ShareOrZero = 1.0
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

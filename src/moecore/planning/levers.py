@@ -214,7 +214,7 @@ OPTIONS = (
     Option(
         name='PipelineConfig(schedule="overlapped"), dispatcher="alltoall"',
         takes_from=("dispatch by collectives",),
-        most=0.31,  # the measured share with NCCL; a plan counts `CostTable.pairs_hide`
+        most=0.31,  # the measured share with NCCL in a node; between nodes `CostTable.pairs_hide`
         page="pipeline.md#schedules",
     ),
     Option(

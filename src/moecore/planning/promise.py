@@ -128,12 +128,13 @@ class Promise:
         run = run_of(self._request, folding, rung)
         like, pp = self._choices[rung is not self._base], folding.pp
         passes = [self._stage(stage, folding, like) for stage in timed_stages(run)]
-        hides = self._table.pairs_hide if folding.chunks > 1 and run.nvlink is None else 0.0
+        across = folding.ep * folding.etp > self._request.gpus_per_node
+        is_paired = across and folding.chunks > 1 and run.nvlink is None
+        hides = self._table.pairs_hide if is_paired else 0.0
         each = [c + sent - min(c, hides * sent) for c, sent in passes]
         busiest = max(sum(each[rank::pp]) for rank in range(pp))
         busiest = max(busiest, self._copies(folding, rung))
         if _gathers(rung):
-            across = folding.ep * folding.etp > self._request.gpus_per_node
             sent = max(sum(one.sent for one in passes[rank::pp]) for rank in range(pp))
             busiest = max(busiest, self._gathers(folding, rung) + across * sent)
         waits = max(

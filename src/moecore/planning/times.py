@@ -323,6 +323,8 @@ def _staged(
     end_seconds = max(end_spans.ends, default=0.0)
     end_parts = exposed(end_spans, 0.0, end_seconds)
     send = _send_seconds(run, table)
+    is_across = run.resolved.ep * run.resolved.etp > NODE and run.nvlink is None
+    hides = table.pairs_hide if is_across else 0.0
     timelines: dict[int, Timeline] = {}
 
     def step(num_micro_batches: int) -> tuple[float, Parts]:
@@ -337,8 +339,8 @@ def _staged(
             found = _sum(parts for parts, _ in passed)
             # A pair never takes less than the network's seconds for what both passes send. Nothing
             # of dispatcher "nvlink" waits for a pair.
-            if isinstance(item, Overlap) and run.nvlink is None and table.pairs_hide:
-                return at_least(_hidden(found, table.pairs_hide), sum(n for _, n in passed))
+            if isinstance(item, Overlap) and hides:
+                return at_least(_hidden(found, hides), sum(n for _, n in passed))
             return found
 
         timeline = simulate(schedule, lambda item: sum(parts_of(item).values()), send)

@@ -204,7 +204,8 @@ class TrainStep:
                 layer.dispatcher.lanes = self._lanes if pairs else None
         self._progress.is_several = True
         try:
-            with self._running(self.num_micro_batches, to_come=forwards or self.num_micro_batches):
+            number = self.num_micro_batches
+            with self._running(number, to_come=forwards or number):
                 yield
         finally:
             self._progress.is_several = False
@@ -248,7 +249,7 @@ class TrainStep:
         progress = self._progress
         progress.is_last = progress.done + 1 == self.num_micro_batches
         for engine in self._engines:
-            engine.start_micro_batches(to_come=to_come)
+            engine.start_micro_batches(to_come=to_come, in_parts=number < to_come < math.inf)
         for state in self._states:
             state.start_micro_batch(is_last=progress.is_last, in_flight=number > 1)
         progress.is_open = progress.has_failed = True

@@ -105,7 +105,7 @@ def train(
     model.init_weights(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = TrainStep(model, optimizer, num_micro_batches=MICRO_BATCHES, max_norm=1.0)
-    g = torch.Generator().manual_seed(dist.get_rank())
+    g = torch.Generator().manual_seed(meshes.data_rank)
     found: list[Any] = []
     for _ in range(STEPS):
         tokens = torch.randint(0, config.vocab_size, (MICRO_BATCHES, 2, 16), generator=g)

@@ -78,6 +78,7 @@ class Engine:
         self._outer: ForwardRun | None = None  # run of the outermost of these forwards
         self._in_step = False  # whether announced micro-batches share resident units
         self._to_come = 0.0  # announced forwards with gradients that have not ended
+        self._in_parts = False  # whether these run a part of the modules each
         self._is_paired = False  # whether a forward and a backward alternate
         self._skipped = None if not joins else SkippedModules(root, units, self._use, self._settle)
         self._step = 0  # number of steps that have ended or were dropped
@@ -103,22 +104,23 @@ class Engine:
                 runs.clear()
             unit.free()
 
-    def start_micro_batches(self, *, to_come: float) -> None:
+    def start_micro_batches(self, *, to_come: float, in_parts: bool = False) -> None:
         """Announce micro-batches, which share resident units with the others of their step.
 
         `to_come` counts forwards with gradients until the last one of the step has begun: math.inf
-        = more will be announced, 0 = the micro-batch that runs now is the last.
+        = more will be announced, 0 = the micro-batch that runs now is the last. `in_parts` = a
+        forward runs a part of the modules, and skips none.
         """
         if not self._in_step:
             self.free()
-        self._in_step, self._to_come = True, to_come
+        self._in_step, self._to_come, self._in_parts = True, to_come, in_parts
 
     def end_micro_batches(self) -> None:
         """End a step's micro-batches: compute deferred products, reduce and reshard all units.
 
         Collective if products are left, or if a forward had no backward.
         """
-        self._to_come = 0
+        self._to_come, self._in_parts = 0, False
         for later in self._left.copy():
             self._run(later)
         self._in_step = False
@@ -134,7 +136,7 @@ class Engine:
 
     def drop_step(self) -> None:
         """Reshard all units, and drop their gradients and their step's micro-batches."""
-        self._in_step, self._to_come = False, 0
+        self._in_step, self._to_come, self._in_parts = False, 0, False
         progress = self.progress()
         if progress is not None:
             progress.restart()
@@ -205,7 +207,7 @@ class Engine:
             self._start()
             args, kwargs = self._streams.on_device((args, kwargs))
         run = ForwardRun(unit, module, self._step) if torch.is_grad_enabled() else None
-        if self._skipped is not None and not is_again:
+        if self._skipped is not None and not (is_again or self._in_parts):
             passed = self._skipped.enter(unit, module)
             if run is not None:
                 run.passed = passed
