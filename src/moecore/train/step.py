@@ -202,9 +202,8 @@ class TrainStep:
         for state in self._states:
             for layer in state.layers.values():
                 layer.dispatcher.lanes = self._lanes if pairs else None
-        self._progress.is_several = True
+        self._progress.is_several, number = True, self.num_micro_batches
         try:
-            number = self.num_micro_batches
             with self._running(number, to_come=forwards or number):
                 yield
         finally:
