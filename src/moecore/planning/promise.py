@@ -36,7 +36,6 @@ from moecore.train.memory.kept import ModelKept, kept_bytes
 MESSAGES = 2  # messages of a layer's tokens in each pass, among the ranks of tp and of cp
 BY_EXPERTS = ("collective", "grouped product")
 LAYERS = 3  # layers with whole weights or gradients at once, if micro-batches all-gather them
-PAIRS = 0.6  # of what pairs hide; plans of pairs take 1.2 to 1.6 times what all of it would give
 
 
 class _Held(NamedTuple):
@@ -131,7 +130,7 @@ class Promise:
         passes = [self._stage(stage, folding, like) for stage in timed_stages(run)]
         across = folding.ep * folding.etp > self._request.gpus_per_node
         is_paired = across and folding.chunks > 1 and run.nvlink is None
-        hides = PAIRS * self._table.pairs_hide if is_paired else 0.0
+        hides = self._table.pairs_hide if is_paired else 0.0
         each = [c + sent - min(c, hides * sent) for c, sent in passes]
         busiest = max(sum(each[rank::pp]) for rank in range(pp))
         busiest = max(busiest, self._copies(folding, rung))
