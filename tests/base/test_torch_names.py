@@ -87,6 +87,7 @@ ALLOWED = {
     "_modules": "as _buffers",
     "_parameters": "as _buffers",
     "_replace": "of a NamedTuple: Python's, and documented",
+    "_reset_parameters": "what nn.MultiheadAttention and nn.Transformer name reset_parameters",
     "_step_supports_amp_scaling": "what torch.amp asks optimizers for; moecore's define it",
     "_version": "in the documentation of torch.inference_mode",
 }

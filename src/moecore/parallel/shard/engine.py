@@ -208,9 +208,9 @@ class Engine:
             args, kwargs = self._streams.on_device((args, kwargs))
         run = ForwardRun(unit, module, self._step) if torch.is_grad_enabled() else None
         if self._skipped is not None and not (is_again or self._in_parts):
-            passed = self._skipped.enter(unit, module)
+            visit = self._skipped.enter(unit, module)
             if run is not None:
-                run.passed = passed
+                run.visit = visit
         if not is_again:
             if not self._depth:
                 self._outer = run
@@ -331,8 +331,8 @@ class Engine:
         if not self._in_backward:
             self._in_backward = True
             call_after_backward(self._end_backward)
-        if self._skipped is not None and run.passed is not None:
-            self._skipped.begin_backward(run.passed)
+        if self._skipped is not None and run.visit is not None:
+            self._skipped.begin_backward(run.visit)
         run.is_active, run.pending = True, run.inputs
         self._active.append(run)
         run.unit.backwards += 1
@@ -363,8 +363,8 @@ class Engine:
             unit.free()
 
     def _close(self, run: ForwardRun) -> None:
-        if self._skipped is not None and run.passed is not None:
-            self._skipped.end_backward(run.passed)
+        if self._skipped is not None and run.visit is not None:
+            self._skipped.end_backward(run.visit)
         run.is_active = False
         run.unit.backwards -= 1
         run.end_waiting()

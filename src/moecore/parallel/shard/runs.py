@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from moecore.parallel.shard.skipped import Passed
+from moecore.parallel.shard.skipped import Visit
 from moecore.parallel.shard.unit import Unit
 
 if TYPE_CHECKING:
@@ -21,18 +21,18 @@ class ForwardRun:
         "inputs",
         "is_active",
         "module",
-        "passed",
         "pending",
         "step",
         "unit",
         "versions",
+        "visit",
     )
 
     def __init__(self, unit: Unit, module: nn.Module, step: int) -> None:
         self.unit, self.module = unit, module
         self.step = step  # of the engine, in which the forward ran
         self.is_active = False  # whether its backward has begun and not ended
-        self.passed: Passed | None = None  # modules in it that ran; None = not followed
+        self.visit: Visit | None = None  # modules in it that ran; None = not followed
         self.versions: list[int] = []  # of the unit, whose values the forward read
         self.inputs = self.pending = 0  # inputs with a gradient, and those not computed yet
         self._waits_in: list[Unit] = []

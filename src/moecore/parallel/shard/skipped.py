@@ -44,12 +44,12 @@ class Place:
             yield from child.walk()
 
 
-class Passed:
+class Visit:
     """The progress of one forward through the places of a module."""
 
     __slots__ = ("next", "outer", "place", "skipped")
 
-    def __init__(self, place: Place, outer: Passed | None) -> None:
+    def __init__(self, place: Place, outer: Visit | None) -> None:
         self.place, self.outer = place, outer
         self.next = 0  # number of the first child that was not reached
         self.skipped: list[Place] = []  # children whose backward was not joined
@@ -71,7 +71,7 @@ class SkippedModules:
         settle: Callable[[Unit], None],
     ) -> None:
         self._use, self._settle = use, settle
-        self._open: list[Passed] = []  # forwards that run, innermost last
+        self._open: list[Visit] = []  # forwards that run, innermost last
         of_module = defaultdict[nn.Module, list[Unit]](list)
         for unit in units:
             for module in unit.modules:
@@ -84,14 +84,14 @@ class SkippedModules:
         """Drop forwards that run."""
         self._open.clear()
 
-    def enter(self, unit: Unit, module: nn.Module) -> Passed:
+    def enter(self, unit: Unit, module: nn.Module) -> Visit:
         """Begin a forward of a module; join those that were skipped before it."""
         place = self._places[module]
         if unit is place.units[-1]:  # whose hook runs first
             outer = self._open[-1] if self._open else None
             if outer is not None and outer.place is not place.around:
                 outer = None
-            self._open.append(Passed(place, outer))
+            self._open.append(Visit(place, outer))
             if outer is not None:
                 self._pass(outer, place.number)
                 outer.next = max(outer.next, place.number + 1)
@@ -100,20 +100,20 @@ class SkippedModules:
     def leave(self, unit: Unit, *, has_failed: bool) -> None:
         """End the forward of a module; join those that were skipped at its end."""
         if self._open and unit is self._open[-1].place.units[-1]:  # whose hook runs last
-            passed = self._open.pop()
+            visit = self._open.pop()
             if not has_failed:
-                self._pass(passed, len(passed.place.children))
+                self._pass(visit, len(visit.place.children))
 
-    def begin_backward(self, passed: Passed) -> None:
+    def begin_backward(self, visit: Visit) -> None:
         """Begin the backward of a forward; join those of modules that were skipped behind it."""
-        if passed.outer is not None:
-            self._join(passed.outer, passed.place.number)
+        if visit.outer is not None:
+            self._join(visit.outer, visit.place.number)
 
-    def end_backward(self, passed: Passed) -> None:
+    def end_backward(self, visit: Visit) -> None:
         """End the backward of a forward; join those of modules that were skipped in it."""
-        self._join(passed, -1)
+        self._join(visit, -1)
 
-    def _pass(self, outer: Passed, number: int) -> None:
+    def _pass(self, outer: Visit, number: int) -> None:
         if torch.is_grad_enabled():
             for place in outer.place.children[outer.next : number]:
                 self._join_forward(place)
@@ -133,7 +133,7 @@ class SkippedModules:
             if not (unit.in_use or unit.options.stays):
                 unit.free()
 
-    def _join(self, outer: Passed, number: int) -> None:
+    def _join(self, outer: Visit, number: int) -> None:
         while outer.skipped and outer.skipped[-1].number > number:
             self._join_backward(outer.skipped.pop())
 
