@@ -28,7 +28,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.params import global_indices
-from moecore.parallel.attached import moe_state
+from moecore.parallel.attached import moe_state, request_of
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -111,8 +111,9 @@ def build(kind: str, name: str) -> tuple[Decoder, torch.optim.AdamW]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), fused=True)
 
 
-def train(model: Decoder, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    generator = torch.Generator().manual_seed(50 + rank)
+def train(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    request = request_of(model)  # None = plain
+    generator = torch.Generator().manual_seed(50 + (request.meshes.data_rank if request else 0))
     tokens_BT = torch.randint(0, 64, (2, 17), generator=generator)
     model(tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()
     optimizer.step()
@@ -193,7 +194,7 @@ def save_all(root: Path, rank: int, world: int) -> dict[Any, Any]:
             torch.manual_seed(100 + rank)
             extra = {"step": 2, "note": [1, "two"], "numbers": torch.arange(5.0)}
             save(root / kind / name, 2, model, optimizer, extra)
-            train(model, optimizer, rank)
+            train(model, optimizer)
             kept[kind, name] = (model, optimizer, before, locals_of(model, optimizer))
     return kept
 
@@ -216,7 +217,7 @@ def load_all(root: Path, rank: int, world: int, kept: dict[Any, Any]) -> dict[An
         torch.manual_seed(100 + rank if rank < LAYOUTS[source][0] else 0)
         wrong = differing(locals_of(model, optimizer), before)
         rng = torch.equal(draw, torch.rand(3))
-        train(model, optimizer, rank)
+        train(model, optimizer)
         stepped = differing(locals_of(model, optimizer), after)
         group = optimizer.param_groups[0]
         results[kind, source, target] = {
