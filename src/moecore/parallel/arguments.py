@@ -25,13 +25,13 @@ class SharedArguments:
     """Raises where ranks that share rows are given other arguments.
 
     Args:
-        groups: by cp, the ranks that share a micro-batch; None = the ranks of any other cp.
+        groups: by cp, the ranks that share a micro-batch; 0 = the ranks of any other cp.
         stages: the ranks that differ in pp alone; None = no stages.
     """
 
     def __init__(
         self,
-        groups: Mapping[int | None, dist.ProcessGroup | None],
+        groups: Mapping[int, dist.ProcessGroup | None],
         stages: dist.ProcessGroup | None,
         device_type: str,
     ) -> None:
@@ -57,7 +57,7 @@ class SharedArguments:
         self._seen.add(shapes)
         values = {name: [comparable(x) for x in tree_leaves(v)] for name, v in arguments.items()}
         entries = {"names of arguments": list(arguments), "value": values}
-        groups = [self._stages, self._groups.get(cp, self._groups[None])]
+        groups = [self._stages, self._groups.get(cp or 0, self._groups[0])]
         found = [difference(entries, self._device_type, group=g) for g in groups if g is not None]
         problem = next((one for one in found if one is not None), None)
         if problem is not None:
@@ -95,7 +95,7 @@ def _shapes(value: Any) -> list[str]:
 def compare_arguments(model: nn.Module, found: Attached) -> None:
     """Let forwards of a model, or runs of its stages, compare what ranks were given."""
     meshes = found.request.meshes
-    groups = {None: meshes.micro_batch_group, **found.shared_by}
+    groups = {0: meshes.micro_batch_group, **found.shared_by}
     stages = None if meshes.pipeline_groups is None else meshes.pipeline_groups[0]
     if stages is None and not any(groups.values()):
         return

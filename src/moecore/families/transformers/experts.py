@@ -182,7 +182,9 @@ def run_vision_experts(model: nn.Module) -> None:
             block.register_forward_hook(_run_vision_experts, with_kwargs=True)
 
 
-def _run_vision_experts(block: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def _run_vision_experts(
+    block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]
+) -> tuple[Any, ...]:
     hidden_BTD, kinds_BT, *_ = [*args, *kwargs.values(), None]
     layers = (m for m in block.vision_moe.modules() if isinstance(m, RoutedLayer))
     is_alone = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)
