@@ -95,7 +95,12 @@ def run_all(names: Iterable[str]) -> dict[str, Result]:
     found: dict[str, Result] = {}
     try:
         for world in sorted({p.world for p in together.values()}):
-            found |= run_ranks(world, worker, [n for n, p in together.items() if p.world == world])
+            found |= run_ranks(
+                world,
+                worker,
+                [n for n, p in together.items() if p.world == world],
+                over_gloo=True,  # records have the order in which it sums
+            )
         for name, process in alone.items():
             out, err = process.communicate(timeout=300)
             assert process.returncode == 0, err

@@ -7,6 +7,9 @@ Note "starts": importing takes a rank longer than most cases, so CPU ranks are f
 that has imported and done nothing else. The last one has a server of its own, an interpreter that
 hashes strings otherwise: ranks that walk a set each in its own order are a bug that must show.
 
+Note "transport": groups of CPU ranks exchange tensors through shared memory (`shared_memory.py`),
+or over gloo, where its sums or its errors are what a test is about.
+
 Note "pollers": each gloo device has a thread that wakes up a hundred times a second, and each group
 makes a device of its own, ten for a mesh. All groups of a CPU rank share one.
 
@@ -30,6 +33,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -39,9 +43,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessContext
 
+from tests.helpers.shared_memory import SharedMemoryGroup
+
 Worker = Callable[..., Any]
 LIBRARY = torch.library.Library("_c10d_functional", "IMPL")  # what it holds lives as long
 TIMEOUT_S = "MOECORE_RANKS_TIMEOUT_S"
+SHARED_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # in memory
 RANKS_PER_GPU = int(os.environ.get("MOECORE_RANKS_PER_GPU", "1"))
 IMPORTED = (
     "tests.helpers.ranks",
@@ -58,11 +65,14 @@ LAST_RANK.set_forkserver_preload(list(IMPORTED))
 STARTING = threading.Lock()  # which server forks is a global of multiprocessing
 
 
-def run_ranks(world_size: int, worker: Worker, *args: Any, device_type: str = "cpu") -> Any:
+def run_ranks(
+    world_size: int, worker: Worker, *args: Any, device_type: str = "cpu", over_gloo: bool = False
+) -> Any:
     """Run `worker(rank, device, *args)` on `world_size` new processes; return rank 0's result."""
-    with tempfile.TemporaryDirectory() as folder:
+    transport = device_type if device_type == "cuda" else "gloo" if over_gloo else "shared memory"
+    with tempfile.TemporaryDirectory(dir=SHARED_FOLDER) as folder:
         path = os.path.join(folder, "result.pt")
-        setup = (world_size, device_type, path, dict(os.environ), worker, args)
+        setup = (world_size, transport, path, dict(os.environ), worker, args)
         if device_type == "cuda":
             _join(_start(setup, range(world_size), "spawn"))
         else:
@@ -133,7 +143,7 @@ def _main(
     index: int,
     first_rank: int,
     world_size: int,
-    device_type: str,
+    transport: str,
     path: str,
     environ: dict[str, str],
     worker: Worker,
@@ -146,8 +156,8 @@ def _main(
     timeout_s = int(os.environ.get(TIMEOUT_S, "900"))
     faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__)
     signal.alarm(timeout_s + 5)  # when all have printed; it ends a process that holds the GIL, too
-    _start_group(rank, world_size, device_type, store=f"{path}.store")
-    device = gpu_of_rank(rank) if device_type == "cuda" else torch.device("cpu")
+    _start_group(rank, world_size, transport, store=f"{path}.store")
+    device = gpu_of_rank(rank) if transport == "cuda" else torch.device("cpu")
     result = worker(rank, device, *args)
     if rank == 0:
         torch.save(result, path)
@@ -156,17 +166,20 @@ def _main(
     os._exit(0)
 
 
-def _start_group(rank: int, world_size: int, device_type: str, *, store: str) -> None:
+def _start_group(rank: int, world_size: int, transport: str, *, store: str) -> None:
     backend = "gloo"
-    if device_type == "cuda":
+    if transport == "cuda":
         torch.cuda.set_device(gpu_of_rank(rank))
         if RANKS_PER_GPU == 1:
             backend = "cpu:gloo,cuda:nccl"
         else:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             LIBRARY.impl("all_gather_into_tensor", _all_gather_into_tensor, "CUDA")
-    else:
+    elif transport == "gloo":
         _share_gloo_device()
+    else:
+        SharedMemoryGroup.folder = Path(store).parent
+        dist.distributed_c10d.ProcessGroupGloo = SharedMemoryGroup
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",
