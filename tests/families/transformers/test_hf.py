@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -354,8 +355,11 @@ def test_twice(meshes: Meshes) -> None:
         parallelize_moe(model, meshes)
 
 
-@pytest.mark.slow
-def test_compiled_layers_share_their_code_unless_there_is_a_cache(meshes: Meshes) -> None:
+def test_compiled_layers_share_their_code_unless_there_is_a_cache(
+    meshes: Meshes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What graphs there are is the question, not what Inductor makes of them: tests/train/graphs.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     model = MODELS["qwen3-moe"](num_hidden_layers=3, attn_implementation="sdpa").train()
     ids = torch.randint(0, 61, (2, 5))
