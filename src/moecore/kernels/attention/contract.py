@@ -88,13 +88,11 @@ class AttentionKernel(Protocol):
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
         """Return why it cannot compute such a block, one line; None = it can."""
-        ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Return o_BTHv and lse_BHT."""
-        ...
 
     def backward(
         self,
@@ -108,7 +106,6 @@ class AttentionKernel(Protocol):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv."""
-        ...
 
 
 def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,6 @@ class GradSink(Protocol):
         Returns:
             The gradient where it goes to autograd; None where the sink has taken it, or will.
         """
-        ...
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
         """Let a gradient be computed later, as of `put`, where the running backward defers.
@@ -61,7 +60,6 @@ class GradSink(Protocol):
         Returns:
             Whether it does; else the caller gives the gradient to autograd.
         """
-        ...
 
 
 def sink_of(param: Tensor, shape: torch.Size) -> GradSink | None:
@@ -111,7 +109,6 @@ class GradientSender(Protocol):
         num_rows: Tensor,
     ) -> None:
         """Begin to send them; backward returns the same tensors. The index is `ExpertInput`'s."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
