@@ -61,10 +61,6 @@ def _linear(
     return y_TN if bias_N is None else y_TN.add_(bias_N)
 
 
-def _linear_fake(x_TK, weight_NK, *rest):  # type: ignore[no-untyped-def]
-    return x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0], dtype=rest[-1])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_TK, weight_NK, bias_N = inputs[:3]
     # Of x the operand that is summed over tokens, in FP8, which the pass that makes the forward's
@@ -118,7 +114,13 @@ def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
 
 
 # What compilers and modes know of `linear` with FP8 products; an operator takes no sink.
-_linear_op = Op("fp8_linear", _linear, _linear_fake, save=_save, backward=backward)
+_linear_op = Op(
+    "fp8_linear",
+    _linear,
+    lambda x_TK, w_NK, *how: x_TK.new_empty(x_TK.shape[0], w_NK.shape[0], dtype=how[-1]),
+    save=_save,
+    backward=backward,
+)
 
 
 class InputCast:
@@ -368,11 +370,11 @@ def _as_torch_takes_it(side: Blocks, *, is_first: bool) -> Tensor:
     return side.scales.reshape(1) if side.kind == "tensor" else side.scales.T
 
 
-def _product_fake(a_MK, a_scales, a_kind, a_fmt, b_NK, b_scales, b_kind, b_fmt, dtype):  # type: ignore[no-untyped-def]
-    return a_MK.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)
-
-
-_product_op = Op("fp8_product", _product, _product_fake)
+_product_op = Op(
+    "fp8_product",
+    _product,
+    lambda a, _, __, ___, b, *how: a.new_empty(a.shape[0], b.shape[0], dtype=how[-1]),
+)
 
 
 def product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:

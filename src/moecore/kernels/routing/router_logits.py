@@ -290,10 +290,6 @@ def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Te
     return logits_TE
 
 
-def _router_logits_fake(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-    return x_TD.new_empty((x_TD.shape[0], weight_ED.shape[0]), dtype=torch.float32)
-
-
 def _router_logits_bwd(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -366,7 +362,11 @@ def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _router_logits_op = Op(
-    "router_logits", _router_logits, _router_logits_fake, save=_setup_context, backward=_backward
+    "router_logits",
+    _router_logits,
+    lambda x_TD, w_ED, _: x_TD.new_empty(x_TD.shape[0], w_ED.shape[0], dtype=torch.float32),
+    save=_setup_context,
+    backward=_backward,
 )
 
 

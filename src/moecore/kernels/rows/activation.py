@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moecore.base.fields import OneOf, Positive, check_fields
 from moecore.kernels.common import all_used, cdiv, launch, use_kernel
-from moecore.kernels.ops import Op
+from moecore.kernels.ops import Op, keep
 from moecore.kernels.rows.activation_kernel import (
     BWD_TILE,
     FWD_TILE,
@@ -231,31 +231,18 @@ def _empty_gradients(h_RC: Tensor, kind: str, with_output: bool) -> tuple[Tensor
     return h_RC.new_empty(h_RC.shape), h_RC.new_empty(h_RC.shape[0], dtype=torch.float32), a_RF
 
 
-def _forward_fake(h_RC, weights_R, num_rows, kind, limit, alpha, interleaved):  # type: ignore[no-untyped-def]
-    return _empty_output(h_RC, kind)
-
-
-def _backward_fake(h_RC, da_RF, weights_R, num_rows, kind, limit, alpha, interleaved, with_output):  # type: ignore[no-untyped-def]
-    return _empty_gradients(h_RC, kind, with_output)
-
-
 _HOW = "Tensor? weights_R, Tensor? num_rows, str kind, float limit, float alpha, bool interleaved"
 _weighted_activation_bwd = Op(
     "weighted_activation_bwd",
     _backward,
-    _backward_fake,
+    lambda h_RC, _, __, ___, kind, *how: _empty_gradients(h_RC, kind, how[-1]),
     schema=f"(Tensor h_RC, Tensor da_RF, {_HOW}, bool with_output) -> (Tensor, Tensor, Tensor)",
 )
 
 
-def _save_inputs(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:]
-
-
 def _weighted_activation_backward(ctx, da_RF):  # type: ignore[no-untyped-def]
     h_RC, *rest = ctx.saved_tensors
-    dh_RC, dweights_R, _ = _weighted_activation_bwd(h_RC, da_RF, *rest, *ctx.options, False)
+    dh_RC, dweights_R, _ = _weighted_activation_bwd(h_RC, da_RF, *rest, *ctx.others, False)
     wanted = ctx.needs_input_grad
     grads = (dh_RC if wanted[0] else None, dweights_R if wanted[1] else None)
     return *grads, None, None, None, None, None
@@ -264,8 +251,8 @@ def _weighted_activation_backward(ctx, da_RF):  # type: ignore[no-untyped-def]
 _weighted_activation = Op(
     "weighted_activation",
     _forward,
-    _forward_fake,
-    save=_save_inputs,
+    lambda h_RC, _, __, kind, *how: _empty_output(h_RC, kind),
+    save=keep(slice(3), slice(3, None)),
     backward=_weighted_activation_backward,
     schema=f"(Tensor h_RC, {_HOW}) -> Tensor",
 )
