@@ -36,7 +36,11 @@ from moecore.kernels.rows.scaling import Both
 
 
 class Products(Protocol):
-    """The six products of the two matrices, and the activation between them."""
+    """The six products of the two matrices, and the activation between them.
+
+    A class's `supports(spec)` returns why it cannot multiply some experts, in one line; None = it
+    can.
+    """
 
     # row_ids_R, slots_SK and the number of used rows, as row movers take them
     where: tuple[Tensor, Tensor, Tensor]
