@@ -181,10 +181,10 @@ def on_device(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants: Any) -> None:
-    """Launch a kernel on the device of its first argument, a tensor, unless the grid is empty."""
+    """Launch a kernel on the device of its first tensor, unless the grid is empty."""
     grid = (grid, 1) if isinstance(grid, int) else grid
     if all(grid):
-        with on_device(args[0]):
+        with on_device(next(arg for arg in args if isinstance(arg, Tensor))):
             kernel[grid](*args, **constants)
 
 

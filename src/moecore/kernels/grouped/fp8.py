@@ -23,8 +23,8 @@ from torch import Tensor
 from moecore.kernels.common import (
     gluon_descriptor,
     has_hopper_kernels,
+    launch,
     num_sms,
-    on_device,
     rows_of_experts,
 )
 from moecore.kernels.grouped.fp8_kernel import sm90_fp8_grouped_nt_kernel
@@ -37,13 +37,7 @@ from moecore.kernels.rows.scaling import Blocks
 
 BLOCK_N = 256
 CONST = GroupedConstants(
-    BLOCK_M,
-    BLOCK_N,
-    BLOCK,
-    GROUP_M=8,
-    STAGES=3,
-    PRODUCER_REGISTERS=24,
-    CONSUMER_REGISTERS=240,
+    *(BLOCK_M, BLOCK_N, BLOCK), GROUP_M=8, STAGES=3, PRODUCER_REGISTERS=24, CONSUMER_REGISTERS=240
 )
 
 
@@ -84,22 +78,13 @@ def fp8_gemm(
         return out_RN
     if not has_hopper_kernels(device):
         return out_RN if out_RN.is_meta else fp8_gemm_ref(a, b, offsets_e, dtype)
-    with on_device(out_RN):
-        sm90_fp8_grouped_nt_kernel[(num_sms(device),)](
-            gluon_descriptor(a.values, (BLOCK_M, BLOCK)),
-            gluon_descriptor(b.values.view(-1, K), (BLOCK_N, BLOCK)),
-            tiles.map,
-            a.scales,
-            b.scales,
-            out_RN,
-            gluon_descriptor(out_RN, (BLOCK_M // 2, BLOCK_N // 2)),
-            K,
-            N,
-            a.scales.stride(0),
-            *b.scales.stride(),
-            CONST=CONST,
-            num_warps=4,
-        )
+    a_desc = gluon_descriptor(a.values, (BLOCK_M, BLOCK))
+    b_desc = gluon_descriptor(b.values.view(-1, K), (BLOCK_N, BLOCK))
+    out = (out_RN, gluon_descriptor(out_RN, (BLOCK_M // 2, BLOCK_N // 2)))
+    operands = (a_desc, b_desc, tiles.map, a.scales, b.scales, *out)
+    sizes = (K, N, a.scales.stride(0), *b.scales.stride())
+    kernel, grid = sm90_fp8_grouped_nt_kernel, num_sms(device)
+    launch(kernel, grid, *operands, *sizes, CONST=CONST, num_warps=4)
     return out_RN
 
 
@@ -146,24 +131,11 @@ def fp8_wgrad(
     if not has_hopper_kernels(tiles.map.device):
         return put_grad(fp8_wgrad_ref(x, y, tiles), out, adds, dtype, scale)
     M, N, e = x.values.shape[1], y.values.shape[1], tiles.ends_e.shape[0]
-    out_eMN = out
-    if out_eMN is None:
-        out_eMN = torch.empty(e, M, N, dtype=dtype, device=tiles.map.device)
-    block = (1, BLOCK_M // 2, BLOCK_N // 2)
-    with on_device(out_eMN):
-        sm90_fp8_grouped_wgrad_kernel[(num_sms(out_eMN.device),)](
-            gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK)),
-            gluon_descriptor(y.values.view(-1, BLOCK), (BLOCK_N, BLOCK)),
-            x.scales,
-            y.scales,
-            tiles.ends_e,
-            out_eMN,
-            gluon_descriptor(out_eMN, block) if not adds else None,
-            e,
-            M,
-            N,
-            scale,
-            CONST=CONST,
-            num_warps=4,
-        )
+    out_eMN = x.values.new_empty(e, M, N, dtype=dtype) if out is None else out
+    x_desc = gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK))
+    y_desc = gluon_descriptor(y.values.view(-1, BLOCK), (BLOCK_N, BLOCK))
+    out_desc = None if adds else gluon_descriptor(out_eMN, (1, BLOCK_M // 2, BLOCK_N // 2))
+    operands = (x_desc, y_desc, x.scales, y.scales, tiles.ends_e, out_eMN, out_desc)
+    kernel, grid = sm90_fp8_grouped_wgrad_kernel, num_sms(out_eMN.device)
+    launch(kernel, grid, *operands, e, M, N, scale, CONST=CONST, num_warps=4)
     return out_eMN
