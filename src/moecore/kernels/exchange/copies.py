@@ -40,17 +40,9 @@ class SlotEvent(Enum):
 
 # State -> event -> next state; an event that is not there must not come.
 TRANSITIONS = {
-    SlotState.FREE: {
-        SlotEvent.OPERATION: SlotState.FREE,
-        SlotEvent.COPY: SlotState.COPYING,
-    },
-    SlotState.COPYING: {
-        SlotEvent.OPERATION: SlotState.COPYING,
-        SlotEvent.READ: SlotState.READ,
-    },
-    SlotState.READ: {
-        SlotEvent.OPERATION: SlotState.FREE,
-    },
+    SlotState.FREE: {SlotEvent.OPERATION: SlotState.FREE, SlotEvent.COPY: SlotState.COPYING},
+    SlotState.COPYING: {SlotEvent.OPERATION: SlotState.COPYING, SlotEvent.READ: SlotState.READ},
+    SlotState.READ: {SlotEvent.OPERATION: SlotState.FREE},
 }
 
 

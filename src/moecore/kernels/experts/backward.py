@@ -62,10 +62,7 @@ class Saved:
 
     @classmethod
     def of(
-        cls,
-        tensors: Sequence[Any],
-        dtype: torch.dtype,
-        quantised: tuple[Both, Both] | None = None,
+        cls, tensors: Sequence[Any], dtype: torch.dtype, quantised: tuple[Both, Both] | None = None
     ) -> Saved:
         """Return the record of its tensors.
 

@@ -48,11 +48,7 @@ from moecore.kernels.rows.record import Rows
 
 
 def expert_mlp_ref(
-    x_SD: Tensor,
-    w1_eCD: Tensor,
-    w2_eDF: Tensor,
-    index: ExpertIndex,
-    options: ActivationOptions,
+    x_SD: Tensor, w1_eCD: Tensor, w2_eDF: Tensor, index: ExpertIndex, options: ActivationOptions
 ) -> Tensor:
     """Return y expert by expert, in plain differentiable PyTorch. Host sync."""
     parts = []

@@ -316,11 +316,7 @@ def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles) -> Tensor:
 
 
 def cooperative_activation(
-    x_RD: Tensor,
-    w1_eCD: Tensor,
-    tiles: RowTiles,
-    weights_R: Tensor,
-    options: ActivationOptions,
+    x_RD: Tensor, w1_eCD: Tensor, tiles: RowTiles, weights_R: Tensor, options: ActivationOptions
 ) -> tuple[Tensor, Tensor]:
     """Return FC1's output and the weighted activation of it. No autograd, no host sync.
 

@@ -181,15 +181,7 @@ def _add_to(
 
 
 @gluon.jit
-def _add_tile(
-    out_ptr,
-    total_MN,
-    m,
-    n,
-    M,
-    N,
-    TRANSPOSED: gl.constexpr,
-):
+def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
     """Add a tile to global memory in four parts, so that the staging buffer stays small."""
     PART: gl.constexpr = total_MN.shape[1] // 4
     left, right = halves(total_MN)

@@ -42,11 +42,7 @@ SPLIT_BLOCK = 4096  # elements of one program of _split_kernel
 
 
 def router_logits_ref(
-    x_TD: Tensor,
-    weight_ED: Tensor,
-    bias_E: Tensor | None,
-    *,
-    dtype: torch.dtype = torch.float32,
+    x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return the logits [T, E] of a linear layer in `dtype`, inputs of any float dtype.
 

@@ -23,14 +23,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
-from moecore.kernels.rows.e4m3 import (
-    BLOCK,
-    FP8,
-    block_scale,
-    decode,
-    encode,
-    magnitude,
-)
+from moecore.kernels.rows.e4m3 import BLOCK, FP8, block_scale, decode, encode, magnitude
 from moecore.kernels.rows.move import gather_rows_ref
 from moecore.kernels.rows.scaling import quantise_ref
 
