@@ -5,9 +5,6 @@ Legend: B rows, T tokens of a row, G cp ranks, t = T / G tokens of a row of this
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +13,7 @@ from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.base.regions import once
 from moecore.base.torch_names import all_gather_single, is_silent
+from moecore.moe.dispatch.collectives import exchanged
 
 
 class HeldTokens:
@@ -69,7 +67,7 @@ class HeldTokens:
 
         Collective, as the next one.
         """
-        gathered: Tensor = once(_Gather.apply, x_BtX, self, self.sum_values)
+        gathered: Tensor = once(exchanged, x_BtX, self.gather_values, self.sum_values)
         return gathered
 
     def gather_whole(self, x_BtX: Tensor) -> Tensor:
@@ -77,7 +75,7 @@ class HeldTokens:
 
         Unlike `gather`, backward takes this rank's tokens of one gradient, equal on all ranks.
         """
-        gathered: Tensor = once(_Gather.apply, x_BtX, self, self.own)
+        gathered: Tensor = once(exchanged, x_BtX, self.gather_values, self.own)
         return gathered
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:
@@ -111,18 +109,3 @@ def check_documents(cu_seqlens: Tensor, cp: int) -> None:
                 f"cu_seqlens (document {document} of {length} tokens) must have documents of "
                 f"multiples of 2 * cp ({2 * cp}): pad each"
             )
-
-
-class _Gather(torch.autograd.Function):
-    """apply(x_BtX, held, back): the values of all ranks; `back` of whole rows is the gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_BtX: Tensor, held: HeldTokens, back: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.back = back
-        return held.gather_values(x_BtX)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grads[0]), None, None
