@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.torch_names import all_gather_single, is_silent
-from moecore.kernels.documents import documents_of
-from moecore.kernels.zigzag import held_tokens, row_borders
+from moecore.kernels.zigzag import documents_of, held_tokens, row_borders
 
 ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
 

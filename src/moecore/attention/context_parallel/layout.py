@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.attention import AttentionMask
-from moecore.kernels.documents import documents_of
-from moecore.kernels.zigzag import held_tokens
+from moecore.kernels.zigzag import documents_of, held_tokens
 
 Half = Literal["all", "early", "late"]
 
