@@ -146,12 +146,6 @@ def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_tw
     return Blocks(values.view(M128, K)[:M], scales, kind)
 
 
-def dequantise(operand: Blocks) -> Tensor:
-    """Return fp32 [M, K]."""
-    M, K = operand.values.shape
-    return operand.values.float() * _expanded(_by_rows(operand), operand.kind, M, K)
-
-
 def product_ref(a: Blocks, b: Blocks) -> Tensor:
     """Return a @ b^T as fp32: each 128 of K apart where scales change there, as tensor cores do."""
     a_MK, b_NK = a.values.float(), b.values.float()
