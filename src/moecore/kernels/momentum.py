@@ -79,7 +79,6 @@ def momentum_(
     The result is a new tensor. No host sync.
 
     Args:
-        grad: any float dtype.
         momentum: same shape, fp32 or fp64.
         decay: in [0, 1).
         nesterov: return decay * m + (1 - decay) * g in place of m.

@@ -43,12 +43,7 @@ def positions_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def row_borders(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
-    """Return int32 [num_rows + 1], the `cu_seqlens` of rows that are a document each.
-
-    Args:
-        num_rows: of equal length.
-        num_tokens: of all rows.
-    """
+    """Return int32 [num_rows + 1], the `cu_seqlens` of equal rows that are a document each."""
     rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     return rows * (num_tokens // max(num_rows, 1))
 

@@ -62,9 +62,6 @@ def attention_backward(
 
     Args:
         do_BTHv: gradient of the final o.
-        q_BTHd: as in forward, like the next two.
-        k_BShd: the block's keys.
-        v_BShv: the block's values.
         o_BTHv: the final o: of all blocks of keys, and with a sink.
         lse_BHT: the final lse, fp32; -inf where a query sees no key of any block.
 

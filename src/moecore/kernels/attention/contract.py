@@ -109,13 +109,7 @@ class AttentionKernel(Protocol):
 
 
 def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o, in the dtype of sums, and lse of the keys of two blocks.
-
-    Args:
-        o: [B, T, H, v], of one block.
-        lse: [B, H, T], finite: each query sees a key of that block.
-        o_new, lse_new: likewise of the other, of which a query may see no key.
-    """
+    """Return o, in the dtype of sums, and lse of two blocks; a query may see no key of the new."""
     both = torch.logaddexp(lse, lse_new)
     old, new = ((one - both).exp().transpose(1, 2)[..., None] for one in (lse, lse_new))
     return o * old + o_new * new, both

@@ -269,9 +269,7 @@ def spread(
     No host sync. Rows that no slot names are uninitialised.
 
     Args:
-        x_TD: rows of the local tokens, as in `spread_choices`.
-        peers_T: who needs them, from `spread_choices`.
-        places_S: which source rows come, from `spread_choices`.
+        peers_T, places_S: who needs which rows, from `spread_choices`.
         slots_SN: int32, contiguous, the rows that become copies of each source row, -1 = none.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
@@ -319,8 +317,7 @@ def reduce(
     Args:
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`; those that no slot names are not
             read.
-        peers_T: from `spread_choices`: where the sums of the local tokens come from.
-        places_S: from `spread_choices`: which source rows have a sum.
+        peers_T, places_S: from `spread_choices`: which ranks, and source rows, have a sum.
         slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
             K], the expert row of each choice: gradients go home to their choices.

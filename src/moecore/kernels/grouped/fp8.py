@@ -42,10 +42,7 @@ CONST = GroupedConstants(
 
 
 def fp8_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `fp8_gemm` returns, block by block in plain PyTorch; 0 past the rows. Host sync.
-
-    Args: as `fp8_gemm`.
-    """
+    """Return what `fp8_gemm` does, block by block in plain PyTorch; 0 past the rows. Host sync."""
     R, N = a.values.shape[0], b.values.shape[1]
     out_RN = torch.zeros(R, N, device=b.values.device)
     for i, rows in enumerate(rows_of_experts(offsets_e)):
@@ -89,10 +86,7 @@ def fp8_gemm(
 
 
 def fp8_wgrad_ref(x: Blocks, y: Blocks, tiles: RowTiles) -> Tensor:
-    """Return fp32 [e, M, N], tile by tile in plain PyTorch. Host sync.
-
-    Args: as `fp8_wgrad`.
-    """
+    """Return fp32 [e, M, N], tile by tile in plain PyTorch. Host sync."""
     M, N = x.values.shape[1], y.values.shape[1]
     out_eMN = torch.zeros(tiles.ends_e.shape[0], M, N, device=tiles.ends_e.device)
     for i, of_expert in enumerate(rows_of_experts(tiles.ends_e)):

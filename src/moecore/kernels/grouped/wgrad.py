@@ -74,10 +74,7 @@ def grouped_wgrad_ref(
     row_ids_R: Tensor | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """Return the gradients expert by expert, summed in fp32. Host sync.
-
-    Args and Returns: as `grouped_wgrad`.
-    """
+    """Return what `grouped_wgrad` does, expert by expert, summed in fp32. Host sync."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
     out = []

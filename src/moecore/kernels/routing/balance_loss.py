@@ -235,7 +235,6 @@ def balance_loss(
 
     Args:
         score_sums_BE: [B, E] fp32 or fp64, from `balance_statistics`.
-        z_sum: 0-dim, same dtype.
         counts_BX: int64 [B, E + 1], from `count_experts_and_tokens`.
         factors: of the four losses, E / K and E of their formula included.
         global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).

@@ -309,8 +309,7 @@ def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> T
     """Return the weights of the given choices; of a choice that `route` made, its bits.
 
     Args:
-        logits_TE: [T, E], fp32 or fp64 (others are widened to fp32). fp64 takes the plain PyTorch
-            path on every device.
+        logits_TE: as for `route`.
         ids_TK: int32, distinct in a row; -1 = no choice.
         options: scores, weights and groups, whose layout orders the sums; its other fields of the
             choice are not read.

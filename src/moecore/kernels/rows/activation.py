@@ -69,14 +69,7 @@ class ActivationOptions:
 
 
 def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the activated rows in fp32, in plain differentiable PyTorch.
-
-    Args:
-        h_RC: [..., 2F] for gated activations, else [..., F]; any float dtype.
-
-    Returns:
-        [..., F], fp32 (fp64 for fp64 input).
-    """
+    """Return the activated rows [..., F] in fp32 or fp64, in plain differentiable PyTorch."""
     h_RC = h_RC.to(torch.promote_types(h_RC.dtype, torch.float32))
     if options.function is not None:
         return options.function(h_RC)
@@ -118,10 +111,7 @@ def halves(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
 
 
 def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the derivative of each output column by its input columns, like h_RC.
-
-    In plain PyTorch; h_RC is as for `activation`, in fp32 or fp64.
-    """
+    """Return the derivative of each output column by its input columns, like h_RC, fp32 or fp64."""
     if not options.gated:
         return _plain_slope(h_RC, options.kind)
     gate, up = halves(h_RC, options)
@@ -269,10 +259,8 @@ def weighted_activation_bwd(
 
     Not differentiable. No host sync; the same bits in every run.
 
-    Args:
-        h_RC: as given to the forward.
-        da_RF: gradient of the output; rows from num_rows on are not read.
-        weights_R, num_rows, options: as given to the forward.
+    da_RF is the gradient of the output, not read from num_rows on; the rest is as given to the
+    forward.
 
     Returns:
         dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of a weight even when there were

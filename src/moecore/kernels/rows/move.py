@@ -294,9 +294,7 @@ def sum_rows(
     Args:
         y_RD: expert rows, any float dtype; copied when not contiguous. Only rows that a slot names
             are read: all others may hold NaN.
-        row_ids_R: int32, source row of each expert row; for the gradient.
-        slots_SK: int32, expert row of each source row's k-th choice, distinct; -1 = none.
-        num_rows: 0-dim int32 on the device; None means R; for the gradient.
+        row_ids_R, slots_SK, num_rows: as for `gather_rows`; the gradient needs all three.
 
     Returns:
         [S, D], dtype of y_RD; added in fp32 (fp64 for fp64) in order of k and rounded once. A

@@ -225,10 +225,8 @@ def quantised_activation_bwd(
 
     No autograd, no host sync.
 
-    Args:
-        h_RC: as given to the forward.
-        da_RF: gradient of the output, dtype of h_RC, contiguous.
-        weights_R, num_rows, options: as given to the forward.
+    da_RF, the gradient of the output, is contiguous and in the dtype of h_RC; the rest is as given
+    to the forward.
 
     Returns:
         dh [R, C], quantised from fp32 values; dweights_R fp32, zero from num_rows on; the forward's
