@@ -215,8 +215,7 @@ class Clones:
     def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Add the clones' gradients to those of their experts, in place; return these, [e, ...].
 
-        Gradients [e + n, ...] are those of this rank's experts and then of its clones. They are
-        added in fp32 and rounded once. Collective over the group.
+        Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
         """
         e = [grad.shape[0] - self.num_here for grad in grads]
         outward = [grad[number:] for grad, number in zip(grads, e, strict=True)]
@@ -289,10 +288,7 @@ class KeptPlan:
     needs the counts of another rank. No checkpoint has it: a run that resumes has clones after its
     first step. N is the number of places for clones.
 
-    Args:
-        num_steps: optimizer steps that use one plan.
-        least: argument of `plan_clones`.
-        is_read: whether the host reads each plan when it is made.
+    `num_steps` optimizer steps use one plan; with `is_read` the host reads each when it is made.
     """
 
     def __init__(
@@ -316,7 +312,7 @@ class KeptPlan:
     def part_of(self, ids_TK: Tensor) -> ClonePlan:
         """Return the plan of this rank's choices alone: the same shares of each expert's tokens.
 
-        `ids_TK` are int32 expert ids, -1 = dropped. No communication, no host sync.
+        No communication, no host sync.
 
         Example, a clone has tokens 6 to 9 of the nine that expert 0 had: of three choices here the
         last goes to it.

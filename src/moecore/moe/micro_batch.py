@@ -111,8 +111,7 @@ def position_order(
     """Return int64 [N], the tokens by position, those of one position by sequence.
 
     A position counts the real tokens before it in its sequence; padding stands anywhere.
-
-    `cu_seqlens`, int32 [n + 1], replaces `num_sequences` sequences of equal number.
+    `cu_seqlens` replaces `num_sequences` of equal number.
 
     Example, two sequences of two tokens: 0 2 1 3; with token 2 as padding 2 0 3 1.
     """

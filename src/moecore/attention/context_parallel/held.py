@@ -19,17 +19,13 @@ from moecore.moe.dispatch.collectives import exchanged
 class HeldTokens:
     """Who holds what, made once per forward; a plain class, as `RotaryTable` is.
 
-    Args:
-        shape: B and T.
-        cu_seqlens: documents over all rows, on the device of the tokens; None = rows.
-        max_seqlen: tokens of the longest document, or more.
+    `shape` is B and T; documents are over all rows, on the device of the tokens; None = rows.
 
     Attributes:
         layout: of the tokens on all of them.
         a2a_layout: of the tokens of an all-to-all's ranks on these.
 
-    Raises:
-        ValueError: when rows are no multiple of 2 * cp; `check_documents` is for documents.
+    Rows must be multiples of 2 * cp; `check_documents` is for documents.
     """
 
     def __init__(

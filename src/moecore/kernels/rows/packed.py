@@ -164,8 +164,8 @@ def gather_packed_rows(
 
     No autograd, no host sync.
 
-    Values and scales are `packed_views`; holes, which no slot names, may hold anything. The index is
-    as for `gather_rows`.
+    Values and scales are `packed_views`; holes, which no slot names, may hold anything. The index
+    is as for `gather_rows`.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not use_kernel(values_SD):

@@ -269,11 +269,7 @@ class MetaExchange(Exchange):
 
 
 class CloneExchange:
-    """One rank's end of the exchange of clones, shared by all layers of a model.
-
-    All ranks of the group run the same operations in the same order; on one rank they are ordered
-    by their streams. No operation syncs.
-    """
+    """One rank's end of the exchange of clones, shared by all layers; ordered as `Exchange` is."""
 
     def __init__(self, buffer: CloneBuffer, group: dist.ProcessGroup) -> None:
         self.buffer = buffer
