@@ -61,6 +61,7 @@ HAS_TRITON = not type(triton).__name__.startswith("_")
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of values that kernels take
 Launched = Callable[[str, Sequence[Any]], None]  # name and arguments of a kernel
 
 

@@ -24,11 +24,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.common import (
+    KERNEL_DTYPES,
+    cdiv,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+    use_kernel,
+)
 from moecore.kernels.ops import Op
 
 IGNORE_INDEX = -100  # a label that counts for nothing
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_LANES = 4096
 THREAD_LANES = 4  # lanes of one thread
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32, where -inf would make inf - inf

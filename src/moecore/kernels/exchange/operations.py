@@ -23,7 +23,6 @@ Bytes moved, with P ranks per token and b bytes per element: P * T * D * b over 
 same read and written again by a receiver; expert rows on one side where the slots name them.
 """
 
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -66,6 +65,13 @@ class SpreadChoices(NamedTuple):
     peers_T: Tensor  # int32, bit g of each local token: rank g needs it
     # int32, the row's own number, or -1 for a hole: as slots [S, 1] they name rows_SD
     places_S: Tensor
+
+    @classmethod
+    def empty(cls, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, S: int) -> "SpreadChoices":
+        """Return what S source rows need, uninitialised."""
+        (T, K), D = ids_TK.shape, x_TD.shape[1]
+        choices = (ids_TK.new_empty(S, K), weights_TK.new_empty(S, K))
+        return cls(x_TD.new_empty(S, D), *choices, ids_TK.new_empty(T), ids_TK.new_empty(S))
 
 
 class Ptrs(NamedTuple):
@@ -239,15 +245,7 @@ def spread_choices(
         half: "push" and "receive" one after the other make up "both" (for tests that play all ranks
             in one process); what a half does not do is left uninitialised.
     """
-    layout, (T, K) = buffer.layout, ids_TK.shape
-    S, integers = layout.source_rows, partial(torch.empty, dtype=torch.int32, device=x_TD.device)
-    out = SpreadChoices(
-        rows_SD=x_TD.new_empty(S, x_TD.shape[1]),
-        ids_SK=integers(S, K),
-        weights_SK=weights_TK.new_empty(S, K),
-        peers_T=integers(T),
-        places_S=integers(S),
-    )
+    out = SpreadChoices.empty(x_TD, ids_TK, weights_TK, buffer.layout.source_rows)
     made = (out.peers_T, out.places_S, out.places_S, as_words(out.rows_SD))
     both = (Choices(ids_TK, weights_TK), Choices(out.ids_SK, out.weights_SK))
     _launch_spread(buffer, half, Ptrs(as_words(x_TD), *made), *both, num_local=num_local, etp=etp)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.fields import OneOf, Positive, check_fields
-from moecore.kernels.common import all_used, cdiv, launch, use_kernel
+from moecore.kernels.common import KERNEL_DTYPES, all_used, cdiv, launch, use_kernel
 from moecore.kernels.ops import Op, keep
 from moecore.kernels.rows.activation_kernel import (
     BWD_TILE,
@@ -35,7 +35,6 @@ from moecore.kernels.rows.activation_kernel import (
 GATED_KINDS = ("swiglu", "geglu", "clamped_swiglu")
 PLAIN_KINDS = ("gelu", "relu", "relu2", "silu")
 KINDS = GATED_KINDS + PLAIN_KINDS
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import (
+    KERNEL_DTYPES,
     all_used,
     cdiv,
     launch,
@@ -38,7 +39,6 @@ from moecore.kernels.common import (
 )
 from moecore.kernels.ops import Op, keep
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FILL_ROWS = 32  # expert rows that one program checks for being named by no slot
 FILL_CHOICES = 32  # slots of each of them that it holds at a time
 COPY_PROGRAMS = 16

@@ -208,17 +208,11 @@ class MetaExchange(Exchange):
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
         """Return S source rows."""
-        (T, K), S = ids_TK.shape, self.layout.source_rows
+        T, K = ids_TK.shape
         num_experts = num_local * self.layout.num_ranks // etp
         self._num_sent = balanced_tokens(T, K, num_experts, num_local)
         self._operate(SPREAD, x_TD)
-        return kernels.SpreadChoices(
-            rows_SD=x_TD.new_empty(S, x_TD.shape[1]),
-            ids_SK=ids_TK.new_empty(S, ids_TK.shape[1]),
-            weights_SK=weights_TK.new_empty(S, ids_TK.shape[1]),
-            peers_T=ids_TK.new_empty(T),
-            places_S=ids_TK.new_empty(S),
-        )
+        return kernels.SpreadChoices.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
 
     def reduce(
         self,
