@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moecore.attention.context_parallel.ring as ring
-from moecore.attention.context_parallel.group import ContextParallel
-from moecore.attention.context_parallel.held import HeldTokens, check_documents
+from moecore.attention.context_parallel.held import ContextParallel, HeldTokens, check_documents
 from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.attention.context_parallel.group import ContextParallel
-from moecore.attention.context_parallel.held import HeldTokens, check_documents
+from moecore.attention.context_parallel.held import ContextParallel, HeldTokens, check_documents
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moecore.attention.context_parallel.group import ContextParallel
+from moecore.attention.context_parallel.held import ContextParallel
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import (
     Count,

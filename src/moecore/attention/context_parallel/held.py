@@ -1,19 +1,54 @@
-"""HeldTokens: which tokens of a forward's rows each context parallel rank holds.
+"""The ranks that hold parts of the same rows, and which tokens of a forward each of them holds.
+
+Activations are cut along the tokens, and attention alone communicates, in one of four ways:
+
+    allgather   every rank gathers all keys and values and computes its own queries
+    a2a         every rank gets all tokens of some heads, and sends the results back
+    p2p         keys and values go round a ring, and every rank merges what its queries see
+    a2a+p2p     heads for tokens among neighbours, rings between those groups
 
 Legend: B rows, T tokens of a row, G cp ranks, t = T / G tokens of a row of this rank, X any dims.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.base.regions import once
 from moecore.base.torch_names import all_gather_single, is_silent
 from moecore.moe.dispatch.collectives import exchanged
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """This rank's place among the cp ranks, and who communicates with whom."""
+
+    group: dist.ProcessGroup
+    # those that exchange heads for tokens, consecutive ranks of the group; None = none
+    a2a: dist.ProcessGroup | None = None
+    # those that keys and values go round, every len(a2a)-th rank of the group; None = none. Without
+    # both keys and values are gathered
+    ring: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's index."""
+        return self.group.rank()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the way is "allgather"."""
+        return self.a2a is None and self.ring is None
 
 
 class HeldTokens:
