@@ -50,11 +50,7 @@ class TensorParallel:
     size: int  # G
 
     def own(self, x_BT: Tensor) -> Tensor:
-        """Return this rank's slice of dim 1, contiguous. No communication.
-
-        Raises:
-            ValueError: when dim 1 does not divide by G.
-        """
+        """Return this rank's slice of dim 1, contiguous. No communication."""
         if x_BT.shape[1] % self.size:
             raise ValueError(
                 f"sequence length ({x_BT.shape[1]}) must be a multiple of tp ({self.size}): "
@@ -100,9 +96,6 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
     parameter becomes a replicated DTensor, except those of routed experts, which live on the expert
     mesh. Modules with a `tp` attribute get the record that they exchange through. A tp of one rank
     changes nothing.
-
-    Raises:
-        ValueError: when heads or hidden dims do not divide, or the model is already sharded.
     """
     check_tensor_parallel(config, tp_mesh.size())
     if tp_mesh.size() == 1:

@@ -102,7 +102,7 @@ class Cloner:
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
         routing = replace(routing, physical_TK=physical_ids(ids_TK, before_E, plan, **sizes))
         self._count(plan.experts_N)
-        return routing, self._over_peers(plan.experts_N) or self._by_sizes(plan.experts_N, lanes)
+        return routing, self._clones(plan.experts_N, lanes)
 
     def _plan(self, ids_TK: Tensor, lanes: Lanes | None) -> tuple[ClonePlan, Tensor]:
         """Return the plan, and how many tokens of each expert precede this rank's, int32 [E]."""
@@ -119,19 +119,15 @@ class Cloner:
         )
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
-    def _over_peers(self, experts_N: Tensor) -> PeerClones | None:
-        """Return clones that need no host; None where ranks cannot see each other's memory."""
-        if self._exchanges is None:
-            return None
+    def _clones(self, experts_N: Tensor, lanes: Lanes | None) -> AnyClones | None:
+        """Return the clones; None = none. Collectives need a host sync, unless a plan stays."""
         p = self._placement
-        sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
-        places = Places(experts_N=experts_N, **sizes)
-        return PeerClones(self._exchanges.clones(experts_N.device), places)
-
-    def _by_sizes(self, experts_N: Tensor, lanes: Lanes | None) -> Clones | None:
-        """Return clones that collectives bring; None = none. One host sync, unless a plan stays."""
+        if self._exchanges is not None:
+            sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
+            places = Places(experts_N=experts_N, **sizes)
+            return PeerClones(self._exchanges.clones(experts_N.device), places)
         experts = experts_N.tolist() if self._kept is None else self._kept.experts
-        return None if max(experts) < 0 else Clones.of(experts, self._placement, self._group, lanes)
+        return None if max(experts) < 0 else Clones.of(experts, p, self._group, lanes)
 
     def _count(self, experts_N: Tensor) -> None:
         """Count the clones on this rank, on the device, in forwards that train."""

@@ -238,10 +238,8 @@ def spread_choices(
 
     Args:
         x_TD: tokens, at most C, contiguous, in any dtype; rows of at most `row_bytes`.
-        ids_TK: int32, contiguous, global expert ids; -1 = dropped.
-        weights_TK: fp32, contiguous.
-        num_local: experts of one rank; rank g owns block g // etp.
-        etp: ranks that share a block.
+        ids_TK: int32, contiguous, global expert ids; -1 = dropped. Weights are fp32, contiguous.
+        num_local: experts of one block, which etp ranks share: rank g owns block g // etp.
         half: "push" and "receive" one after the other make up "both" (for tests that play all ranks
             in one process); what a half does not do is left uninitialised.
     """

@@ -323,7 +323,6 @@ def cooperative_activation(
     Args:
         x_RD: rows in expert order, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
-        weights_R: fp32 routing weights.
         options: a gated activation, not interleaved.
 
     Returns:

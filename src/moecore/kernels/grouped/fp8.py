@@ -62,7 +62,6 @@ def fp8_gemm(
     Args:
         a: rows in expert order, [R, K]; K a multiple of 128.
         b: one matrix of every expert, [e, N, K]; N a multiple of 128.
-        offsets_e: int32 running sum of the experts' rows.
         dtype: of the result, bf16 or fp16 on a GPU.
 
     Returns:
@@ -113,10 +112,7 @@ def fp8_wgrad(
     Args:
         x: columns of row tiles, [t, M, 128]; M a multiple of 128.
         y: likewise; N a multiple of 128.
-        out: fp32 or bf16 [e, M, N], contiguous, which takes the result.
-        adds: whether the result is added to `out`, in fp32.
-        dtype: of a new result.
-        scale: of what is returned or added; multiplies the fp32 sum.
+        out, adds, dtype, scale: as for `grouped_wgrad`.
 
     Returns:
         [e, M, N], summed in fp32 and rounded once, or `out`. Zero (nothing added) for an expert

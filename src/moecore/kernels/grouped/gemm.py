@@ -314,7 +314,6 @@ def grouped_gemm_activation(
         x_SD: source rows, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D a multiple of 8.
         row_ids_R, offsets_e: as for `grouped_gemm`.
-        weights_R: fp32 routing weights.
         options: a gated activation, not interleaved.
 
     Returns:

@@ -306,8 +306,7 @@ def balance_statistics(
             sum.
         padding_mask_T: bool [T], True = padding: in no sum, and its gradient is 0 whatever its
             logits, NaN included. None = no padding.
-        sequences_T: int64 [T], the sequence of each token, summed in plain PyTorch; None = they are
-            consecutive tokens of equal number.
+        sequences_T: as for `count_experts_and_tokens`; summed in plain PyTorch.
 
     Returns:
         score_sums_BE, the scores summed over each sequence, and the 0-dim sum over all tokens of

@@ -193,8 +193,7 @@ def quantised_activation(
     Args:
         h_RC: FC1's output, bf16, fp16 or fp32, contiguous: [R, 2F] with gate columns first for
             gated activations, else [R, F]; F a multiple of 128.
-        weights_R: fp32, contiguous factor of each row; None means 1.
-        num_rows: 0-dim int32 on the device: rows from there on are not read; None means R.
+        weights_R, num_rows: as for `weighted_activation`; weights are contiguous.
 
     Returns:
         [R, F]. Rows from num_rows on are uninitialised.
