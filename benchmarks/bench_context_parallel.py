@@ -56,8 +56,7 @@ from moecore import (
 )
 from moecore.attention.context_parallel import held as held_tokens
 from moecore.attention.context_parallel import ring
-from moecore.attention.context_parallel.group import ContextParallel
-from moecore.attention.context_parallel.held import HeldTokens
+from moecore.attention.context_parallel.held import ContextParallel, HeldTokens
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions

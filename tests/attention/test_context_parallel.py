@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moecore.attention.context_parallel.ring as ring
-from moecore.attention.context_parallel.group import ContextParallel
-from moecore.attention.context_parallel.held import HeldTokens, check_documents
+from moecore.attention.context_parallel.held import ContextParallel, HeldTokens, check_documents
 from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions
-from moecore.kernels.attention import reference
+from moecore.kernels.attention import attention_backward
 from moecore.kernels.zigzag import held_tokens, row_borders
 from tests.helpers.ranks import RANKS_PER_GPU, run_ranks
 
@@ -222,7 +221,7 @@ def test_products_follow_each_send_of_a_ring(
     def differentiate(*args: Any) -> Any:
         nonlocal events
         events += "c" if args[6].causal else "a"
-        return reference.backward(*args)
+        return attention_backward(*args)
 
     monkeypatch.setattr(ring, "_send_on", send)
     monkeypatch.setattr(ring, "attention_backward", differentiate)

@@ -261,13 +261,13 @@ def test_inference_tensors() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What called the custom op, while the test runs."""
     found: list[str] = []
-    custom = scale._custom
+    custom = scale.custom
 
     def spy(*args: Any) -> Any:
         found.append("custom")
         return custom(*args)
 
-    monkeypatch.setattr(scale, "_custom", spy)
+    monkeypatch.setattr(scale, "custom", spy)
     return found
 
 

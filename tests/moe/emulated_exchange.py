@@ -19,15 +19,20 @@ from moecore.kernels.exchange.clones import (
     CloneBuffer,
     CloneLayout,
     Places,
-    bring_home_ref,
-    fetch_ref,
 )
 from moecore.kernels.exchange.copies import SlotEvent
-from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
+from moecore.kernels.exchange.operations import SpreadChoices
 from moecore.kernels.rows.move import sum_rows_ref
 from moecore.moe.clones import carried
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
+from tests.kernels.exchange.oracles import (
+    bring_home_ref,
+    fetch_ref,
+    peers_ref,
+    reduce_ref,
+    spread_ref,
+)
 
 
 def hole_of(x: Tensor) -> float:

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import CloneOptions, MoELayer
-from moecore.kernels.exchange.clones import Places, bring_home_ref, fetch_ref
+from moecore.kernels.exchange.clones import Places
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from tests.helpers.ranks import run_ranks
+from tests.kernels.exchange.oracles import bring_home_ref, fetch_ref
 from tests.moe.test_nvlink_gpu import (
     NUM_RANKS,
     captured,

@@ -46,15 +46,8 @@ def attend(
 ) -> Tensor:
     """Return o_BTHv: each token attends to itself and to those before it in its document.
 
-    Args:
-        q_BTHd: any float dtype.
-        k_BThd: likewise; H must be a multiple of h.
-        sequence: which document each token belongs to, and which of them this rank holds.
-        window: each token sees so many at most, itself included; None = all.
-        sinks_H: the score of each head's sink, any float dtype; None = no sinks.
-
-    Raises:
-        ValueError: when shapes or dtypes do not fit.
+    Heads are of one float dtype, H a multiple of h. `window` counts the token itself; None = all.
+    `sinks_H` are the scores of the heads' sinks, in any float dtype.
     """
     is_plain = sequence.cu_seqlens is None and window is None and sinks_H is None
     if is_plain and sequence.held is None:

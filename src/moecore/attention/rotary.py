@@ -17,12 +17,9 @@ class RotaryTable:
     arguments, also those in tuples and dataclasses, and 16 bits are too few for an angle's sine.
 
     Args:
-        positions: whole numbers, [T] for all rows, or [B, T] for each token.
+        positions: whole numbers, [T] for all rows, or [B, T] for each token: then T is B * T.
         frequencies_d: fp32 [d / 2], radians from one position to the next.
         scale: factor on cos and sin.
-
-    Attributes:
-        cos_Td: fp32 [T, d / 2]; [B * T, d / 2] for [B, T] positions.
 
     Source: RoFormer (arXiv:2104.09864).
     """

@@ -22,7 +22,7 @@ from torch import Tensor
 from moecore.attention.context_parallel.held import HeldTokens
 from moecore.attention.rotary import RotaryTable
 from moecore.kernels.attention import AttentionMask
-from moecore.kernels.documents import positions_of
+from moecore.kernels.zigzag import positions_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

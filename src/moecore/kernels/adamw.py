@@ -44,11 +44,7 @@ FP8_BLOCK = 512  # of FP8 moments: as many as registers allow without fewer prog
 NUM_BLOCKS = 1 if INTERPRET else 8  # of one program, one after the other
 NUM_WARPS = 4
 COLUMNS = 10  # of the table
-TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]

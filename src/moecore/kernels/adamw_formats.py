@@ -74,12 +74,7 @@ def _times(x: Tensor, factor: int) -> Tensor:
 
 
 def round_at_random_ref(x: Tensor, noise: Tensor) -> Tensor:
-    """Return fp32 values that bf16 has.
-
-    Args:
-        x: of any dtype.
-        noise: int64 of the same number of elements, 16 bits of each.
-    """
+    """Return fp32 values that bf16 has; 16 bits of each int64 of noise decide."""
     bits = (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + noise.view(x.shape)
     bits = bits & 0xFFFF0000
     bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
@@ -140,12 +135,7 @@ def _codes_ref(x: Tensor, noise: Tensor, bias: int, nan: int) -> Tensor:
 
 
 def decode_moments_ref(m: Tensor, v: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both moments in fp32, which bf16 holds too.
-
-    Args:
-        m, v: uint8 [N].
-        exponents: as of `encode_moments_ref`.
-    """
+    """Return in fp32, which bf16 holds too, what `encode_moments_ref` returned."""
     scales = (exponents.int() << 23).view(torch.float32)
     scales = scales.repeat_interleave(MOMENT_BLOCK, 0)[: m.numel()]
     first = m.view(torch.float8_e4m3fn).float() * scales[:, 0]

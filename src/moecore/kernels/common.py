@@ -61,6 +61,7 @@ HAS_TRITON = not type(triton).__name__.startswith("_")
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of values that kernels take
 Launched = Callable[[str, Sequence[Any]], None]  # name and arguments of a kernel
 
 
@@ -181,10 +182,10 @@ def on_device(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants: Any) -> None:
-    """Launch a kernel on the device of its first argument, a tensor, unless the grid is empty."""
+    """Launch a kernel on the device of its first tensor, unless the grid is empty."""
     grid = (grid, 1) if isinstance(grid, int) else grid
     if all(grid):
-        with on_device(args[0]):
+        with on_device(next(arg for arg in args if isinstance(arg, Tensor))):
             kernel[grid](*args, **constants)
 
 

@@ -24,11 +24,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.common import (
+    KERNEL_DTYPES,
+    cdiv,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+    use_kernel,
+)
 from moecore.kernels.ops import Op
 
 IGNORE_INDEX = -100  # a label that counts for nothing
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_LANES = 4096
 THREAD_LANES = 4  # lanes of one thread
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32, where -inf would make inf - inf
@@ -171,14 +178,11 @@ def _cross_entropy(
     return losses_C
 
 
-def _cross_entropy_fake(
-    logits_CV: Tensor, labels_C: Tensor, d_logits_CV: Tensor | None, in_place: bool
-) -> Tensor:
-    return logits_CV.new_empty(logits_CV.shape[0], dtype=torch.float32)
-
-
 _cross_entropy_op = Op(
-    "cross_entropy_", _cross_entropy, _cross_entropy_fake, mutates_args=("logits_CV", "d_logits_CV")
+    "cross_entropy_",
+    _cross_entropy,
+    lambda logits_CV, *_: logits_CV.new_empty(logits_CV.shape[0], dtype=torch.float32),
+    mutates_args=("logits_CV", "d_logits_CV"),
 )
 
 

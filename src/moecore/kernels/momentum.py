@@ -7,11 +7,10 @@ bf16. The gradient is divided by `grad_scale` on the way and stays as it is.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
+from moecore.kernels.common import KERNEL_DTYPES, cdiv, launch, tl, triton, use_kernel
 
 BLOCK = 4096  # elements of one program
 NUM_WARPS = 8
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def momentum_ref_(
@@ -79,14 +78,13 @@ def momentum_(
     The result is a new tensor. No host sync.
 
     Args:
-        grad: any float dtype.
         momentum: same shape, fp32 or fp64.
         decay: in [0, 1).
         nesterov: return decay * m + (1 - decay) * g in place of m.
         grad_scale: fp32 scalar, by which the gradient is divided.
         found_inf: fp32 scalar; above 0 momentum stays as it is, and the result is finite.
     """
-    plain = momentum.dtype != torch.float32 or grad.dtype not in FLOATS or dtype not in FLOATS
+    plain = momentum.dtype != torch.float32 or not {grad.dtype, dtype} <= {*KERNEL_DTYPES}
     if plain or not use_kernel(momentum) or not momentum.is_contiguous():
         how = dict(grad_scale=grad_scale, found_inf=found_inf)
         return momentum_ref_(grad, momentum, dtype, decay=decay, nesterov=nesterov, **how)

@@ -17,26 +17,14 @@ from moecore.base.torch_names import is_inside, is_plain_eager
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def register(
-    name: str,
-    forward: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    save: Callable[..., None] | None = None,
-    backward: Callable[..., Any] | None = None,
-    mutates_args: tuple[str, ...] = (),
-    schema: str | None = None,
-) -> Callable[..., Any]:
-    """Return the custom op `moecore::<name>`; arguments as for `Op`."""
-    assert not (mutates_args and backward), name
-    custom = torch.library.custom_op(
-        f"moecore::{name}", forward, mutates_args=mutates_args, schema=schema
-    )
-    custom.register_fake(fake)
-    if backward is not None:
-        custom.register_autograd(backward, setup_context=save)
-    op: Callable[..., Any] = getattr(torch.ops.moecore, name).default
-    return op
+def keep(tensors: slice, others: slice = slice(0)) -> Callable[..., None]:
+    """Return a `save` of inputs: some as `ctx.saved_tensors`, others as `ctx.others`."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[tensors])
+        ctx.others = inputs[others]
+
+    return save
 
 
 class Op:
@@ -49,10 +37,13 @@ class Op:
         forward: the computation; its annotations are the schema. Outputs share no memory with
             inputs. Tensors are arguments of their own, not in lists.
         fake: takes what `forward` takes and returns empty outputs of the right shapes and dtypes.
-        save: save(ctx, inputs, output), `setup_context` of `autograd.Function`.
+        save: save(ctx, inputs, output), `setup_context` of `autograd.Function`; see `keep`.
         backward: backward(ctx, *grads); None = not differentiable.
         mutates_args: names of the arguments written to; not together with `backward`.
         schema: in place of the annotations, for a forward with `*args`.
+
+    Attributes:
+        custom: `moecore::<name>` itself.
     """
 
     def __init__(
@@ -66,11 +57,15 @@ class Op:
         mutates_args: tuple[str, ...] = (),
         schema: str | None = None,
     ) -> None:
-        how: dict[str, Any] = dict(save=save, backward=backward, schema=schema)
-        self._custom = register(name, forward, fake, **how, mutates_args=mutates_args)
+        assert not (mutates_args and backward), name
+        how: dict[str, Any] = dict(mutates_args=mutates_args, schema=schema)
+        registered = torch.library.custom_op(f"moecore::{name}", forward, **how)
+        registered.register_fake(fake)
         self._function: type[torch.autograd.Function] | None = None
         if backward is not None:
+            registered.register_autograd(backward, setup_context=save)
             self._function = _function(name, forward, save, backward)
+        self.custom: Callable[..., Any] = getattr(torch.ops.moecore, name).default
         self._forward = forward
         parameters = list(inspect.signature(forward).parameters)
         self._mutated = [parameters.index(arg) for arg in mutates_args]
@@ -78,13 +73,13 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         """Return what `forward` returns."""
         if not is_plain_eager():
-            return self._custom(*args)
+            return self.custom(*args)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if not all(_is_plain(t) for t in tensors):
-            return self._custom(*args)
+            return self.custom(*args)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             # Without a backward it is the custom op that refuses, once a gradient is asked for.
-            return self._custom(*args) if self._function is None else self._function.apply(*args)
+            return self.custom(*args) if self._function is None else self._function.apply(*args)
         mutated = [args[i] for i in self._mutated if args[i] is not None]
         if mutated:
             torch.autograd.graph.increment_version(mutated)

@@ -1,4 +1,6 @@
-"""Which tokens a context parallel rank holds: the first and the last of every document's chunks.
+"""Documents of a packed batch, and which tokens a context parallel rank holds of each.
+
+A rank holds the first and the last of every document's chunks.
 
 Attention is causal, so the last tokens of a document have the most work. Each document is cut into
 2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r: of every such pair the sum of work
@@ -11,6 +13,9 @@ Example, size 3, documents of 12, 24 and 6 tokens, so chunks of 2, 4 and 1:
     rank 2   4 5 6 7      20 .. 23 24 .. 27    38 39
 
 A rank's documents lie end to end as well: their borders are `cu_seqlens // size`.
+
+`cu_seqlens` [n + 1] has the first token of each of n documents, and the number of tokens. Documents
+without tokens may stand anywhere.
 """
 
 from __future__ import annotations
@@ -18,16 +23,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.documents import documents_of
+
+def documents_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return int64 [num_tokens], the document of each token. No host sync.
+
+    Example: cu_seqlens [0, 2, 3, 3] gives [0, 0, 1].
+    """
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
+
+
+def positions_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return int64 [num_tokens], the place of each token in its document. No host sync.
+
+    Example: cu_seqlens [0, 2, 3, 3] gives [0, 1, 0].
+    """
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
+    return tokens - cu_seqlens[documents_of(cu_seqlens, num_tokens)]
 
 
 def row_borders(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
-    """Return int32 [num_rows + 1], the `cu_seqlens` of rows that are a document each.
-
-    Args:
-        num_rows: of equal length.
-        num_tokens: of all rows.
-    """
+    """Return int32 [num_rows + 1], the `cu_seqlens` of equal rows that are a document each."""
     rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     return rows * (num_tokens // max(num_rows, 1))
 

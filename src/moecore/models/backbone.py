@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.attention.context_parallel.group import ContextParallel
-from moecore.attention.context_parallel.held import HeldTokens, check_documents
+from moecore.attention.context_parallel.held import ContextParallel, HeldTokens, check_documents
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
@@ -66,10 +65,7 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Return x_BTD; under cp and tp only this rank's tokens of each row.
 
-        Args:
-            sequence: from `sequence_of`; None = rows of one document each.
-            hidden: the residual stream x_BTD that enters a stage without the embedding.
-            stage: which part runs; None = all of it.
+        `hidden` is the residual stream that enters a stage without the embedding.
         """
         stage = self.whole if stage is None else stage
         if sequence is None:
@@ -88,12 +84,7 @@ class Backbone(nn.Module):
         max_seqlen: int | None = None,
         cp: int | None = None,
     ) -> Sequence:
-        """Return where tokens stand, as blocks read it; see `Decoder.forward`.
-
-        Raises:
-            ValueError: for documents that are too long, are not those of the tokens, or cannot be
-                cut over cp, and for a cp without group.
-        """
+        """Return where tokens stand, as blocks read it; see `Decoder.forward`."""
         ranks = self.ranks_of(cp)
         (B, T), device = tokens_BT.shape, tokens_BT.device
         if cu_seqlens is None:

@@ -103,12 +103,9 @@ class MTPLayer(nn.Module):
         self.norm = RMSNorm(D, eps, dtype=dtype)
 
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the normed hidden states h_k; under tp of this rank's tokens, like the inputs.
+        """Return the normed h_k of h_(k-1) and embeddings k positions later; under tp own tokens.
 
-        Args:
-            h_BTD: h_(k-1).
-            e_BTD: embeddings of the tokens k positions later.
-            sequence: its padding has the tokens without a target.
+        The sequence's padding has the tokens without a target.
         """
         joined = torch.cat((self.enorm(e_BTD), self.hnorm(h_BTD)), dim=-1)
         return self.norm(self.block(self.eh_proj(joined), sequence))

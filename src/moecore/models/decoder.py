@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moecore.attention.context_parallel.group import ContextParallel
+from moecore.attention.context_parallel.held import ContextParallel
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import (
     Count,
@@ -301,9 +301,8 @@ class Decoder(nn.Module):
     ) -> list[Tensor]:
         """Return the loss of each multi-token prediction module, fp32, in a stage with the head.
 
-        Args:
-            states: normed hidden states h_0, h_1, ..; those of the stage's modules are added.
-            tokens_BT: of the whole rows, as labels and mask.
+        The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
+        and mask are of the whole rows.
         """
         losses = []
         for ahead, layer in enumerate(self.mtp, start=1):

@@ -31,10 +31,7 @@ ScoreObserver = Callable[[Tensor, Tensor, Sequence, float], None]
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim, in fp32 and rounded once.
 
-    Args:
-        dim: size of the last dim, over all tp ranks.
-        eps: added to the mean square.
-        over_tp: the last dim is cut over tp, so the mean square is taken over all tp ranks.
+    With `over_tp` the last dim, in all `dim`, is cut over tp: the mean square is over all tp ranks.
     """
 
     def __init__(

@@ -36,91 +36,63 @@ def preset(name: str) -> DecoderConfig:
     return PRESETS[name]
 
 
+# Sizes are V, D and the number of layers; heads are H, h and the dim of a head.
+Triple = tuple[int, int, int]
+
+
+def _decoder(sizes: Triple, heads: Triple, moe: MoEConfig, **others: Any) -> DecoderConfig:
+    names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    numbers: Any = dict(zip(names, (*sizes, *heads), strict=True))
+    return DecoderConfig(**numbers, moe=moe, **others)
+
+
+def _moe(dim: int, hidden_dim: int, num_experts: int, top_k: int, **others: Any) -> MoEConfig:
+    sizes: Any = dict(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, top_k=top_k)
+    return MoEConfig(**sizes, **others)
+
+
+def _softmax(coef: float) -> dict[str, Any]:
+    return dict(balance=BalanceConfig(micro_batch_coef=coef))
+
+
+# DeepSeek-V3's router.
+_SIGMOID: Mapping[str, Any] = dict(
+    score_function="sigmoid",
+    routed_scaling_factor=2.5,
+    expert_bias=True,
+    balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
+)
+
+
 def _qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=151_936,
-        dim=dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=4,
-        head_dim=128,
-        qk_norm="head",
-        rope_theta=1_000_000.0,
-        norm_eps=1e-6,
-        max_seq_len=40_960,
-        moe=MoEConfig(
-            dim=dim,
-            hidden_dim=hidden_dim,
-            num_experts=128,
-            top_k=8,
-            normalize_weights=True,
-            balance=BalanceConfig(micro_batch_coef=0.001),
-        ),
-    )
+    moe = _moe(dim, hidden_dim, 128, 8, normalize_weights=True, **_softmax(0.001))
+    how: Any = dict(qk_norm="head", rope_theta=1_000_000.0, norm_eps=1e-6, max_seq_len=40_960)
+    return _decoder((151_936, dim, num_layers), (num_heads, 4, 128), moe, **how)
 
 
-def _deepseek_moe(dim: int, hidden_dim: int, **sizes: Any) -> MoEConfig:
-    return MoEConfig(
-        dim=dim,
-        hidden_dim=hidden_dim,
-        shared_hidden_dim=hidden_dim,
-        normalize_weights=True,
-        score_function="sigmoid",
-        routed_scaling_factor=2.5,
-        expert_bias=True,
-        balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
-        **sizes,
-    )
-
-
-_MIXTRAL_8X7B = DecoderConfig(
-    vocab_size=32_000,
-    dim=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
+_MIXTRAL_8X7B = _decoder(
+    (32_000, 4096, 32),
+    (32, 8, 128),
+    _moe(4096, 14_336, 8, 2, normalize_weights=True, **_softmax(0.02)),
     rope_theta=1_000_000.0,
     norm_eps=1e-5,
     max_seq_len=32_768,
-    moe=MoEConfig(
-        dim=4096,
-        hidden_dim=14_336,
-        num_experts=8,
-        top_k=2,
-        normalize_weights=True,
-        balance=BalanceConfig(micro_batch_coef=0.02),
-    ),
 )
 
-_OLMOE_1B_7B = DecoderConfig(
-    vocab_size=50_304,
-    dim=2048,
-    num_layers=16,
-    num_heads=16,
-    num_kv_heads=16,
-    head_dim=128,
+_OLMOE_1B_7B = _decoder(
+    (50_304, 2048, 16),
+    (16, 16, 128),
+    _moe(2048, 1024, 64, 8, normalize_weights=False, **_softmax(0.01)),
     qk_norm="full",
-    rope_theta=10_000.0,
     norm_eps=1e-5,
     max_seq_len=4096,
-    moe=MoEConfig(
-        dim=2048,
-        hidden_dim=1024,
-        num_experts=64,
-        top_k=8,
-        normalize_weights=False,
-        balance=BalanceConfig(micro_batch_coef=0.01),
-    ),
 )
 
-_DEEPSEEK_V3 = DecoderConfig(
-    vocab_size=129_280,
-    dim=7168,
-    num_layers=61,
-    num_heads=128,
-    num_kv_heads=128,
-    head_dim=192,
+_V3_CHOICE: Any = dict(normalize_weights=True, num_groups=8, top_groups=4)
+_DEEPSEEK_V3 = _decoder(
+    (129_280, 7168, 61),
+    (128, 128, 192),
+    _moe(7168, 2048, 256, 8, shared_hidden_dim=2048, **_V3_CHOICE, **_SIGMOID),
     mla=MLAConfig(
         q_lora_rank=1536,
         kv_lora_rank=512,
@@ -129,93 +101,49 @@ _DEEPSEEK_V3 = DecoderConfig(
         v_head_dim=128,
         yarn=YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
     ),
-    rope_theta=10_000.0,
-    norm_eps=1e-6,
     max_seq_len=163_840,
     dense_layers=(0, 1, 2),
     mlp_hidden_dim=18_432,
     num_mtp_layers=1,
     mtp_loss_coef=0.3,
-    moe=_deepseek_moe(7168, 2048, num_experts=256, top_k=8, num_groups=8, top_groups=4),
 )
 
 # The CPU demo: bytes as tokens, small enough for a step of 4096 tokens in 0.25 s on two cores.
-_TINY = DecoderConfig(
-    vocab_size=256,
-    dim=128,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
+_TINY = _decoder(
+    (256, 128, 4),
+    (4, 2, 32),
+    _moe(128, 128, 8, 2, **_softmax(0.01)),
     qk_norm="head",
     max_seq_len=512,
     dense_layers=(0,),
     mlp_hidden_dim=384,
-    moe=MoEConfig(
-        dim=128,
-        hidden_dim=128,
-        num_experts=8,
-        top_k=2,
-        balance=BalanceConfig(micro_batch_coef=0.01),
-    ),
 )
 
-_TINY_QWEN3 = DecoderConfig(
-    vocab_size=128,
-    dim=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
+_SHORT: Any = dict(max_seq_len=128, ce_chunk_tokens=32)
+_TINY_QWEN3 = _decoder(
+    (128, 64, 2),
+    (4, 2, 16),
+    _moe(64, 32, 8, 2, normalize_weights=True, **_softmax(0.001)),
     qk_norm="head",
     rope_theta=1_000_000.0,
-    max_seq_len=128,
-    ce_chunk_tokens=32,
-    moe=MoEConfig(
-        dim=64,
-        hidden_dim=32,
-        num_experts=8,
-        top_k=2,
-        normalize_weights=True,
-        balance=BalanceConfig(micro_batch_coef=0.001),
-    ),
+    **_SHORT,
 )
 
-_TINY_SHARED = DecoderConfig(
-    vocab_size=128,
-    dim=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=16,
+_TINY_CHOICE: Any = dict(num_groups=4, top_groups=2)
+_TINY_SHARED = _decoder(
+    (128, 64, 3),
+    (4, 4, 16),
+    _moe(64, 32, 8, 2, shared_hidden_dim=48, shared_gate=True, **_TINY_CHOICE, **_SIGMOID),
     tie_embeddings=True,
-    max_seq_len=128,
-    ce_chunk_tokens=32,
     dense_layers=(0,),
     mlp_hidden_dim=128,
-    moe=MoEConfig(
-        dim=64,
-        hidden_dim=32,
-        num_experts=8,
-        top_k=2,
-        score_function="sigmoid",
-        routed_scaling_factor=2.5,
-        num_groups=4,
-        top_groups=2,
-        expert_bias=True,
-        shared_hidden_dim=48,
-        shared_gate=True,
-        balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
-    ),
+    **_SHORT,
 )
 
-_TINY_DEEPSEEK_V3 = DecoderConfig(
-    vocab_size=128,
-    dim=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=24,
+_TINY_DEEPSEEK_V3 = _decoder(
+    (128, 64, 3),
+    (4, 4, 24),
+    _moe(64, 32, 8, 2, shared_hidden_dim=32, normalize_weights=True, **_TINY_CHOICE, **_SIGMOID),
     mla=MLAConfig(
         q_lora_rank=32,
         kv_lora_rank=16,
@@ -224,13 +152,11 @@ _TINY_DEEPSEEK_V3 = DecoderConfig(
         v_head_dim=12,
         yarn=YarnConfig(factor=4.0, original_max_seq_len=32, mscale=1.0, mscale_all_dim=1.0),
     ),
-    max_seq_len=128,
-    ce_chunk_tokens=32,
     dense_layers=(0,),
     mlp_hidden_dim=128,
     num_mtp_layers=1,
     mtp_loss_coef=0.3,
-    moe=_deepseek_moe(64, 32, num_experts=8, top_k=2, num_groups=4, top_groups=2),
+    **_SHORT,
 )
 
 PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(

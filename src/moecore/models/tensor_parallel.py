@@ -22,7 +22,7 @@ Source: Megatron sequence parallelism (arXiv:2205.05198).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from moecore.base.regions import once
 from moecore.base.torch_names import is_silent
 from moecore.models.config import DecoderConfig
-from moecore.moe.dispatch.collectives import gather_ranks, sum_ranks
+from moecore.moe.dispatch.collectives import exchanged, gather_ranks, sum_ranks
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import shard_parameter
 
@@ -50,11 +50,7 @@ class TensorParallel:
     size: int  # G
 
     def own(self, x_BT: Tensor) -> Tensor:
-        """Return this rank's slice of dim 1, contiguous. No communication.
-
-        Raises:
-            ValueError: when dim 1 does not divide by G.
-        """
+        """Return this rank's slice of dim 1, contiguous. No communication."""
         if x_BT.shape[1] % self.size:
             raise ValueError(
                 f"sequence length ({x_BT.shape[1]}) must be a multiple of tp ({self.size}): "
@@ -75,19 +71,21 @@ class TensorParallel:
 
         Unlike `gather`, backward takes this rank's slice of one gradient, equal on all ranks.
         """
-        return once(_GatherTokens.apply, x_BtD, self)
+        return once(exchanged, x_BtD, partial(_gather, group=self.group), self.own)
 
     def sum_shared(self, value: Tensor) -> Tensor:
         """Return the sum over ranks of something that every rank then uses in its own way.
 
         Backward adds the ranks' gradients.
         """
-        return once(_SumShared.apply, value, self.group)
+        add = partial(_all_reduce, group=self.group)
+        return once(exchanged, value, add, add)
 
 
 def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over ranks; this rank's gradient is that of its own part. Collective."""
-    summed: Tensor = once(_SumValue.apply, value, group)
+    add = partial(_all_reduce, group=group)
+    summed: Tensor = once(exchanged, value, add, lambda grad: grad)
     return summed
 
 
@@ -98,9 +96,6 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
     parameter becomes a replicated DTensor, except those of routed experts, which live on the expert
     mesh. Modules with a `tp` attribute get the record that they exchange through. A tp of one rank
     changes nothing.
-
-    Raises:
-        ValueError: when heads or hidden dims do not divide, or the model is already sharded.
     """
     check_tensor_parallel(config, tp_mesh.size())
     if tp_mesh.size() == 1:
@@ -152,35 +147,3 @@ def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     if not is_silent(value):
         dist.all_reduce(value, group=group)
     return value
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BtD: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return _gather(x_BtD, tp.group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.tp.own(grads[0]), None
-
-
-class _SumValue(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _SumShared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_reduce(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.group), None

@@ -155,11 +155,10 @@ class LoadTracker:
     def attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y with the auxiliary losses and the counts riding on it.
+        """Return y with the auxiliary losses and the counts riding on it; no host sync.
 
-        `bias_E` is the bias with which tokens chose.
-        Without gradients it is y itself, and nothing is counted. Without auxiliary losses nothing
-        is launched here, and two kernels in backward. No host sync.
+        `bias_E` is the bias with which tokens chose. Without gradients nothing is counted; without
+        auxiliary losses nothing is launched here, and two kernels in backward.
         """
         if torch.is_grad_enabled() and y.requires_grad:
             return self._attach(y, routing, micro_batch, bias_E)
@@ -282,13 +281,7 @@ class LoadTracker:
     def commit(
         self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
     ) -> None:
-        """Add one micro-batch; called by backward. Two kernels, and one per option that counts.
-
-        Args:
-            losses: fp32, in the order of `LOSS_NAMES`; None = no auxiliary loss is on.
-            seen_E: counts of the forwards before it, where several are in flight.
-            observed: the last arguments of `_Attach`.
-        """
+        """Add one micro-batch; called by backward. Two kernels, and one per option that counts."""
         chosen_TK, kept_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
         self._end_in_flight(seen_E)
@@ -390,10 +383,8 @@ def balance_losses(
     loss. Coefficients are applied. One small all-reduce per scope that needs one, and one of the
     number of ranks with tokens; no host sync.
 
-    Args:
-        ids_TK: int32, the choices or best scores that are counted; -1 is not.
-        prior_counts_E: this rank's counts of such ids in earlier micro-batches of the step.
-        sequences_T: see `MicroBatch.sequences`.
+    `ids_TK` are the choices, or best scores, that are counted; `prior_counts_E` is this rank's
+    counts of such ids in earlier micro-batches of the step.
     """
     assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
     balance, E, K = config.balance, config.num_experts, config.top_k

@@ -102,7 +102,7 @@ class Cloner:
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
         routing = replace(routing, physical_TK=physical_ids(ids_TK, before_E, plan, **sizes))
         self._count(plan.experts_N)
-        return routing, self._over_peers(plan.experts_N) or self._by_sizes(plan.experts_N, lanes)
+        return routing, self._clones(plan.experts_N, lanes)
 
     def _plan(self, ids_TK: Tensor, lanes: Lanes | None) -> tuple[ClonePlan, Tensor]:
         """Return the plan, and how many tokens of each expert precede this rank's, int32 [E]."""
@@ -119,19 +119,15 @@ class Cloner:
         )
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
-    def _over_peers(self, experts_N: Tensor) -> PeerClones | None:
-        """Return clones that need no host; None where ranks cannot see each other's memory."""
-        if self._exchanges is None:
-            return None
+    def _clones(self, experts_N: Tensor, lanes: Lanes | None) -> AnyClones | None:
+        """Return the clones; None = none. Collectives need a host sync, unless a plan stays."""
         p = self._placement
-        sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
-        places = Places(experts_N=experts_N, **sizes)
-        return PeerClones(self._exchanges.clones(experts_N.device), places)
-
-    def _by_sizes(self, experts_N: Tensor, lanes: Lanes | None) -> Clones | None:
-        """Return clones that collectives bring; None = none. One host sync, unless a plan stays."""
+        if self._exchanges is not None:
+            sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
+            places = Places(experts_N=experts_N, **sizes)
+            return PeerClones(self._exchanges.clones(experts_N.device), places)
         experts = experts_N.tolist() if self._kept is None else self._kept.experts
-        return None if max(experts) < 0 else Clones.of(experts, self._placement, self._group, lanes)
+        return None if max(experts) < 0 else Clones.of(experts, p, self._group, lanes)
 
     def _count(self, experts_N: Tensor) -> None:
         """Count the clones on this rank, on the device, in forwards that train."""
@@ -215,8 +211,7 @@ class Clones:
     def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Add the clones' gradients to those of their experts, in place; return these, [e, ...].
 
-        Gradients [e + n, ...] are those of this rank's experts and then of its clones. They are
-        added in fp32 and rounded once. Collective over the group.
+        Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
         """
         e = [grad.shape[0] - self.num_here for grad in grads]
         outward = [grad[number:] for grad, number in zip(grads, e, strict=True)]
@@ -289,10 +284,7 @@ class KeptPlan:
     needs the counts of another rank. No checkpoint has it: a run that resumes has clones after its
     first step. N is the number of places for clones.
 
-    Args:
-        num_steps: optimizer steps that use one plan.
-        least: argument of `plan_clones`.
-        is_read: whether the host reads each plan when it is made.
+    `num_steps` optimizer steps use one plan; with `is_read` the host reads each when it is made.
     """
 
     def __init__(
@@ -316,7 +308,7 @@ class KeptPlan:
     def part_of(self, ids_TK: Tensor) -> ClonePlan:
         """Return the plan of this rank's choices alone: the same shares of each expert's tokens.
 
-        `ids_TK` are int32 expert ids, -1 = dropped. No communication, no host sync.
+        No communication, no host sync.
 
         Example, a clone has tokens 6 to 9 of the nine that expert 0 had: of three choices here the
         last goes to it.

@@ -92,9 +92,7 @@ class Experts(nn.Module):
     ) -> None:
         """Choose how the matrices are multiplied, by a name from `moe/backends.py`.
 
-        Args:
-            recompute_fc1: save X alone for backward instead of X and H, and recompute FC1 there.
-            recipe: in which FP8; None = in the dtype of rows and weights.
+        `recompute_fc1` saves X alone for backward, and not H; `recipe` None keeps the dtype.
         """
         self.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
         self.backend = backend

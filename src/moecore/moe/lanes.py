@@ -204,10 +204,8 @@ def exchange(
 ) -> None:
     """Run collectives that do not depend on each other; in a pair the other side runs meanwhile.
 
-    Args:
-        starts: functions that start one collective each, take `async_op` and return its work.
-        is_ahead: whether the collectives read nothing that was queued after the last `numbers_of`,
-            and write memory that was allocated within `Lanes.ahead`.
+    Each of `starts` takes `async_op` and returns its work. With `is_ahead` they read nothing that
+    was queued after the last `numbers_of`, and write memory allocated within `Lanes.ahead`.
     """
     pair = None if lanes is None else lanes.open_pair
     if lanes is None or pair is None:

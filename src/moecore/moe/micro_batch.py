@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.torch_names import all_gather_single, is_silent
-from moecore.kernels.documents import documents_of
-from moecore.kernels.zigzag import held_tokens, row_borders
+from moecore.kernels.zigzag import documents_of, held_tokens, row_borders
 
 ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
 
@@ -112,8 +111,7 @@ def position_order(
     """Return int64 [N], the tokens by position, those of one position by sequence.
 
     A position counts the real tokens before it in its sequence; padding stands anywhere.
-
-    `cu_seqlens`, int32 [n + 1], replaces `num_sequences` sequences of equal number.
+    `cu_seqlens` replaces `num_sequences` of equal number.
 
     Example, two sequences of two tokens: 0 2 1 3; with token 2 as padding 2 0 3 1.
     """

@@ -113,9 +113,7 @@ class ParamReader:
     them. Outside of a step every forward makes its own: fused optimizers, replayed graphs and
     writes to `.data` change a weight and count nowhere, so no copy may wait for a later step.
 
-    Args:
-        keep: whether copies are saved for backward and shared by the micro-batches of a step; else
-            forward and backward make them again each.
+    Without `keep` forward and backward each make their own.
     """
 
     def __init__(self, *, keep: bool = True) -> None:

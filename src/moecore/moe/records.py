@@ -144,14 +144,14 @@ class Dispatcher(Protocol):
     """
 
     waits_on_host: bool
-    lanes: Lanes | None
+    lanes: Lanes | None = None
 
     def has_spare_rows(self, *, pads: bool) -> bool:
         """Whether experts get room for more rows than come, and only the device knows how many.
 
-        Args:
-            pads: whether `Routing.pad` is on.
+        `pads` is that of `Routing`. By default shapes are exact.
         """
+        return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring every token to each rank that owns at least one of its experts, once."""

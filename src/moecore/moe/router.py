@@ -36,10 +36,7 @@ class Router(nn.Module):
     """A linear layer, a score function and a top-k choice.
 
     Parameters and buffers: `weight` [E, D]; `bias` [E] when `config.router_bias`; buffer
-    `expert_bias` [E] fp32 when `config.expert_bias` (under the name `expert_bias_name`).
-
-    Args:
-        expert_bias_name: name of the selection bias buffer, for models that have their own.
+    `expert_bias` [E] fp32 when `config.expert_bias`, under the name `expert_bias_name`.
     """
 
     def __init__(

@@ -22,7 +22,14 @@ from moecore.moe.linear import LinearProducts, PlainProducts
 from moecore.moe.params import init_normal_, local_param
 
 
-class SharedExpert(nn.Module):
+class _Matrices(nn.Module):
+    def init_weights(self, *, std: float, key: str, seed: int) -> None:
+        """Fill the weights with N(0, std^2), the same on every layout."""
+        for name, parameter in self.named_parameters(recurse=False):
+            init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
+
+
+class SharedExpert(_Matrices):
     """The sum of n MLPs w2 @ act(w1 @ x), each times sigmoid(gate @ x) when the layer asks for it.
 
     Their matrices stand side by side and are multiplied as one. Expert i owns hidden columns
@@ -50,11 +57,6 @@ class SharedExpert(nn.Module):
         self.gate = None if gate is None else nn.Parameter(gate)
         # By w1 and by w2; the gate is never quantised.
         self.products: tuple[LinearProducts, LinearProducts] = (PlainProducts(), PlainProducts())
-
-    def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Fill the weights with N(0, std^2), the same on every layout."""
-        for name, parameter in self.named_parameters(recurse=False):
-            init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return y_TD in the dtype of x_TD."""
@@ -104,7 +106,7 @@ class SharedRun:
         return self.y_TD
 
 
-class Latent(nn.Module):
+class Latent(_Matrices):
     """`w_down` [L, D] before dispatch, `w_up` [D, L] after combine; L is `config.latent_dim`.
 
     Source: LatentMoE, section 7.3 of the Megatron-Core MoE report (arXiv:2603.07685).
@@ -121,11 +123,6 @@ class Latent(nn.Module):
         D, L = config.dim, config.latent_dim
         self.w_down = nn.Parameter(torch.empty(L, D, device=device, dtype=dtype))
         self.w_up = nn.Parameter(torch.empty(D, L, device=device, dtype=dtype))
-
-    def init_weights(self, *, std: float, key: str, seed: int) -> None:
-        """Fill the weights with N(0, std^2), the same on every layout."""
-        for name, parameter in self.named_parameters(recurse=False):
-            init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
     def down(self, x_TD: Tensor) -> Tensor:
         """Return [T, L] in the dtype of x."""

@@ -75,9 +75,6 @@ class MoEState:
 
         Those without tokens on any rank then weigh nothing in auxiliary losses, until the end of
         the step. With auxiliary losses it is collective: one small all-reduce, no host sync.
-
-        Args:
-            have_tokens: one for each micro-batch, a bool or a bool scalar on any device.
         """
         trackers = [layer.tracker for layer in self.layers.values()]
         trackers = [one for one in trackers if one.config.balance.needs_loss]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecore.attention.context_parallel.group import ContextParallel
+from moecore.attention.context_parallel.held import ContextParallel
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.precision import Recipe
 from moecore.moe.clones import Cloner

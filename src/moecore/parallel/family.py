@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecore.attention.context_parallel.group import ContextParallel
+from moecore.attention.context_parallel.held import ContextParallel
 from moecore.base.options.context import ContextOptions
 from moecore.moe.layer import RoutedLayer
 

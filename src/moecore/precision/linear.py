@@ -61,10 +61,6 @@ def _linear(
     return y_TN if bias_N is None else y_TN.add_(bias_N)
 
 
-def _linear_fake(x_TK, weight_NK, *rest):  # type: ignore[no-untyped-def]
-    return x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0], dtype=rest[-1])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_TK, weight_NK, bias_N = inputs[:3]
     # Of x the operand that is summed over tokens, in FP8, which the pass that makes the forward's
@@ -118,7 +114,13 @@ def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Blocks:
 
 
 # What compilers and modes know of `linear` with FP8 products; an operator takes no sink.
-_linear_op = Op("fp8_linear", _linear, _linear_fake, save=_save, backward=backward)
+_linear_op = Op(
+    "fp8_linear",
+    _linear,
+    lambda x_TK, w_NK, *how: x_TK.new_empty(x_TK.shape[0], w_NK.shape[0], dtype=how[-1]),
+    save=_save,
+    backward=backward,
+)
 
 
 class InputCast:
@@ -327,22 +329,11 @@ def _has_product(device: torch.device, kind: str) -> bool:
     return capability == (9, 0) if kind in ("tile", "block") else capability >= (8, 9)
 
 
-def _product(
-    a_MK: Tensor,
-    a_scales: Tensor,
-    a_kind: str,
-    a_fmt: str,
-    b_NK: Tensor,
-    b_scales: Tensor,
-    b_kind: str,
-    b_fmt: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    a = operand(a_MK, a_scales, a_kind, a_fmt)
-    b = operand(b_NK, b_scales, b_kind, b_fmt)
-    (M, K), N = a_MK.shape, b_NK.shape[0]
-    if not M * N * K or not _has_scaled_product(a_MK.device, a_kind):
-        with no_autocast(a_MK):
+def _product(*flat: Any) -> Tensor:
+    a, b, dtype = operand(*flat[:4]), operand(*flat[4:8]), flat[8]
+    (M, K), N = a.values.shape, b.values.shape[0]
+    if not M * N * K or not _has_scaled_product(a.values.device, a.kind):
+        with no_autocast(a.values):
             return product_ref(a, b).to(dtype)
     # cuBLASLt sums "tile" and "block" operands in fp32 every 128 of K. It takes the scales of tiles
     # with neighbouring rows side by side, and the scales of blocks in rows of a multiple of four.
@@ -351,10 +342,10 @@ def _product(
         a.values,
         b.values.T,
         [_as_torch_takes_it(a, is_first=True)],
-        [RECIPES[a_kind]],
+        [RECIPES[a.kind]],
         [],
         [_as_torch_takes_it(b, is_first=False)],
-        [RECIPES[b_kind]],
+        [RECIPES[b.kind]],
         [],
         None,
         dtype,
@@ -368,11 +359,13 @@ def _as_torch_takes_it(side: Blocks, *, is_first: bool) -> Tensor:
     return side.scales.reshape(1) if side.kind == "tensor" else side.scales.T
 
 
-def _product_fake(a_MK, a_scales, a_kind, a_fmt, b_NK, b_scales, b_kind, b_fmt, dtype):  # type: ignore[no-untyped-def]
-    return a_MK.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)
-
-
-_product_op = Op("fp8_product", _product, _product_fake)
+_product_op = Op(
+    "fp8_product",
+    _product,
+    lambda a, _, __, ___, b, *how: a.new_empty(a.shape[0], b.shape[0], dtype=how[-1]),
+    schema="(Tensor a_MK, Tensor a_scales, str a_kind, str a_fmt, "
+    "Tensor b_NK, Tensor b_scales, str b_kind, str b_fmt, ScalarType dtype) -> Tensor",
+)
 
 
 def product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:

@@ -26,12 +26,7 @@ EMPTY = "none"  # ends the name of a layer that never ran
 
 
 def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> None:
-    """Raise for choices that these layers cannot follow. One host sync per entry on a GPU.
-
-    Raises:
-        ValueError: when a layer is missing or unknown; when ids are not [T, K], not integers, out
-            of range, or repeated in a row (for expert choice: not e or -1 in column e).
-    """
+    """Raise for choices that these layers cannot follow. One host sync per entry on a GPU."""
     for name in choices:
         if name not in layers:
             raise ValueError(
@@ -123,11 +118,7 @@ def own_choices(
 ) -> dict[str, Tensor]:
     """Return layer name -> int32 [T, K], this rank's part of what an engine chose. No collective.
 
-    Args:
-        engine_layers: for each of the L layers its name, or None to skip it.
-
-    Raises:
-        ValueError: for wrong shapes or dtypes, or layers that are not named exactly once.
+    `engine_layers` has for each of the L layers its name, or None to skip it.
     """
     try:
         ids_BSLK = torch.as_tensor(indices_BSLK)
@@ -151,9 +142,7 @@ def own_choices(
     for i, name in enumerate(engine_layers):
         if name is None:
             continue
-        groups = layers[name].tracker.groups
-        _check_static(groups)
-        micro_batch = MicroBatch(num_sequences=B, group=groups.micro_batch, cp=groups.cp)
+        micro_batch = _micro_batch(layers[name].tracker.groups, B)
         if S % micro_batch.num_ranks:
             raise ValueError(
                 f"indices sequence ({S}) must be a multiple of the ranks that share one "
@@ -169,12 +158,7 @@ def own_choices(
 def engine_indices(
     choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
 ) -> list[Tensor]:
-    """Return int32 [B, S, L, K] per forward, B the batch size; collective over tp.
-
-    Raises:
-        ValueError: when layers ran different numbers of times, on different tokens or with
-            different K, or tokens do not divide by B.
-    """
+    """Return int32 [B, S, L, K] per forward, B the batch size; collective over tp."""
     check_choices(choices, layers)
     forwards = {name: len(choices[name]) for name in layers}
     if len(set(forwards.values())) > 1:
@@ -192,23 +176,20 @@ def engine_indices(
             )
         whole = []
         for name, layer in layers.items():
-            groups = layer.tracker.groups
-            _check_static(groups)
-            micro_batch = MicroBatch(
-                num_sequences=batch_size, group=groups.micro_batch, cp=groups.cp
-            )
+            micro_batch = _micro_batch(layer.tracker.groups, batch_size)
             ids_NK = micro_batch.gather(choices[name][i].to(torch.int32))
             whole.append(ids_NK.unflatten(0, (batch_size, ids_NK.shape[0] // batch_size)))
         result.append(torch.stack(whole, dim=2))
     return result
 
 
-def _check_static(groups: BalanceGroups) -> None:
+def _micro_batch(groups: BalanceGroups, num_sequences: int) -> MicroBatch:
     if groups.by_cp:
         raise ValueError(
             "ContextOptions.dynamic (True) must be False for the choices of an engine, which do "
             "not say the cp of a forward: leave it out"
         )
+    return MicroBatch(num_sequences=num_sequences, group=groups.micro_batch, cp=groups.cp)
 
 
 def _shown(names: Mapping[str, Any]) -> str:

@@ -25,12 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from moecore.base.torch_names import (
-    call_after_backward,
-    current_node,
-    is_recomputing,
-    tree_leaves,
-)
+from moecore.base.torch_names import call_after_backward, current_node, is_recomputing, tree_leaves
 from moecore.moe.router import Router
 from moecore.rl.choices import Choices
 
@@ -38,11 +33,7 @@ FORWARD = "moecore_forward"
 
 
 class ChoiceRecorder:
-    """The tape of one layer that is recorded.
-
-    Args:
-        records: int32 [T, K] ids are appended here, copies on their device.
-    """
+    """The tape of one layer that is recorded: int32 [T, K] ids are appended to `records`."""
 
     def __init__(self, records: list[Tensor]) -> None:
         self.records = records
@@ -75,13 +66,8 @@ class _TapeForward:
 class TapeReplay:
     """What one `with replay.replay(...)` knows; it lives on in the hooks of its forwards.
 
-    Args:
-        routers: layer name -> router.
-        records: layer name -> checked int32 [T, K], one per forward.
-        fill: routers choose for rows of -1.
-
-    Attributes:
-        selected: entry that forwards use; None = the next one.
+    Routers and checked records go by the name of their layer. With `fill` routers choose for rows
+    of -1. Forwards use the `selected` entry; None = the next one.
     """
 
     def __init__(
@@ -136,11 +122,7 @@ class TapeReplay:
                 )
 
     def index(self, name: str) -> int | None:
-        """Return which entry this call of a layer uses; None = it is not replayed.
-
-        Raises:
-            NotImplementedError: when autograd cannot identify the forward and nothing is selected.
-        """
+        """Return which entry this call of a layer uses; None = it is not replayed."""
         if is_recomputing():
             return self._of_recompute(name)
         if not self._hooks:  # a late backward failed and left the tapes behind
@@ -225,11 +207,7 @@ class _Player:
     def given(
         self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
     ) -> Tensor | None:
-        """Return the entry of this call, None after the replay; see `ChoiceTape.given`.
-
-        Raises:
-            ValueError: when there is no such entry, or it has another number of tokens.
-        """
+        """Return the entry of this call, None after the replay; see `ChoiceTape.given`."""
         _refuse_capture(device)
         index = self.replay.index(self.name)
         if index is None:

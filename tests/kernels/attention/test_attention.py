@@ -19,9 +19,18 @@ from moecore.kernels.attention import (
     reference,
 )
 from moecore.kernels.attention import attention as rule
-from moecore.kernels.attention.contract import AttentionKernel
+from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel
 
 SCALE = 0.3
+
+
+def forward_of(kernel: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    return kernel.forward(AttentionBlock(*args))  # type: ignore[no-any-return]
+
+
+def backward_of(kernel: Any, do: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, o, lse, mask, scale = args
+    return kernel.backward(AttentionBlock(q, k, v, mask, scale), do, o, lse)  # type: ignore[no-any-return]
 
 
 def packed(lengths_q: list[int], lengths_k: list[int], device: str = "cpu", **kw: Any) -> Any:
@@ -190,24 +199,24 @@ def test_cudnn_takes_the_last_queries_in_two_blocks(
         return AttentionMask(causal=causal)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
-        return reference.forward(q, k, v, check(causal, q, k), scale)
+        return forward_of(reference, q, k, v, check(causal, q, k), scale)
 
     def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *rest: Any) -> Any:
         lse, causal, scale = rest
         assert do.is_contiguous() and o.is_contiguous() and lse.is_contiguous()
-        return reference.backward(do, q, k, v, o, lse, check(causal, q, k), scale)
+        return backward_of(reference, do, q, k, v, o, lse, check(causal, q, k), scale)
 
     monkeypatch.setattr(cudnn, "_forward", forward)
     monkeypatch.setattr(cudnn, "_backward", backward)
     q, k, v, do = block((2, queries, 8, 4, 2, 8, 8), torch.float64)
     mask = AttentionMask()
-    o_want, lse_want = reference.forward(q, k, v, mask, SCALE)
-    torch.testing.assert_close(cudnn.forward(q, k, v, mask, SCALE), (o_want, lse_want))
+    o_want, lse_want = forward_of(reference, q, k, v, mask, SCALE)
+    torch.testing.assert_close(forward_of(cudnn, q, k, v, mask, SCALE), (o_want, lse_want))
     more = torch.logaddexp(lse_want, torch.ones_like(lse_want))  # others' keys
     o_more = o_want * (lse_want - more).exp().transpose(1, 2)[..., None]
-    want = reference.backward(do, q, k, v, o_more, more, mask, SCALE)
+    want = backward_of(reference, do, q, k, v, o_more, more, mask, SCALE)
     scattered = (heads_first(do), q, k, v, heads_first(o_more), more.mT.contiguous().mT)
-    torch.testing.assert_close(cudnn.backward(*scattered, mask, SCALE), want)
+    torch.testing.assert_close(backward_of(cudnn, *scattered, mask, SCALE), want)
     assert keys == 2 * ([8] if queries == 8 else [5, 3])
 
 
@@ -251,9 +260,9 @@ def test_torch_has_the_operators(case: str) -> None:
     """Their names, arguments and shapes, without a GPU."""
     kernel, shape, mask = on_gpu(case, "meta")
     q, k, v, do = block(shape, torch.bfloat16, "meta")
-    o, lse = kernel.forward(q, k, v, mask, SCALE)
+    o, lse = forward_of(kernel, q, k, v, mask, SCALE)
     assert o.shape == do.shape and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-    grads = kernel.backward(do, q, k, v, o, lse, mask, SCALE)
+    grads = backward_of(kernel, do, q, k, v, o, lse, mask, SCALE)
     assert [g.shape for g in grads] == [x.shape for x in (q, k, v)]
 
 
@@ -265,12 +274,12 @@ def test_a_fused_kernel_is_the_reference(case: str, dtype: torch.dtype) -> None:
     q, k, v, do = block(shape, dtype, "cuda")
     assert kernel.supports(q, k, v, mask) is None
     wide = [x.double() for x in (q, k, v)]
-    o_want, lse_want = reference.forward(*wide, mask, SCALE)
-    want = reference.backward(do.double(), *wide, o_want, lse_want, mask, SCALE)
-    o, lse = kernel.forward(q, k, v, mask, SCALE)
-    grads = kernel.backward(do, q, k, v, o, lse, mask, SCALE)
-    plain_o, plain_lse = reference.forward(q, k, v, mask, SCALE)
-    plain = reference.backward(do, q, k, v, plain_o, plain_lse, mask, SCALE)
+    o_want, lse_want = forward_of(reference, *wide, mask, SCALE)
+    want = backward_of(reference, do.double(), *wide, o_want, lse_want, mask, SCALE)
+    o, lse = forward_of(kernel, q, k, v, mask, SCALE)
+    grads = backward_of(kernel, do, q, k, v, o, lse, mask, SCALE)
+    plain_o, plain_lse = forward_of(reference, q, k, v, mask, SCALE)
+    plain = backward_of(reference, do, q, k, v, plain_o, plain_lse, mask, SCALE)
     torch.testing.assert_close(lse.double(), lse_want, rtol=1e-4, atol=1e-4)
     assert o.dtype == dtype and lse.dtype == torch.float32
     for got, rounded, exact in zip((o, *grads), (plain_o, *plain), (o_want, *want), strict=True):
@@ -280,10 +289,10 @@ def test_a_fused_kernel_is_the_reference(case: str, dtype: torch.dtype) -> None:
     # Others' keys: final o and lse of more than this block, in each layout.
     more = torch.logaddexp(lse_want, torch.zeros_like(lse_want))
     o_more = o_want * (lse_want - more).exp().transpose(1, 2)[..., None]
-    want = reference.backward(do.double(), *wide, o_more, more, mask, SCALE)
+    want = backward_of(reference, do.double(), *wide, o_more, more, mask, SCALE)
     for lay_out in (Tensor.contiguous, heads_first):
         given = lay_out(do), q, k, v, lay_out(o_more.to(dtype)), more.float()
-        grads = kernel.backward(*given, mask, SCALE)
+        grads = backward_of(kernel, *given, mask, SCALE)
         for got, exact in zip(grads, want, strict=True):
             bound = dict(rtol=0.02, atol=0.02 * exact.abs().max())
             torch.testing.assert_close(got.double(), exact, **bound)

@@ -23,9 +23,8 @@ from moecore.kernels.exchange.clones import (
     CloneLayout,
     ClonePiece,
     Places,
-    bring_home_ref,
-    fetch_ref,
 )
+from tests.kernels.exchange.oracles import bring_home_ref, fetch_ref
 
 NAN = float("nan")
 HALF = torch.float16 if INTERPRET else torch.bfloat16  # to which the interpreter cuts sums

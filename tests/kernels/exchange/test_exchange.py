@@ -32,13 +32,11 @@ from moecore.kernels.exchange.operations import (
     SpreadChoices,
     limit_rows,
     limit_rows_ref,
-    peers_ref,
-    reduce_ref,
-    spread_ref,
 )
 from moecore.kernels.exchange.tiles import Columns
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import sum_rows_ref
+from tests.kernels.exchange.oracles import peers_ref, reduce_ref, spread_ref
 
 # --------------------------------------------------------------------------- references, by hand
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Recipe
+from moecore.kernels.common import rows_of_experts
 from moecore.kernels.experts.contract import (
     ComputeGrad,
     ExpertMLPOptions,
@@ -19,14 +20,26 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     UnsummedInput,
 )
-from moecore.kernels.experts.expert_mlp import expert_mlp, expert_mlp_ref
+from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.torch_products import TorchProducts
-from moecore.kernels.rows.activation import KINDS, ActivationOptions
+from moecore.kernels.rows.activation import KINDS, ActivationOptions, activation
 from moecore.kernels.rows.index import ExpertIndex, build_index
-from moecore.kernels.rows.move import sum_rows
+from moecore.kernels.rows.move import sum_rows, sum_rows_ref
 from moecore.kernels.rows.record import Rows
 
 NAMES = ("x", "w1", "w2", "weights")
+
+
+def expert_mlp_ref(
+    x_SD: Tensor, w1_eCD: Tensor, w2_eDF: Tensor, index: ExpertIndex, options: ActivationOptions
+) -> Tensor:
+    """Return y expert by expert, in plain differentiable PyTorch. Host sync."""
+    parts = []
+    for i, rows in enumerate(rows_of_experts(index.offsets_e)):
+        x = x_SD.index_select(0, index.row_ids_R[rows])
+        a = activation(x @ w1_eCD[i].T, options) * index.weights_R[rows, None]
+        parts.append(a.to(x.dtype) @ w2_eDF[i].T)
+    return sum_rows_ref(torch.cat(parts), index.row_ids_R, index.slots_SK, None)
 
 
 def make(

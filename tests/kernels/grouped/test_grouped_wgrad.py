@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.grouped.wgrad import grouped_wgrad, grouped_wgrad_ref
+from moecore.kernels.common import rows_of_experts
+from moecore.kernels.grouped.wgrad import grouped_wgrad
 
 # Rows of each expert: empty ones, one row, one expert, odd numbers, full steps of 64 rows.
 COUNTS = {
@@ -17,6 +18,24 @@ COUNTS = {
     "no rows": [0, 0, 0],
 }
 SIZES = [(24, 40), (128, 256), (200, 392)]
+
+
+def grouped_wgrad_ref(
+    x: Tensor,
+    y_RN: Tensor,
+    offsets_e: Tensor,
+    *,
+    row_ids_R: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    """Return what `grouped_wgrad` does, expert by expert, summed in fp32. Host sync."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
+    out = []
+    for rows in rows_of_experts(offsets_e):
+        product = x_RM[rows].to(dtype).T @ y_RN[rows].to(dtype)
+        out.append(product.T if transposed else product)
+    return torch.stack(out).to(x.dtype)
 
 
 def make(

@@ -3,13 +3,13 @@ import math
 import pytest
 import torch
 
+from moecore.kernels.rows import scaling
 from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.packed import pack_rows_ref, packed_views
 from moecore.kernels.rows.scaling import (
     KINDS,
     Blocks,
     cast_ref,
-    dequantise,
     operand_shape,
     product_ref,
 )
@@ -21,6 +21,12 @@ ALL = [(kind, fmt, p2) for kind in BLOCK_OF for fmt in ("e4m3", "e5m2") for p2 i
 
 def quantised(x: torch.Tensor, kind: str, fmt: str = "e4m3", p2: bool = True) -> Blocks:
     return cast_ref(x, None, kind, fmt, p2)
+
+
+def dequantise(operand: Blocks) -> torch.Tensor:
+    """Return fp32 [M, K]."""
+    scales = scaling._expanded(scaling._by_rows(operand), operand.kind, *operand.values.shape)
+    return operand.values.float() * scales
 
 
 @pytest.mark.parametrize(("kind", "fmt", "p2"), ALL)

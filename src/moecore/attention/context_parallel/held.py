@@ -1,37 +1,66 @@
-"""HeldTokens: which tokens of a forward's rows each context parallel rank holds.
+"""The ranks that hold parts of the same rows, and which tokens of a forward each of them holds.
+
+Activations are cut along the tokens, and attention alone communicates, in one of four ways:
+
+    allgather   every rank gathers all keys and values and computes its own queries
+    a2a         every rank gets all tokens of some heads, and sends the results back
+    p2p         keys and values go round a ring, and every rank merges what its queries see
+    a2a+p2p     heads for tokens among neighbours, rings between those groups
 
 Legend: B rows, T tokens of a row, G cp ranks, t = T / G tokens of a row of this rank, X any dims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.layout import ChunkLayout
 from moecore.base.regions import once
 from moecore.base.torch_names import all_gather_single, is_silent
+from moecore.moe.dispatch.collectives import exchanged
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """This rank's place among the cp ranks, and who communicates with whom."""
+
+    group: dist.ProcessGroup
+    # those that exchange heads for tokens, consecutive ranks of the group; None = none
+    a2a: dist.ProcessGroup | None = None
+    # those that keys and values go round, every len(a2a)-th rank of the group; None = none. Without
+    # both keys and values are gathered
+    ring: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's index."""
+        return self.group.rank()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the way is "allgather"."""
+        return self.a2a is None and self.ring is None
 
 
 class HeldTokens:
     """Who holds what, made once per forward; a plain class, as `RotaryTable` is.
 
-    Args:
-        shape: B and T.
-        cu_seqlens: documents over all rows, on the device of the tokens; None = rows.
-        max_seqlen: tokens of the longest document, or more.
+    `shape` is B and T; documents are over all rows, on the device of the tokens; None = rows.
 
     Attributes:
         layout: of the tokens on all of them.
         a2a_layout: of the tokens of an all-to-all's ranks on these.
 
-    Raises:
-        ValueError: when rows are no multiple of 2 * cp; `check_documents` is for documents.
+    Rows must be multiples of 2 * cp; `check_documents` is for documents.
     """
 
     def __init__(
@@ -69,7 +98,7 @@ class HeldTokens:
 
         Collective, as the next one.
         """
-        gathered: Tensor = once(_Gather.apply, x_BtX, self, self.sum_values)
+        gathered: Tensor = once(exchanged, x_BtX, self.gather_values, self.sum_values)
         return gathered
 
     def gather_whole(self, x_BtX: Tensor) -> Tensor:
@@ -77,7 +106,7 @@ class HeldTokens:
 
         Unlike `gather`, backward takes this rank's tokens of one gradient, equal on all ranks.
         """
-        gathered: Tensor = once(_Gather.apply, x_BtX, self, self.own)
+        gathered: Tensor = once(exchanged, x_BtX, self.gather_values, self.own)
         return gathered
 
     def gather_values(self, x_BtX: Tensor) -> Tensor:
@@ -111,18 +140,3 @@ def check_documents(cu_seqlens: Tensor, cp: int) -> None:
                 f"cu_seqlens (document {document} of {length} tokens) must have documents of "
                 f"multiples of 2 * cp ({2 * cp}): pad each"
             )
-
-
-class _Gather(torch.autograd.Function):
-    """apply(x_BtX, held, back): the values of all ranks; `back` of whole rows is the gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_BtX: Tensor, held: HeldTokens, back: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.back = back
-        return held.gather_values(x_BtX)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grads[0]), None, None

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.attention import AttentionMask
-from moecore.kernels.documents import documents_of
-from moecore.kernels.zigzag import held_tokens
+from moecore.kernels.zigzag import documents_of, held_tokens
 
 Half = Literal["all", "early", "late"]
 
@@ -28,10 +27,7 @@ Half = Literal["all", "early", "late"]
 class ChunkLayout:
     """How tokens lie on ranks; a plain class, as `RotaryTable` is, made once per forward.
 
-    Args:
-        num_tokens: B * T.
-        cu_seqlens: int32 [n + 1], documents over all rows, each a multiple of 2 * G; None = rows.
-        max_seqlen: tokens of the longest, or more.
+    `num_tokens` is B * T. Documents over all rows are each a multiple of 2 * G; None = rows.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moecore.attention.context_parallel.group import ContextParallel
+from moecore.attention.context_parallel.held import ContextParallel
 from moecore.attention.sequence import Sequence, shift_left
 from moecore.base.options.context import ContextOptions
 from moecore.families.transformers.attention import use_causal_attention

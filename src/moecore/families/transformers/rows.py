@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.attention.context_parallel.group import ContextParallel
-from moecore.attention.context_parallel.held import HeldTokens, check_documents
+from moecore.attention.context_parallel.held import ContextParallel, HeldTokens, check_documents
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.torch_names import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS

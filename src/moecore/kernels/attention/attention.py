@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moecore.kernels.attention import cudnn, flash, reference
-from moecore.kernels.attention.contract import AttentionKernel, AttentionMask
+from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel, AttentionMask
 from moecore.kernels.common import no_autocast, warn_plain
 
 KERNELS: Sequence[AttentionKernel] = (cudnn, flash)
@@ -45,7 +45,7 @@ def attention_forward(
     _check(q_BTHd, k_BShd, v_BShv, mask)
     with no_autocast(q_BTHd):
         kernel = choose_kernel(q_BTHd, k_BShd, v_BShv, mask)
-        return kernel.forward(q_BTHd, k_BShd, v_BShv, mask, scale)
+        return kernel.forward(AttentionBlock(q_BTHd, k_BShd, v_BShv, mask, scale))
 
 
 def attention_backward(
@@ -62,9 +62,6 @@ def attention_backward(
 
     Args:
         do_BTHv: gradient of the final o.
-        q_BTHd: as in forward, like the next two.
-        k_BShd: the block's keys.
-        v_BShv: the block's values.
         o_BTHv: the final o: of all blocks of keys, and with a sink.
         lse_BHT: the final lse, fp32; -inf where a query sees no key of any block.
 
@@ -75,8 +72,8 @@ def attention_backward(
     _check(q_BTHd, k_BShd, v_BShv, mask)
     with no_autocast(q_BTHd):
         kernel = choose_kernel(q_BTHd, k_BShd, v_BShv, mask)
-        do_BTHv = do_BTHv.to(q_BTHd.dtype)
-        return kernel.backward(do_BTHv, q_BTHd, k_BShd, v_BShv, o_BTHv, lse_BHT, mask, scale)
+        block = AttentionBlock(q_BTHd, k_BShd, v_BShv, mask, scale)
+        return kernel.backward(block, do_BTHv.to(q_BTHd.dtype), o_BTHv, lse_BHT)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:

@@ -26,7 +26,7 @@ Source: attention sinks as of gpt-oss (arXiv:2508.10925).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -80,45 +80,33 @@ class AttentionMask:
         return self.cu_seqlens_q is not None
 
 
-class AttentionKernel(Protocol):
-    """One implementation; a module of this package is one. No autograd.
+class AttentionBlock(NamedTuple):
+    """A block of queries and keys, of the shapes and dtypes of `attention.attention_forward`."""
 
-    Each takes the shapes and dtypes of `attention.attention_forward`.
-    """
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: AttentionMask
+    scale: float
+
+
+class AttentionKernel(Protocol):
+    """One implementation; a module of this package is one. No autograd."""
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
         """Return why it cannot compute such a block, one line; None = it can."""
-        ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """Return o_BTHv and lse_BHT."""
-        ...
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
+        self, block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv."""
-        ...
 
 
 def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o, in the dtype of sums, and lse of the keys of two blocks.
-
-    Args:
-        o: [B, T, H, v], of one block.
-        lse: [B, H, T], finite: each query sees a key of that block.
-        o_new, lse_new: likewise of the other, of which a query may see no key.
-    """
+    """Return o, in the dtype of sums, and lse of two blocks; a query may see no key of the new."""
     both = torch.logaddexp(lse, lse_new)
     old, new = ((one - both).exp().transpose(1, 2)[..., None] for one in (lse, lse_new))
     return o * old + o_new * new, both

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_names import cudnn_attention, cudnn_attention_backward
-from moecore.kernels.attention.contract import AttentionMask, merge, refuse_half
+from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, merge, refuse_half
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
@@ -31,10 +31,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
     return refuse_half(q, k, v, (9, 0))
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
+    q, k, v, mask, scale = block
     # Its causal mask is aligned at the top left, ours at the bottom right. T queries that are the
     # last of S > T keys are two calls, of which each multiplies what its queries see and nothing
     # else: keys 0 : S - T, all of them seen, and keys S - T : S, a causal square.
@@ -49,16 +48,10 @@ def forward(
 
 
 def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    mask: AttentionMask,
-    scale: float,
+    block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv: see `attention.attention_backward`."""
+    q, k, v, mask, scale = block
     do, o, lse = _like_output(do, q), _like_output(o, q), lse.contiguous()
     before = k.shape[1] - q.shape[1]
     if not mask.causal or not before:
@@ -78,14 +71,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
 
 
 def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = lse.new_empty(0, dtype=torch.int64)  # the seed of dropout
     dq, dk, dv = cudnn_attention_backward(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.torch_names import flash_attention, flash_attention_backward
-from moecore.kernels.attention.contract import AttentionMask, refuse_half
+from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, refuse_half
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
@@ -25,10 +25,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
     return refuse_half(q, k, v, (8, 0))
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
+    q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     o, lse, *_ = flash_attention(
         *_as_taken(mask, dim, q, k, v),
@@ -46,16 +45,10 @@ def forward(
 
 
 def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    mask: AttentionMask,
-    scale: float,
+    block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv: see `attention.attention_backward`."""
+    q, k, v, mask, scale = block
     dim = max(q.shape[-1], v.shape[-1])
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     if mask.is_packed:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moecore.kernels.attention.contract import AttentionMask
+from moecore.kernels.attention.contract import AttentionBlock, AttentionMask
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
@@ -58,6 +58,11 @@ def _rows(mask: AttentionMask, q: Tensor, k: Tensor) -> list[AttentionMask] | No
     return [replace(mask, cu_seqlens_q=cu, cu_seqlens_k=cu) for cu in cu_of_rows]
 
 
+def _row(block: AttentionBlock, i: int, mask: AttentionMask) -> AttentionBlock:
+    q, k, v = (x[i : i + 1] for x in block[:3])
+    return AttentionBlock(q, k, v, mask, block.scale)
+
+
 def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
     """Return s_BhgTS of q_BThgd and k_BShd, -inf where a key is not seen."""
     s = torch.einsum("bthgd,bshd->bhgts", q, k) * scale
@@ -72,16 +77,12 @@ def _grouped(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
     return x.unflatten(2, (h, x.shape[2] // h))
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
+    q, k, v, mask, scale = block
     rows = _rows(mask, q, k)
     if rows is not None:
-        outputs = [
-            forward(q[i : i + 1], k[i : i + 1], v[i : i + 1], row, scale)
-            for i, row in enumerate(rows)
-        ]
+        outputs = [forward(_row(block, i, row)) for i, row in enumerate(rows)]
         o, lse = (torch.cat(x) for x in zip(*outputs, strict=True))
         return o, lse
     B, T, H, _ = q.shape
@@ -96,23 +97,16 @@ def forward(
 
 
 def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    mask: AttentionMask,
-    scale: float,
+    block: AttentionBlock, do: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv: see `attention.attention_backward`."""
+    q, k, v, mask, scale = block
     rows = _rows(mask, q, k)
     if rows is not None:
         grads = []
         for i, row in enumerate(rows):
             here = slice(i, i + 1)
-            saved = q[here], k[here], v[here], o[here], lse[here]
-            grads.append(backward(do[here], *saved, row, scale))
+            grads.append(backward(_row(block, i, row), do[here], o[here], lse[here]))
         dq, dk, dv = (torch.cat(x) for x in zip(*grads, strict=True))
         return dq, dk, dv
     h = k.shape[2]

@@ -26,7 +26,7 @@ Bytes moved, with b of an element: fetch sends W b per clone over the links, and
 c W b here; bring_home_ reads W b per clone over the links.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -104,36 +104,6 @@ class CloneConstants(NamedTuple):
     BLOCK_G: int
     THREADS: int
     SPIN: bool
-
-
-def fetch_ref(rows: Sequence[Tensor], places: Places) -> list[Tensor]:
-    """Return each rank's clones, [c, ...]; zeros where a place is empty.
-
-    rows[b] are [e, ...] of the rank of block b, one per block.
-    """
-    used, dtype = places.experts_N >= 0, rows[0].dtype
-    whole = torch.cat([r.view(torch.uint8) if r.itemsize == 1 else r for r in rows])
-    came = whole.new_zeros(used.shape[0], *whole.shape[1:])
-    came[used] = whole[places.experts_N[used].long()]
-    return list(came.view(dtype).split(places.num_clones))
-
-
-def bring_home_ref(grads: Sequence[Tensor], places: Places) -> list[Tensor]:
-    """Return each rank's gradients, [e, ...], with those of its experts' clones.
-
-    Added in fp32, in the order of places, and rounded once. grads[b] are [e + c, ...], as above.
-    """
-    e, c = places.num_local, places.num_clones
-    home = [grad[:e].clone() for grad in grads]
-    wide = torch.promote_types(grads[0].dtype, torch.float32)
-    totals: dict[int, Tensor] = {}
-    for n, x in enumerate(places.experts_N.tolist()):
-        if x >= 0:
-            total = totals.get(x, home[x // e][x % e].to(wide))
-            totals[x] = total + grads[n // c][e + n % c]
-    for x, total in totals.items():
-        home[x // e][x % e] = total
-    return home
 
 
 @triton.jit
@@ -324,12 +294,9 @@ receive_grads = partial(_launch, _receive_grads_kernel, True)
 
 
 def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
-    """Return the clones' rows of a tensor, [c, ...]; zeros where a place is empty. No host sync.
+    """Return the clones' rows, [c, ...], of [e, ...] of any dtype; zeros where a place is empty.
 
-    Every rank must call it at the same place in its order of operations.
-
-    Args:
-        rows: [e, ...] of any dtype, this rank's experts.
+    No host sync. Every rank must call it at the same place in its order of operations.
     """
     out = rows.new_empty(places.num_clones, *rows.shape[1:])
     rows_eW = _as_words(rows.contiguous())
@@ -343,11 +310,8 @@ def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
 def bring_home_(buffer: CloneBuffer, grads: Tensor, places: Places) -> Tensor:
     """Add the clones' gradients to those of their experts, in place; return these, [e, ...].
 
-    In fp32, in the order of places; rounded once. No host sync. Every rank must call it at the same
-    place in its order of operations.
-
-    Args:
-        grads: [e + c, ...] contiguous, of `SUM_DTYPES`: this rank's experts and then its clones.
+    grads [e + c, ...], contiguous, of `SUM_DTYPES`, are of this rank's experts and then its clones.
+    In fp32, in the order of places; rounded once. Otherwise as `fetch`.
     """
     home_eW, clones_cW = _as_rows(grads).split((places.num_local, places.num_clones))
     for piece in pieces(buffer.layout, home_eW, places.num_clones):

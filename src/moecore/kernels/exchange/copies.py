@@ -40,26 +40,16 @@ class SlotEvent(Enum):
 
 # State -> event -> next state; an event that is not there must not come.
 TRANSITIONS = {
-    SlotState.FREE: {
-        SlotEvent.OPERATION: SlotState.FREE,
-        SlotEvent.COPY: SlotState.COPYING,
-    },
-    SlotState.COPYING: {
-        SlotEvent.OPERATION: SlotState.COPYING,
-        SlotEvent.READ: SlotState.READ,
-    },
-    SlotState.READ: {
-        SlotEvent.OPERATION: SlotState.FREE,
-    },
+    SlotState.FREE: {SlotEvent.OPERATION: SlotState.FREE, SlotEvent.COPY: SlotState.COPYING},
+    SlotState.COPYING: {SlotEvent.OPERATION: SlotState.COPYING, SlotEvent.READ: SlotState.READ},
+    SlotState.READ: {SlotEvent.OPERATION: SlotState.FREE},
 }
 
 
 def copy_sums(buffer: SymmetricBuffer, sums_SD: Tensor) -> None:
     """Copy the sums of all source rows, holes too, to the tokens' ranks. No host sync.
 
-    Args:
-        buffer: this rank's end, of a layout with a slot of sums.
-        sums_SD: contiguous, rows of `row_bytes`; must live until the `reduce`.
+    Rows are contiguous, of `row_bytes`, and must live until the `reduce`.
     """
     G = buffer.layout.num_ranks
     bytes_G = sums_SD.view(torch.uint8).view(G, -1)

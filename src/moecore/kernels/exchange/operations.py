@@ -23,7 +23,6 @@ Bytes moved, with P ranks per token and b bytes per element: P * T * D * b over 
 same read and written again by a receiver; expert rows on one side where the slots name them.
 """
 
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -67,35 +66,12 @@ class SpreadChoices(NamedTuple):
     # int32, the row's own number, or -1 for a hole: as slots [S, 1] they name rows_SD
     places_S: Tensor
 
-
-def peers_ref(ids_TK: Tensor, num_local: int, num_blocks: int, etp: int) -> Tensor:
-    """Return int32 [T], bit g set where rank g owns one of the token's experts.
-
-    Rank g owns block g // etp: experts [g // etp * num_local, (g // etp + 1) * num_local).
-
-    Example, 2 blocks of 2 experts, etp 2: ids [[0, 1], [1, 3], [-1, -1]] give [3, 15, 0].
-    """
-    block_TK = torch.where(ids_TK < 0, -1, ids_TK.long() // num_local)
-    ranks = torch.arange(num_blocks * etp, device=ids_TK.device)
-    needs_TG = (block_TK[:, :, None] == ranks // etp).any(1)
-    return (needs_TG.long() << ranks).sum(1).to(torch.int32)
-
-
-def spread_ref(x_GCN: Tensor, peers_GC: Tensor, rank: int, fill: float = 0) -> Tensor:
-    """Return what `rank` receives, [S, N]: the rows of the tokens that it needs, else `fill`."""
-    needed_GC1 = (peers_GC >> rank & 1).bool()[..., None]
-    return torch.where(needed_GC1, x_GCN, fill).flatten(0, 1)
-
-
-def reduce_ref(y_GSN: Tensor, peers_T: Tensor, rank: int) -> Tensor:
-    """Return the sums of `rank`'s tokens, [T, N]; y_GSN[p] is what rank p holds."""
-    G, S, N = y_GSN.shape
-    T = peers_T.shape[0]
-    out_TN = y_GSN.new_zeros(T, N, dtype=torch.promote_types(y_GSN.dtype, torch.float32))
-    for p in range(G):
-        part_TN = y_GSN[p].view(G, S // G, N)[rank, :T]
-        out_TN = out_TN + torch.where((peers_T >> p & 1).bool()[:, None], part_TN, 0)
-    return out_TN.to(y_GSN.dtype)
+    @classmethod
+    def empty(cls, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, S: int) -> "SpreadChoices":
+        """Return what S source rows need, uninitialised."""
+        (T, K), D = ids_TK.shape, x_TD.shape[1]
+        choices = (ids_TK.new_empty(S, K), weights_TK.new_empty(S, K))
+        return cls(x_TD.new_empty(S, D), *choices, ids_TK.new_empty(T), ids_TK.new_empty(S))
 
 
 class Ptrs(NamedTuple):
@@ -262,22 +238,12 @@ def spread_choices(
 
     Args:
         x_TD: tokens, at most C, contiguous, in any dtype; rows of at most `row_bytes`.
-        ids_TK: int32, contiguous, global expert ids; -1 = dropped.
-        weights_TK: fp32, contiguous.
-        num_local: experts of one rank; rank g owns block g // etp.
-        etp: ranks that share a block.
+        ids_TK: int32, contiguous, global expert ids; -1 = dropped. Weights are fp32, contiguous.
+        num_local: experts of one block, which etp ranks share: rank g owns block g // etp.
         half: "push" and "receive" one after the other make up "both" (for tests that play all ranks
             in one process); what a half does not do is left uninitialised.
     """
-    layout, (T, K) = buffer.layout, ids_TK.shape
-    S, integers = layout.source_rows, partial(torch.empty, dtype=torch.int32, device=x_TD.device)
-    out = SpreadChoices(
-        rows_SD=x_TD.new_empty(S, x_TD.shape[1]),
-        ids_SK=integers(S, K),
-        weights_SK=weights_TK.new_empty(S, K),
-        peers_T=integers(T),
-        places_S=integers(S),
-    )
+    out = SpreadChoices.empty(x_TD, ids_TK, weights_TK, buffer.layout.source_rows)
     made = (out.peers_T, out.places_S, out.places_S, as_words(out.rows_SD))
     both = (Choices(ids_TK, weights_TK), Choices(out.ids_SK, out.weights_SK))
     _launch_spread(buffer, half, Ptrs(as_words(x_TD), *made), *both, num_local=num_local, etp=etp)
@@ -299,9 +265,7 @@ def spread(
     No host sync. Rows that no slot names are uninitialised.
 
     Args:
-        x_TD: rows of the local tokens, as in `spread_choices`.
-        peers_T: who needs them, from `spread_choices`.
-        places_S: which source rows come, from `spread_choices`.
+        peers_T, places_S: who needs which rows, from `spread_choices`.
         slots_SN: int32, contiguous, the rows that become copies of each source row, -1 = none.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
@@ -349,8 +313,7 @@ def reduce(
     Args:
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`; those that no slot names are not
             read.
-        peers_T: from `spread_choices`: where the sums of the local tokens come from.
-        places_S: from `spread_choices`: which source rows have a sum.
+        peers_T, places_S: from `spread_choices`: which ranks, and source rows, have a sum.
         slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots [S,
             K], the expert row of each choice: gradients go home to their choices.

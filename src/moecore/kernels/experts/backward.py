@@ -62,18 +62,9 @@ class Saved:
 
     @classmethod
     def of(
-        cls,
-        tensors: Sequence[Any],
-        dtype: torch.dtype,
-        quantised: tuple[Both, Both] | None = None,
+        cls, tensors: Sequence[Any], dtype: torch.dtype, quantised: tuple[Both, Both] | None = None
     ) -> Saved:
-        """Return the record of its tensors.
-
-        Args:
-            tensors: of `tensors()`.
-            dtype: in which the rows count.
-            quantised: of the weights.
-        """
+        """Return the record of its `tensors()`; rows count in `dtype`."""
         x, x_scales, h, h_scales, w1_eCD, w2_eDF, *index = tensors
         weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF, quantised=quantised)
         rows, hidden = _rows(x, x_scales, dtype), _rows(h, h_scales, dtype)
@@ -97,9 +88,8 @@ def differentiate(
     """Return the gradients of an output.
 
     Args:
-        saved: by the forward; rows are needed where FC1 runs again, and for the gradient of w1.
-        dy: contiguous [S, D], or [R, D] when unsummed; dx comes back alike.
-        unsummed: whether dy and dx are those of expert rows.
+        saved: rows are needed where FC1 runs again, and for the gradient of w1.
+        dy: contiguous [S, D], or of expert rows [R, D] when unsummed; dx comes back alike.
         sinks: of w1 and w2: what may take their gradients; those that it takes come back as None.
         sender: gets dx and dweights before those of w1 and w2 are computed.
     """

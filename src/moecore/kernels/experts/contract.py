@@ -44,24 +44,13 @@ class GradSink(Protocol):
     """Takes a weight's gradient past autograd, where a backward allows that."""
 
     def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Let a gradient be computed, by compute(*operands, target): now, or once later.
+        """Let compute(*operands, target) put a gradient at a target: now, or once later.
 
-        Args:
-            compute: puts the gradient at the target and returns it.
-            operands: what it reads: tensors, tuples and records of them.
-
-        Returns:
-            The gradient where it goes to autograd; None where the sink has taken it, or will.
+        Return the gradient where it goes to autograd; None where the sink has taken it, or will.
         """
-        ...
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """Let a gradient be computed later, as of `put`, where the running backward defers.
-
-        Returns:
-            Whether it does; else the caller gives the gradient to autograd.
-        """
-        ...
+        """Let it be computed later where the running backward defers; return whether it does."""
 
 
 def sink_of(param: Tensor, shape: torch.Size) -> GradSink | None:
@@ -111,7 +100,6 @@ class GradientSender(Protocol):
         num_rows: Tensor,
     ) -> None:
         """Begin to send them; backward returns the same tensors. The index is `ExpertInput`'s."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

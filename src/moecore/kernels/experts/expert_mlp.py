@@ -31,7 +31,6 @@ from moecore.base.torch_names import (
     tree_unflatten,
     will_run,
 )
-from moecore.kernels.common import rows_of_experts
 from moecore.kernels.experts.backward import Saved, Wants, differentiate
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
@@ -41,26 +40,9 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.products import choose_products, make_products
 from moecore.kernels.experts.traced import traced_backward, traced_expert_mlp
-from moecore.kernels.rows.activation import ActivationOptions, activation
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.move import sum_rows_plain, sum_rows_ref
+from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.record import Rows
-
-
-def expert_mlp_ref(
-    x_SD: Tensor,
-    w1_eCD: Tensor,
-    w2_eDF: Tensor,
-    index: ExpertIndex,
-    options: ActivationOptions,
-) -> Tensor:
-    """Return y expert by expert, in plain differentiable PyTorch. Host sync."""
-    parts = []
-    for i, rows in enumerate(rows_of_experts(index.offsets_e)):
-        x = x_SD.index_select(0, index.row_ids_R[rows])
-        a = activation(x @ w1_eCD[i].T, options) * index.weights_R[rows, None]
-        parts.append(a.to(x.dtype) @ w2_eDF[i].T)
-    return sum_rows_ref(torch.cat(parts), index.row_ids_R, index.slots_SK, None)
 
 
 class _ExpertMLP(torch.autograd.Function):

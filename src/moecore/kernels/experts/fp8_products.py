@@ -73,7 +73,6 @@ class QuantisedProducts:
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
 
     def drop_weights(self) -> None:
-        """Drop the matrices, and what they were quantised to."""
         del self.weights
         for name in ("_w1", "_w2"):
             vars(self).pop(name, None)
@@ -104,7 +103,6 @@ class BlockwiseProducts(QuantisedProducts):
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
-        """Return why such experts cannot be multiplied, one line; None = they can."""
         return spec.refused_in_fp8(BLOCK)
 
     def as_kept(self, rows: Rows) -> Rows:
@@ -112,7 +110,6 @@ class BlockwiseProducts(QuantisedProducts):
         return rows if rows.scales is not None else self._quantised(rows.values)
 
     def fc1(self, rows: Rows) -> tuple[Tensor, _OperandBlocks]:
-        """Return H and the weighted activation."""
         h_RC = self._fc1(rows)
         return h_RC, self._activation(h_RC)
 
@@ -123,25 +120,20 @@ class BlockwiseProducts(QuantisedProducts):
         return self._quantised(h_RC, self.where[2])
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
-        """Return the output of each expert row."""
         return self._forward(a.rows, self._w2, a.dtype)
 
     def fc1_again(self, rows: Rows) -> Rows:
-        """Return H alone."""
         return Rows(self._fc1(rows))
 
     def activation_again(self, h: Rows) -> _OperandBlocks:
-        """Return the weighted activation."""
         return self._activation(widen_rows(h, self.where[2]))
 
     def dy(self, dy: Tensor, *, unsummed: bool) -> _OutputGrads:
-        """Return the gradient of each expert row's output."""
         return _OutputGrads(self._quantised(dy, self.where[2] if unsummed else None), unsummed)
 
     def activation_bwd(
         self, dy: _OutputGrads, h: Rows
     ) -> tuple[_OperandBlocks, Tensor, _OperandBlocks]:
-        """Return dH, the weights' gradients and the weighted activation."""
         row_ids_R, slots_SK, num_rows = self.where
         if dy.is_unsummed:
             dy_rows = gather_row_blocks(dy.rows, None, None, num_rows)
@@ -156,16 +148,13 @@ class BlockwiseProducts(QuantisedProducts):
         return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
     def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
-        """Return the gradient of each expert row."""
         return self._backward(dh.rows, self._w1, dh.dtype)
 
     def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
-        """Put the gradient of w1 at the target; return it."""
         x = tile_tokens(rows, self.where[0], self.tiles)
         return self._wgrad(dh.rows, x, target, self.dtypes[0])
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _OperandBlocks, target: GradTarget) -> Tensor:
-        """Put the gradient of w2 at the target; return it."""
         row_ids_R = None if dy.is_unsummed else self.where[0]
         dy_tiles = tile_tokens(dy.rows, row_ids_R, self.tiles)
         return self._wgrad(dy_tiles, a.rows, target, self.dtypes[1])

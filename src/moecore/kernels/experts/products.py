@@ -36,58 +36,50 @@ from moecore.kernels.rows.scaling import Both
 
 
 class Products(Protocol):
-    """The six products of the two matrices, and the activation between them."""
+    """The six products of the two matrices, and the activation between them.
+
+    A class's `supports(spec)` returns why it cannot multiply some experts, in one line; None = it
+    can.
+    """
 
     # row_ids_R, slots_SK and the number of used rows, as row movers take them
     where: tuple[Tensor, Tensor, Tensor]
 
     def as_kept(self, rows: Rows) -> Rows:
         """Return source rows as they are multiplied, and kept for backward; such rows as is."""
-        ...
 
     def fc1(self, rows: Rows) -> tuple[Any, Any]:
         """Return H and the weighted activation, of rows `as_kept`."""
-        ...
 
     def h_as_kept(self, h: Any) -> Rows:
         """Return H, [R, C], as it is kept for backward."""
-        ...
 
     def fc2(self, a: Any) -> Tensor:
         """Return y_RD, the output of each expert row, of the activation."""
-        ...
 
     def fc1_again(self, rows: Rows) -> Rows:
         """Return H `h_as_kept`, of rows `as_kept`."""
-        ...
 
     def activation_again(self, h: Rows) -> Any:
         """Return the activation as `activation_bwd` does, without a gradient."""
-        ...
 
     def dy(self, dy: Tensor, *, unsummed: bool) -> Any:
         """Return the gradient of the output, [S, D] or unsummed [R, D], for the verbs below."""
-        ...
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
         """Return dH, dweights_R and the activation: FC2's input gradient, and through it."""
-        ...
 
     def fc1_bwd(self, dh: Any) -> Tensor:
         """Return dx_RD, the gradient of each expert row."""
-        ...
 
     def fc1_wgrad(self, rows: Rows, dh: Any, target: GradTarget) -> Tensor:
         """Put the gradient of w1 at the target; return it."""
-        ...
 
     def fc2_wgrad(self, dy: Any, a: Any, target: GradTarget) -> Tensor:
         """Put the gradient of w2 at the target; return it."""
-        ...
 
     def drop_weights(self) -> None:
         """Drop the matrices: gradients of weights alone are computed from here on."""
-        ...
 
 
 OF_SCALING: dict[Scaling, type[BlockwiseProducts | ScaledProducts]] = {

@@ -17,6 +17,7 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import ExpertSpec, GradTarget
 from moecore.kernels.experts.fp8_products import QuantisedProducts
+from moecore.kernels.experts.torch_products import ProductSource, Role, TorchProducts
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
     pad_rows,
@@ -27,14 +28,11 @@ from moecore.kernels.grouped.scaled import (
     scaled_wgrad,
 )
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.rows.activation import weighted_activation, weighted_activation_bwd
-from moecore.kernels.rows.move import gather_rows_plain
-from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.scaling import Blocks, Both
+from moecore.kernels.rows.scaling import Both
 
 
-class ScaledProducts(QuantisedProducts):
-    """The contract is `products.Products`; "rowwise" or "tensorwise". On a CPU, the references."""
+class ScaledProducts(QuantisedProducts, TorchProducts):
+    """Recipes "rowwise" and "tensorwise": torch's products of FP8 operands; references on a CPU."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -43,7 +41,6 @@ class ScaledProducts(QuantisedProducts):
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
-        """Return why such experts cannot be multiplied, one line; None = they can."""
         assert spec.recipe is not None
         for field, value, wanted in (
             ("grad_format", spec.recipe.grad_format, "e4m3"),
@@ -63,70 +60,25 @@ class ScaledProducts(QuantisedProducts):
         per_row = recipe.scaling == "rowwise"
         return scaled_weights(w_eNK.detach(), per_row=per_row, power_of_two=recipe.power_of_two)
 
-    def as_kept(self, rows: Rows) -> Rows:
-        """Return source rows as they came."""
-        return rows
-
-    def fc1(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return H and the weighted activation."""
-        h_RC = self._fc1(rows)
-        return h_RC, self.activation_again(Rows(h_RC))
-
-    def h_as_kept(self, h_RC: Tensor) -> Rows:
-        """Return H as it is."""
-        return Rows(h_RC)
-
-    def fc2(self, a_RF: Tensor) -> Tensor:
-        """Return the output of each expert row."""
-        return self._product(a_RF, self._w2.rows)
-
-    def fc1_again(self, rows: Rows) -> Rows:
-        """Return H alone."""
-        return Rows(self._fc1(rows))
-
-    def activation_again(self, h: Rows) -> Tensor:
-        """Return the weighted activation."""
-        return weighted_activation(h.values, self.weights_R, self.where[2], self.activation)
-
-    def dy(self, dy: Tensor, *, unsummed: bool) -> Tensor:
+    def dy(self, dy: Tensor, *, unsummed: bool) -> ProductSource:
         """Return the gradient of each expert row's output; 0 past the last one."""
         if not unsummed:
-            return self._gathered(Rows(dy))
+            return super().dy(dy, unsummed=False)
         used_R = torch.arange(dy.shape[0], device=dy.device) < self.where[2]
-        return torch.where(used_R[:, None], dy, 0)
+        return ProductSource(torch.where(used_R[:, None], dy, 0), None)
 
-    def activation_bwd(self, dy_RD: Tensor, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dH, the weights' gradients and the weighted activation."""
-        da_RF = self._product(dy_RD, self._w2.columns)
-        where = (self.weights_R, self.where[2], self.activation)
-        return weighted_activation_bwd(h.values, da_RF, *where)
+    def _matrix(self, role: Role, *, backward: bool = False) -> Any:
+        both = self._w1 if role == "w1" else self._w2
+        return both.columns if backward else both.rows
 
-    def fc1_bwd(self, dh_RC: Tensor) -> Tensor:
-        """Return the gradient of each expert row."""
-        return self._product(dh_RC, self._w1.columns)
+    def _rows(self, a_RK: Tensor, b: Any) -> Tensor:
+        return scaled_gemm(scaled_rows(a_RK, **self.how), b, self.offsets_e, a_RK.dtype)
 
-    def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        """Put the gradient of w1 at the target; return it."""
-        return self._wgrad(dh_RC, self._gathered(rows), target, self.dtypes[0])
-
-    def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
-        """Put the gradient of w2 at the target; return it."""
-        return self._wgrad(dy_RD, a_RF, target, self.dtypes[1])
-
-    def _gathered(self, rows: Rows) -> Tensor:
-        return gather_rows_plain(rows.widen(), *self.where)
-
-    def _fc1(self, rows: Rows) -> Tensor:
-        return self._product(self._gathered(rows), self._w1.rows)
-
-    def _product(self, a_RK: Tensor, b: Blocks | None) -> Tensor:
-        """Return each expert row times its expert's matrix, transposed."""
-        assert b is not None
-        rows = scaled_rows(a_RK, **self.how)
-        return scaled_gemm(rows, b, self.offsets_e, a_RK.dtype)
-
-    def _wgrad(self, x_RM: Tensor, y_RN: Tensor, target: GradTarget, dtype: torch.dtype) -> Tensor:
-        padded = pad_rows(self.offsets_e, x_RM.shape[0])
-        x, y = (scaled_columns(rows, padded, **self.how) for rows in (x_RM, y_RN))
-        grad = scaled_wgrad(x, y, padded.offsets_e, x_RM.dtype)
-        return put_grad(grad, target.out, target.adds, target.dtype or dtype, target.scale)
+    def _weight_grad(
+        self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
+    ) -> Tensor:
+        padded = pad_rows(self.offsets_e, y_RN.shape[0])
+        x, y = (scaled_columns(rows, padded, **self.how) for rows in (source.rows, y_RN))
+        grad = scaled_wgrad(*((y, x) if transposed else (x, y)), padded.offsets_e, y_RN.dtype)
+        dtype = target.dtype or self.dtypes[not transposed]
+        return put_grad(grad, target.out, target.adds, dtype, target.scale)

@@ -6,7 +6,7 @@ Letters: as in `contract.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.nn.functional import grouped_mm
@@ -23,6 +23,7 @@ from moecore.kernels.rows.move import gather_rows_plain
 from moecore.kernels.rows.record import Rows
 
 Use = Literal["fc1", "fc1_again", "dy", "wgrad"]
+Role = Literal["w1", "w2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,65 +47,57 @@ class TorchProducts:
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
-        """Return why such experts cannot be multiplied, one line; None = they can."""
         return spec.ungrouped()
 
     def as_kept(self, rows: Rows) -> Rows:
-        """Return source rows as they came."""
         return rows
 
     def fc1(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return H and the weighted activation."""
         return self._fc1(self._source(rows, "fc1"))
 
     def h_as_kept(self, h_RC: Tensor) -> Rows:
-        """Return H as it is."""
         return Rows(h_RC)
 
     def fc1_again(self, rows: Rows) -> Rows:
-        """Return H alone."""
-        return Rows(self._product(self._source(rows, "fc1_again"), self.w1_eCD.transpose(1, 2)))
+        return Rows(self._product(self._source(rows, "fc1_again"), self._matrix("w1")))
 
     def activation_again(self, h: Rows) -> Tensor:
-        """Return the weighted activation."""
         return weighted_activation(h.values, self.weights_R, self.where[2], self.activation)
 
     def fc2(self, a_RF: Tensor) -> Tensor:
-        """Return the output of each expert row."""
-        return self._rows(a_RF, self.w2_eDF.transpose(1, 2))
+        return self._rows(a_RF, self._matrix("w2"))
 
     def dy(self, dy: Tensor, *, unsummed: bool) -> ProductSource:
-        """Return the gradient of each expert row's output."""
         return ProductSource(dy, None) if unsummed else self._source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dH, the weights' gradients and the weighted activation."""
-        da_RF = self._product(dy, self.w2_eDF)
+        da_RF = self._product(dy, self._matrix("w2", backward=True))
         where = (self.weights_R, self.where[2], self.activation)
         return weighted_activation_bwd(h.values, da_RF, *where)
 
     def fc1_bwd(self, dh_RC: Tensor) -> Tensor:
-        """Return the gradient of each expert row."""
-        return self._rows(dh_RC, self.w1_eCD)
+        return self._rows(dh_RC, self._matrix("w1", backward=True))
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
-        """Put the gradient of w1 at the target; return it."""
         return self._weight_grad(self._source(rows, "wgrad"), dh_RC, True, target)
 
     def fc2_wgrad(self, dy: ProductSource, a_RF: Tensor, target: GradTarget) -> Tensor:
-        """Put the gradient of w2 at the target; return it."""
         return self._weight_grad(dy, a_RF, False, target)
 
     def drop_weights(self) -> None:
-        """Drop the matrices."""
         del self.w1_eCD, self.w2_eDF
+
+    def _matrix(self, role: Role, *, backward: bool = False) -> Any:
+        """Return a matrix of every expert, as `_rows` multiplies rows by it."""
+        w_eNK = self.w1_eCD if role == "w1" else self.w2_eDF
+        return w_eNK if backward else w_eNK.transpose(1, 2)
 
     def _source(self, rows: Rows, use: Use) -> ProductSource:
         """Return rows for a product, gathered here; quantised ones come out wide."""
         return ProductSource(gather_rows_plain(rows.widen(), *self.where), None)
 
     def _fc1(self, x: ProductSource) -> tuple[Tensor, Tensor]:
-        h_RC = self._product(x, self.w1_eCD.transpose(1, 2))
+        h_RC = self._product(x, self._matrix("w1"))
         return h_RC, self.activation_again(Rows(h_RC))
 
     def _product(self, source: ProductSource, b_eKN: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.products import make_products
-from moecore.kernels.ops import register
+from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.index import ExpertIndex
@@ -156,10 +156,10 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
     return grads._replace(**{"handle_RD" if ctx.is_unsummed else "x_SD": found.x})
 
 
-_bwd = register("expert_mlp_bwd", _backward, _backward_fake, schema=_BACKWARD)
-_fwd = register(
+_bwd = Op("expert_mlp_bwd", _backward, _backward_fake, schema=_BACKWARD).custom
+_fwd = Op(
     "expert_mlp", _forward, _forward_fake, schema=_FORWARD, save=_save, backward=_differentiate
-)
+).custom
 
 
 def traced_backward(

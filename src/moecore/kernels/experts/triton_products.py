@@ -38,7 +38,6 @@ class TritonProducts(TorchProducts):
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
-        """Return why such experts cannot be multiplied; None = they can."""
         field = spec.not_plain()
         if field is not None:
             return (

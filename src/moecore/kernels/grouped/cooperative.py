@@ -37,8 +37,8 @@ from moecore.kernels.common import (
     gluon_descriptor,
     halves,
     hopper,
+    launch,
     num_sms,
-    on_device,
     thread_barrier,
     tma_load,
     tma_store,
@@ -289,21 +289,12 @@ def _launch(
             ACTIVATION=True,
             **options.constants,
         )
-    with on_device(a):
-        sm90_bf16_grouped_kernel[(num_sms(a.device),)](
-            gluon_descriptor(a, (BLOCK_M, BLOCK_K)),
-            gluon_descriptor(flat, (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N)),
-            tiles.map,
-            weights_R,
-            h_RC,
-            None if h_RC is None else gluon_descriptor(h_RC, block),
-            out,
-            gluon_descriptor(out, block),
-            K,
-            N,
-            CONST=const,
-            num_warps=4,
-        )
+    a_desc = gluon_descriptor(a, (BLOCK_M, BLOCK_K))
+    b_desc = gluon_descriptor(flat, (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N))
+    h_desc = None if h_RC is None else gluon_descriptor(h_RC, block)
+    outputs = (h_RC, h_desc, out, gluon_descriptor(out, block))
+    args = (a_desc, b_desc, tiles.map, weights_R, *outputs, K, N)
+    launch(sm90_bf16_grouped_kernel, num_sms(a.device), *args, CONST=const, num_warps=4)
 
 
 def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles) -> Tensor:
@@ -325,18 +316,13 @@ def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles) -> Tensor:
 
 
 def cooperative_activation(
-    x_RD: Tensor,
-    w1_eCD: Tensor,
-    tiles: RowTiles,
-    weights_R: Tensor,
-    options: ActivationOptions,
+    x_RD: Tensor, w1_eCD: Tensor, tiles: RowTiles, weights_R: Tensor, options: ActivationOptions
 ) -> tuple[Tensor, Tensor]:
     """Return FC1's output and the weighted activation of it. No autograd, no host sync.
 
     Args:
         x_RD: rows in expert order, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
-        weights_R: fp32 routing weights.
         options: a gated activation, not interleaved.
 
     Returns:

@@ -23,8 +23,8 @@ from torch import Tensor
 from moecore.kernels.common import (
     gluon_descriptor,
     has_hopper_kernels,
+    launch,
     num_sms,
-    on_device,
     rows_of_experts,
 )
 from moecore.kernels.grouped.fp8_kernel import sm90_fp8_grouped_nt_kernel
@@ -37,21 +37,12 @@ from moecore.kernels.rows.scaling import Blocks
 
 BLOCK_N = 256
 CONST = GroupedConstants(
-    BLOCK_M,
-    BLOCK_N,
-    BLOCK,
-    GROUP_M=8,
-    STAGES=3,
-    PRODUCER_REGISTERS=24,
-    CONSUMER_REGISTERS=240,
+    *(BLOCK_M, BLOCK_N, BLOCK), GROUP_M=8, STAGES=3, PRODUCER_REGISTERS=24, CONSUMER_REGISTERS=240
 )
 
 
 def fp8_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `fp8_gemm` returns, block by block in plain PyTorch; 0 past the rows. Host sync.
-
-    Args: as `fp8_gemm`.
-    """
+    """Return what `fp8_gemm` does, block by block in plain PyTorch; 0 past the rows. Host sync."""
     R, N = a.values.shape[0], b.values.shape[1]
     out_RN = torch.zeros(R, N, device=b.values.device)
     for i, rows in enumerate(rows_of_experts(offsets_e)):
@@ -71,7 +62,6 @@ def fp8_gemm(
     Args:
         a: rows in expert order, [R, K]; K a multiple of 128.
         b: one matrix of every expert, [e, N, K]; N a multiple of 128.
-        offsets_e: int32 running sum of the experts' rows.
         dtype: of the result, bf16 or fp16 on a GPU.
 
     Returns:
@@ -84,30 +74,18 @@ def fp8_gemm(
         return out_RN
     if not has_hopper_kernels(device):
         return out_RN if out_RN.is_meta else fp8_gemm_ref(a, b, offsets_e, dtype)
-    with on_device(out_RN):
-        sm90_fp8_grouped_nt_kernel[(num_sms(device),)](
-            gluon_descriptor(a.values, (BLOCK_M, BLOCK)),
-            gluon_descriptor(b.values.view(-1, K), (BLOCK_N, BLOCK)),
-            tiles.map,
-            a.scales,
-            b.scales,
-            out_RN,
-            gluon_descriptor(out_RN, (BLOCK_M // 2, BLOCK_N // 2)),
-            K,
-            N,
-            a.scales.stride(0),
-            *b.scales.stride(),
-            CONST=CONST,
-            num_warps=4,
-        )
+    a_desc = gluon_descriptor(a.values, (BLOCK_M, BLOCK))
+    b_desc = gluon_descriptor(b.values.view(-1, K), (BLOCK_N, BLOCK))
+    out = (out_RN, gluon_descriptor(out_RN, (BLOCK_M // 2, BLOCK_N // 2)))
+    operands = (a_desc, b_desc, tiles.map, a.scales, b.scales, *out)
+    sizes = (K, N, a.scales.stride(0), *b.scales.stride())
+    kernel, grid = sm90_fp8_grouped_nt_kernel, num_sms(device)
+    launch(kernel, grid, *operands, *sizes, CONST=CONST, num_warps=4)
     return out_RN
 
 
 def fp8_wgrad_ref(x: Blocks, y: Blocks, tiles: RowTiles) -> Tensor:
-    """Return fp32 [e, M, N], tile by tile in plain PyTorch. Host sync.
-
-    Args: as `fp8_wgrad`.
-    """
+    """Return fp32 [e, M, N], tile by tile in plain PyTorch. Host sync."""
     M, N = x.values.shape[1], y.values.shape[1]
     out_eMN = torch.zeros(tiles.ends_e.shape[0], M, N, device=tiles.ends_e.device)
     for i, of_expert in enumerate(rows_of_experts(tiles.ends_e)):
@@ -134,10 +112,7 @@ def fp8_wgrad(
     Args:
         x: columns of row tiles, [t, M, 128]; M a multiple of 128.
         y: likewise; N a multiple of 128.
-        out: fp32 or bf16 [e, M, N], contiguous, which takes the result.
-        adds: whether the result is added to `out`, in fp32.
-        dtype: of a new result.
-        scale: of what is returned or added; multiplies the fp32 sum.
+        out, adds, dtype, scale: as for `grouped_wgrad`.
 
     Returns:
         [e, M, N], summed in fp32 and rounded once, or `out`. Zero (nothing added) for an expert
@@ -146,24 +121,11 @@ def fp8_wgrad(
     if not has_hopper_kernels(tiles.map.device):
         return put_grad(fp8_wgrad_ref(x, y, tiles), out, adds, dtype, scale)
     M, N, e = x.values.shape[1], y.values.shape[1], tiles.ends_e.shape[0]
-    out_eMN = out
-    if out_eMN is None:
-        out_eMN = torch.empty(e, M, N, dtype=dtype, device=tiles.map.device)
-    block = (1, BLOCK_M // 2, BLOCK_N // 2)
-    with on_device(out_eMN):
-        sm90_fp8_grouped_wgrad_kernel[(num_sms(out_eMN.device),)](
-            gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK)),
-            gluon_descriptor(y.values.view(-1, BLOCK), (BLOCK_N, BLOCK)),
-            x.scales,
-            y.scales,
-            tiles.ends_e,
-            out_eMN,
-            gluon_descriptor(out_eMN, block) if not adds else None,
-            e,
-            M,
-            N,
-            scale,
-            CONST=CONST,
-            num_warps=4,
-        )
+    out_eMN = x.values.new_empty(e, M, N, dtype=dtype) if out is None else out
+    x_desc = gluon_descriptor(x.values.view(-1, BLOCK), (BLOCK_M, BLOCK))
+    y_desc = gluon_descriptor(y.values.view(-1, BLOCK), (BLOCK_N, BLOCK))
+    out_desc = None if adds else gluon_descriptor(out_eMN, (1, BLOCK_M // 2, BLOCK_N // 2))
+    operands = (x_desc, y_desc, x.scales, y.scales, tiles.ends_e, out_eMN, out_desc)
+    kernel, grid = sm90_fp8_grouped_wgrad_kernel, num_sms(out_eMN.device)
+    launch(kernel, grid, *operands, e, M, N, scale, CONST=CONST, num_warps=4)
     return out_eMN

@@ -66,16 +66,7 @@ def _load(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(
-    out_ptr,
-    out_desc,
-    out_smem,
-    x,
-    row,
-    end,
-    column,
-    N,
-):
+def _store_rows(out_ptr, out_desc, out_smem, x, row, end, column, N):
     """Stage rows, and let TMA store them, or threads where the expert's rows end in between."""
     begin_staging(1)
     out_smem.store(x.to(out_smem.dtype))

@@ -39,16 +39,7 @@ NO_TILE = tl.constexpr(2147483647)
 def grouped_gemm_ref(
     a: Tensor, b: Tensor, offsets_e: Tensor, *, row_ids_R: Tensor | None = None
 ) -> Tensor:
-    """Return the products expert by expert, summed in fp32; rows past the last offset are 0.
-
-    Host sync: the oracle slices by expert.
-
-    Args:
-        a: [R, K], or [S, K] with `row_ids_R`.
-        b: [e, K, N].
-        offsets_e: int32 running sum of the experts' rows.
-        row_ids_R: int32, the row of `a` that each expert row reads.
-    """
+    """Return what `grouped_gemm` does, by expert, summed in fp32; 0 past the rows. Host sync."""
     rows_R = a if row_ids_R is None else a.index_select(0, row_ids_R)
     dtype = torch.promote_types(a.dtype, torch.float32)
     out = torch.zeros(rows_R.shape[0], b.shape[2], dtype=dtype, device=a.device)
@@ -320,11 +311,9 @@ def grouped_gemm_activation(
     No autograd, no host sync.
 
     Args:
-        x_SD: [S, D] source rows, bf16 or fp16, contiguous.
+        x_SD: source rows, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D a multiple of 8.
-        row_ids_R: int32, source row of each expert row.
-        weights_R: fp32 routing weights.
-        offsets_e: int32 on the device, running sum of the experts' rows, at most R.
+        row_ids_R, offsets_e: as for `grouped_gemm`.
         options: a gated activation, not interleaved.
 
     Returns:

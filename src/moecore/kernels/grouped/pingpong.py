@@ -382,10 +382,7 @@ def pingpong_activation_bwd(
             contiguous.
         w2_eDF: contiguous; D and F multiples of 8.
         h_RC: [R, 2F] FC1's output, contiguous.
-        weights_R: fp32 routing weights.
-        offsets_e: int32 running sum of the experts' rows.
         options: a gated activation, not interleaved.
-        row_ids_R: int32, the row of `dy` that each expert row reads.
 
     Returns:
         dh_RC, dweights_R (fp32, 0 past the last expert's rows) and a_RF, the weighted activation.

@@ -80,10 +80,8 @@ def scaled_columns(
 ) -> Blocks:
     """Return columns in FP8, with a scale per expert and column or one for all. No host sync.
 
-    Args:
-        x_RC: rows in expert order; those past the last one in use may be finite only.
-        padded: of these rows.
-        per_row: of the operand: a column of every expert.
+    Rows are in expert order; those past the last one in use must be finite. `per_row` is of the
+    operand: a column of every expert.
     """
     C, e = x_RC.shape[1], padded.offsets_e.shape[0]
     x_RC = x_RC.float()
@@ -115,16 +113,10 @@ def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype)
 
 
 def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert row times its expert's matrix. No autograd; no host sync on a GPU.
+    """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU.
 
-    Args:
-        a: rows in expert order, [R, K]; K a multiple of 16.
-        b: one matrix of every expert, [e, N, K]; N a multiple of 16.
-        offsets_e: int32 running sum of the experts' rows.
-        dtype: of the result, bf16 on a GPU.
-
-    Returns:
-        [R, N]; rows past the last expert's hold nothing of meaning.
+    Rows [R, K] are in expert order, matrices [e, N, K]; K and N are multiples of 16. A GPU gives
+    bf16. Rows past the last expert's hold nothing of meaning.
     """
     if is_reference(b.values):
         return scaled_gemm_ref(a, b, offsets_e, dtype)
@@ -145,16 +137,9 @@ def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype
 
 
 def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert's sum of outer products. No autograd; no host sync on a GPU.
+    """Return each expert's sum of outer products of x [M, P] and y [N, P], [e, M, N].
 
-    Args:
-        x: [M, P].
-        y: [N, P].
-        offsets_e: of `PaddedRows`.
-        dtype: of the result, bf16 on a GPU.
-
-    Returns:
-        [e, M, N]; zero for an expert without rows.
+    Zero for an expert without rows; a GPU gives bf16. No autograd; no host sync on a GPU.
     """
     if is_reference(offsets_e):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)

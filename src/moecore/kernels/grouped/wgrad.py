@@ -40,7 +40,6 @@ from moecore.kernels.common import (
     hopper,
     launch,
     num_sms,
-    rows_of_experts,
     thread_barrier,
     tma_load,
 )
@@ -64,27 +63,6 @@ BLOCK_M, BLOCK_N, BLOCK_K, CONSUMER_WARPS = 128, 256, 64, 8
 CONST = GroupedConstants(
     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M=8, STAGES=3, PRODUCER_REGISTERS=56, PRODUCER_WARPS=4
 )
-
-
-def grouped_wgrad_ref(
-    x: Tensor,
-    y_RN: Tensor,
-    offsets_e: Tensor,
-    *,
-    row_ids_R: Tensor | None = None,
-    transposed: bool = False,
-) -> Tensor:
-    """Return the gradients expert by expert, summed in fp32. Host sync.
-
-    Args and Returns: as `grouped_wgrad`.
-    """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
-    out = []
-    for rows in rows_of_experts(offsets_e):
-        product = x_RM[rows].to(dtype).T @ y_RN[rows].to(dtype)
-        out.append(product.T if transposed else product)
-    return torch.stack(out).to(x.dtype)
 
 
 @gluon.jit
@@ -181,15 +159,7 @@ def _add_to(
 
 
 @gluon.jit
-def _add_tile(
-    out_ptr,
-    total_MN,
-    m,
-    n,
-    M,
-    N,
-    TRANSPOSED: gl.constexpr,
-):
+def _add_tile(out_ptr, total_MN, m, n, M, N, TRANSPOSED: gl.constexpr):
     """Add a tile to global memory in four parts, so that the staging buffer stays small."""
     PART: gl.constexpr = total_MN.shape[1] // 4
     left, right = halves(total_MN)

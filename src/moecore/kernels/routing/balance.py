@@ -28,7 +28,7 @@ from moecore.kernels.common import (
     use_kernel,
     warn_plain,
 )
-from moecore.kernels.ops import Op
+from moecore.kernels.ops import Op, keep
 from moecore.kernels.routing.counts import MAX_EXPERTS, check_padding_mask
 from moecore.kernels.routing.scores import scores_ref, sqrtsoftplus
 
@@ -243,10 +243,6 @@ def _statistics(
     return score_sums_BE, z_sum
 
 
-def _statistics_fake(logits_TE, padding_mask_T, num_sequences, score_function):
-    return logits_TE.new_empty(num_sequences, logits_TE.shape[1]), logits_TE.new_empty(())
-
-
 def _statistics_bwd(
     logits_TE: Tensor,
     padding_mask_T: Tensor | None,
@@ -268,31 +264,26 @@ def _statistics_bwd(
     return dlogits_TE
 
 
-def _statistics_bwd_fake(logits_TE, padding_mask_T, dscore_sums_BE, dz_sum, score_function):
-    return logits_TE.new_empty(logits_TE.shape)
-
-
-_balance_statistics_bwd = Op("balance_statistics_bwd", _statistics_bwd, _statistics_bwd_fake)
-
-
-def _save_statistics(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.score_function = inputs[3]
+_balance_statistics_bwd = Op(
+    "balance_statistics_bwd",
+    _statistics_bwd,
+    lambda logits_TE, *_: logits_TE.new_empty(logits_TE.shape),
+)
 
 
 def _statistics_backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tuple:
     if not ctx.needs_input_grad[0]:
         return (None,) * 4
     grads = (dscore_sums_BE, dz_sum)
-    dlogits_TE = _balance_statistics_bwd(*ctx.saved_tensors, *grads, ctx.score_function)
+    dlogits_TE = _balance_statistics_bwd(*ctx.saved_tensors, *grads, *ctx.others)
     return dlogits_TE, None, None, None
 
 
 _balance_statistics = Op(
     "balance_statistics",
     _statistics,
-    _statistics_fake,
-    save=_save_statistics,
+    lambda x_TE, _, B, function: (x_TE.new_empty(B, x_TE.shape[1]), x_TE.new_empty(())),
+    save=keep(slice(2), slice(3, 4)),
     backward=_statistics_backward,
 )
 
@@ -315,8 +306,7 @@ def balance_statistics(
             sum.
         padding_mask_T: bool [T], True = padding: in no sum, and its gradient is 0 whatever its
             logits, NaN included. None = no padding.
-        sequences_T: int64 [T], the sequence of each token, summed in plain PyTorch; None = they are
-            consecutive tokens of equal number.
+        sequences_T: as for `count_experts_and_tokens`; summed in plain PyTorch.
 
     Returns:
         score_sums_BE, the scores summed over each sequence, and the 0-dim sum over all tokens of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import launch, next_power_of_2, tl, triton, use_kernel, warn_plain
-from moecore.kernels.ops import Op
+from moecore.kernels.ops import Op, keep
 from moecore.kernels.routing.counts import MAX_EXPERTS
 
 
@@ -178,10 +178,6 @@ def _loss(
     return losses
 
 
-def _loss_fake(score_sums_BE, z_sum, counts_BX, global_counts_E, factors):
-    return z_sum.new_empty(4)
-
-
 def _loss_bwd(
     dlosses: Tensor, counts_BX: Tensor, global_counts_E: Tensor | None, factors: list[float]
 ) -> tuple[Tensor, Tensor]:
@@ -194,25 +190,26 @@ def _loss_bwd(
     return dscores, dz
 
 
-def _loss_bwd_fake(dlosses, counts_BX, global_counts_E, factors):
-    return dlosses.new_empty(counts_BX.shape[0], counts_BX.shape[1] - 1), dlosses.new_empty(())
-
-
-_balance_loss_bwd = Op("balance_loss_bwd", _loss_bwd, _loss_bwd_fake)
-
-
-def _save_loss(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.save_for_backward(*inputs[2:4])
-    ctx.factors = inputs[4]
+_balance_loss_bwd = Op(
+    "balance_loss_bwd",
+    _loss_bwd,
+    lambda d, counts_BX, *_: (d.new_empty(len(counts_BX), counts_BX.shape[1] - 1), d.new_empty(())),
+)
 
 
 def _loss_backward(ctx: Any, dlosses: Tensor) -> tuple:
-    dscores, dz = _balance_loss_bwd(dlosses, *ctx.saved_tensors, ctx.factors)
+    dscores, dz = _balance_loss_bwd(dlosses, *ctx.saved_tensors, *ctx.others)
     needs_scores, needs_z = ctx.needs_input_grad[:2]
     return dscores if needs_scores else None, dz if needs_z else None, None, None, None
 
 
-_balance_loss = Op("balance_loss", _loss, _loss_fake, save=_save_loss, backward=_loss_backward)
+_balance_loss = Op(
+    "balance_loss",
+    _loss,
+    lambda score_sums_BE, z_sum, *_: z_sum.new_empty(4),
+    save=keep(slice(2, 4), slice(4, 5)),
+    backward=_loss_backward,
+)
 
 
 def balance_loss(
@@ -238,7 +235,6 @@ def balance_loss(
 
     Args:
         score_sums_BE: [B, E] fp32 or fp64, from `balance_statistics`.
-        z_sum: 0-dim, same dtype.
         counts_BX: int64 [B, E + 1], from `count_experts_and_tokens`.
         factors: of the four losses, E / K and E of their formula included.
         global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).

@@ -76,10 +76,7 @@ def _add_entropy_kernel(
 
 
 def add_entropy_(
-    total_2: Tensor,
-    logits_TE: Tensor,
-    score_function: str,
-    padding_mask_T: Tensor | None = None,
+    total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None = None
 ) -> None:
     """Add the entropy of some tokens and their number, in place. One launch, no host sync.
 

@@ -180,9 +180,7 @@ def even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
     Not exactly: who else is chosen moves too, and a quantile is as fine as its bin, within which
     it is interpolated. The old bias where nothing was counted. No host sync.
 
-    Args:
-        histogram_EX: int64 [..., E, X], counts of margins.
-        bias_E: fp32 [..., E], the bias under which they were counted.
+    `histogram_EX` is int64 [..., E, X], `bias_E` fp32 [..., E]: under it margins were counted.
     """
     if not use_kernel(bias_E):
         return even_bias_ref(histogram_EX, bias_E, top_k)

@@ -14,13 +14,14 @@ gets the very weights of its recording.
 """
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, use_kernel, warn_plain
-from moecore.kernels.ops import Op
+from moecore.kernels.ops import Op, keep
 from moecore.kernels.routing.route_kernel import route_bwd_kernel, route_fwd_kernel
 from moecore.kernels.routing.scores import scores_ref
 
@@ -109,10 +110,7 @@ _OPTIONS = (
     "int top_groups, int group_experts"
 )
 _NAMES = [field.name for field in fields(RouteOptions)]
-
-
-def _flat(options: RouteOptions) -> tuple[Any, ...]:
-    return tuple(getattr(options, name) for name in _NAMES)
+_flat = attrgetter(*_NAMES)
 
 
 def _record(flat: tuple[Any, ...]) -> RouteOptions:
@@ -192,12 +190,8 @@ def _route_bwd(
     return dlogits_TE
 
 
-def _route_bwd_fake(logits_TE: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
-
-
 # dlogits of `route` and `route_weights`; an id of -1 is no choice.
-_route_backward = Op("route_bwd", _route_bwd, _route_bwd_fake)
+_route_backward = Op("route_bwd", _route_bwd, lambda x_TE, *_: x_TE.new_empty(x_TE.shape))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -291,28 +285,19 @@ def _route_weights(logits_TE: Tensor, ids_TK: Tensor, *flat: Any) -> Tensor:
     return weights_TK
 
 
-def _route_weights_fake(logits_TE: Tensor, ids_TK: Tensor, *flat: Any) -> Tensor:
-    return logits_TE.new_empty(ids_TK.shape)
-
-
-def _save_choice(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.options = inputs[3:7]
-
-
 def _weights_backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
     logits_TE, ids_TK = ctx.saved_tensors
     dlogits_TE = None
     if ctx.needs_input_grad[0]:
-        dlogits_TE = _route_backward(logits_TE, ids_TK.contiguous(), dweights_TK, *ctx.options)
+        dlogits_TE = _route_backward(logits_TE, ids_TK.contiguous(), dweights_TK, *ctx.others)
     return (dlogits_TE, *(None,) * 9)
 
 
 _route_weights_op = Op(
     "route_weights",
     _route_weights,
-    _route_weights_fake,
-    save=_save_choice,
+    lambda logits_TE, ids_TK, *_: logits_TE.new_empty(ids_TK.shape),
+    save=keep(slice(2), slice(3, 7)),
     backward=_weights_backward,
     schema=f"(Tensor logits_TE, Tensor ids_TK, {_OPTIONS}) -> Tensor",
 )
@@ -322,8 +307,7 @@ def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> T
     """Return the weights of the given choices; of a choice that `route` made, its bits.
 
     Args:
-        logits_TE: [T, E], fp32 or fp64 (others are widened to fp32). fp64 takes the plain PyTorch
-            path on every device.
+        logits_TE: as for `route`.
         ids_TK: int32, distinct in a row; -1 = no choice.
         options: scores, weights and groups, whose layout orders the sums; its other fields of the
             choice are not read.

@@ -42,11 +42,7 @@ SPLIT_BLOCK = 4096  # elements of one program of _split_kernel
 
 
 def router_logits_ref(
-    x_TD: Tensor,
-    weight_ED: Tensor,
-    bias_E: Tensor | None,
-    *,
-    dtype: torch.dtype = torch.float32,
+    x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return the logits [T, E] of a linear layer in `dtype`, inputs of any float dtype.
 
@@ -290,10 +286,6 @@ def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Te
     return logits_TE
 
 
-def _router_logits_fake(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-    return x_TD.new_empty((x_TD.shape[0], weight_ED.shape[0]), dtype=torch.float32)
-
-
 def _router_logits_bwd(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -366,7 +358,11 @@ def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _router_logits_op = Op(
-    "router_logits", _router_logits, _router_logits_fake, save=_setup_context, backward=_backward
+    "router_logits",
+    _router_logits,
+    lambda x_TD, w_ED, _: x_TD.new_empty(x_TD.shape[0], w_ED.shape[0], dtype=torch.float32),
+    save=_setup_context,
+    backward=_backward,
 )
 
 

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.base.fields import OneOf, Positive, check_fields
-from moecore.kernels.common import all_used, cdiv, launch, use_kernel
-from moecore.kernels.ops import Op
+from moecore.kernels.common import KERNEL_DTYPES, all_used, cdiv, launch, use_kernel
+from moecore.kernels.ops import Op, keep
 from moecore.kernels.rows.activation_kernel import (
     BWD_TILE,
     FWD_TILE,
@@ -35,7 +35,6 @@ from moecore.kernels.rows.activation_kernel import (
 GATED_KINDS = ("swiglu", "geglu", "clamped_swiglu")
 PLAIN_KINDS = ("gelu", "relu", "relu2", "silu")
 KINDS = GATED_KINDS + PLAIN_KINDS
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +68,7 @@ class ActivationOptions:
 
 
 def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the activated rows in fp32, in plain differentiable PyTorch.
-
-    Args:
-        h_RC: [..., 2F] for gated activations, else [..., F]; any float dtype.
-
-    Returns:
-        [..., F], fp32 (fp64 for fp64 input).
-    """
+    """Return the activated rows [..., F] in fp32 or fp64, in plain differentiable PyTorch."""
     h_RC = h_RC.to(torch.promote_types(h_RC.dtype, torch.float32))
     if options.function is not None:
         return options.function(h_RC)
@@ -118,10 +110,7 @@ def halves(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
 
 
 def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
-    """Return the derivative of each output column by its input columns, like h_RC.
-
-    In plain PyTorch; h_RC is as for `activation`, in fp32 or fp64.
-    """
+    """Return the derivative of each output column by its input columns, like h_RC, fp32 or fp64."""
     if not options.gated:
         return _plain_slope(h_RC, options.kind)
     gate, up = halves(h_RC, options)
@@ -231,31 +220,18 @@ def _empty_gradients(h_RC: Tensor, kind: str, with_output: bool) -> tuple[Tensor
     return h_RC.new_empty(h_RC.shape), h_RC.new_empty(h_RC.shape[0], dtype=torch.float32), a_RF
 
 
-def _forward_fake(h_RC, weights_R, num_rows, kind, limit, alpha, interleaved):  # type: ignore[no-untyped-def]
-    return _empty_output(h_RC, kind)
-
-
-def _backward_fake(h_RC, da_RF, weights_R, num_rows, kind, limit, alpha, interleaved, with_output):  # type: ignore[no-untyped-def]
-    return _empty_gradients(h_RC, kind, with_output)
-
-
 _HOW = "Tensor? weights_R, Tensor? num_rows, str kind, float limit, float alpha, bool interleaved"
 _weighted_activation_bwd = Op(
     "weighted_activation_bwd",
     _backward,
-    _backward_fake,
+    lambda h_RC, _, __, ___, kind, *how: _empty_gradients(h_RC, kind, how[-1]),
     schema=f"(Tensor h_RC, Tensor da_RF, {_HOW}, bool with_output) -> (Tensor, Tensor, Tensor)",
 )
 
 
-def _save_inputs(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:]
-
-
 def _weighted_activation_backward(ctx, da_RF):  # type: ignore[no-untyped-def]
     h_RC, *rest = ctx.saved_tensors
-    dh_RC, dweights_R, _ = _weighted_activation_bwd(h_RC, da_RF, *rest, *ctx.options, False)
+    dh_RC, dweights_R, _ = _weighted_activation_bwd(h_RC, da_RF, *rest, *ctx.others, False)
     wanted = ctx.needs_input_grad
     grads = (dh_RC if wanted[0] else None, dweights_R if wanted[1] else None)
     return *grads, None, None, None, None, None
@@ -264,8 +240,8 @@ def _weighted_activation_backward(ctx, da_RF):  # type: ignore[no-untyped-def]
 _weighted_activation = Op(
     "weighted_activation",
     _forward,
-    _forward_fake,
-    save=_save_inputs,
+    lambda h_RC, _, __, kind, *how: _empty_output(h_RC, kind),
+    save=keep(slice(3), slice(3, None)),
     backward=_weighted_activation_backward,
     schema=f"(Tensor h_RC, {_HOW}) -> Tensor",
 )
@@ -282,10 +258,8 @@ def weighted_activation_bwd(
 
     Not differentiable. No host sync; the same bits in every run.
 
-    Args:
-        h_RC: as given to the forward.
-        da_RF: gradient of the output; rows from num_rows on are not read.
-        weights_R, num_rows, options: as given to the forward.
+    da_RF is the gradient of the output, not read from num_rows on; the rest is as given to the
+    forward.
 
     Returns:
         dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of a weight even when there were

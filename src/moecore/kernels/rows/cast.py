@@ -318,27 +318,20 @@ def _amax(x_TD: Tensor) -> Tensor:
     return largest
 
 
-def _amax_fake(x_TD: Tensor) -> Tensor:
-    return x_TD.new_empty(1, dtype=torch.float32)
-
-
-def _cast_unseen(x_TD: Tensor, amax: Tensor | None, *flat: Any) -> tuple[Tensor, ...]:
-    return _cast(x_TD, amax, None, *flat)
-
-
-def _cast_unseen_fake(x_TD, amax, *rest):  # type: ignore[no-untyped-def]
-    return _cast_fake(x_TD, amax, None, *rest)
-
-
 # Two operations, because a compiler computes one that mutates nothing once for equal arguments.
 _SCHEMA = (
     "(Tensor x_TD, Tensor? amax{}, str kind, str fmt, bool power_of_two, bool rows, bool columns) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-_cast_op = Op("fp8_cast", _cast_unseen, _cast_unseen_fake, schema=_SCHEMA.format(""))
+_cast_op = Op(
+    "fp8_cast",
+    lambda x_TD, amax, *flat: _cast(x_TD, amax, None, *flat),
+    lambda x_TD, amax, *flat: _cast_fake(x_TD, amax, None, *flat),
+    schema=_SCHEMA.format(""),
+)
 _SEEN = _SCHEMA.format(", Tensor(a!) seen")
 _cast_seen_op = Op("fp8_cast_seen", _cast, _cast_fake, mutates_args=("seen",), schema=_SEEN)
-_amax_op = Op("fp8_amax", _amax, _amax_fake)
+_amax_op = Op("fp8_amax", _amax, lambda x_TD: x_TD.new_empty(1, dtype=torch.float32))
 
 
 def cast(

@@ -31,12 +31,8 @@ def block_scale_ref(
 ) -> tuple[Tensor, Tensor]:
     """Return the scales of blocks, and what their values are multiplied by, in plain PyTorch.
 
-    Args:
-        amax: fp32, any shape; largest magnitude of each block, NaN left out.
-        largest: value of the format.
-
-    Returns:
-        Scales, fp32; infinite where amax is. The factors, fp32; NaN where amax is infinite.
+    Both are fp32. Where amax is infinite so is the scale, and the factor is NaN. `largest` is that
+    of the format's values.
     """
     scales = amax / torch.full_like(amax, largest)  # a GPU multiplies by the reciprocal of a number
     if power_of_two:

@@ -60,10 +60,7 @@ class PagePool:
     ) -> "PagePool":
         """Return a pool whose pages are all free. Not inside the capture of a CUDA graph.
 
-        Args:
-            num_pages: P, at least 1.
-            page_bytes: of a page, a multiple of 16.
-            num_host_pages: in host memory, pinned for a GPU.
+        At least one page, of a multiple of 16 bytes; host pages are pinned for a GPU.
         """
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
         state = torch.zeros(NUM_WORDS, dtype=torch.int32)
@@ -253,12 +250,7 @@ def _return_pages_kernel(
 
 
 def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
-    """Put a table's pages at the tail of the free list; the table is empty then. No host sync.
-
-    Args:
-        table: int32, on the device of the pool.
-        num_entries: N, how many of its first words are ids.
-    """
+    """Put a table's pages, its first N words, at the tail of the free list; empty it. No sync."""
     if not use_kernel(table):
         return_pages_ref(table, num_entries, pool)
     elif num_entries:

@@ -245,15 +245,9 @@ def _empty(ids_SK: Tensor, weights_SK: Tensor, num_local: int, R: int) -> tuple[
     return integers(R), weights_R, integers(tuple(ids_SK.shape)), integers(num_local)
 
 
-def _index_fake(ids_SK, weights_SK, first, num_local, multiple, length):  # type: ignore[no-untyped-def]
-    return _empty(ids_SK, weights_SK, num_local, length)
-
-
-def _index_bwd_fake(dweights_R, slots_SK):  # type: ignore[no-untyped-def]
-    return torch.empty_like(slots_SK, dtype=dweights_R.dtype)
-
-
-_build_index_bwd = Op("build_index_bwd", _index_bwd, _index_bwd_fake)
+_build_index_bwd = Op(
+    "build_index_bwd", _index_bwd, lambda d_R, slots_SK: torch.empty_like(slots_SK, dtype=d_R.dtype)
+)
 
 
 def _save_slots(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -269,7 +263,13 @@ def _build_index_backward(ctx, _, dweights_R, *rest):  # type: ignore[no-untyped
 
 
 _build_index = Op(
-    "build_index", _index, _index_fake, save=_save_slots, backward=_build_index_backward
+    "build_index",
+    _index,
+    lambda ids_SK, weights_SK, _, num_local, __, length: _empty(
+        ids_SK, weights_SK, num_local, length
+    ),
+    save=_save_slots,
+    backward=_build_index_backward,
 )
 
 

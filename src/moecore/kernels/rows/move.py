@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import (
+    KERNEL_DTYPES,
     all_used,
     cdiv,
     launch,
@@ -36,9 +37,8 @@ from moecore.kernels.common import (
     triton,
     use_kernel,
 )
-from moecore.kernels.ops import Op
+from moecore.kernels.ops import Op, keep
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FILL_ROWS = 32  # expert rows that one program checks for being named by no slot
 FILL_CHOICES = 32  # slots of each of them that it holds at a time
 COPY_PROGRAMS = 16
@@ -239,35 +239,19 @@ def sum_rows_plain(
     return sum_rows_ref(y_RD, row_ids_R, slots_SK, num_rows)
 
 
-def _gather_rows_fake(x_SD, row_ids_R, slots_SK, num_rows):  # type: ignore[no-untyped-def]
-    return x_SD.new_empty(row_ids_R.shape[0], x_SD.shape[1])
-
-
-def _sum_rows_fake(y_RD, row_ids_R, slots_SK, num_rows):  # type: ignore[no-untyped-def]
-    return y_RD.new_empty(slots_SK.shape[0], y_RD.shape[1])
-
-
-def _save_index(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _gather_rows_backward(ctx, dout_RD):  # type: ignore[no-untyped-def]
-    return _sum_rows(dout_RD, *ctx.saved_tensors), None, None, None
-
-
-def _sum_rows_backward(ctx, dout_SD):  # type: ignore[no-untyped-def]
-    return _gather_rows(dout_SD, *ctx.saved_tensors), None, None, None
-
-
 _gather_rows = Op(
     "gather_rows",
     gather_rows_plain,
-    _gather_rows_fake,
-    save=_save_index,
-    backward=_gather_rows_backward,
+    lambda x_SD, row_ids_R, *_: x_SD.new_empty(row_ids_R.shape[0], x_SD.shape[1]),
+    save=keep(slice(1, None)),
+    backward=lambda ctx, dout_RD: (_sum_rows(dout_RD, *ctx.saved_tensors), None, None, None),
 )
-_sum_rows = Op(
-    "sum_rows", sum_rows_plain, _sum_rows_fake, save=_save_index, backward=_sum_rows_backward
+_sum_rows: Op = Op(
+    "sum_rows",
+    sum_rows_plain,
+    lambda y_RD, _, slots_SK, *__: y_RD.new_empty(slots_SK.shape[0], y_RD.shape[1]),
+    save=keep(slice(1, None)),
+    backward=lambda ctx, dout_SD: (_gather_rows(dout_SD, *ctx.saved_tensors), None, None, None),
 )
 
 
@@ -310,9 +294,7 @@ def sum_rows(
     Args:
         y_RD: expert rows, any float dtype; copied when not contiguous. Only rows that a slot names
             are read: all others may hold NaN.
-        row_ids_R: int32, source row of each expert row; for the gradient.
-        slots_SK: int32, expert row of each source row's k-th choice, distinct; -1 = none.
-        num_rows: 0-dim int32 on the device; None means R; for the gradient.
+        row_ids_R, slots_SK, num_rows: as for `gather_rows`; the gradient needs all three.
 
     Returns:
         [S, D], dtype of y_RD; added in fp32 (fp64 for fp64) in order of k and rounded once. A

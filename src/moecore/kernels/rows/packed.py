@@ -23,14 +23,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
-from moecore.kernels.rows.e4m3 import (
-    BLOCK,
-    FP8,
-    block_scale,
-    decode,
-    encode,
-    magnitude,
-)
+from moecore.kernels.rows.e4m3 import BLOCK, FP8, block_scale, decode, encode, magnitude
 from moecore.kernels.rows.move import gather_rows_ref
 from moecore.kernels.rows.scaling import quantise_ref
 
@@ -171,11 +164,8 @@ def gather_packed_rows(
 
     No autograd, no host sync.
 
-    Args:
-        values_SD: float8_e4m3fn [S, D] of `packed_views`; holes, which no slot names, may hold
-            anything.
-        scales_SB: fp32 [S, B] of the same memory.
-        row_ids_R, slots_SK, num_rows: as for `gather_rows`.
+    Values and scales are `packed_views`; holes, which no slot names, may hold anything. The index
+    is as for `gather_rows`.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not use_kernel(values_SD):

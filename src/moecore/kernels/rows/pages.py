@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
 from moecore.kernels.rows.free_list import (
     BLOCK_IDS,
     NONE,
@@ -327,20 +327,13 @@ def take_rows(
     pool, K = layout.pool, 1 if slots_SK is None else slots_SK.shape[1]
     block_k = next_power_of_2(K)
     slots_SK = None if slots_SK is None else slots_SK.contiguous()
-    with on_device(table):
-        _take_rows_kernel[(1,)](
-            *(slots_SK, num_rows, table),
-            *(layout.source_rows, layout.expert_rows, layout.num_entries),
-            *(pool.state, pool.report, pool.free_ids),
-            *(pool.pages.shape[0], pool.host_pages.shape[0]),
-            K=K,
-            LISTED_STEPS=layout.listed_steps,
-            FIRST_STEPS=layout.first_steps,
-            BLOCK_S=max(1, TAKE_SLOTS // block_k),
-            BLOCK_K=block_k,
-            BLOCK=BLOCK_IDS,
-            num_warps=TAKE_WARPS,
-        )
+    sizes = (layout.source_rows, layout.expert_rows, layout.num_entries)
+    ids = (pool.state, pool.report, pool.free_ids)
+    num_pages = (pool.pages.shape[0], pool.host_pages.shape[0])
+    steps = dict(LISTED_STEPS=layout.listed_steps, FIRST_STEPS=layout.first_steps)
+    blocks = dict(BLOCK_S=max(1, TAKE_SLOTS // block_k), BLOCK_K=block_k, BLOCK=BLOCK_IDS)
+    args = (slots_SK, num_rows, table, *sizes, *ids, *num_pages)
+    launch(_take_rows_kernel, 1, *args, K=K, **steps, **blocks, num_warps=TAKE_WARPS)
 
 
 def copy_rows(
@@ -370,20 +363,15 @@ def copy_rows(
         return
     pool = layout.pool
     over_table, over_entries = (None, 0) if over is None else over
-    with on_device(table):
-        _copy_pages_kernel[(layout.programs + (over is not None),)](
-            *(*matrices, *(None,) * (MOST_MATRICES - len(matrices))),
-            *(table, layout.num_entries, pool.pages),
-            pool.host_pages if pool.host_pages.shape[0] else None,
-            pool.pages.shape[0],
-            *(over_table, over_entries, pool.state, pool.free_ids, pool.host_pages.shape[0]),
-            PAGE_BYTES=pool.page_bytes,
-            WIDTHS=layout.widths,
-            HAS_LIST=layout.has_list,
-            STASH=stash,
-            PROGRAMS=layout.programs,
-            BLOCKS_R=layout.block_rows,
-            BLOCKS_W=layout.block_words,
-            BLOCK=BLOCK_IDS,
-            num_warps=NUM_WARPS,
-        )
+    launch(
+        _copy_pages_kernel,
+        layout.programs + (over is not None),
+        *(*matrices, *(None,) * (MOST_MATRICES - len(matrices))),
+        *(table, layout.num_entries, pool.pages),
+        pool.host_pages if pool.host_pages.shape[0] else None,
+        pool.pages.shape[0],
+        *(over_table, over_entries, pool.state, pool.free_ids, pool.host_pages.shape[0]),
+        **dict(PAGE_BYTES=pool.page_bytes, WIDTHS=layout.widths, HAS_LIST=layout.has_list),
+        **dict(BLOCKS_R=layout.block_rows, BLOCKS_W=layout.block_words, BLOCK=BLOCK_IDS),
+        **dict(STASH=stash, PROGRAMS=layout.programs, num_warps=NUM_WARPS),
+    )

@@ -193,8 +193,7 @@ def quantised_activation(
     Args:
         h_RC: FC1's output, bf16, fp16 or fp32, contiguous: [R, 2F] with gate columns first for
             gated activations, else [R, F]; F a multiple of 128.
-        weights_R: fp32, contiguous factor of each row; None means 1.
-        num_rows: 0-dim int32 on the device: rows from there on are not read; None means R.
+        weights_R, num_rows: as for `weighted_activation`; weights are contiguous.
 
     Returns:
         [R, F]. Rows from num_rows on are uninitialised.
@@ -225,10 +224,8 @@ def quantised_activation_bwd(
 
     No autograd, no host sync.
 
-    Args:
-        h_RC: as given to the forward.
-        da_RF: gradient of the output, dtype of h_RC, contiguous.
-        weights_R, num_rows, options: as given to the forward.
+    da_RF, the gradient of the output, is contiguous and in the dtype of h_RC; the rest is as given
+    to the forward.
 
     Returns:
         dh [R, C], quantised from fp32 values; dweights_R fp32, zero from num_rows on; the forward's

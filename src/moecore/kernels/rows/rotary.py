@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
-from moecore.kernels.ops import Op
+from moecore.kernels.ops import Op, keep
 
 ELEMENTS = 4096  # of one program
 NUM_WARPS = 4
@@ -110,31 +110,25 @@ def _turn(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward:
     return y
 
 
-def _forward(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool) -> Tensor:
-    return _turn(x, cos_Td, sin_Td, neighbours, False)
-
-
-def _backward(dy: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool) -> Tensor:
-    return _turn(dy, cos_Td, sin_Td, neighbours, True)
-
-
-def _fake(x, cos_Td, sin_Td, neighbours):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape)
-
-
-_rotary_bwd = Op("rotary_bwd", _backward, _fake)
-
-
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[1:3])
-    ctx.neighbours = inputs[3]
-
-
 def _rotary_backward(ctx, dy):  # type: ignore[no-untyped-def]
-    return _rotary_bwd(dy, *ctx.saved_tensors, ctx.neighbours), None, None, None
+    return _rotary_bwd(dy, *ctx.saved_tensors, *ctx.others), None, None, None
 
 
-_rotary = Op("rotary", _forward, _fake, save=_save, backward=_rotary_backward)
+_SCHEMA = "(Tensor {}, Tensor cos_Td, Tensor sin_Td, bool neighbours) -> Tensor"
+_rotary_bwd = Op(
+    "rotary_bwd",
+    lambda dy, cos, sin, neighbours: _turn(dy, cos, sin, neighbours, True),
+    lambda dy, *_: dy.new_empty(dy.shape),
+    schema=_SCHEMA.format("dy"),
+)
+_rotary = Op(
+    "rotary",
+    lambda x, cos, sin, neighbours: _turn(x, cos, sin, neighbours, False),
+    lambda x, *_: x.new_empty(x.shape),
+    save=keep(slice(1, 3), slice(3, 4)),
+    backward=_rotary_backward,
+    schema=_SCHEMA.format("x"),
+)
 
 
 def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool = False) -> Tensor:

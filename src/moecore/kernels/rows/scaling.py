@@ -120,12 +120,7 @@ def quantise_ref(
 
 
 def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool) -> Blocks:
-    """Return an operand whose summed dim is D.
-
-    Args:
-        x_TD: any float dtype and strides.
-        amax: fp32 [1] of a "tensor" operand; None = of x_TD.
-    """
+    """Return an operand whose summed dim is D; amax is that of a "tensor" operand, None = of x."""
     T, D = x_TD.shape
     M, K = operand_shape(T, D, kind)
     M128, B = padded(M, BLOCK), K // BLOCK
@@ -144,12 +139,6 @@ def cast_ref(x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_tw
     elif kind == "row":
         scales = scales[:M]
     return Blocks(values.view(M128, K)[:M], scales, kind)
-
-
-def dequantise(operand: Blocks) -> Tensor:
-    """Return fp32 [M, K]."""
-    M, K = operand.values.shape
-    return operand.values.float() * _expanded(_by_rows(operand), operand.kind, M, K)
 
 
 def product_ref(a: Blocks, b: Blocks) -> Tensor:

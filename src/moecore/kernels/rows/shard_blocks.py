@@ -89,10 +89,8 @@ class PartOfMatrix(NamedTuple):
 def as_matrices(gathered: Blocks, shape: torch.Size) -> Both:
     """Return one matrix of every expert, [e, N, K] of whole blocks; views.
 
-    Args:
-        gathered: values of the parameter's shape, contiguous: the last dim are the columns; scales
-            of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
-        shape: [e, N, K].
+    Gathered values are contiguous, in the parameter's shape: the last dim are the columns. Scales
+    are of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
     """
     scales_BK = gathered.scales[:, : shape[2] // BLOCK]
     values_eNK, scales_eNK = gathered.values.view(shape), scales_BK.unflatten(0, (shape[0], -1))
@@ -260,13 +258,9 @@ def quantise_blocks_(
 
 
 def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
-    """Return float8 [e, N, K] as [e, K, N], contiguous, zeros up to a multiple of N.
+    """Return float8 [e, N, K] as [e, K, N], contiguous, zeros up to a multiple of N (of 4, or 1).
 
-    No autograd, no host sync.
-
-    Args:
-        values_eNK: contiguous; N and K multiples of 16.
-        multiple: of 4, or 1.
+    N and K are multiples of 16. No autograd, no host sync.
     """
     e, N, K = values_eNK.shape
     M = padded(N, multiple)
@@ -283,9 +277,7 @@ def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
 def transpose_operand(weight: Blocks, columns: int) -> Blocks:
     """Return a "block" operand [N, K] as the one [K, N] that is summed over N. No autograd.
 
-    Args:
-        weight: N a multiple of 16, K padded to one of 128.
-        columns: K without padding, a multiple of 16.
+    K is padded to a multiple of 128; `columns` is K without padding, as N a multiple of 16.
     """
     values_KN = transpose_values(weight.values[None], BLOCK)[0, :columns]
     blocks = cdiv(columns, BLOCK), weight.scales.shape[0]

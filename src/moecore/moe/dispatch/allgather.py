@@ -18,9 +18,8 @@ from torch import Tensor
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import EqualSizes, gather_all, gather_ranks, sum_ranks
-from moecore.moe.lanes import Lanes
 from moecore.moe.placement import ExpertPlacement
-from moecore.moe.records import ExpertInput, Routing
+from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class AllGatherPlan:
     num_tokens: int
 
 
-class AllGatherDispatcher:
+class AllGatherDispatcher(Dispatcher):
     """Gives every rank of the group all of its tokens.
 
     Ranks with fewer tokens than the most pad with rows that no expert reads.
@@ -40,12 +39,7 @@ class AllGatherDispatcher:
 
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
-        self.lanes: Lanes | None = None
         self._sizes = EqualSizes(placement.group)
-
-    def has_spare_rows(self, *, pads: bool) -> bool:
-        """No: shapes are exact."""
-        return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Gather all tokens; 4 collectives. One host sync, with `routing.pad` in the first call."""

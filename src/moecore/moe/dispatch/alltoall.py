@@ -32,7 +32,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import EqualSizes, exchange_all, needed, unneeded
 from moecore.moe.lanes import Lanes, numbers_of
 from moecore.moe.placement import ExpertPlacement
-from moecore.moe.records import BalancedRows, ExpertInput, Routing
+from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,13 @@ class SendOrder(NamedTuple):
     counts_G2: Tensor  # int64, for each rank the number of tokens, and of their choices there
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(Dispatcher):
     """Sends each token once to every rank that owns at least one of its experts."""
 
     waits_on_host = True
 
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
-        self.lanes: Lanes | None = None
         self._sizes = EqualSizes(placement.group)
 
     def has_spare_rows(self, *, pads: bool) -> bool:

@@ -53,6 +53,19 @@ class EqualSizes:
             )
 
 
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grads[0]), None, None
+
+
 class _GatherRanks(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -80,6 +93,13 @@ class _SumRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *_GatherRanks.apply(*ctx.args, *grads)
+
+
+def exchanged(
+    x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return there(x); its gradient is `back` of the result's."""
+    return _Exchanged.apply(x, there, back)
 
 
 def unneeded(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:

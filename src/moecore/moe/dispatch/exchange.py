@@ -208,17 +208,11 @@ class MetaExchange(Exchange):
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
         """Return S source rows."""
-        (T, K), S = ids_TK.shape, self.layout.source_rows
+        T, K = ids_TK.shape
         num_experts = num_local * self.layout.num_ranks // etp
         self._num_sent = balanced_tokens(T, K, num_experts, num_local)
         self._operate(SPREAD, x_TD)
-        return kernels.SpreadChoices(
-            rows_SD=x_TD.new_empty(S, x_TD.shape[1]),
-            ids_SK=ids_TK.new_empty(S, ids_TK.shape[1]),
-            weights_SK=weights_TK.new_empty(S, ids_TK.shape[1]),
-            peers_T=ids_TK.new_empty(T),
-            places_S=ids_TK.new_empty(S),
-        )
+        return kernels.SpreadChoices.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
 
     def reduce(
         self,
@@ -269,11 +263,7 @@ class MetaExchange(Exchange):
 
 
 class CloneExchange:
-    """One rank's end of the exchange of clones, shared by all layers of a model.
-
-    All ranks of the group run the same operations in the same order; on one rank they are ordered
-    by their streams. No operation syncs.
-    """
+    """One rank's end of the exchange of clones, shared by all layers; ordered as `Exchange` is."""
 
     def __init__(self, buffer: CloneBuffer, group: dist.ProcessGroup) -> None:
         self.buffer = buffer

@@ -6,22 +6,16 @@ from torch import Tensor
 
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe.lanes import Lanes
-from moecore.moe.records import ExpertInput, Routing
+from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 
-class LocalDispatcher:
+class LocalDispatcher(Dispatcher):
     """dispatch and combine of a rank that owns all experts."""
 
     waits_on_host = False
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
-        self.lanes: Lanes | None = None
-
-    def has_spare_rows(self, *, pads: bool) -> bool:
-        """No: shapes are exact."""
-        return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Return x_TD itself as source rows (S = T, R at most T * K), without a copy."""

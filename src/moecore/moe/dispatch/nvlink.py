@@ -40,9 +40,8 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher, AllToAllPlan
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool, find_row_problem
-from moecore.moe.lanes import Lanes
 from moecore.moe.placement import ExpertPlacement
-from moecore.moe.records import BalancedRows, ExpertInput, Routing, UnsummedRows
+from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing, UnsummedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class NVLinkPlan:
     slots_SK: Tensor  # int32, expert rows of each source row; -1 = none
 
 
-class NVLinkDispatcher:
+class NVLinkDispatcher(Dispatcher):
     """Sends each token once to every rank that owns at least one of its experts, by stores.
 
     The layers of a model share the pool of exchanges.
@@ -68,7 +67,6 @@ class NVLinkDispatcher:
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
         self.exchanges = exchanges
-        self.lanes: Lanes | None = None
         self._elsewhere = AllToAllDispatcher(placement)
 
     @property

@@ -30,8 +30,8 @@ from moecore.attention.sequence import Sequence
 from moecore.base.fields import Positive, check_arguments
 from moecore.base.regions import once
 from moecore.base.torch_names import local_of
-from moecore.kernels.documents import documents_of
 from moecore.kernels.ops import Op
+from moecore.kernels.zigzag import documents_of
 from moecore.models.layers import Attention
 from moecore.models.mla import LatentAttention
 from moecore.moe.params import clean_name, global_indices

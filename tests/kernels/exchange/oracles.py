@@ -1,0 +1,73 @@
+"""What an exchange brings to every rank, of what all ranks have: in one process, in plain PyTorch.
+
+Letters: as in `kernels/exchange/operations.py` and `kernels/exchange/clones.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.exchange.clones import Places
+
+
+def peers_ref(ids_TK: Tensor, num_local: int, num_blocks: int, etp: int) -> Tensor:
+    """Return int32 [T], bit g set where rank g owns one of the token's experts.
+
+    Rank g owns block g // etp: experts [g // etp * num_local, (g // etp + 1) * num_local).
+
+    Example, 2 blocks of 2 experts, etp 2: ids [[0, 1], [1, 3], [-1, -1]] give [3, 15, 0].
+    """
+    block_TK = torch.where(ids_TK < 0, -1, ids_TK.long() // num_local)
+    ranks = torch.arange(num_blocks * etp, device=ids_TK.device)
+    needs_TG = (block_TK[:, :, None] == ranks // etp).any(1)
+    return (needs_TG.long() << ranks).sum(1).to(torch.int32)
+
+
+def spread_ref(x_GCN: Tensor, peers_GC: Tensor, rank: int, fill: float = 0) -> Tensor:
+    """Return what `rank` receives, [S, N]: the rows of the tokens that it needs, else `fill`."""
+    needed_GC1 = (peers_GC >> rank & 1).bool()[..., None]
+    return torch.where(needed_GC1, x_GCN, fill).flatten(0, 1)
+
+
+def reduce_ref(y_GSN: Tensor, peers_T: Tensor, rank: int) -> Tensor:
+    """Return the sums of `rank`'s tokens, [T, N]; y_GSN[p] is what rank p holds."""
+    G, S, N = y_GSN.shape
+    T = peers_T.shape[0]
+    out_TN = y_GSN.new_zeros(T, N, dtype=torch.promote_types(y_GSN.dtype, torch.float32))
+    for p in range(G):
+        part_TN = y_GSN[p].view(G, S // G, N)[rank, :T]
+        out_TN = out_TN + torch.where((peers_T >> p & 1).bool()[:, None], part_TN, 0)
+    return out_TN.to(y_GSN.dtype)
+
+
+def fetch_ref(rows: Sequence[Tensor], places: Places) -> list[Tensor]:
+    """Return each rank's clones, [c, ...]; zeros where a place is empty.
+
+    rows[b] are [e, ...] of the rank of block b, one per block.
+    """
+    used, dtype = places.experts_N >= 0, rows[0].dtype
+    whole = torch.cat([r.view(torch.uint8) if r.itemsize == 1 else r for r in rows])
+    came = whole.new_zeros(used.shape[0], *whole.shape[1:])
+    came[used] = whole[places.experts_N[used].long()]
+    return list(came.view(dtype).split(places.num_clones))
+
+
+def bring_home_ref(grads: Sequence[Tensor], places: Places) -> list[Tensor]:
+    """Return each rank's gradients, [e, ...], with those of its experts' clones.
+
+    Added in fp32, in the order of places, and rounded once. grads[b] are [e + c, ...], as above.
+    """
+    e, c = places.num_local, places.num_clones
+    home = [grad[:e].clone() for grad in grads]
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    totals: dict[int, Tensor] = {}
+    for n, x in enumerate(places.experts_N.tolist()):
+        if x >= 0:
+            total = totals.get(x, home[x // e][x % e].to(wide))
+            totals[x] = total + grads[n // c][e + n % c]
+    for x, total in totals.items():
+        home[x // e][x % e] = total
+    return home
