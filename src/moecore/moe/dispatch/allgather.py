@@ -17,7 +17,13 @@ from torch import Tensor
 
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import EqualSizes, gather_all, gather_ranks, sum_ranks
+from moecore.moe.dispatch.collectives import (
+    Attendance,
+    EqualSizes,
+    gather_all,
+    gather_ranks,
+    sum_ranks,
+)
 from moecore.moe.lanes import Lanes
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
@@ -42,6 +48,7 @@ class AllGatherDispatcher:
         self.placement = placement
         self.lanes: Lanes | None = None
         self._sizes = EqualSizes(placement.group)
+        self.attendance = Attendance(placement)
 
     def has_spare_rows(self, *, pads: bool) -> bool:
         """No: shapes are exact."""
@@ -57,7 +64,9 @@ class AllGatherDispatcher:
             block_TK = torch.div(routing.destinations_TK, p.num_physical, rounding_mode="floor")
             pairs_P = (block_TK.flatten() == torch.arange(p.ep, device=x_TD.device)[:, None]).sum(1)
             sizes = T, p.balanced_rows(*routing.destinations_TK.shape)
-            C, num_rows = sizes if x_TD.is_meta else _exchange_counts(T, pairs_P, p)
+            note = self.attendance.number(x_TD)
+            mine = F.pad(F.pad(pairs_P, (1, 0), value=note), (1, 0), value=T)
+            C, num_rows = sizes if x_TD.is_meta else _exchange_counts(mine, p, self.attendance)
         pad = (0, 0, 0, C - T)
         sent = (
             F.pad(x_TD, pad),
@@ -75,9 +84,9 @@ class AllGatherDispatcher:
         return sum_ranks(y_SD, self.placement.group, self.lanes)[: plan.num_tokens]
 
 
-def _exchange_counts(num_tokens: int, pairs_P: Tensor, p: ExpertPlacement) -> tuple[int, int]:
+def _exchange_counts(mine: Tensor, p: ExpertPlacement, attendance: Attendance) -> tuple[int, int]:
     """Return C and R. The one host sync of this dispatcher: both size a buffer."""
-    mine = F.pad(pairs_P, (1, 0), value=num_tokens)
     counts = gather_ranks(mine[None], p.group).tolist()
+    attendance.check([row[1] for row in counts])
     block = p.first_physical // p.num_physical
-    return max(row[0] for row in counts), sum(row[1 + block] for row in counts)
+    return max(row[0] for row in counts), sum(row[2 + block] for row in counts)
