@@ -226,10 +226,10 @@ def recorded() -> Iterator[list[Event]]:
         work = all_to_all(out, *args, **kwargs)
         return _Work(work, partial(note, "wait", out)) if is_async else work
 
-    def units(what: str, original: Callable[..., None]) -> Callable[..., None]:
-        def call(self: Packed, outs: list[Tensor], ins: list[Tensor]) -> None:
+    def units(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Packed, outs: list[Tensor], *args: Any) -> Any:
             note(what, outs[0])
-            original(self, outs, ins)
+            return original(self, outs, *args)
 
         return call
 

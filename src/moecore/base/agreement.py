@@ -20,6 +20,7 @@ from moecore.base.fields import shown
 from moecore.base.torch_names import tree_map_only
 
 Group = dist.ProcessGroup | None  # None = all ranks
+DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)  # as numbers in notes
 
 
 def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
@@ -55,6 +56,29 @@ def difference(entries: Mapping[str, Any], device_type: str, *, group: Group = N
     return f"{name} ({shown(value)} on rank {dist.get_rank()}){others} must be the same"
 
 
+def check_notes(
+    what: str,
+    notes: Sequence[Sequence[int]],
+    shown: Mapping[str, Callable[[int], str]],
+    group: dist.ProcessGroup,
+) -> None:
+    """Raise when ranks of a group differ in notes that they have sent each other.
+
+    Args:
+        notes: of each rank of the group, a number for each entry of `shown`.
+        shown: what a number is, and how it is shown.
+    """
+    for (name, show), values in zip(shown.items(), zip(*notes, strict=True), strict=True):
+        other = next((place for place, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            ranks = dist.get_process_group_ranks(group)
+            raise ValueError(
+                f"{name} in {what} ({show(values[0])} on rank {ranks[0]}, {show(values[other])} on "
+                f"rank {ranks[other]}) must be the same on all ranks that share it: give every "
+                "rank the same forwards, modes, trained parameters and micro-batches"
+            )
+
+
 def fields_of(record: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as entries, by "Class.field"."""
     cls = type(record).__name__
@@ -64,10 +88,7 @@ def fields_of(record: Any) -> dict[str, Any]:
 def trained_entries(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return what of a training must be the same on the ranks that share parameters.
-
-    `own_options()` of an optimizer, if it has the method, returns what its groups lack.
-    """
+    """Return what of a training must be the same on the ranks that share parameters."""
     params = dict(model.named_parameters())
     names = {param: name for name, param in params.items()}
     options: dict[str, Any] = {}
@@ -89,10 +110,7 @@ def trained_entries(
 
 
 def comparable(leaf: Any) -> Any:
-    """Return what ranks can have in common of a value: no address, no device; of tensors, values.
-
-    A tensor of more than one element is given by shape, dtype and checksum. A host sync.
-    """
+    """Return what ranks can have in common of a value: no address; of tensors a checksum."""
     if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta:
         if leaf.numel() == 1:
             return leaf.tolist()
@@ -105,10 +123,7 @@ def comparable(leaf: Any) -> Any:
 def check_equal_weights(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> None:
-    """Raise on every rank when real weights differ: they would be mixed shard by shard.
-
-    Names and shapes are the same on every rank of the group; every rank calls it with its own.
-    """
+    """Raise on every rank when real weights differ: they would be mixed shard by shard."""
     # Of what is cut over tp already every rank holds another part.
     whole = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
     different, problem = differing_tensors(whole, device_type, group=group), None
@@ -124,11 +139,7 @@ def check_equal_weights(
 def differing_tensors(
     tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
 ) -> list[str]:
-    """Return the names of tensors that are not the same on all ranks of a group. Collective.
-
-    The tensors are plain, with the same names, shapes and dtypes on every rank. Tensors on meta are
-    left out.
-    """
+    """Return the names of tensors that are not the same on all ranks of a group. Collective."""
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
     if not real or not _has_others(group):
         return []
@@ -138,11 +149,7 @@ def differing_tensors(
 
 
 def raise_on_all(problem: str | None, device_type: str, *, group: Group = None) -> None:
-    """Raise a ValueError on every rank of the world when some have a problem, in one line.
-
-    The ranks of `group` have it together, if at all. All ranks of the world need no communication,
-    parts of it `raise_on_others`.
-    """
+    """Raise a ValueError on every rank of the world when some have a problem, in one line."""
     if dist.is_initialized() and dist.get_world_size(group) < dist.get_world_size():
         raise_on_others(problem, device_type)
     elif problem is not None:

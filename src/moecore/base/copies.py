@@ -18,10 +18,7 @@ NewParameter = Callable[[nn.Parameter], nn.Parameter]
 def copy_modules(
     model: nn.Module, new_parameter: NewParameter, *, unwrapped: bool = False
 ) -> dict[nn.Module, nn.Module]:
-    """Return a copy of each module of a model. What is no module, parameter or hook is shared.
-
-    With `unwrapped` copies have no hooks, nor forwards put in the place of the class's own.
-    """
+    """Return a copy of each module of a model. What is no module, parameter or hook is shared."""
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
     params = {param: new_parameter(param) for param in model.parameters()}
     for module, twin in copies.items():

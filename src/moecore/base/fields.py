@@ -106,11 +106,7 @@ class _Kind(NamedTuple):
 
 
 def check_fields(record: Any, rules: Callable[[], Rules] | None = None) -> None:
-    """Raise for the first field of the wrong type or range, or the first broken rule.
-
-    Under torch.compile nothing is checked: what a compiled region builds, a checked record gave.
-    `rules` yields a field, dotted for one of a record inside, and the relation that it breaks.
-    """
+    """Raise for the first field of the wrong type or range, or the first broken rule."""
     if torch.compiler.is_compiling():
         return
     record_class: Any = type(record)
@@ -123,10 +119,7 @@ def check_fields(record: Any, rules: Callable[[], Rules] | None = None) -> None:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise for the first of `locals()` of the wrong type or range; the first line of a function.
-
-    Under torch.compile nothing is checked.
-    """
+    """Raise for the first of `locals()` of the wrong type or range; a function's first line."""
     if torch.compiler.is_compiling():
         return
     for name, kind in _argument_kinds(function):

@@ -106,6 +106,10 @@ class RoutedLayer(nn.Module):
         if self.cloner is not None:
             self.cloner.drop_step()
 
+    def run_empty(self, x_0D: Tensor) -> Tensor:
+        """Return the forward of no tokens, without the hooks of this module."""
+        return self.forward(x_0D)  # type: ignore[no-any-return]
+
     def _compute(self, expert_input: ExpertInput) -> Any:
         """Return the output of `Experts`, which runs in the unit that has their parameters."""
         raise NotImplementedError

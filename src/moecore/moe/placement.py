@@ -42,6 +42,7 @@ class ExpertPlacement:
     ep: int
     etp: int  # ranks that share a block of experts
     num_clones: int = 0  # c
+    layer: tuple[int, str] = (0, "the layer")  # its number and name in the model
 
     @property
     def num_local(self) -> int:

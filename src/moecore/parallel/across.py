@@ -53,10 +53,7 @@ class AllStages:
 
 
 def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
-    """Return what the stages of a sharded model hold. Collective over the world; a host sync.
-
-    Every rank raises ValueError when copies of a parameter differ in form or in values.
-    """
+    """Return what the stages of a sharded model hold. Collective over the world; a host sync."""
     peers, device_type = meshes.dense.get_group("pp"), meshes.device_type
     named = {clean_name(name): param for name, param in model.named_parameters()}
     forms: list[Any] = [None] * meshes.parallel.pp
@@ -122,11 +119,7 @@ def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
 
 @torch.no_grad()
 def sum_copies(model: nn.Module) -> None:
-    """Sum the gradients of parameters that several stages hold, in place; no host sync.
-
-    Call it on every rank after the last micro-batch's backward, before clipping, once a step. All
-    holders get the same bits. One without a gradient adds zeros.
-    """
+    """Sum the gradients of parameters that several stages hold, in place; no host sync."""
     owner, stages = find_stages(model)
     if stages is None:
         return

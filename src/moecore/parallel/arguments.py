@@ -22,12 +22,7 @@ OF_OWN_TOKENS = ("hidden", "inputs_embeds")  # hidden states, which cp cuts befo
 
 
 class SharedArguments:
-    """Raises where ranks that share rows are given other arguments.
-
-    Args:
-        groups: by cp, the ranks that share a micro-batch; 0 = the ranks of any other cp.
-        stages: the ranks that differ in pp alone; None = no stages.
-    """
+    """Raises where ranks that share rows are given other arguments."""
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,12 +91,13 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
             is_required=_is_required(request),
         )
     stream = torch.cuda.Stream() if request.overlap_shared else None
-    for (name, layer), planned in zip(found.layers.items(), found.plan.layers, strict=True):
+    layers = zip(found.layers.items(), found.plan.layers, strict=True)
+    for number, ((name, layer), planned) in enumerate(layers):
         recipes = dict(planned.recipes)
         layer.tracker.reset()  # what ran before is no part of a step
         layer.set_config(request.config_of(layer))
         _set_experts(name, layer, request, recipes["experts"])
-        placement = _placement(layer.config.num_experts, request)
+        placement = _placement(layer.config.num_experts, request, (number, name))
         layer.dispatcher = _dispatcher(layer.config.num_experts, placement, found)
         if placement is not None and request.clones is not None and placement.num_clones:
             group = meshes.expert.get_group("ep")
@@ -117,15 +119,16 @@ def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe
         logger.info("precision leaves the experts of %r as they are: %s", name, why_wide)
 
 
-def _placement(num_experts: int, request: Request) -> ExpertPlacement | None:
+def _placement(
+    num_experts: int, request: Request, layer: tuple[int, str]
+) -> ExpertPlacement | None:
     """Return which ranks own the experts of a layer; None = this rank owns all."""
     group, p, clones = request.meshes.dispatch_group, request.meshes.parallel, request.clones
     if group is None:
         return None
     num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
-    return ExpertPlacement(
-        group=group, num_experts=num_experts, ep=p.ep, etp=p.etp, num_clones=num_clones
-    )
+    how: dict[str, Any] = dict(num_clones=num_clones, layer=layer)
+    return ExpertPlacement(group=group, num_experts=num_experts, ep=p.ep, etp=p.etp, **how)
 
 
 def _dispatcher(num_experts: int, placement: ExpertPlacement | None, found: Attached) -> Dispatcher:

@@ -37,10 +37,7 @@ class Family(Protocol):
         """Prepare a model whose blocks were swapped, before anything is sharded."""
 
     def set_dtypes(self, model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
-        """Let tensors be fp32 that stay so where a model computes in a dtype; return their names.
-
-        With dtype None a model computes in its parameters' own.
-        """
+        """Let tensors stay fp32 that must in a dtype (None = their own); return their names."""
 
     def staged(self, model: nn.Module) -> StagedModel:
         """Return what runs pipeline stages; NotImplementedError for a model that cannot be cut."""

@@ -226,10 +226,7 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
 
 
 def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the group of `cp` neighbouring data ranks, and the cp x tp ranks, cp-major.
-
-    The meshes have one cp rank and pipeline stage; cp >= 2 divides the data ranks. Collective.
-    """
+    """Return the group of `cp` neighbouring data ranks, and the cp x tp ranks, cp-major."""
     size, tp = dist.get_world_size(), meshes.parallel.tp
     view = _fold(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
     joined = _joined_group(view, ("cp", "tp"))
@@ -240,10 +237,7 @@ def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.Pro
 def split_context(
     meshes: Meshes, cp: int, inner: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups of `inner` neighbouring cp ranks, and of cp ranks that are `inner` apart.
-
-    `inner` divides cp. Collective.
-    """
+    """Return the groups of `inner` neighbouring cp ranks, and of those that are `inner` apart."""
     tp, size = meshes.parallel.tp, dist.get_world_size()
     sizes = (size // (cp * tp), cp // inner, inner, tp)
     view = _fold(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))
@@ -251,10 +245,7 @@ def split_context(
 
 
 def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of all dims of several views of one world, in order. No communication.
-
-    This rank is in the meshes, which have no dim of more than one rank in common.
-    """
+    """Return the mesh of all dims of several views of one world, in order. No communication."""
     ranks, own = torch.zeros((), dtype=torch.int), dist.get_rank()
     for mesh in meshes:  # the steps along the dims of one view are the same everywhere
         ranks = ranks.reshape(*ranks.shape, *(1 for _ in mesh.shape)) + (mesh.mesh - own)

@@ -1,13 +1,8 @@
 """Rerun: a step whose rows did not fit is repeated from its inputs, with larger buffers.
 
-    run() -> all-reduce of the capacity that each rank needed
-          -> every rank's rows fit: done
-          -> else: drop the step, restore random numbers, enlarge buffers, run() once more
-
-Three capacities may be too small: expert rows (`NVLinkOptions.row_factor`), tokens to send
-(`max_tokens`) and pages (`StashOptions.factor`). A run drops the rows that do not fit and goes on;
-its values are wrong and are not used. Layers behind the first shortage route on wrong values, so a
-rerun may find a further shortage there and need another rerun. Capacities only grow.
+run() -> all-reduce of the capacity that each rank needed
+      -> every rank's rows fit: done
+      -> else: drop the step, restore random numbers, enlarge buffers, run() once more
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """TrainStep: the owner of an optimizer step, from its first micro-batch to its metrics.
 
-    micro_batch() x n    forward and backward; forward_backward() runs all n
-    finish()             errors of exchanges -> clip -> optimizer -> zero_grad
-                         -> scales of delayed scaling -> counts -> expert biases -> StepResult
-
-Micro-batches of a step share the communication of resident units (`FSDPOptions` leaves them whole
-from forward to backward): one all-gather per step, and one reduction in the last micro-batch. Until
-then whole gradients accumulate in `FSDPOptions.reduce_dtype`, outside of `optimizer.zero_grad()`.
-Other units are all-gathered and reduced in every micro-batch.
+micro_batch() x n    forward and backward; forward_backward() runs all n
+finish()             errors of exchanges -> clip -> optimizer -> zero_grad
+                     -> scales of delayed scaling -> counts -> expert biases -> StepResult
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.base.agreement import check_same, trained_entries
+from moecore.base.failures import known_to_others
 from moecore.base.fields import Count, MaxNorm, check_arguments
 from moecore.base.torch_names import mark
 from moecore.moe.lanes import Lanes
@@ -142,7 +138,7 @@ class TrainStep:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of a step; it may be set between steps."""
-        return self._num_micro_batches
+        return self._progress.number
 
     @num_micro_batches.setter
     def num_micro_batches(self, number: int) -> None:
@@ -154,24 +150,26 @@ class TrainStep:
             )
         for state in self._states:
             state.set_num_micro_batches(number)
-        self._num_micro_batches = number
+        self._progress.number = number
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Return the context in which forward and backward of one micro-batch run."""
-        self._progress.check_between("micro_batch()")
-        if self._pipeline is not None:
-            raise ValueError(
-                "micro_batch() must not run a pipeline's stages one by one: call forward_backward()"
-            )
-        if self._progress.done >= self.num_micro_batches:
-            raise ValueError(
-                f"micro_batch() must come at most num_micro_batches ({self.num_micro_batches}) "
-                "times in a step: call finish()"
-            )
-        is_last = self._progress.done + 1 == self.num_micro_batches
-        with self._running(1, to_come=0 if is_last else math.inf):
-            yield
+        with known_to_others(f"micro-batch {self._progress.done + 1} of {self.num_micro_batches}"):
+            self._progress.check_between("micro_batch()")
+            if self._pipeline is not None:
+                raise ValueError(
+                    "micro_batch() must not run a pipeline's stages one by one: call "
+                    "forward_backward()"
+                )
+            if self._progress.done >= self.num_micro_batches:
+                raise ValueError(
+                    f"micro_batch() must come at most num_micro_batches ({self.num_micro_batches}) "
+                    "times in a step: call finish()"
+                )
+            is_last = self._progress.done + 1 == self.num_micro_batches
+            with self._running(1, to_come=0 if is_last else math.inf):
+                yield
 
     @contextmanager
     def micro_batches(self, *, forwards: Count | None = None, pairs: bool = True) -> Iterator[None]:
@@ -204,7 +202,8 @@ class TrainStep:
                 layer.dispatcher.lanes = self._lanes if pairs else None
         self._progress.is_several, number = True, self.num_micro_batches
         try:
-            with self._running(number, to_come=forwards or number):
+            where = f"a step of {number} micro-batches"
+            with known_to_others(where), self._running(number, to_come=forwards or number):
                 yield
         finally:
             self._progress.is_several = False
@@ -226,13 +225,6 @@ class TrainStep:
             ValueError: when it is called outside of `micro_batches`.
             RuntimeError: when it is called within another pair, or after a backward has failed.
             Exception: the exception of the forward or of the backward; it ends both.
-
-        Example:
-            with step.micro_batches():
-                loss = loss_of(0)
-                for i in range(1, step.num_micro_batches):
-                    loss = step.side_by_side(partial(loss_of, i), loss.backward)
-                loss.backward()
         """
         if not (self._progress.is_open and self._progress.is_several):
             raise ValueError(
@@ -302,14 +294,15 @@ class TrainStep:
             ValueError: when their number is another, or a micro_batch() of this step has run.
             PipelineError: when a neighbouring stage is gone; it names stage and micro-batch.
         """
-        if len(micro_batches) != self.num_micro_batches:
-            raise ValueError(
-                f"micro_batches ({len(micro_batches)}) must be num_micro_batches "
-                f"({self.num_micro_batches}): set TrainStep.num_micro_batches between steps"
-            )
-        run = partial(self._run_all, micro_batches)
-        tapes = [tape for state in self._states for tape in state.tapes]
-        return self._reruns.run(run, self.drop, tapes)
+        with known_to_others(f"a step of {self.num_micro_batches} micro-batches"):
+            if len(micro_batches) != self.num_micro_batches:
+                raise ValueError(
+                    f"micro_batches ({len(micro_batches)}) must be num_micro_batches "
+                    f"({self.num_micro_batches}): set TrainStep.num_micro_batches between steps"
+                )
+            run = partial(self._run_all, micro_batches)
+            tapes = [tape for state in self._states for tape in state.tapes]
+            return self._reruns.run(run, self.drop, tapes)
 
     def _run_all(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Run forward and backward of all micro-batches once; return their losses."""
@@ -327,6 +320,7 @@ class TrainStep:
         sum_copies(self._model)
         return losses
 
+    @known_to_others("losses()")
     @torch.no_grad()
     def losses(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return the losses of any number of micro-batches without gradients, between steps.
@@ -384,6 +378,7 @@ class TrainStep:
         if self._scale is not None:
             self._scale.load_state_dict(state)
 
+    @known_to_others("clip()")
     def clip(self) -> GradientNorm:
         """Clip the gradient of a step whose optimizer is the caller's; return its norm. Host sync.
 
@@ -406,6 +401,7 @@ class TrainStep:
             )
         return self._norm
 
+    @known_to_others("finish()")
     def finish(self) -> StepResult:
         """End the step: clip, optimizer, zero_grad, counts of all ranks, expert biases.
 

@@ -143,6 +143,22 @@ def wait_after_a_failed_forward(rank: Rank) -> None:
     rank.train()
 
 
+def fewer_given(rank: Rank) -> None:
+    """The others run their micro-batches, and this one raises before its first."""
+    batches = [{"tokens_BT": torch.zeros(2, 12, dtype=torch.int64)}] * (2 - (rank.rank == LATE))
+    rank.note()
+    rank.step.forward_backward([{**one, "labels_BT": one["tokens_BT"]} for one in batches])
+
+
+def data_ended(rank: Rank) -> None:
+    """A loop over micro-batches ends early."""
+    for _ in range(1 if rank.rank == LATE else 2):
+        with rank.step.micro_batch():
+            rank.loss(0).backward()
+    rank.note()
+    rank.step.finish()
+
+
 def fail_on_all(rank: Rank) -> None:
     """Forwards that fail in flight on all ranks alike: dropped with their step, or left out."""
     clean = Rank(rank.folder)
@@ -197,7 +213,17 @@ def assert_equal(rank: Rank, clean: Rank) -> None:
 
 BROKEN = ("end_in_forward", "end_in_backward", "fail_in_forward", "wait_after_a_failed_forward")
 WHOLE = ("fail_on_all", "read_alone")
-CASES = [*((name, 4) for name in (*BROKEN, *WHOLE)), (BROKEN[1], 2), (BROKEN[3], 2)]
+# Those in which a rank raises, and what the others read of its error.
+TOLD = {
+    "fail_in_forward": "FloatingPointError: ",
+    "wait_after_a_failed_forward": "FloatingPointError: ",
+    "fewer_given": "ValueError: micro_batches (1) must be num_micro_batches (2)",
+    "data_ended": "ValueError: finish() must follow num_micro_batches (2) micro-batches",
+}
+CASES = [
+    *((name, 4) for name in (*BROKEN, *WHOLE)),
+    *((name, 2) for name in (BROKEN[1], BROKEN[3], "fewer_given", "data_ended")),
+]
 
 
 def main(rank: int, world: int, name: str, folder: Path) -> None:
@@ -263,10 +289,17 @@ def test_no_rank_waits_for_one_that_is_gone(name: str, world: int, ended: dict[A
         is_killed = rank == LATE and name.startswith("end")
         assert code == (-signal.SIGKILL if is_killed else 0)
         if rank == LATE:
-            assert error == ("" if is_killed else "FloatingPointError: ")
+            assert error.startswith(TOLD.get(name, "")) and bool(error) is not is_killed
         else:
-            assert error.startswith(("RuntimeError", "DistBackendError")), error
+            assert error.startswith("RankError: ") and "\n" not in error, error
+            assert name not in TOLD or f"rank {LATE} failed in " in error, error
+            assert TOLD.get(name, "recorded no error") in error or is_named(error), error
             assert late < 2 * TIMEOUT_S
+
+
+def is_named(error: str) -> bool:
+    """Whether it names what this rank and another one ran when a third one was gone."""
+    return " runs " in error and " and rank " in error
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -244,10 +244,10 @@ def gathered_bytes(fsdp: FSDPOptions, rank: int) -> dict[str, int]:
     sent = {"gathered": 0, "amax": 0}
     gather, reduce = Packed.gather, dist.all_reduce
 
-    def counted(transport: Packed, regions: list[Tensor], shards: list[Tensor]) -> None:
+    def counted(transport: Packed, regions: list[Tensor], *args: Any) -> Any:
         if transport in experts:
             sent["gathered"] += sum(region.nbytes for region in regions)
-        gather(transport, regions, shards)
+        return gather(transport, regions, *args)
 
     def reduced(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **how: Any) -> Any:
         sent["amax"] += tensor.nbytes if op == dist.ReduceOp.MAX else 0

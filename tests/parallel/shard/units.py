@@ -67,9 +67,9 @@ def recorded(model: nn.Module) -> Iterator[list[str]]:
 def _counted(verb: str, names: dict[Any, str], events: list[str]) -> Any:
     plain = getattr(Packed, verb)
 
-    def call(transport: Packed, *args: Any) -> None:
+    def call(transport: Packed, *args: Any) -> Any:
         if transport in names:
             events.append(f"{verb} {names[transport]}")
-        plain(transport, *args)
+        return plain(transport, *args)
 
     return call

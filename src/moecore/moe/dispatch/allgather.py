@@ -17,7 +17,13 @@ from torch import Tensor
 
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import EqualSizes, gather_all, gather_ranks, sum_ranks
+from moecore.moe.dispatch.collectives import (
+    Attendance,
+    EqualSizes,
+    gather_all,
+    gather_ranks,
+    sum_ranks,
+)
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
@@ -40,6 +46,7 @@ class AllGatherDispatcher(Dispatcher):
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
         self._sizes = EqualSizes(placement.group)
+        self.attendance = Attendance(placement)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Gather all tokens; 4 collectives. One host sync, with `routing.pad` in the first call."""
@@ -51,7 +58,9 @@ class AllGatherDispatcher(Dispatcher):
             block_TK = torch.div(routing.destinations_TK, p.num_physical, rounding_mode="floor")
             pairs_P = (block_TK.flatten() == torch.arange(p.ep, device=x_TD.device)[:, None]).sum(1)
             sizes = T, p.balanced_rows(*routing.destinations_TK.shape)
-            C, num_rows = sizes if x_TD.is_meta else _exchange_counts(T, pairs_P, p)
+            note = self.attendance.number(x_TD)
+            mine = F.pad(F.pad(pairs_P, (1, 0), value=note), (1, 0), value=T)
+            C, num_rows = sizes if x_TD.is_meta else _exchange_counts(mine, p, self.attendance)
         pad = (0, 0, 0, C - T)
         sent = (
             F.pad(x_TD, pad),
@@ -69,9 +78,9 @@ class AllGatherDispatcher(Dispatcher):
         return sum_ranks(y_SD, self.placement.group, self.lanes)[: plan.num_tokens]
 
 
-def _exchange_counts(num_tokens: int, pairs_P: Tensor, p: ExpertPlacement) -> tuple[int, int]:
+def _exchange_counts(mine: Tensor, p: ExpertPlacement, attendance: Attendance) -> tuple[int, int]:
     """Return C and R. The one host sync of this dispatcher: both size a buffer."""
-    mine = F.pad(pairs_P, (1, 0), value=num_tokens)
     counts = gather_ranks(mine[None], p.group).tolist()
+    attendance.check([row[1] for row in counts])
     block = p.first_physical // p.num_physical
-    return max(row[0] for row in counts), sum(row[1 + block] for row in counts)
+    return max(row[0] for row in counts), sum(row[2 + block] for row in counts)

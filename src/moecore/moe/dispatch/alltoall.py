@@ -29,7 +29,7 @@ from moecore.base.streams import wait_on_host
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import EqualSizes, exchange_all, needed, unneeded
+from moecore.moe.dispatch.collectives import Attendance, EqualSizes, exchange_all, needed, unneeded
 from moecore.moe.lanes import Lanes, numbers_of
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
@@ -50,7 +50,7 @@ class SendOrder(NamedTuple):
 
     token_ids_M: Tensor  # M is the most rows that could be sent
     slots_TG: Tensor
-    counts_G2: Tensor  # int64, for each rank the number of tokens, and of their choices there
+    counts_G3: Tensor  # int64, for each rank the number of tokens, of their choices there, a note
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -61,6 +61,7 @@ class AllToAllDispatcher(Dispatcher):
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
         self._sizes = EqualSizes(placement.group)
+        self.attendance = Attendance(placement)
 
     def has_spare_rows(self, *, pads: bool) -> bool:
         """Return `pads`: only rows that are padded to a capacity may be unused."""
@@ -83,7 +84,7 @@ class AllToAllDispatcher(Dispatcher):
             sent = _rows_of(x_TD, routing, token_ids_M, slots_TG, used_M)
         else:
             # The order is queued before the host waits for splits, with M the most rows.
-            token_ids_M, slots_TG, counts_G2 = self.prepare(ids_TK)
+            token_ids_M, slots_TG, counts_G3 = self.prepare(ids_TK, self.attendance.number(x_TD))
             # In a pair the rows are gathered before the other side computes. M stays the most rows:
             # rows behind those that are sent have any value and are not read.
             if self.lanes is not None:
@@ -92,7 +93,7 @@ class AllToAllDispatcher(Dispatcher):
                 splits = _balanced(p, *ids_TK.shape)
                 wait_on_host()
             else:
-                splits = _exchange_counts(counts_G2, p.group, self.lanes)
+                splits = _exchange_counts(counts_G3, p.group, self.attendance, self.lanes)
             send_splits, receive_splits, num_rows = splits
             if self.lanes is None:
                 token_ids_M = token_ids_M[: sum(send_splits)]
@@ -110,14 +111,15 @@ class AllToAllDispatcher(Dispatcher):
             balanced = BalancedRows(source, p.balanced_rows(T, K))
         return ExpertInput(Rows(rows_SD), index, plan, balanced=balanced)
 
-    def prepare(self, ids_TK: Tensor) -> SendOrder:
+    def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
         """Return the rows to send, of physical ids, -1 = dropped. No host sync or communication."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._owned(ids_TK)
         needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
         pairs_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
         order = send_order(needs_GT, T * min(p.ep, K) * p.etp)
-        return SendOrder(*order, torch.stack([needs_GT.sum(1), pairs_G], dim=1))
+        notes_G = torch.full_like(pairs_G, note)
+        return SendOrder(*order, torch.stack([needs_GT.sum(1), pairs_G, notes_G], dim=1))
 
     def _owned(self, ids_TK: Tensor) -> Tensor:
         """Return bool [P, T, K]: whether an expert block has the expert of a choice."""
@@ -200,15 +202,17 @@ def _rows_of(
 
 
 def _exchange_counts(
-    counts_G2: Tensor, group: dist.ProcessGroup, lanes: Lanes | None = None
+    counts_G3: Tensor, group: dist.ProcessGroup, attendance: Attendance, lanes: Lanes | None
 ) -> tuple[list[int], list[int], int]:
     """Return send splits, receive splits and R. The one host sync of this dispatcher."""
     # Collectives with uneven splits take the splits from the host.
-    both_2G2 = counts_G2.repeat(2, 1, 1)
-    sent_G2, received_G2 = both_2G2
-    start = partial(dist.all_to_all_single, received_G2, sent_G2, group=group)
-    sent, received = numbers_of(start, both_2G2, lanes)
-    return [n for n, _ in sent], [n for n, _ in received], sum(n for _, n in received)
+    both_2G3 = counts_G3.repeat(2, 1, 1)
+    sent_G3, received_G3 = both_2G3
+    start = partial(dist.all_to_all_single, received_G3, sent_G3, group=group)
+    sent, received = numbers_of(start, both_2G3, lanes)
+    tokens, pairs, notes = zip(*received, strict=True)
+    attendance.check(notes)
+    return [n for n, _, _ in sent], list(tokens), sum(pairs)
 
 
 def _balanced(p: ExpertPlacement, T: int, K: int) -> tuple[list[int], list[int], int]:

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.agreement import DTYPES, check_notes
 from moecore.base.torch_names import all_gather_single, assert_async, is_silent
 from moecore.moe.lanes import Lanes, exchange
+from moecore.moe.placement import ExpertPlacement
 
 
 class EqualSizes:
@@ -51,6 +53,36 @@ class EqualSizes:
                 (numbers_G == num_tokens).all(),
                 f"number of tokens must be equal on all ranks of the dispatch group {fix}",
             )
+
+
+class Attendance:
+    """What ranks that exchange tokens must have in common: a number that travels with their counts.
+
+    Attributes:
+        joins: whether this rank skips the layer, and takes part for the others.
+        is_skipped: whether all ranks did so in the last dispatch.
+    """
+
+    def __init__(self, placement: ExpertPlacement) -> None:
+        self._group, (self._layer, self._name) = placement.group, placement.layer
+        self.joins = self.is_skipped = False
+
+    def number(self, x_TD: Tensor) -> int:
+        """Return this rank's number."""
+        dtype = DTYPES.index(x_TD.dtype) if x_TD.dtype in DTYPES else len(DTYPES)
+        return self._layer << 6 | dtype << 2 | torch.is_grad_enabled() << 1 | self.joins
+
+    def check(self, numbers: Sequence[int]) -> None:
+        """Raise on all ranks when one runs another layer, another dtype, or has no gradients."""
+        self.is_skipped = all(n & 1 for n in numbers)
+        if len({n >> 1 for n in numbers}) > 1:
+            notes = [(n >> 6, n >> 2 & 15, n >> 1 & 1) for n in numbers]
+            shown: dict[str, Callable[[int], str]] = {
+                "the number of the MoE layer": str,
+                "the dtype of tokens": lambda n: str([*DTYPES, "another"][n]),
+                "torch.is_grad_enabled()": lambda n: str(bool(n)),
+            }
+            check_notes(f"the exchange of {self._name}", notes, shown, self._group)
 
 
 class _Exchanged(torch.autograd.Function):

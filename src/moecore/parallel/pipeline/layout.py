@@ -36,21 +36,13 @@ TOKEN = re.compile(r"[EtmL|()]|\*[0-9]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """What one virtual stage runs, in order.
+    """What one virtual stage runs, in order."""
 
-    Attributes:
-        index: 0 .. num_stages - 1, in the order of forward.
-        embedding: the embedding of tokens.
-        layers: consecutive indices of the model's transformer layers, perhaps none.
-        mtp: consecutive indices of its multi-token prediction modules, perhaps none.
-        loss: the head and the loss.
-    """
-
-    index: int
-    embedding: bool
-    layers: tuple[int, ...]
-    mtp: tuple[int, ...]
-    loss: bool
+    index: int  # 0 .. num_stages - 1, in the order of forward
+    embedding: bool  # the embedding of tokens
+    layers: tuple[int, ...]  # consecutive indices of the model's transformer layers, perhaps none
+    mtp: tuple[int, ...]  # consecutive indices of its multi-token prediction modules, perhaps none
+    loss: bool  # the head and the loss
 
     @property
     def letters(self) -> str:
@@ -60,17 +52,11 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineLayout:
-    """The stages of a model; `parse_layout`, `even_layout` and `balanced_layout` make one.
+    """The stages of a model; `parse_layout`, `even_layout` and `balanced_layout` make one."""
 
-    Attributes:
-        stages: in the order of forward.
-        num_layers: transformer layers of all stages.
-        num_mtp_layers: multi-token prediction modules of all stages.
-    """
-
-    stages: tuple[Stage, ...]
-    num_layers: int
-    num_mtp_layers: int
+    stages: tuple[Stage, ...]  # in the order of forward
+    num_layers: int  # transformer layers of all stages
+    num_mtp_layers: int  # multi-token prediction modules of all stages
 
     def chunks(self, pp: Few) -> int:
         """Return how many stages each of pp ranks has.
@@ -115,19 +101,12 @@ class PipelineLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutCosts:
-    """Time of each part of a model for one micro-batch, in any one unit.
+    """Time of each part of a model for one micro-batch, in any one unit."""
 
-    Attributes:
-        embedding: the embedding.
-        layers: each transformer layer.
-        mtp: each multi-token prediction module.
-        loss: the head and the loss.
-    """
-
-    embedding: PositiveOrZero = 0.0
-    layers: tuple[PositiveOrZero, ...]
-    mtp: tuple[PositiveOrZero, ...] = ()
-    loss: PositiveOrZero = 0.0
+    embedding: PositiveOrZero = 0.0  # the embedding
+    layers: tuple[PositiveOrZero, ...]  # each transformer layer
+    mtp: tuple[PositiveOrZero, ...] = ()  # each multi-token prediction module
+    loss: PositiveOrZero = 0.0  # the head and the loss
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)

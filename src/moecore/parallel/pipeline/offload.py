@@ -29,10 +29,7 @@ HALVINGS = 50
 
 
 def backwards_ahead(order: Sequence[Item]) -> list[Action | None]:
-    """Return of each item the backward that the next item runs, None = it runs none.
-
-    Items that are weight gradients alone are no next ones: D0 W0 D1 is D1, D1, None.
-    """
+    """Return of each item the backward that the next item runs, None = it runs none."""
     found: list[Action | None] = []
     upcoming: Action | None = None
     for item in reversed(order):
@@ -44,10 +41,7 @@ def backwards_ahead(order: Sequence[Item]) -> list[Action | None]:
 
 
 def leaves_whole(order: Sequence[Item]) -> list[bool]:
-    """Return of each item whether its forward's last block leaves the device, too.
-
-    It does where an item runs between its way out, which ends with the next item, and its way back.
-    """
+    """Return of each item whether its forward's last block leaves the device, too."""
     ahead = backwards_ahead(order)
     whole = []
     for i, item in enumerate(order):

@@ -23,17 +23,11 @@ ScheduleName = Literal[
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch through one stage.
+    """One pass of one micro-batch through one stage."""
 
-    Attributes:
-        kind: F forward, B whole backward, D gradient of inputs, W gradients of weights.
-        stage: in the order of forward.
-        micro_batch: 0 .. num_micro_batches - 1.
-    """
-
-    kind: Kind
-    stage: int
-    micro_batch: int
+    kind: Kind  # F forward, B whole backward, D gradient of inputs, W gradients of weights
+    stage: int  # in the order of forward
+    micro_batch: int  # 0 .. num_micro_batches - 1
 
 
 class Overlap(NamedTuple):

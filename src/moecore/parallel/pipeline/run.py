@@ -5,9 +5,6 @@
     D   B, with deferred products of weight gradients
     W   the deferred products
 
-Micro-batches of the model's arguments come in; their losses go out, on every rank. Before that
-`parallelize_moe` has cut the model (`cut_stages`) and given it its place (`apply_pipeline`).
-
 An `Overlap` is a pair of a forward and a backward (`TrainStep.side_by_side`). With offload, the
 saved tensors of the next item's backward start to return before an item runs. Device memory of a
 forward's last block, if that is offloaded, is freed after the next item.
@@ -99,11 +96,7 @@ def run_pipeline(
     scale: Callable[[Tensor], Tensor],
     side_by_side: SideBySide,
 ) -> Tensor:
-    """Run forward and backward of all micro-batches; return their losses, fp32 [n], on every rank.
-
-    Micro-batches are arguments of the whole model's forward, the same on all pipeline ranks.
-    `scale` is applied to a loss before its backward. `side_by_side` runs a pair.
-    """
+    """Run all micro-batches forward and backward; return their losses, fp32 [n], on every rank."""
     pipeline.arguments.before_schedule(micro_batches)
     schedule = pipeline.schedule(len(micro_batches))
     run = _ScheduleRun(model, pipeline, schedule, micro_batches, scale, side_by_side)

@@ -26,29 +26,17 @@ from moecore.parallel.pipeline.orders import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Which rank has which stage, and in which order it runs them.
-
-    Attributes:
-        name: as `make_schedule` takes it.
-        pp: pipeline ranks.
-        num_stages: pp times chunks.
-        num_micro_batches: of a step.
-        rank_of: the rank of each stage.
-        orders: what each rank runs, in order.
-    """
+    """Which rank has which stage, and in which order it runs them."""
 
     name: str
-    pp: int
-    num_stages: int
-    num_micro_batches: int
-    rank_of: tuple[int, ...]
-    orders: tuple[tuple[Item, ...], ...]
+    pp: int  # pipeline ranks
+    num_stages: int  # pp times chunks
+    num_micro_batches: int  # of a step
+    rank_of: tuple[int, ...]  # the rank of each stage
+    orders: tuple[tuple[Item, ...], ...]  # what each rank runs, in order
 
     def inputs_of(self, action: Action) -> list[Action]:
-        """Return what must be complete before an action: of its own stage and of its neighbours.
-
-        A gradient that comes from another stage is named as "D", whether that stage runs D or B.
-        """
+        """Return what must be complete before an action: of its own stage and of its neighbours."""
         kind, stage, micro_batch = action
         if kind == "F":
             return [Action("F", stage - 1, micro_batch)] if stage else []

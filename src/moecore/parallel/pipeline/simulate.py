@@ -21,24 +21,16 @@ Times = tuple[PositiveOrZero, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Time of one micro-batch on each stage, in any one unit.
+    """Time of one micro-batch on each stage, in any one unit."""
 
-    Attributes:
-        forward: computation of a forward.
-        backward_inputs: computation of the gradient of inputs; recomputation counts here.
-        backward_weights: computation of the gradients of weights.
-        forward_exchange: communication inside of a stage's forward, such as that of experts, that
-            the forward alone does not hide; () = none.
-        backward_exchange: likewise of its backward: it belongs to the gradient of inputs.
-        transfer: hidden states, or their gradient, from one rank to another.
-    """
-
-    forward: Times
-    backward_inputs: Times
-    backward_weights: Times
+    forward: Times  # computation of a forward
+    backward_inputs: Times  # computation of the gradient of inputs; recomputation counts here
+    backward_weights: Times  # computation of the gradients of weights
+    # Communication inside of a stage's forward, such as that of experts, that the forward alone
+    # does not hide; () = none.
     forward_exchange: Times = ()
-    backward_exchange: Times = ()
-    transfer: PositiveOrZero = 0.0
+    backward_exchange: Times = ()  # likewise of its backward: it belongs to the gradient of inputs
+    transfer: PositiveOrZero = 0.0  # hidden states, or their gradient, from one rank to another
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)

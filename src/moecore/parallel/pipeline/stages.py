@@ -12,9 +12,6 @@ Every rank has all inputs of a micro-batch, so that hidden states alone travel. 
 residual stream until the final norm has run, and from then on the stack of normed states
 [h_0 .. h_k] of the decoder and of the modules that have run (see `MTPLayer` in `models/block.py`).
 A model without such modules has its norm where its head is.
-
-Names of parameters are those of the whole model. The embedding table is kept by each rank that
-embeds tokens, predicts several of them, or has a head that is tied to it.
 """
 
 from __future__ import annotations
@@ -86,11 +83,7 @@ class StagedModel(Protocol):
 
 
 def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
-    """Keep of a model what these stages need, in place; call it before `parallelize_moe`.
-
-    Every other part becomes an `Elsewhere` of the same name. No communication. A ValueError names
-    layers or modules that the model lacks, or that were taken before.
-    """
+    """Keep of a model what these stages need, in place; call it before `parallelize_moe`."""
     check_arguments(take_stages, locals())
     parts, (num_layers, num_mtp) = model.stage_parts(), num_parts(model)
     kept: dict[str, nn.Module] = {}
@@ -112,10 +105,7 @@ def take_stages(model: StagedModel, stages: Sequence[Stage]) -> None:
 
 
 def hidden_shape(model: StagedModel, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of what enters a stage on this rank. No communication.
-
-    It is [B, t, D], with MTP modules behind the norm [1 + k, B, t, D]; t = T / (cp * tp).
-    """
+    """Return the shape of what enters a stage on this rank. No communication."""
     if stage.embedding or not (stage.layers or stage.mtp or stage.loss):
         raise ValueError(
             f"stage ({stage.index}) must get hidden states and run something: nothing enters the "

@@ -34,24 +34,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """What each rank ran, and when.
+    """What each rank ran, and when."""
 
-    Attributes:
-        spans: of each rank, in time; the first one of all ranks starts at 0.
-        exposed_exchange: time of each rank, inside of its spans, that communication takes and no
-            computation hides; () = not known.
-    """
-
+    # Of each rank, in time; the first one of all ranks starts at 0.
     spans: tuple[tuple[Span, ...], ...]
+    # Time of each rank, inside of its spans, that communication takes and no computation hides; ()
+    # = not known.
     exposed_exchange: tuple[float, ...] = ()
 
     @classmethod
     def from_spans(cls, spans: Iterable[tuple[int, Item, float, float]]) -> Timeline:
-        """Return a timeline of (rank, item, start, end), in any order and with any origin.
-
-        Raises:
-            ValueError: when there are none, or two of a rank overlap.
-        """
+        """Return a timeline of (rank, item, start, end), in any order and with any origin."""
         of_ranks = ((rank, Span(start, end, item)) for rank, item, start, end in spans)
         found = sorted(of_ranks, key=lambda found: (found[0], *found[1][:2]))
         if not found:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.base.failures import RankError, explained
 from moecore.parallel.pipeline.orders import Action, actions_of
 from moecore.parallel.pipeline.schedule import Schedule
 
@@ -30,7 +31,7 @@ Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # result of `Meshes.pipeli
 ShapeOf = Callable[[int, int], tuple[int, ...]]  # (stage, micro-batch) -> shape of its input
 
 
-class PipelineError(RuntimeError):
+class PipelineError(RankError):
     """Raised when the rank of a neighbouring stage is gone, or did not answer in time."""
 
 
@@ -66,16 +67,13 @@ def _reaching(what: str, rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PipelineError(
-            f"{what} pipeline rank {rank}, which is gone or did not answer: {error}"
-        ) from error
+        what += f" pipeline rank {rank}"
+        cause = explained(f"the exchange of {what}", error)
+        raise PipelineError(f"{what}, which is gone or did not answer: {cause}") from error
 
 
 class StageTransport:
-    """The messages of one run of a schedule, on one of the pipeline ranks.
-
-    Hidden states and their gradients have one dtype.
-    """
+    """The messages of one run of a schedule, on one of the pipeline ranks."""
 
     def __init__(
         self,

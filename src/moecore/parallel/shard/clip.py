@@ -146,11 +146,7 @@ def step_clipped(
     loss_scale: Tensor | None = None,
     is_wrong: Tensor | None = None,
 ) -> GradientNorm:
-    """Clip, and step the optimizers. No host sync where all of them are fused.
-
-    Fused ones scale the gradients while they read them, or skip the step. Arguments and result are
-    those of `unscale_and_clip_`.
-    """
+    """Clip, and step the optimizers. No host sync where all of them are fused."""
     signals: dict[str, Tensor] = {}
     with mark("moecore::clip"):
         owner, stages = find_stages(model)

@@ -15,20 +15,6 @@ reduced and resharded follows from two counts, which are equal on all ranks:
 
     `_to_come`        announced forwards with gradients that have not ended
     `Unit.waiting`    forwards of the unit's modules whose backward has not ended
-
-Micro-batches of a step share resident units, and run in any order. A resident unit is resharded
-when both counts are 0, or at the end of the micro-batches. One that accumulates is reduced then;
-one that does not is reduced by each backward. A forward that is not announced is a step of its own:
-it starts with new all-gathers, and any backward reduces and reshards all units.
-
-A backward in two parts (`deferring`) defers products of weight gradients:
-
-    D    backward: gradients of inputs, and the weight gradients that autograd computes
-    W    `WeightGradients.run`: the deferred products, unit by unit from the last to the first
-
-Each part reduces the gradients that it computes. So a unit that each micro-batch reduces is reduced
-twice, and has no sums between D and W. A unit that accumulates is reduced once, when no product of
-the unit is left. W reads no weight, so D reshards a unit as any backward does.
 """
 
 from __future__ import annotations
@@ -41,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore.base.failures import forget_own, known_to_others
 from moecore.base.torch_names import (
     call_after_backward,
     continues,
@@ -50,6 +37,7 @@ from moecore.base.torch_names import (
     version,
 )
 from moecore.parallel.attached import engines_of
+from moecore.parallel.shard.notes import Notes
 from moecore.parallel.shard.progress import Progress
 from moecore.parallel.shard.runs import Border, ForwardRun
 from moecore.parallel.shard.skipped import Place, SkippedModules
@@ -86,7 +74,9 @@ class Engine:
         self._in_backward = False  # stays True after a backward that failed
         self._left: list[WeightGradients] = []  # deferred products, in the order of their D's
         self.progress: Callable[[], Progress | None] = lambda: None  # of the model's `TrainStep`
+        self._notes = Notes(root, units, streams.device_type)
         for unit in units:
+            unit.notes = self._notes
             for module in unit.modules:
                 before, after = partial(self._before, unit), partial(self._after, unit)
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -116,10 +106,7 @@ class Engine:
         self._in_step, self._to_come, self._in_parts = True, to_come, in_parts
 
     def end_micro_batches(self) -> None:
-        """End a step's micro-batches: compute deferred products, reduce and reshard all units.
-
-        Collective if products are left, or if a forward had no backward.
-        """
+        """End a step's micro-batches: compute deferred products, reduce and reshard all units."""
         self._to_come, self._in_parts = 0, False
         for later in self._left.copy():
             self._run(later)
@@ -255,6 +242,8 @@ class Engine:
 
     def _start(self) -> None:
         """Begin an outermost forward: read parameters that an optimizer or the caller changed."""
+        forget_own()
+        self._notes.start(self.progress())
         if not self._is_paired:
             self._check_whole()
         if not self._in_step:
@@ -389,7 +378,8 @@ class Engine:
         unit.gradients.reduces = not (
             accumulates and (self._gets_more(unit) or self._is_left(unit))
         )
-        unit.gradients.reduce()
+        with known_to_others(f"the reduction of {unit.options.name}"):
+            unit.gradients.reduce()
 
     def _is_left(self, unit: Unit) -> bool:
         """Whether deferred products of a unit are left."""

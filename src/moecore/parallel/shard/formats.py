@@ -59,10 +59,7 @@ class CastFormat:
 
 
 class BlockFormat:
-    """FP8 in blocks of 128 x 128 of each parameter, whose last dim are the columns.
-
-    `dtype` is of the whole parameters and of their gradients; group None = this rank alone.
-    """
+    """FP8 in blocks of 128 x 128 of each parameter, whose last dim are the columns."""
 
     dtype = torch.uint8
 

@@ -34,6 +34,8 @@ from moecore.parallel.shard.plan import FlatLayout
 from moecore.parallel.shard.transport import UnitStreams, UnitTransport
 from moecore.parallel.shard.weight_gradients import WeightGradients, WeightProduct
 
+EXACT = 256  # ranks, up to which bf16 adds ones
+
 
 class Gradients:
     """The gradients of one unit; arguments as of `Unit`, transport None = this rank alone."""
@@ -68,7 +70,8 @@ class Gradients:
         self._has_skipped = False  # whether others may have gradients where this rank has none
         self._sums: UnitViews | None = None  # while any do
         self._turns: UnitViews | None = None  # of the buffer
-        self._num_flags = 2 * len(self._params)
+        self._num_flags = 3 * len(self._params)
+        self._trained_before: set[int] | None = None  # at the last reduction
         self._sizes = [*_sizes(layout), self._num_flags]
         self._flags: dict[Any, Tensor] = {}  # those of the last reduction
         # What other ranks alone had a gradient of then -> whether kernels had divided it.
@@ -154,10 +157,7 @@ class Gradients:
             param.accumulate(grad.view(param.shard.shape))
 
     def are_complete(self, *, skips: bool) -> bool:
-        """Whether this backward has reached every trained parameter that it will reach.
-
-        `skips` = it will `skip` a module.
-        """
+        """Whether this backward has reached every trained parameter that it will reach."""
         return all(
             i in self._taken
             or i in self._left
@@ -186,11 +186,13 @@ class Gradients:
             self._put(found, taken)
             return
         trained = self._trained()
-        if not (found or self._filled or (self._has_skipped and trained)):
+        is_changed = self._trained_before not in (None, trained)  # on other ranks not, perhaps
+        if not (found or self._filled or is_changed or (self._has_skipped and trained)):
             return
         sums = self._take_sums() or self._new_sums()
         self._add(sums, found)
         if self.reduces:
+            self._trained_before = trained
             self._reduce(sums, trained.difference(left, self._filled))
             self._release()
 
@@ -258,9 +260,9 @@ class Gradients:
     def _reduce(self, sums: UnitViews, missing: set[int]) -> None:
         """Sum over ranks, and add to the shards. Of `missing` this rank has no gradient.
 
-        Another rank may have one, so zeros are sent, and two flags per parameter: whether this rank
-        has a gradient, and whether kernels have divided it. Where some are missing the host waits
-        for the flags: what no rank has a gradient of gets none.
+        Another rank may have one, so zeros are sent, and three flags per parameter: whether this
+        rank has a gradient, whether kernels have divided it, and whether it is trained. Where some
+        are missing the host waits for the flags: what no rank has a gradient of gets none.
         """
         streams, indices = self._streams, sorted(self._filled | missing)
         regions = [sums.regions[i] for i in indices]
@@ -290,9 +292,10 @@ class Gradients:
                 dist.all_reduce(summed, group=group)
             if not missing:
                 self._elsewhere = {}
-            elif _has_values(all_flags):
-                used, divided = (all_flags > 0).view(2, -1).tolist()
-                self._elsewhere = {i: divided[i] for i in missing if used[i]}
+            if (missing or all_flags.device.type == "cpu") and _has_values(all_flags):
+                used, divided, trained = all_flags.view(3, -1).tolist()
+                self._elsewhere = {i: divided[i] > 0 for i in missing if used[i]}
+                self._check_trained(trained)
             found = [(i, x) for i, x in zip(indices, shards, strict=True) if self._is_found(i)]
             done = self._divided.union(i for i, divided in self._elsewhere.items() if divided)
             rest = [shard for i, shard in found if i not in done]
@@ -309,13 +312,27 @@ class Gradients:
                 own = shard if shard.numel() == n else shard[:n]
                 param.put_grad(own.view(param.shard.shape))
 
+    def _check_trained(self, ranks_by_param: Sequence[float]) -> None:
+        """Raise on all ranks when some train a parameter, and others do not."""
+        every = self._layout.ranks if self._transport is not None else 1
+        for group in self._replicas:
+            every *= group.size()
+        odd = [i for i, ranks in enumerate(ranks_by_param) if 0 < ranks < every]
+        if odd and every <= EXACT:
+            param = self._params[odd[0]]
+            raise ValueError(
+                f"requires_grad of {param.slot.param} ({param.sharded.requires_grad} on rank "
+                f"{dist.get_rank()}, True on {ranks_by_param[odd[0]]:.0f} of {every} ranks) must "
+                "be the same on all ranks that share it: call requires_grad_ on every rank"
+            )
+
     def _is_found(self, index: int) -> bool:
         """Whether a rank has a gradient of a parameter."""
         return index in self._filled or index in self._elsewhere
 
     def _own_flags(self) -> Tensor:
         """Return this rank's flags, once for each rank that gets them."""
-        key = frozenset(self._filled), frozenset(self._divided)
+        key = frozenset(self._filled), frozenset(self._divided), frozenset(self._trained())
         if key not in self._flags:
             ranks = 1 if self._transport is None else self._layout.ranks
             flags = [float(i in has) for has in key for i in range(len(self._params))]
@@ -354,12 +371,7 @@ class Gradients:
 
 
 class _Sink:
-    """Puts a gradient where it is summed, while it is computed, and not rounded.
-
-    Autograd would round it to the dtype of the products, and copy it in another pass. Where anybody
-    else wants to see it (hooks of the whole parameter, `autograd.grad`, other inputs, a graph of
-    the backward), it goes that way.
-    """
+    """Puts a gradient where it is summed, while it is computed, and not rounded."""
 
     def __init__(
         self, gradients: Gradients, index: int, param: nn.Parameter, shape: torch.Size

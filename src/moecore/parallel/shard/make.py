@@ -50,12 +50,7 @@ Layers = Mapping[str, RoutedLayer]
 
 
 def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]) -> ShardPlan:
-    """Return the plan of a model, which does not change. No communication.
-
-    The MoE layers have passed `check_layers`; `fp32` is what `Family.set_dtypes` has returned.
-    A ValueError names modules that tensor parallelism cannot cut, parameters that cannot be
-    trained, and a precision without modules after the cut.
-    """
+    """Return the plan of a model, which does not change. No communication."""
     copies = copy_modules(model, on_meta)
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
@@ -108,11 +103,7 @@ def _layer(name: str, layer: RoutedLayer, request: Request) -> LayerPlan:
 
 
 class _Maker:
-    """Makes the plans of units and parameters.
-
-    `recipes` are of parameters that are gathered in FP8, `fp32` names parameters that are gathered
-    in their own dtype, as routers are.
-    """
+    """Makes the plans of units and parameters."""
 
     def __init__(
         self,
@@ -147,10 +138,7 @@ class _Maker:
         self.params = self._params()
 
     def _owned(self) -> dict[nn.Module, tuple[UnitRole, Sequence[nn.Module], list[nn.Parameter]]]:
-        """Return role, modules and own parameters of each unit by its first module.
-
-        Inner units first, which take their parameters out of outer ones.
-        """
+        """Return role, modules and own parameters of each unit by its first module."""
         found, model = self.found, self.model
         blocks = [group for group in found.groups if group != [model]]
         inner_first: list[tuple[UnitRole, Sequence[nn.Module]]] = [
@@ -332,10 +320,7 @@ def gathered_recipes(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> dict[str, Recipe]:
-    """Return the recipes of the parameters that are gathered in FP8, by name; {} without it.
-
-    `linears` has the recipes of linears in FP8, by names without what wrappers add.
-    """
+    """Return the recipes of the parameters that are gathered in FP8, by name; {} without it."""
     if not request.fsdp.fp8_param_gather:
         return {}
     read = dict(_read_in_blocks(model, layers, linears, request))
@@ -362,11 +347,7 @@ def _read_in_blocks(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> Iterator[tuple[nn.Parameter, Recipe]]:
-    """Yield gathered parameters that blockwise products alone read, with their recipes.
-
-    They are the matrices of routed experts that several ranks share, of shared experts, and of
-    linears in FP8.
-    """
+    """Yield gathered parameters that blockwise products alone read, with their recipes."""
     p = request.meshes.parallel
     for name, layer in layers.items():
         recipe = _blockwise(request.recipe_of(name, layer, "experts"))

@@ -37,13 +37,7 @@ Owners = list[tuple[nn.Module, str]]  # modules, and their attributes that are o
 
 
 class UnitParam:
-    """One parameter of a unit. Replaces it by its sharded form, without communication.
-
-    Args:
-        mesh: (replicate, shard) or (shard); None = no other data rank has a part in it.
-        is_cut: whether the ranks of the mesh's last dim have parts of it, or all of it each.
-        join: returns the mesh of the dims of two meshes.
-    """
+    """One parameter of a unit. Replaces it by its sharded form, without communication."""
 
     def __init__(
         self,
@@ -178,10 +172,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 def _placements(
     param: Tensor, dim: int | None, mesh: DeviceMesh | None, join: Callable[..., DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return where the sharded parameter lies: over data ranks, then as it was before.
-
-    `dim` is None where each data rank has all of it; mesh None leaves the parameter as it lay.
-    """
+    """Return where the sharded parameter lies: over data ranks, then as it was before."""
     inner = param.device_mesh if isinstance(param, DTensor) else None
     before = param.placements if isinstance(param, DTensor) else ()
     if mesh is None:

@@ -1,9 +1,5 @@
 """ShardPlan: what `parallelize_moe` does to a model, as names and numbers.
 
-    plan = plan_sharding(model, meshes, fsdp=FSDPOptions(...))
-    plan.unit_of("model.layers.3.mlp.experts.w1").divisor
-    json.dumps(dataclasses.asdict(plan))
-
 A plan has no module, tensor, group or mesh, and no rank: it is equal on every rank, so ranks can
 compare it. The shards of a rank are a function of the plan and the rank's coordinate.
 
@@ -41,45 +37,29 @@ DATA_AXES = ("dp_replicate", "dp_shard", "dp_shard_cp", "edp_replicate", "edp_sh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisPlacement:
-    """How one mesh axis cuts or replicates a parameter.
-
-    Attributes:
-        axis: name of the mesh axis.
-        size: number of ranks of the axis.
-        dim: dim of the parameter that is cut into `size` chunks; None = replicated.
-        pieces: equal parts of the dim (gate and up of one expert); each rank has a chunk of each.
-    """
+    """How one mesh axis cuts or replicates a parameter."""
 
     axis: str
     size: int
-    dim: int | None
+    dim: int | None  # dim of the parameter that is cut into `size` chunks; None = replicated
+    # Equal parts of the dim (gate and up of one expert); each rank has a chunk of each.
     pieces: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamPlan:
-    """One parameter, and the part of it that each rank has.
-
-    Attributes:
-        name: global name.
-        kind: "attention", "norms", "experts" and so on, as `explain` lists it.
-        shape: global shape.
-        dtype: dtype in which the parameter is stored.
-        itemsize: bytes of one element of that dtype.
-        trainable: whether the parameter has a gradient.
-        mesh: the mesh over which the parameter is placed.
-        placements: one placement per axis of the DTensor's mesh. The last ones cut first and
-            evenly: ep, etp and tp. The placement over data ranks cuts the result as FSDP2 does: a
-            rank has ceil(rows / ranks) rows, and the last ranks have the rows that are left.
-    """
+    """One parameter, and the part of it that each rank has."""
 
     name: str
-    kind: str
+    kind: str  # "attention", "norms", "experts" and so on, as `explain` lists it
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
     trainable: bool
-    mesh: View
+    mesh: View  # the mesh over which the parameter is placed
+    # One placement per axis of the DTensor's mesh. The last ones cut first and evenly: ep, etp and
+    # tp. The placement over data ranks cuts the result as FSDP2 does: a rank has ceil(rows / ranks)
+    # rows, and the last ranks have the rows that are left.
     placements: tuple[AxisPlacement, ...]
 
     @property
@@ -113,24 +93,14 @@ class ParamPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatSlot:
-    """The place of a parameter in a unit's flat buffers. Offsets and sizes are in elements.
-
-    Attributes:
-        param: name of the parameter.
-        dim: dim that data ranks cut.
-        rows: size of that dim in each padded shard: ceil(rows / ranks), as FSDP2 cuts.
-        shard_offset: offset of the padded shard in the flat shard.
-        shard_numel: elements of the padded shard.
-        whole_offset: offset of all its padded shards, one after the other, in the flat whole.
-        numel: elements of the whole parameter.
-    """
+    """The place of a parameter in a unit's flat buffers. Offsets and sizes are in elements."""
 
     param: str
-    dim: int
-    rows: int
-    shard_offset: int
-    shard_numel: int
-    whole_offset: int
+    dim: int  # dim that data ranks cut
+    rows: int  # size of that dim in each padded shard: ceil(rows / ranks), as FSDP2 cuts
+    shard_offset: int  # offset of the padded shard in the flat shard
+    shard_numel: int  # elements of the padded shard
+    whole_offset: int  # offset of all its padded shards, one after the other, in the flat whole
     numel: int
 
 
@@ -150,26 +120,16 @@ class FlatLayout:
     Example, 4 ranks, a [600, 2] and b [3]: a shard of a has 150 rows and 300 elements, a shard of b
     1 row and 1 element. Shard offsets are 0 and 384, whole offsets 0 and 1536. The flat shard has
     512 elements, the flat whole 2048.
-
-    Attributes:
-        dtype: dtype in which the parameters are stored.
-        gathers: dtype in which they are all-gathered.
-        reduces: dtype in which their gradients are summed over ranks.
-        recipe: recipe that quantises them for the all-gather; None = they are cast.
-        ranks: number of ranks over which the unit is sharded.
-        slots: one slot per parameter, in the unit's order.
-        shard_numel: elements of a rank's flat shard.
-        whole_numel: elements of the flat whole, ranks * shard_numel.
     """
 
     dtype: str
-    gathers: str
-    reduces: str
-    recipe: Recipe | None
-    ranks: int
-    slots: tuple[FlatSlot, ...]
-    shard_numel: int
-    whole_numel: int
+    gathers: str  # dtype in which they are all-gathered
+    reduces: str  # dtype in which their gradients are summed over ranks
+    recipe: Recipe | None  # recipe that quantises them for the all-gather; None = they are cast
+    ranks: int  # number of ranks over which the unit is sharded
+    slots: tuple[FlatSlot, ...]  # one slot per parameter, in the unit's order
+    shard_numel: int  # elements of a rank's flat shard
+    whole_numel: int  # elements of the flat whole, ranks * shard_numel
 
     @property
     def has_buffer(self) -> bool:
@@ -185,38 +145,28 @@ class FlatLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlan:
-    """Parameters that are all-gathered and reduced together.
+    """Parameters that are all-gathered and reduced together."""
 
-    Attributes:
-        name: name of the unit's first module; "" = the root.
-        role: kind of the unit.
-        mesh: the mesh over whose data ranks the unit is sharded.
-        modules: names of the modules whose forward uses the unit.
-        params: names in the order of the model. Each parameter is in exactly one unit.
-        gather_dtype: dtype of compute, and of the all-gather unless a layout is in FP8; None = each
-            parameter's own dtype.
-        divisor: number that divides the sum of gradients: data ranks, or 1 with loss "sum".
-        casts_inputs: whether floating point inputs of the modules are cast to `gather_dtype`.
-        strategy: which of parameters, gradients and states are sharded, see `FSDPOptions`.
-        forward_prefetch: units that the unit prefetches in forward, in order; () = none, or with
-            `FSDPOptions.prefetch_blocks` 0 the engine's own order.
-        backward_prefetch: units that it prefetches in backward. For a head that is not the last
-            unit, () means the units that ran before it in forward.
-        layouts: layouts of the flat buffers, one for each dtype of the parameters, all-gathers and
-            sums of gradients.
-    """
-
-    name: str
+    name: str  # name of the unit's first module; "" = the root
     role: UnitRole
-    mesh: View
-    modules: tuple[str, ...]
+    mesh: View  # the mesh over whose data ranks the unit is sharded
+    modules: tuple[str, ...]  # names of the modules whose forward uses the unit
+    # Names in the order of the model. Each parameter is in exactly one unit.
     params: tuple[str, ...]
+    # Dtype of compute, and of the all-gather unless a layout is in FP8; None = each parameter's own
+    # dtype.
     gather_dtype: str | None
-    divisor: float
-    casts_inputs: bool
-    strategy: Strategy
+    divisor: float  # number that divides the sum of gradients: data ranks, or 1 with loss "sum"
+    casts_inputs: bool  # whether floating point inputs of the modules are cast to `gather_dtype`
+    strategy: Strategy  # which of parameters, gradients and states are sharded, see `FSDPOptions`
+    # Units that the unit prefetches in forward, in order; () = none, or with
+    # `FSDPOptions.prefetch_blocks` 0 the engine's own order.
     forward_prefetch: tuple[str, ...]
+    # Units that it prefetches in backward. For a head that is not the last unit, () means the units
+    # that ran before it in forward.
     backward_prefetch: tuple[str, ...]
+    # Layouts of the flat buffers, one for each dtype of the parameters, all-gathers and sums of
+    # gradients.
     layouts: tuple[FlatLayout, ...]
 
     @property
@@ -232,25 +182,16 @@ class UnitPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """One MoE layer.
-
-    Attributes:
-        name: name of the module.
-        experts: name of its experts, and of their unit.
-        num_experts: E.
-        top_k: experts per token.
-        num_local: experts of a rank, E / ep; the first of ep rank i is i * num_local.
-        hidden_dim: F; a rank computes F / etp.
-        recipes: precision of "experts" and, if the layer owns them, of "shared_experts"; None =
-            the dtype of their weights.
-    """
+    """One MoE layer."""
 
     name: str
-    experts: str
-    num_experts: int
-    top_k: int
-    num_local: int
-    hidden_dim: int
+    experts: str  # name of its experts, and of their unit
+    num_experts: int  # E
+    top_k: int  # experts per token
+    num_local: int  # experts of a rank, E / ep; the first of ep rank i is i * num_local
+    hidden_dim: int  # F; a rank computes F / etp
+    # Precision of "experts" and, if the layer owns them, of "shared_experts"; None = the dtype of
+    # their weights.
     recipes: tuple[tuple[Role, Recipe | None], ...]
 
 

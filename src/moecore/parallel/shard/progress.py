@@ -9,6 +9,7 @@ from dataclasses import dataclass
 class Progress:
     """The micro-batches of a step. Models refer to it weakly: it ends with its `TrainStep`."""
 
+    number: int = 1  # micro-batches of a step
     done: int = 0  # micro-batches whose forward and backward have run
     is_open: bool = False  # whether a micro-batch runs
     is_several: bool = False  # whether all micro-batches of the step run, in any order

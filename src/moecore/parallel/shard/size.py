@@ -14,38 +14,24 @@ from moecore.parallel.shard.plan import ParamPlan, ShardPlan, UnitPlan, UnitRole
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleBytes:
-    """Bytes of the units of one role on one rank.
-
-    Attributes:
-        role: of the units.
-        num_units: how many.
-        parameters: this rank's parts, as they are stored.
-        gradients: this rank's parts of the gradients, in the parameters' dtype.
-        gathered: all of them all-gathered, or cast, at once.
-    """
+    """Bytes of the units of one role on one rank."""
 
     role: UnitRole
-    num_units: int
-    parameters: int
-    gradients: int
-    gathered: int
+    num_units: int  # how many
+    parameters: int  # this rank's parts, as they are stored
+    gradients: int  # this rank's parts of the gradients, in the parameters' dtype
+    gathered: int  # all of them all-gathered, or cast, at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBytes:
-    """Bytes on one rank. Activations, optimizers and copies inside of collectives do not count.
+    """Bytes on one rank. Activations, optimizers and copies inside of collectives do not count."""
 
-    Attributes:
-        roles: by role, in the order of the units.
-        weights: buffers of whole parameters, kept from the first step on.
-        sums: buffers of gradients, in which units that are freed take turns; kept likewise.
-        accumulated: sums of the other units, while micro-batches of a step add up; without those
-            that become the gradients themselves, of units that one rank holds.
-    """
-
-    roles: tuple[RoleBytes, ...]
-    weights: int
-    sums: int
+    roles: tuple[RoleBytes, ...]  # by role, in the order of the units
+    weights: int  # buffers of whole parameters, kept from the first step on
+    sums: int  # buffers of gradients, in which units that are freed take turns; kept likewise
+    # Sums of the other units, while micro-batches of a step add up; without those that become the
+    # gradients themselves, of units that one rank holds.
     accumulated: int
 
     @property

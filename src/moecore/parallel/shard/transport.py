@@ -8,6 +8,7 @@ of a model's units; on a CPU it is in line.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -26,12 +27,15 @@ from moecore.base.torch_names import (
     tree_map_only,
 )
 
+Tensors = list[Tensor]
+Note = Sequence[int]  # of `Notes`
+
 
 class UnitTransport(Protocol):
     """How the shard ranks of a unit communicate. On the current stream."""
 
-    def gather(self, regions: list[Tensor], shards: list[Tensor]) -> None:
-        """Fill each region [ranks * n] with the shards [n] of all ranks, maybe parts of it."""
+    def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
+        """Fill each region [ranks * n] with the shards [n] of all ranks; return their notes."""
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
         """Fill each shard [n] with the sum over ranks of its part of the region [ranks * n]."""
@@ -45,11 +49,12 @@ class Coalesced:
         self._gather, self._reduce = AllgatherOptions(), ReduceScatterOptions()
         self._gather.asyncOp = self._reduce.asyncOp = False
 
-    def gather(self, regions: list[Tensor], shards: list[Tensor]) -> None:
+    def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
         """As of `UnitTransport`."""
         work = self._group.allgather_into_tensor_coalesced(regions, shards, self._gather)
         if work is not None:
             work.wait()
+        return []  # the host would have to wait for them
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
         """As of `UnitTransport`."""
@@ -64,15 +69,18 @@ class Packed:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def gather(self, regions: list[Tensor], shards: list[Tensor]) -> None:
+    def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
         """As of `UnitTransport`."""
+        sent = torch.tensor(note if shards[0].device.type == "cpu" else [], dtype=torch.int64)
+        shards = [*shards, sent.to(shards[0].device).view(shards[0].dtype)]
         own = torch.cat(shards)
         ranks = self._group.size()
         everything = own.new_empty(ranks * own.numel())
         all_gather_single(everything, own, group=self._group)
         sizes = [shard.numel() for shard in shards]
-        parts = everything.view(ranks, -1).split(sizes, dim=1)
-        foreach_copy_([region.view(ranks, -1) for region in regions], list(parts))
+        *parts, notes = everything.view(ranks, -1).split(sizes, dim=1)
+        foreach_copy_([region.view(ranks, -1) for region in regions], parts)
+        return notes.contiguous().view(torch.int64).tolist() if sent.numel() else []
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
         """As of `UnitTransport`."""
@@ -117,18 +125,18 @@ class UnitStreams:
     """The streams of a model's units."""
 
     def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+        self.device_type = device_type
         self._gather = new_stream(device_type, priority=-1)
         self._reduce = new_stream(device_type, priority=-1)
         self._queued: list[Stream] = []  # what nothing has waited for
 
     def mark(self) -> StreamMark:
         """Return a mark that is not set."""
-        return StreamMark(self._device_type)
+        return StreamMark(self.device_type)
 
     def on_device(self, value: Any) -> Any:
         """Return a value with its tensors on the GPU, where units compute on one."""
-        if self._device_type != "cuda" or all(not _is_on_cpu(leaf) for leaf in tree_leaves(value)):
+        if self.device_type != "cuda" or all(not _is_on_cpu(leaf) for leaf in tree_leaves(value)):
             return value
         return tree_map_only(Tensor, lambda x: x.cuda(non_blocking=True), value)
 
@@ -159,7 +167,7 @@ class UnitStreams:
         return on_stream(self._reduce)
 
     def _current(self) -> Stream:
-        stream = current_stream(self._device_type)
+        stream = current_stream(self.device_type)
         assert stream is not None, "only a GPU has others"
         return stream
 

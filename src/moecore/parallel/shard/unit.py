@@ -26,11 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore.base.failures import known_to_others
 from moecore.base.torch_names import is_recomputing, no_dispatch_modes, set_versions, version
 from moecore.kernels.experts.contract import SINK
 from moecore.parallel.shard.buffers import Buffer
 from moecore.parallel.shard.formats import Format
 from moecore.parallel.shard.gradients import Gradients
+from moecore.parallel.shard.notes import Notes
 from moecore.parallel.shard.params import UnitParam, UnitViews, cut_views
 from moecore.parallel.shard.plan import FlatLayout
 from moecore.parallel.shard.transport import UnitStreams, UnitTransport, transport_of
@@ -57,10 +59,7 @@ class UnitOptions:
 
 
 class Unit:
-    """Modules whose parameters, of one dtype and mesh, are one unit.
-
-    Ranks of `shard_group` own the shards (None = this rank alone), those of `replicas` the same.
-    """
+    """Modules whose parameters, of one dtype and mesh, are one unit."""
 
     def __init__(
         self,
@@ -78,6 +77,7 @@ class Unit:
         self.modules, self.params, self.options = list(modules), list(params), options
         self.ahead_in_forward: list[Unit] = []
         self.ahead_in_backward: list[Unit] = []
+        self.notes: Notes | None = None  # that an engine sends with all-gathers
         self._layout, self._format = layout, format
         self.state = State.SHARDED
         # Runs of forwards that have not ended, innermost last: [0] first ones, [1] recomputed ones.
@@ -86,6 +86,7 @@ class Unit:
         self.backwards = 0  # backwards of its modules that run
         self.waiting: set[Any] = set()  # runs whose backward has not ended
         self._streams = streams
+        self._group = shard_group
         self._transport: UnitTransport | None = None
         if shard_group is not None and params:
             self._transport = transport_of(shard_group, device_type)
@@ -150,7 +151,11 @@ class Unit:
         self._versions = self.versions()
         # Selective checkpointing must see equal operations in forward and in recomputation, but
         # only one of the two may need this all-gather.
-        with torch.no_grad(), no_dispatch_modes():
+        with (
+            torch.no_grad(),
+            no_dispatch_modes(),
+            known_to_others(f"the all-gather of {self.options.name}"),
+        ):
             self._gather()
         self.state = State.GATHERING
 
@@ -239,7 +244,10 @@ class Unit:
         self._format.fill(params, views.own)
         if self._transport is None:
             return
-        self._transport.gather(views.regions, views.padded)
+        note = [] if self.notes is None else self.notes.of(self)
+        found = self._transport.gather(views.regions, views.padded, note)
+        if self.notes is not None and self._group is not None:
+            self.notes.check(self, found, self._group)
         for param, region, data in zip(params, views.regions, views.parameters, strict=True):
             if param.is_strided:
                 parts = region.view(param.num_ranks, *param.shard_shape)

@@ -98,11 +98,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the heads that are units of their own, in order.
-
-    Such a head has the attribute `is_fsdp_head`, stands after a block and in none, and shares no
-    parameter with another module.
-    """
+    """Return the heads that are units of their own, in order."""
     # In the root unit a head would be all-gathered before the first block and reduced after the
     # last gradient, with no compute to hide either. A unit of its own is all-gathered while the
     # last block runs, is resident as the root is, and is reduced first. With multi-token prediction
@@ -160,11 +156,7 @@ def keeps_precision(router: Router, options: FSDPOptions) -> bool:
 
 
 def forward_prefetch(model: nn.Module, units: Units, ahead: int) -> Prefetch:
-    """Return the units that each unit prefetches in forward: `ahead` groups, in the order of use.
-
-    A prefetch stays within one list of blocks and the head behind it, because the next list may not
-    run (multi-token prediction without labels). `units.first_use` has only all-gathered units.
-    """
+    """Return what each unit prefetches in forward: `ahead` groups, in the order of use."""
     found: dict[nn.Module, list[nn.Module]] = {}
     list_of = _outermost_lists(model)
     of_unit = {group[0]: list_of.get(group[0]) for group in units.first_use}
@@ -179,11 +171,7 @@ def forward_prefetch(model: nn.Module, units: Units, ahead: int) -> Prefetch:
 
 
 def backward_prefetch(units: Units, ahead: int) -> Prefetch:
-    """Return the same for backward, in which a head may run once per list of blocks.
-
-    A head that is not the last unit prefetches the units that ran before it in forward. Only the
-    engine has that order, so the result has no entry for such a head.
-    """
+    """Return the same for backward, in which a head may run once per list of blocks."""
     found: dict[nn.Module, list[nn.Module]] = {}
     backward = [[group[0], *reversed(group[1:])] for group in reversed(units.first_use)]
     for i, group in enumerate(backward):

@@ -1,10 +1,8 @@
 """WeightGradients: what one backward left to compute, the gradients of weights.
 
-    with engine.deferring(later):       gradients of inputs; sinks keep the products of weights here
-        torch.autograd.backward(...)
-    later.run()                         the products, and the reductions of their units
-
-A product holds what it reads, gradients of outputs and inputs, and no weight. It runs once.
+with engine.deferring(later):       gradients of inputs; sinks keep the products of weights here
+    torch.autograd.backward(...)
+later.run()                         the products, and the reductions of their units
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """GraphedForwardBackward: forward and backward of an optimizer step as one CUDA graph.
 
-The host launches one graph instead of thousands of kernels; for a small batch the launch of a
-kernel takes the host more time than the kernel takes the GPU. A replay runs the same kernels,
-collectives and copies as eager code, with the routing of its own batch.
-
     calls 1 .. warm_up      run eagerly; the last one is checked for work that a graph cannot hold
     call warm_up + 1        captured, which computes nothing, then replayed
     calls after it          inputs copied in, replayed, outputs copied out

@@ -1,14 +1,9 @@
 """GraphedPart: a part of a model whose forward is one CUDA graph, and its backward another.
 
-    calls 1 .. WARM_UP      run eagerly
-    call WARM_UP + 1        captures both graphs, which computes nothing; then as later calls
-    later calls             inputs copied in, forward replayed; gradients copied in, backward
-                            replayed, gradients of inputs and parameters copied out
-
-Work between parts (exchanges of tokens, host syncs) and the hooks of units run eagerly. A part runs
-eagerly, too, without gradients, under a tracer, inside of another graph, under hooks of saved
-tensors that are not moecore's (activation checkpointing), and with inputs whose shapes differ from
-the warm-up's.
+calls 1 .. WARM_UP      run eagerly
+call WARM_UP + 1        captures both graphs, which computes nothing; then as later calls
+later calls             inputs copied in, forward replayed; gradients copied in, backward
+                        replayed, gradients of inputs and parameters copied out
 """
 
 from __future__ import annotations
@@ -432,11 +427,7 @@ class _FormRecord(NamedTuple):
 
 
 def form_of(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the form of a value, and append its tensors in the order of their slots.
-
-    Forms are equal if values differ only in tensors. These are found in tuples, lists, dicts,
-    dataclasses and rotary tables; objects of other types are compared with ==.
-    """
+    """Return the form of a value, and append its tensors in the order of their slots."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _FormSlot(len(tensors) - 1)

@@ -1,14 +1,8 @@
 """Code between the exchanges of a block, compiled or in CUDA graphs: attention, norms, routers.
 
-    compile_blocks      compiles the code between two MoE layers
-    graph_blocks        makes CUDA graphs of that code, of routers, of shared experts and of
-                        `alltoall`'s work before its host sync
-
-Memory bandwidth limits the code between two MoE layers (norms, rotary embedding, adds), and
-Inductor fuses it. An MoE layer has its own kernels, and hooks of units inside, so it runs eagerly.
-
-With a small batch the host is the limit. If a dispatcher waits on the host, no CUDA graph holds a
-whole step, but each part between two waits can be one (`graphed_part.py`), with one launch.
+compile_blocks      compiles the code between two MoE layers
+graph_blocks        makes CUDA graphs of that code, of routers, of shared experts and of
+                    `alltoall`'s work before its host sync
 """
 
 from __future__ import annotations
@@ -76,14 +70,7 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
 
 
 def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
-    """Run parts of each block as CUDA graphs, from their fourth call on. In place; names stay.
-
-    Parts are the methods in `compile_regions` of a block or of a module in it, the routers and
-    shared experts of MoE layers, and `alltoall`'s `prepare`. Hooks around modules run outside.
-
-    Args:
-        blocks: the blocks of one forward, by name.
-    """
+    """Run parts of each block as CUDA graphs, from their fourth call on. In place; names stay."""
     memory = GraphMemory()
     for name, block in blocks.items():
         for path, module in block.named_modules():

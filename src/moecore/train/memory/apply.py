@@ -68,10 +68,7 @@ def apply_stash(
     *,
     compiled: Set[nn.Module] = frozenset(),
 ) -> Stash | None:
-    """Save rows of routed experts in pages, in place; None where no layer has spare rows.
-
-    Arguments are those of `apply_memory`; blocks have the dispatchers that they will have.
-    """
+    """Save rows of routed experts in pages, in place; None where no layer has spare rows."""
     if options.stash is None:
         return None
     found = [

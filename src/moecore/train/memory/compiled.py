@@ -7,8 +7,6 @@ checkpointing, makes it recompute them:
 
     norm, attention, MLP    all but products, attention, communication and random numbers
     "qkv_proj" and the like products too, of the modules that are named so
-
-A checkpoint around each part would save what one part gives to the next; marks have no boundaries.
 """
 
 from __future__ import annotations

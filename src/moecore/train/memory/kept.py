@@ -1,10 +1,6 @@
 """Bytes that a model's blocks save for backward, counted before anything is allocated.
 
-    kept = kept_bytes(model, blocks, lambda copy: copy(tokens), options=options, ...)
-
-There is no formula: a copy of the model on meta runs its forward once, with the regions, the
-offload and the packers of the real one. A saved tensor has a size and no memory. Ranks send
-nothing: on meta a dispatcher makes the shapes of balanced loads (`moe/placement.py`).
+kept = kept_bytes(model, blocks, lambda copy: copy(tokens), options=options, ...)
 """
 
 from __future__ import annotations
@@ -43,10 +39,7 @@ Parts = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class KeptBytes:
-    """What one block's forward saves, in bytes by part; what two parts save counts in the first.
-
-    Parts are those of `MemoryOptions.offload`, and "routing": router, dispatch, combine, balance.
-    """
+    """What one block's forward saves, in bytes by part; what two parts save counts in the first."""
 
     device: Parts
     host: Parts
@@ -121,10 +114,7 @@ class _Storage:
 
 
 class _Count:
-    """Counts storages, each once: as the packer that is asked last, and as an offload's observer.
-
-    `weights` do not count; pages of a stash do, of the rows in use of even loads.
-    """
+    """Counts storages once each: the packer that is asked last, and an offload's observer."""
 
     def __init__(
         self, weights: Set[int], move: Callable[[Tensor], Tensor], stash: StashOptions | None

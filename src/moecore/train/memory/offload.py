@@ -17,9 +17,6 @@ device stay: the last layer, weights and buffers of the part's module, storages 
 storages beyond `fraction` or `max_host_bytes`, and storages that other code still references, such
 as a rotary table. If the device counts the used rows of a matrix (`saved.counting_rows`), only
 these rows are copied.
-
-`storages.py` decides when copies are made and read; a store decides where they lie: in host memory,
-or in pages (`stash.py`).
 """
 
 from __future__ import annotations

@@ -6,12 +6,6 @@ first backward that reads it. Products (matrix products, attention) are not run 
 of y = x W reads x and W, never y. So a chain that ends in a product costs no product:
 
     x saved -> norm -> [x' dropped] -> linear -> [q saved] -> rotary -> [q' dropped] -> attention
-
-The consumers of a region's output may stand outside of it, a norm's three projections or the
-experts, in the same block: `sharing_outputs` surrounds a block's forward and finds them.
-
-Under no_grad, compilers and the caller's own activation checkpointing a region is a plain call.
-Inside a region another one is part of it.
 """
 
 from __future__ import annotations

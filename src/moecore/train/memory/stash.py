@@ -10,12 +10,6 @@ matrices is free before the next layer dispatches:
     forward     MoE layer n ends       -> copies of its used rows to pages start
                 MoE layer n + 1 begins -> the memory of layer n's matrices is freed
     backward    layer n has run        -> copies of layer n - 1's rows from pages start
-
-A stash takes only matrices whose used rows the device counts (`saved.counting_rows`). The host
-never learns that number: kernels take pages and return them (`kernels/rows/free_list.py`). Rows
-without a page become NaN and are a shortage. Matrices of one dispatch share a table of pages. So a
-layer has two launches in forward (take pages, copy) and one in backward: a copy that also returns
-the pages of the layer whose backward has just run.
 """
 
 from __future__ import annotations

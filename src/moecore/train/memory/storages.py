@@ -10,10 +10,6 @@ parts of blocks begin and end:
                layer begins
     _fetch     a handle is unpacked         -> the storage; its copy back starts now at the latest
     _tend      handles have died            -> copies of the next groups back to the device start
-
-Copies run on streams of their own. The current stream waits for a copy before it frees the device
-memory of that copy. So the order of launches alone decides when memory is free, with no event of
-the allocator, and all ranks and the capture of a CUDA graph do the same.
 """
 
 from __future__ import annotations

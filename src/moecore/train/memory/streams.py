@@ -46,12 +46,7 @@ class Transfer(NamedTuple):
 
 
 class CopyMark:
-    """A point in a stream's work, for which another stream waits, after all that it has now.
-
-    Args:
-        stream: the stream; None on a CPU, whose work is done.
-        in_capture: whether the work is captured into a CUDA graph; None = as the stream is.
-    """
+    """A point in a stream's work, for which another stream waits, after all that it has now."""
 
     __slots__ = ("_event", "_in_capture", "_passed")
 

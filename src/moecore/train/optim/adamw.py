@@ -1,13 +1,10 @@
 """AdamW: torch's AdamW in one launch over all parameters, with state of fewer bytes as an option.
 
-    bytes per parameter                     weight, gradient    moments
-    fp32                                               4 + 4      4 + 4
-    moment_dtype=torch.bfloat16                        4 + 4      2 + 2
-    moment_dtype=torch.float8_e4m3fn                   4 + 4      1 + 1 + 1/64
-    bf16 weights, master_remainder=True            2 + 2 + 2      as above
-
-`state_dict` and checkpoints have torch's names and layout, so either optimizer loads the state of
-the other and converts moments to its own dtype.
+bytes per parameter                     weight, gradient    moments
+fp32                                               4 + 4      4 + 4
+moment_dtype=torch.bfloat16                        4 + 4      2 + 2
+moment_dtype=torch.float8_e4m3fn                   4 + 4      1 + 1 + 1/64
+bf16 weights, master_remainder=True            2 + 2 + 2      as above
 """
 
 from __future__ import annotations

@@ -8,10 +8,6 @@
 Moments of these parameters never lie on the GPU, which saves 8 bytes per parameter. Weights and
 gradients stay on the GPU. They are copied in chunks of `CHUNK` elements through `NUM_SLOTS` pinned
 slots, so pinned memory does not grow with the model.
-
-With fp32, a step moves 28 bytes per parameter through the CPU's memory and 12 over the bus; the
-slower of the two sets its time. torch uses as many cores as OMP_NUM_THREADS allows, and `torchrun`
-sets that to 1 for several ranks: set it to the cores of a rank.
 """
 
 from __future__ import annotations

@@ -5,10 +5,6 @@
 A parameter is viewed as [batch, rows, columns]: one matrix, or one per expert. A `Cut` names a
 stored matrix that is several: gate and up, or queries, keys and values. The module of a parameter
 decides: experts and their layout, shared experts, latent projections, routers, linears.
-
-As in Moonlight (arXiv:2502.16982, section 3.4), AdamW steps embeddings, head and norms, and Muon
-all other matrices. These include routers, whose singular values Moonlight found to spread most;
-`overrides=(("*.router.weight", "adamw"),)` gives moecore's routers to AdamW.
 """
 
 from __future__ import annotations

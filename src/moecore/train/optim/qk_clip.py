@@ -50,11 +50,7 @@ def _raise_max(
     padding_BS: Tensor | None,
     scale: float,
 ) -> None:
-    """Raise a running maximum, by blocks of queries; padding and other documents have no part.
-
-    `places_T`: places of queries among the keys, of rows end to end where documents are packed;
-    None = queries and keys are of the same tokens. `padding_BS`: which keys are padding.
-    """
+    """Raise a running maximum, by blocks of queries; padding and other documents have no part."""
     document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
         q_BTHd, k_BShd = q_BTHd.flatten(0, 1)[None], k_BShd.flatten(0, 1)[None]

@@ -10,11 +10,6 @@ leave while activations grow, and return while activations are freed. The host w
 the bus is slower than the blocks, the model waits, and a lower `fraction` avoids it. A PCIe 5 bus
 copies 55e9 bytes per second; copies out overlap the first forward of a step, and copies back
 overlap the last micro-batch's backward.
-
-Code that reads `optimizer.state` itself, such as a deep copy, first calls `bring_state_back()`,
-because a copy to the host may be running. `state_dict`, `load_state_dict` and `moecore.io` call it
-themselves. A replayed CUDA graph of forward and backward runs no hooks, so the state stays where it
-is; the graph owns the memory of its activations, so an offload would gain nothing.
 """
 
 from __future__ import annotations
@@ -266,10 +261,7 @@ def _movable(optimizer: Optimizer, device: torch.device) -> dict[str, Tensor]:
 
 
 def largest_up_to(fraction: float, sizes: dict[Key, int]) -> set[Key]:
-    """Return the keys of the largest sizes whose sum is at most a fraction of all.
-
-    Example: 0.5 of {a: 1, b: 6, c: 3, d: 2} is {b}; 0.7 is {b, d}; 1 is all.
-    """
+    """Return the keys of the largest sizes whose sum is at most a fraction of all."""
     room, chosen = fraction * sum(sizes.values()), set()
     for key in sorted(sizes, key=lambda key: -sizes[key]):
         if sizes[key] <= room:

@@ -1,0 +1,114 @@
+"""Errors of ranks, for the ranks that wait for them.
+
+A rank that raises leaves the others in a collective, which ends in an error of gloo or NCCL. So it
+writes its own to the store of the default process group, where they find it:
+
+    rank 1    ValueError in micro-batch 2 of 4  ->  store
+    rank 0    "Connection closed by peer"       ->  RankError: rank 1 failed in micro-batch 2 of 4
+
+The store is read and written after an error alone: no thread, no collective, no time of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+
+KEY = "moecore/failures"
+GRACE_S = 2.0  # how long a rank waits for the others' records: they see one event at one time
+LONGEST, SHORT = 500, 120  # characters of an error, and of one of transport
+OF_TRANSPORT = ("gloo", "NCCL", "Connection closed", "Connection reset")
+_own: list[int] = []  # numbers of this rank's records
+
+
+class RankError(RuntimeError):
+    """Raised where this rank waited for another one, which has failed or does something else."""
+
+
+@contextmanager
+def known_to_others(where: str) -> Iterator[None]:
+    """Return a context whose errors other ranks read; errors of transport become RankErrors."""
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception as error:
+        if _store() is None:
+            raise
+        if _is_of_transport(error):
+            raise RankError(explained(where, error)) from error
+        if not hasattr(error, "is_known_to_others"):  # else a context inside of this one wrote it
+            error.is_known_to_others = True  # type: ignore[attr-defined]
+            _write(where, error, waits=False)
+        raise
+
+
+def explained(where: str, error: Exception) -> str:
+    """Return what other ranks have recorded, where this one has an error of transport."""
+    if _store() is None:
+        return str(error)
+    _write(where, error, waits=True)
+    deadline, found = time.monotonic() + GRACE_S, list[dict[str, Any]]()
+    with suppress(dist.DistError):  # the rank of the store may be the one that has ended
+        while time.monotonic() < deadline and not (found and not found[0]["waits"]):
+            time.sleep(0.05)
+            found = _read()
+    mine, cause = f"rank {dist.get_rank()} runs {where}", " ".join(str(error).split())[:SHORT]
+    fix = "give every rank the same forwards, micro-batches and steps"
+    if not found:
+        return (
+            f"{mine}, but another rank has ended or runs something else, and has recorded no "
+            f"error: {fix}, and see what the others printed ({cause})"
+        )
+    first = found[0]
+    if first["waits"]:
+        return f"{mine} and rank {first['rank']} {first['where']}: {fix} ({cause})"
+    return f"rank {first['rank']} failed in {first['where']}: {first['error']} ({mine})"
+
+
+def forget_own() -> None:
+    """Withdraw this rank's records: it goes on."""
+    store = _store() if _own else None
+    while _own and store is not None:
+        store.set(f"{KEY}/{_own.pop()}", "")
+
+
+def _store() -> dist.Store | None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    found: dist.Store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    return found
+
+
+def _is_of_transport(error: BaseException | None) -> bool:
+    while error is not None:
+        is_other = isinstance(error, RuntimeError) and any(x in str(error) for x in OF_TRANSPORT)
+        if is_other or isinstance(error, dist.DistError):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _write(where: str, error: Exception, *, waits: bool) -> None:
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
+    record = dict(rank=dist.get_rank(), where=where, error=text, waits=waits)
+    store = _store()
+    assert store is not None, "callers have asked"
+    with suppress(dist.DistError):  # the rank of the store may be the one that has ended
+        _own.append(store.add(KEY, 1))
+        store.set(f"{KEY}/{_own[-1]}", json.dumps(record))
+
+
+def _read() -> list[dict[str, Any]]:
+    """Return the records of other ranks, those of ranks that wait last."""
+    store = _store()
+    assert store is not None, "callers have asked"
+    written = [store.get(f"{KEY}/{n}") for n in range(1, store.add(KEY, 0) + 1)]
+    found = [json.loads(record) for record in written if record]
+    found = [record for record in found if record["rank"] != dist.get_rank()]
+    return sorted(found, key=lambda record: record["waits"])
