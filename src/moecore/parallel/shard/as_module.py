@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,12 @@ def act_as_modules(model: nn.Module) -> None:
 
     A copy has this rank's shards as parameters of its own, and no units: it can be averaged, saved,
     exported and loaded from, and its forward raises. `AveragedModel` needs no more. A state dict
-    may hold whole tensors, of which each rank takes its part.
+    may hold whole tensors, of which each rank takes its part. `pickle` and `torch.save` of modules
+    raise.
     """
     for module in model.modules():  # of each one: wrappers have attributes of what they wrap
         vars(module)["__deepcopy__"] = partial(_copy, module)
+        vars(module)["__reduce_ex__"] = partial(_refuse_pickle, type(module).__name__)
         module.register_load_state_dict_pre_hook(_take_parts)
 
 
@@ -63,6 +65,13 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _copied(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+
+
+def _refuse_pickle(kind: str, _protocol: int) -> NoReturn:
+    raise ValueError(
+        f"model ({kind.removeprefix('FSDP')}) must not be pickled, because it holds this rank's "
+        "shards and process groups: save it by moecore.io.save or export_hf, or its state_dict()"
+    )
 
 
 def _refuse_forward(module: nn.Module, _args: Any) -> None:
