@@ -123,11 +123,7 @@ def optimizer_state_to_fill(
     matrices: Mapping[str, torch.dtype],
     scalars: Mapping[str, torch.dtype],
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return state to load into: param -> slot -> tensor.
-
-    Tensors that the optimizer has are taken where they fit, so that memory need not hold a second
-    state, and a captured graph goes on reading them. New ones are not initialised.
-    """
+    """Return state to load into: param -> slot -> tensor."""
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
         slot, name = key.split(".", 1)

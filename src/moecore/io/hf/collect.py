@@ -64,10 +64,7 @@ class Collector(Protocol):
 
 
 class RankCollector:
-    """Puts tensors together on their writers. Every rank calls it for the same items in order.
-
-    Construction is collective; an error of one rank is raised on all.
-    """
+    """Puts tensors together on their writers. Every rank calls it for the same items in order."""
 
     def __init__(
         self,

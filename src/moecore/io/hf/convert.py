@@ -106,10 +106,7 @@ class StoredModel:
 def open_native(
     path: Path, stack: ExitStack, *, config: HFConfig, dtype: torch.dtype | None, layout: HFLayout
 ) -> StoredModel:
-    """Return the model of a native checkpoint, verified and compared with its config.json.
-
-    A ValueError is raised where they differ, a NotImplementedError for a tensor without a name.
-    """
+    """Return the model of a native checkpoint, verified and compared with its config.json."""
     manifest = verify(path)
     prefix = PREFIX + _wrapper_of(below(PREFIX, manifest))
     tensors = below(prefix, manifest)

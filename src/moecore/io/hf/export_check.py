@@ -23,11 +23,7 @@ ADAPTERS = ("lora_", "base_layer.", "modules_to_save.", "original_module.")
 
 
 def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) -> nn.Module | None:
-    """Return the model that reads an export, on meta; None for an unknown class.
-
-    A ValueError names a tensor of `shapes`, a transformers model's, that is missing there, that
-    nothing reads, or that has another shape.
-    """
+    """Return the model that reads an export, on meta; None for an unknown class."""
     is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
     whole = reader_of({**values, "architectures": None}) if is_part else None
     reader = whole or reader_of(values, model)

@@ -67,11 +67,7 @@ class BoxReader(Protocol):
 
 
 class HFFiles:
-    """A reader of one directory that counts the bytes of tensor data it copies. A context manager.
-
-    Args:
-        tensors: what `read_headers` found; None reads the headers.
-    """
+    """A reader of one directory that counts the bytes of data it copies. A context manager."""
 
     def __init__(
         self, path: str | os.PathLike[str], tensors: Mapping[str, FileTensor] | None = None

@@ -167,10 +167,7 @@ def _config_problems(
 
 
 def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Return a config.json as the config of a transformers model of that type would write it.
-
-    Releases spell fields in other ways and fill in what a file leaves out.
-    """
+    """Return a config.json as the config of a transformers model of that type would write it."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):

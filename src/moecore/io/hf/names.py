@@ -99,10 +99,7 @@ def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, FileRecipe]:
 
 
 def hf_copies(config: DecoderConfig) -> dict[str, str]:
-    """Return names that checkpoints may hold besides the plan's -> the name of the same numbers.
-
-    These are the head of a tied decoder, and what DeepSeek-V3 repeats for multi-token prediction.
-    """
+    """Return names that checkpoints may hold besides the plan's -> the name of the same numbers."""
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     for k in range(config.num_mtp_layers):

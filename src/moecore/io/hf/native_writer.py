@@ -74,10 +74,6 @@ def write_native(
 
     A ValueError is raised when files and config differ, or the run has begun. After any error
     `latest` is as before.
-
-    Args:
-        dtype: of all float tensors but the router's selection bias; None keeps each one's.
-        max_file_bytes: of tensors in one file.
     """
     _check(origin, dtype)
     facts = ManifestFacts(

@@ -205,25 +205,23 @@ def _piece(link: _Link, files: Shapes) -> TensorPiece:
     region, file = tuple(slice(start, start + length) for start, length in box), files[name]
     if not offset and view.is_contiguous() and view.numel() == math.prod(file):
         return TensorPiece(name, region, file)
-    starts, groups = _coordinates(view, offset, file)
-    moved = FileView(file, tuple(starts), tuple(itertools.chain(*groups)))
+    starts, dims = _coordinates(view, offset, file)
+    moved = FileView(file, tuple(starts), tuple(dims))
     return TensorPiece(name, region, tuple(length for _, length in box), moved)
 
 
 def _coordinates(
     view: Tensor, offset: int, shape: Sequence[int]
-) -> tuple[list[int], list[list[ViewDim]]]:
-    """Return where a view of a contiguous tensor begins, and each of its dims by the tensor's.
+) -> tuple[list[int], list[ViewDim]]:
+    """Return where a view of a contiguous tensor begins, and its dims by the tensor's.
 
-    Each dim of the view is dims of the tensor: (dim, length, step), outermost first.
-
-    Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [[(1, 4, 1)], [(0, 3, 1)]].
+    Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
     """
     rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     starts = [offset // row % max(1, n) for row, n in zip(rows, shape, strict=True)]
-    groups: list[list[ViewDim]] = []
+    dims = list[ViewDim]()
     for n, stride in zip(view.shape, view.stride(), strict=True):
-        group: list[ViewDim] = []
+        group = list[ViewDim]()  # dims of the tensor that are one of the view
         while n > 1:
             d = next((d for d, row in enumerate(rows) if row <= stride < row * shape[d]), None)
             if d is None or stride % rows[d]:
@@ -234,8 +232,8 @@ def _coordinates(
                 raise _Untraceable(IRREGULAR)
             group.insert(0, (d, inside, step))
             n, stride = n // inside, rows[d] * shape[d]
-        groups.append(group)
-    return starts, groups
+        dims += group
+    return starts, dims
 
 
 def _regrouped(piece: TensorPiece, shape: Sequence[int], held: Sequence[int]) -> TensorPiece:
@@ -316,57 +314,18 @@ class _Arena(TorchDispatchMode):
 
     def links(self, view: Tensor) -> Iterator[_Link]:
         """Yield boxes of a tensor that cover it, and the elements of a file that each is."""
-        owner = self.range_of(view)
+        owner, whole = self.range_of(view), tuple((0, n) for n in view.shape)
         offset = int(view.storage_offset()) - owner.first
         if owner.file:
-            yield _Link(tuple((0, n) for n in view.shape), owner.file, view, offset)
+            yield _Link(whole, owner.file, view, offset)
             return
-        starts, groups = _coordinates(view, offset, owner.shape)
+        if offset or not view.is_contiguous() or view.numel() != math.prod(owner.shape):
+            raise _Untraceable(IRREGULAR)
         for at, part in owner.parts:
-            origin = [a - b for a, b in zip(starts, at, strict=True)]
-            cut = self._cut(list(itertools.chain(*groups)), origin, part)
-            if cut is None:
-                continue
-            box, inside = cut
-            for link in self.links(inside):
-                both = [(a + b, n) for (a, _), (b, n) in zip(box, link.box, strict=True)]
-                yield link._replace(box=_coarse(both, groups))
-
-    def _cut(
-        self, dims: Sequence[ViewDim], origin: Sequence[int], part: Tensor
-    ) -> tuple[Box, Tensor] | None:
-        """Return what a view has of a part of a copy: a box of the view, and a view of the part.
-
-        `dims` are the view's by those of the copy; `origin` is where it begins, from the part's.
-        """
-        used = [d for d, _, _ in dims]
-        if any(d not in used and not 0 <= a < part.shape[d] for d, a in enumerate(origin)):
-            return None
-        address = int(part.storage_offset())
-        address += sum(a * s for a, s in zip(origin, part.stride(), strict=True))
-        box, strides = list[tuple[int, int]](), list[int]()
-        for d, n, step in dims:
-            first = max(0, (step - 1 - origin[d]) // step)
-            last = min(n, (part.shape[d] - origin[d] + step - 1) // step)
-            if first >= last:
-                return None
-            if (first, last) != (0, n) and used.count(d) > 1:
-                raise _Untraceable(IRREGULAR)
-            box.append((first, last - first))
-            strides.append(step * part.stride(d))
-            address += first * strides[-1]
-        return tuple(box), self._memory.as_strided([n for _, n in box], strides, address)
-
-
-def _coarse(box: Sequence[tuple[int, int]], groups: Sequence[Sequence[ViewDim]]) -> Box:
-    """Return a box of a view's dims by one of the dims that its groups are."""
-    coarse, rest = list[tuple[int, int]](), iter(box)
-    for group in groups:
-        start, length = 0, 1
-        for i, (_, n, _) in enumerate(group):
-            a, m = next(rest)
-            if i and (a, m) != (0, n):
-                raise _Untraceable(IRREGULAR)
-            start, length = start * n + a, length * m
-        coarse.append((start, length))
-    return tuple(coarse)
+            for link in self.links(part):
+                box = tuple((a + b, n) for a, (b, n) in zip(at, link.box, strict=True))
+                if view.shape != owner.shape:  # other dims, which only the whole has
+                    if math.prod(n for _, n in box) != view.numel():
+                        raise _Untraceable(IRREGULAR)
+                    box = whole
+                yield link._replace(box=box)

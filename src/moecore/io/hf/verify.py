@@ -52,12 +52,7 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
 def content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
 ) -> list[str]:
-    """Return how tensors differ from those of the model that a config.json describes.
-
-    Args:
-        sources: what files hold, or will hold.
-        described: the same, or the directory, where the files count multi-token prediction.
-    """
+    """Return how tensors differ from those of the model that a config.json describes."""
     try:
         native = decoder_config_from_hf(described)
         plan = hf_plan(native, find_layout(sources))
