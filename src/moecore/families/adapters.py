@@ -35,11 +35,7 @@ def replace_blocks(
     adapter_of: AdapterOf,
     why_refused: WhyRefused,
 ) -> dict[str, RoutedLayer]:
-    """Replace every known MoE block in place and return all MoE layers by qualified name.
-
-    Warns of experts that are sharded as dense modules, see `_routes_densely`; in a list whose other
-    entries hold known MoE blocks they are refused.
-    """
+    """Replace every known MoE block in place and return all MoE layers by qualified name."""
     found = _find_blocks(
         model, lambda block: adapters.get(type(block)) or adapter_of(block), why_refused
     )

@@ -42,22 +42,13 @@ Rule = tuple[str, Any, bool, str]  # a field, its value, whether that is refused
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """What moecore does in its own way for a version of torchtitan.
+    """What moecore does in its own way for a version of torchtitan; `Any` is a job."""
 
-    Attributes:
-        rules: (job, degrees, whether the model makes its own loss) -> what the job may not ask.
-        block: torchtitan's class of MoE blocks.
-        adapter: what makes a layer of a block; it takes `update_bias` too, see `titan_layer`.
-        cut: (model with layers, degrees, meshes, job) -> meshes; cuts a model of torchtitan's over
-            tp, in place.
-        checkpoint: (model, job); applies the job's activation checkpointing to blocks, in place.
-    """
-
-    rules: Callable[[Any, ParallelDims, bool], list[Rule]]
-    block: type
-    adapter: Callable[..., RoutedLayer]
-    cut: Callable[[nn.Module, ParallelDims, Meshes, Any], Meshes]
-    checkpoint: Callable[[nn.Module, Any], None]
+    rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: the model makes its own loss
+    block: type  # torchtitan's class of MoE blocks
+    adapter: Callable[..., RoutedLayer]  # takes `update_bias` too, see `titan_layer`
+    cut: Callable[[nn.Module, ParallelDims, Meshes, Any], Meshes]  # a model over tp, in place
+    checkpoint: Callable[[nn.Module, Any], None]  # activation checkpointing, in place
 
 
 def parallelize_titan(

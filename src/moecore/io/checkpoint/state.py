@@ -299,9 +299,7 @@ def _shifted(placement: Placement, dim: int) -> Placement:
 def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (buffer, value) of each buffer of a transformers module that no file holds.
 
-    Such buffers (rotary frequencies) follow from the config, so state dicts leave them out, and
-    `to_empty` leaves them undefined. A module is built again from its config, or initialised again
-    by the model around it; where neither gives a buffer, it is a NotImplementedError.
+    Such buffers (rotary frequencies) follow from the config, and `to_empty` leaves them undefined.
     """
     found = []
     for path, module in model.named_modules():

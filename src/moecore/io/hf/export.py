@@ -255,14 +255,9 @@ def fill_shards(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]
 def _write_shards(
     draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
 ) -> None:
-    """Write this rank's shards, and send what others need for theirs. Collective.
-
-    As many shards as ranks grow at once, tensor by tensor in turn, so that all ranks write. After
-    an error a rank goes on sending and receiving, because the others wait for it, until these
-    shards are done and all ranks raise.
-    """
+    """Write this rank's shards, and send what others need for theirs. Collective."""
     rank, world = rank_and_world()
-    for first in range(0, len(shards), world):
+    for first in range(0, len(shards), world):  # as many shards as ranks grow at once
         wave = [in_file_order(shard) for shard in shards[first : first + world]]
         with _ExportOutput(meter) as output:
             if rank < len(wave):

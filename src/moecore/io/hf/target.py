@@ -20,8 +20,6 @@ from moecore.io.hf.names import EMBEDDING, HEAD, TensorPiece, hf_copies
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name
 
-Runs = tuple[tuple[int, int], ...]
-
 
 @dataclass(frozen=True, slots=True)
 class PieceOverlap:
