@@ -33,7 +33,7 @@ def act_as_modules(model: nn.Module) -> None:
     """
     for module in model.modules():  # of each one: wrappers have attributes of what they wrap
         vars(module)["__deepcopy__"] = partial(_copy, module)
-        vars(module)["__reduce_ex__"] = partial(_refuse_pickle, type(module).__name__)
+        vars(module)["__reduce_ex__"] = partial(_reduced, module)
         module.register_load_state_dict_pre_hook(_take_parts)
 
 
@@ -67,11 +67,24 @@ def _copied(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
 
-def _refuse_pickle(kind: str, _protocol: int) -> NoReturn:
-    raise ValueError(
-        f"model ({kind.removeprefix('FSDP')}) must not be pickled, because it holds this rank's "
-        "shards and process groups: save it by moecore.io.save or export_hf, or its state_dict()"
-    )
+class _New:
+    """Makes the object of a shallow copy; `pickle` meets it before anything else of the model."""
+
+    def __call__(self, kind: type, *args: Any) -> Any:
+        return kind.__new__(kind, *args)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise ValueError(
+            "a parallelized model must not be pickled, because it holds this rank's shards and "
+            "process groups: save it by moecore.io.save or export_hf, or save its state_dict()"
+        )
+
+
+def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """What `copy.copy` makes a module of."""
+    made: Any = type(module).__reduce_ex__(module, max(protocol, 2))
+    own = {name: value for name, value in made[2].items() if name != "__reduce_ex__"}
+    return _New(), made[1], own
 
 
 def _refuse_forward(module: nn.Module, _args: Any) -> None:
