@@ -181,7 +181,7 @@ def differs_from_stock(family: str, folder: Path, state: Found) -> str:
     """Compare the tensors of an export with those that stock saves; return what differs."""
     with torch.device("meta"):
         model = tiny_model(family)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    tied = {"lm_head.weight"} if getattr(model.config, "tie_word_embeddings", False) else set()
     expected = revert_weight_conversion(model, {n: t for n, t in state.items() if n not in tied})
     files = (folder / "exports" / family).glob("*.safetensors")
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
