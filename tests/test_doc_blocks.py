@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 # Page and place of blocks that run alone; of other pages all blocks do, in order, in other tests.
 ALONE = {
+    "a first run": ("guide", 0),
+    "a run of Megatron-LM": ("from_megatron", 0),
     "a loop of one's own": ("balancing", 0),
     "a mean": ("parallelize", 0),
     "a step": ("parallelize", 2),

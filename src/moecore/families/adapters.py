@@ -35,19 +35,7 @@ def replace_blocks(
     adapter_of: AdapterOf,
     why_refused: WhyRefused,
 ) -> dict[str, RoutedLayer]:
-    """Replace every known MoE block in place and return all MoE layers by qualified name.
-
-    Warns of experts that are sharded as dense modules, see `_routes_densely`; in a list whose other
-    entries hold known MoE blocks they are refused.
-
-    Args:
-        adapter_of: the adapter of a block of another class, or None.
-        why_refused: why a block without adapter cannot be taken; None = it is no MoE block.
-
-    Raises:
-        ValueError: when a block looks like MoE and has no adapter, an adapter returns something
-            else than a MoELayer, or a block has hooks. The model is then unchanged.
-    """
+    """Replace every known MoE block in place and return all MoE layers by qualified name."""
     found = _find_blocks(
         model, lambda block: adapters.get(type(block)) or adapter_of(block), why_refused
     )
@@ -150,11 +138,7 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
 
 
 def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
-    """Refuse hooks of all that the swap leaves behind: they would never run again.
-
-    The router and the experts are left behind too: a layer takes their tensors. Modules that it
-    keeps (a shared expert) keep their hooks.
-    """
+    """Refuse hooks of all that the swap leaves behind: they would never run again."""
     kept = set(layer.modules())
     for path, module in block.named_modules(prefix=name):
         hooks = [] if module in kept else hooks_around(module)

@@ -79,10 +79,7 @@ class Plain(Family):
 
 
 class Transformers(Plain):
-    """The family of models with modules of transformers, also with adapters of peft.
-
-    Methods that a model declares itself take precedence.
-    """
+    """The family of models with modules of transformers, also with adapters of peft."""
 
     @override
     def unwrapped(self, model: nn.Module) -> nn.Module:

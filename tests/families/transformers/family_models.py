@@ -164,7 +164,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "qwen3_omni_moe": {"vision_config": {"deepstack_visual_indexes": [0]}},
-    "qwen3_vl_moe": {"vision_config": {"deepstack_visual_indexes": [0]}},
+    "qwen3_vl_moe": {
+        "text_config": {"moe_intermediate_size": 24},
+        "vision_config": {"deepstack_visual_indexes": [0]},
+    },
     "step3p7": {"text_config": {"sliding_window": 4, "swiglu_limits": [0.0, 0.5]}},
     "switch_transformers": {"decoder_start_token_id": 0},
     "unlimited_ocr": {"vision_config": {"sam_config": SAM}},

@@ -17,10 +17,7 @@ from moecore.families.family import swap_blocks
 from moecore.families.transformers.blocks import STACKED
 from moecore.io import UpcycleOptions, upcycle_modules
 from moecore.io.hf.export import export_hf
-from moecore.io.hf.export_check import published_shapes
 from tests.families.transformers.hf_models import (
-    ARCHITECTURES,
-    MODELS,
     qwen3_moe,
     random_model,
     transformers,
@@ -110,17 +107,6 @@ def dropping_in_eval() -> nn.Module:
         capacity = CapacityConfig(factor=1.0, eval_factor=1.0)
         layer.set_config(replace(layer.config, capacity=capacity))
     return model
-
-
-def vision_language() -> nn.Module:
-    text = SIZES | dict(head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
-    rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
-    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32)
-    config = transformers.Qwen3VLMoeConfig(
-        text_config=text | dict(rope_parameters=rope),
-        vision_config=vision | dict(deepstack_visual_indexes=[0], num_position_embeddings=16),
-    )
-    return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
 def upcycled(
@@ -268,15 +254,6 @@ def flex_olmo(block: Any, model: nn.Module) -> MoELayer:
     return adopt(config, STACKED, router=router, experts=experts)
 
 
-def test_a_class_that_reads_experts_stacked_alone(tmp_path):
-    model = vision_language()
-    with pytest.raises(NotImplementedError, match=r"0.gate_proj.weight \(16, 32\) must be a tens"):
-        export_hf(model, tmp_path / "out")
-    export_hf(model, tmp_path / "out", layout="fused")
-    found, _ = loaded(tmp_path / "out")
-    assert torch.equal(logits(found), logits(model))
-
-
 def test_peft_after_its_merge(tmp_path):
     peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(
@@ -290,16 +267,3 @@ def test_peft_after_its_merge(tmp_path):
     merged = wrapped.merge_and_unload()
     export_hf(merged, tmp_path / "out")
     torch.testing.assert_close(logits(loaded(tmp_path / "out")[0]), logits(merged))
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_transformers_names_what_it_would_write(name, tmp_path):
-    """The contract of `published_shapes`: the tensors that `save_pretrained` writes."""
-    from safetensors.torch import load_file
-
-    model = MODELS[name]()
-    with torch.device("meta"):
-        reader = type(model)(model.config)
-    model.save_pretrained(tmp_path)
-    stored = {n: tuple(t.shape) for n, t in load_file(tmp_path / "model.safetensors").items()}
-    assert published_shapes(reader) == stored

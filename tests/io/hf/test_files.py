@@ -326,23 +326,3 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
 def test_long_lists_are_cut():
     assert listed(["a", "b"]) == "a; b"
     assert listed(str(i) for i in range(13)).endswith("; 9 (and 3 more)")
-
-
-@pytest.mark.parametrize("damage", ["missing", "shape"])
-def test_layers_of_a_kind_are_alike_where_no_decoder_tells(tmp_path, damage):
-    """The first layer is dense, so it may have other names; two others must agree."""
-    state = {"model.layers.0.mlp.up.weight": torch.ones(3, 2)}
-    for i in range(3):
-        state[f"model.layers.{i}.attn.weight"] = torch.ones(2, 2)
-    for i in (1, 2):
-        state[f"model.layers.{i}.mlp.experts.up"] = torch.ones(1, 3, 2)
-    config = OTHER | {"num_hidden_layers": 3}
-    write_directory(tmp_path / "whole", state, config)
-    assert verify_hf(tmp_path / "whole") == []
-    if damage == "missing":
-        del state["model.layers.2.attn.weight"]
-    else:
-        state["model.layers.2.attn.weight"] = torch.ones(1, 2)
-    write_directory(tmp_path / "damaged", state, config)
-    (problem,) = verify_hf(tmp_path / "damaged")
-    assert "attn.weight" in problem and "layer 2" in problem

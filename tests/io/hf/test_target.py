@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 import torch
 
 from moecore.io.hf.names import TensorPiece, hf_plan
-from moecore.io.hf.target import PieceOverlap, module_plan, overlaps
+from moecore.io.hf.target import PieceOverlap, overlaps
 from moecore.models import preset
 
 
@@ -73,27 +72,6 @@ def test_boxes_are_cut_where_the_first_dim_allows():
     piece = TensorPiece("all", (), (10, 3))
     boxes = list(overlaps([torch.arange(10), torch.arange(3)], piece, (10, 3), max_numel=7))
     assert [b.source[0] for b in boxes] == [slice(i, i + 2) for i in range(0, 10, 2)]
-
-
-def test_stored_modules_split_gate_and_up():
-    """A native checkpoint keeps gate_up_proj [E, 2F, D] as [E, 2, F, D]."""
-    shapes = {
-        "model.layers.0.mlp.gate.weight": (2, 3),
-        "model.layers.0.mlp.experts.gate_up_proj": (2, 2, 4, 3),
-        "model.layers.0.mlp.experts.down_proj": (2, 3, 4),
-    }
-    where = "model.layers.0.block_sparse_moe."
-    plan = module_plan(shapes, "mixtral")
-    assert [(p.name, p.region, p.shape) for r in plan.values() for p in r.pieces] == [
-        (f"{where}gate.weight", (), (2, 3)),
-        *(
-            (f"{where}experts.{e}.{role}.weight", (e, i), (4, 3))
-            for e, (i, role) in itertools.product(range(2), enumerate(("w1", "w3")))
-        ),
-        *((f"{where}experts.{e}.w2.weight", (e,), (3, 4)) for e in range(2)),
-    ]
-    fused = module_plan(shapes, "fused")["model.layers.0.mlp.experts.gate_up_proj"]
-    assert [(p.region, p.shape) for p in fused.pieces] == [((), (2, 8, 3))]
 
 
 def test_pieces_of_a_plan_follow_each_other():

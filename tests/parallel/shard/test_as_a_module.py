@@ -101,6 +101,13 @@ def averaged(layout: str | None, path: str) -> dict[str, Any]:
         mean(batch())
     saved = save(path, 2, mean.module, None)
     trained = copy.deepcopy(model)
+    assert all(map(torch.equal, parts(copy.copy(model)), parts(model)))
+    for held in (model, mean.module, {"model": model}):
+        with pytest.raises(
+            ValueError, match=r"^a parallelized model must not be pickled, because"
+        ) as e:
+            torch.save(held, f"{path}.pt")
+        assert "\n" not in str(e.value)
     load(saved, model)
     loss = model(batch()).detach()
     model.load_state_dict(trained.state_dict())

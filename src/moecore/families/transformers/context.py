@@ -31,14 +31,7 @@ class CausalContext:
         self.model: Any = model
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
-        """Return the way of attention over cp ranks; see `ContextOptions.resolve`.
-
-        Raises:
-            ValueError: for a way that its heads or windows cannot go, and where the loss has a part
-                that is no sum over tokens.
-            NotImplementedError: for a model that mixes tokens beside its attention, or computes its
-                loss otherwise than causal language models do.
-        """
+        """Return the way of attention over cp ranks; see `ContextOptions.resolve`."""
         name, other = type(self.model).__name__, why_whole(self.model)
         problem = None if other is None else f"{other} needs whole rows on a rank"
         if "loss_function" not in inspect.unwrap(type(self.model).forward).__code__.co_names:

@@ -55,12 +55,7 @@ def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], Routed
 
 
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
-    """Return moecore's routed experts with the parameters of a transformers experts module.
-
-    Raises:
-        NotImplementedError: when the class was changed, each expert's output has a norm, or the
-            activation has parameters or mixes columns.
-    """
+    """Return moecore's routed experts with the parameters of a transformers experts module."""
     refuse_customised_experts(experts, children=(ACTIVATION,))
     gated = getattr(experts, "has_gate", True)
     concatenated = getattr(experts, "is_concatenated", True)
@@ -173,10 +168,7 @@ def _samples(gated: bool) -> Tensor:
 
 
 def run_vision_experts(model: nn.Module) -> None:
-    """Let blocks with experts of their own for images run these without images too.
-
-    Else a rank with text alone would not meet the exchanges of ranks with images.
-    """
+    """Let blocks run experts for images without images too: ranks with text join exchanges."""
     for block in model.modules():
         if is_hf(block) and isinstance(getattr(block, "vision_moe", None), nn.Module):
             block.register_forward_hook(_run_vision_experts, with_kwargs=True)

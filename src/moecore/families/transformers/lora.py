@@ -60,12 +60,7 @@ class _Wrapped:
 
 @contextmanager
 def experts_unwrapped(model: nn.Module) -> Iterator[list[_Wrapped]]:
-    """Within, experts stand where peft's wrappers of them stood; after an error these are back.
-
-    Raises:
-        NotImplementedError: for adapters on routers and on other parameters that peft would
-            parametrize, and for trained copies of MoE blocks and their routers.
-    """
+    """Within, experts stand where peft's wrappers of them stood; after an error these are back."""
     found = list(_find_wrapped(model)) if "peft" in sys.modules else []
     for one in found:
         one.parent._modules[one.child] = one.experts
@@ -78,11 +73,7 @@ def experts_unwrapped(model: nn.Module) -> Iterator[list[_Wrapped]]:
 
 
 def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) -> None:
-    """Give the experts of MoE layers the updates of peft's wrappers.
-
-    Raises:
-        ValueError: for a wrapper that stands elsewhere, or for a parameter that cannot be updated.
-    """
+    """Give the experts of MoE layers the updates of peft's wrappers."""
     places = {f"{name}.{m.name_of('experts')}".rstrip("."): m for name, m in layers.items()}
     for one in wrapped:
         layer = places.get(f"{one.block}.{one.child}")
@@ -106,10 +97,7 @@ def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) ->
 
 
 def refuse_peft_methods(model: nn.Module) -> None:
-    """Make methods of peft that read or replace whole parameters raise on every rank alike.
-
-    And the next forward of a transformers model to which adapters were attached meanwhile.
-    """
+    """Make methods of peft that read or replace whole parameters raise on every rank alike."""
     _replace_methods(model, REPLACED, "on a parallelized model, whose tensors are shards")
     outermost = next((m for m in model.modules() if is_pretrained(m)), None)  # peft is given it
     if outermost is not None and not hasattr(outermost, "peft_config"):

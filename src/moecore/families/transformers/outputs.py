@@ -21,15 +21,7 @@ OPTION = "output_router_logits"
 
 
 def refuse_lost_outputs(model: nn.Module) -> None:
-    """Raise when router logits are asked for that transformers would not record.
-
-    The balance loss would be computed from fewer layers, or from none. Asked for in the config:
-    raises now. In a later forward: raises before its loss.
-
-    Raises:
-        NotImplementedError: with transformers before 5.6 while router logits are asked for; in
-            forward also when those of not every layer were recorded.
-    """
+    """Raise when router logits are asked for that transformers would not record."""
     for module in model.modules():
         if not is_hf(module) or getattr(module, "base_model", None) is not module:
             continue  # transformers records in the base model, below the head that has the loss
@@ -88,11 +80,7 @@ class _LogitRecorder(nn.Module):
 
 
 def record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
-    """Let transformers find the layer's router logits where it found those of `router`.
-
-    Its hooks come along: transformers installs them only once, maybe before this call. Nobody
-    else's can be there, `swap_blocks` refuses them.
-    """
+    """Let transformers find the layer's router logits where it found those of `router`."""
     recorder = type(f"{type(router).__name__}Recorder", (_LogitRecorder, type(router)), {})()
     for name in HOOKS:
         if "forward_hooks" in name:  # and how to call them

@@ -46,11 +46,7 @@ REFUSED = (
 
 
 class StagedCausal:
-    """What `StagedModel` asks of a causal language model, whole or cut by `take_stages`.
-
-    Raises:
-        NotImplementedError: for a model without the parts that stages are made of, or with others.
-    """
+    """What `StagedModel` asks of a causal language model, whole or cut by `take_stages`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -81,13 +77,7 @@ class StagedCausal:
         return B, T // (1 if cp is None else cp.size), hidden_size
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
-        """Run one stage; see `moecore.parallel.pipeline.stages.StagedModel`.
-
-        Raises:
-            ValueError: for hidden states that are not those of the stage, and arguments of which a
-                stage sees a part.
-            NotImplementedError: where the model's forward is more than its parts.
-        """
+        """Run one stage; see `moecore.parallel.pipeline.stages.StagedModel`."""
         check_held(self, self.stage_parts(), stage, 0)
         self._check(hidden, stage, inputs)
         shape = self.hidden_shape(stage, inputs)

@@ -67,12 +67,7 @@ class RowReader:
                 layer.register_forward_pre_hook(_tell, with_kwargs=True)
 
     def sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
-        """Return where the tokens of whole rows, ids [B, T] or embeddings of them, stand.
-
-        Raises:
-            ValueError: for documents that are not those of the tokens or cannot be cut over cp,
-                documents in a model that does not keep them apart, and positions without documents.
-        """
+        """Return where the tokens of whole rows, ids [B, T] or embeddings of them, stand."""
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         cu_seqlens, longest = _of(given, DOCUMENTS), _of(given, LONGEST)
         sequence, mask_BT = Sequence(), given.get("padding_mask")
@@ -123,11 +118,7 @@ class RowReader:
 
 
 class MaskReader:
-    """What forwards of a model that attends by its own means tell its MoE layers: its padding.
-
-    Backward may compute layers again, and in another order than forwards: it begins by putting the
-    record of its forward back, in its own thread.
-    """
+    """What forwards of a model that attends by its own means tell its MoE layers: its padding."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._now = model, threading.local()
@@ -226,11 +217,7 @@ def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
 
 
 def why_whole(model: nn.Module) -> str | None:
-    """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing.
-
-    Such are state space and linear attention layers, convolutions, towers, indexed and compressed
-    attention, encoders, and options that `attend` does not compute.
-    """
+    """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing."""
     config: Any = model.config
     text = config.get_text_config()
     for place, kind in enumerate(getattr(text, "layer_types", None) or ()):

@@ -40,12 +40,7 @@ Layer = TypeVar("Layer", bound="TitanLayer")
 
 
 class TitanLayer(MoELayer):
-    """A MoELayer under torchtitan's names; a version's subclass has them, and fills it.
-
-    Attributes:
-        names: the layout of torchtitan's block.
-        known: path of a part of torchtitan's block -> the classes that a MoELayer can replace.
-    """
+    """A MoELayer under torchtitan's names; a version's subclass has them, and fills it."""
 
     names: ClassVar[LayerLayout]
     known: ClassVar[Mapping[str, tuple[type, ...]]]
@@ -91,17 +86,7 @@ class TitanLayer(MoELayer):
 def titan_layer(
     layer_class: type[Layer], block: Any, model: nn.Module, *, update_bias: bool = True
 ) -> Layer:
-    """Return a layer that holds the parameters of a torchtitan block; with a class an adapter.
-
-    Args:
-        block: torchtitan's `MoE`.
-        model: not used; part of an adapter's signature.
-        update_bias: move the selection bias by the block's `load_balance_coeff` after every step.
-
-    Raises:
-        NotImplementedError: for a block that a MoELayer cannot compute, or with a part of another
-            class: what that class is there for (quantization, DeepEP) would be lost.
-    """
+    """Return a layer that holds the parameters of a torchtitan block; with a class an adapter."""
     for path, known in layer_class.known.items():
         part = attrgetter(path)(block)
         if type(part) not in known:

@@ -118,10 +118,7 @@ class HFArgs:
 
 
 class HFModel(nn.Module):
-    """A transformers model that torchtitan builds (on meta), fills and calls.
-
-    It holds the model under `hf`; there every parameter has its name in Hugging Face's files.
-    """
+    """A transformers model that torchtitan builds (on meta), fills and calls."""
 
     def __init__(self, config: HFArgs) -> None:
         from transformers import AutoModelForCausalLM
@@ -155,14 +152,7 @@ class HFModel(nn.Module):
 
 
 def _fill(model: nn.Module, hf_weights: str | None, from_seed: Callable[[int], Any]) -> None:
-    """Load `moecore.hf_weights`, or fill from the seed that torchtitan gave every rank.
-
-    Each rank reads its own shards, and rounds values to the dtype of the parameters, which is the
-    job's `training.dtype`. Collective.
-
-    Raises:
-        ValueError, OSError: on every rank, for files that do not fit the model; see `load_hf`.
-    """
+    """Load `moecore.hf_weights`, or fill from the seed that torchtitan gave every rank."""
     if hf_weights is None:
         from_seed(torch.initial_seed())
         return
@@ -176,11 +166,7 @@ def _fill(model: nn.Module, hf_weights: str | None, from_seed: Callable[[int], A
 
 
 class HFNames(StateDictAdapter):
-    """Names of an HFModel's parameters <-> those of its Hugging Face files with stacked experts.
-
-    `from_pretrained` reads such files; the published ones, with one matrix per expert, are loaded
-    by `moecore.hf_weights`.
-    """
+    """Names of an HFModel's parameters <-> those of its Hugging Face files with stacked experts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -205,17 +191,7 @@ def parallelize_hf(
     balance: BalanceConfig | None,
     **_: Any,
 ) -> nn.Module:
-    """Swap the MoE blocks of an HFModel and shard it by the job's config; a parallelize_fn.
-
-    The job's `debug.moe_force_load_balance` deals the experts out in turn.
-
-    Args:
-        balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
-
-    Raises:
-        ValueError, NotImplementedError: for tp; for a model without MoE blocks, see `swap_blocks`;
-            see `parallelize_own_loss`.
-    """
+    """Swap the MoE blocks of an HFModel and shard it by the job's config; a parallelize_fn."""
     if parallel_dims.tp > 1:
         raise NotImplementedError(
             f"parallelism.tensor_parallel_degree ({parallel_dims.tp}) must be 1 for a Hugging Face "
@@ -230,11 +206,7 @@ def parallelize_hf(
 
 
 def _read_config(source: Source, field: str) -> Any:
-    """Return a copy of a config, or that of a directory, which a field of the job may have named.
-
-    Raises:
-        ValueError: for no config or config.json.
-    """
+    """Return a copy of a config, or that of a directory, which a job's field may have named."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(source, PreTrainedConfig):
@@ -253,13 +225,7 @@ def _read_config(source: Source, field: str) -> Any:
 
 
 def _check_config(config: Any, seq_len: int) -> None:
-    """Check that a transformers config can be trained by torchtitan.
-
-    Raises:
-        ValueError: for sequences that are too long.
-        NotImplementedError: for a config that asks for transformers' own balance loss, or for one
-            matrix as embedding and head.
-    """
+    """Check that a transformers config can be trained by torchtitan."""
     longest = config.max_position_embeddings
     if seq_len > longest:
         raise ValueError(
@@ -280,10 +246,7 @@ def _check_config(config: Any, seq_len: int) -> None:
 
 
 def _model_size(config: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
-    """Return the number of parameters and the FLOPs per token of forward and backward.
-
-    The formula is that of `moecore.models.flops_per_token`.
-    """
+    """Return the number of parameters and the FLOPs per token of forward and backward."""
     total, idle = 0, 0.0
     for name, param in model.named_parameters():
         total += param.numel()

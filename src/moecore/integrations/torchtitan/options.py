@@ -64,13 +64,7 @@ def moecore_options(job_config: Any) -> MoECore:
 
 
 def nvlink_options(options: MoECore) -> NVLinkOptions | None:
-    """Return the nvlink dispatcher's options, None where it was not chosen.
-
-    torchtitan can not repeat or skip a step, so without a factor any routing fits.
-
-    Raises:
-        ValueError: for a row factor that is not positive, or with another dispatcher.
-    """
+    """Return the nvlink dispatcher's options, None where it was not chosen."""
     factor = options.row_factor
     if factor is None:
         return NVLinkOptions(row_factor=None) if options.dispatcher == "nvlink" else None
@@ -91,10 +85,7 @@ NEEDS = {
 
 
 def import_error(error: ModuleNotFoundError, module: str) -> ImportError:
-    """Return the error to raise in a module for that of an import from torchtitan.
-
-    torchtitan imports triton, which CPU builds of torch lack.
-    """
+    """Return the error to raise in a module for that of an import from torchtitan."""
     if (error.name or "").partition(".")[0] == "triton":
         return ImportError(
             "triton (None) must be installed for torchtitan, which imports it; CPU builds of torch "

@@ -42,22 +42,13 @@ Rule = tuple[str, Any, bool, str]  # a field, its value, whether that is refused
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """What moecore does in its own way for a version of torchtitan.
+    """What moecore does in its own way for a version of torchtitan; `Any` is a job."""
 
-    Attributes:
-        rules: (job, degrees, whether the model makes its own loss) -> what the job may not ask.
-        block: torchtitan's class of MoE blocks.
-        adapter: what makes a layer of a block; it takes `update_bias` too, see `titan_layer`.
-        cut: (model with layers, degrees, meshes, job) -> meshes; cuts a model of torchtitan's over
-            tp, in place.
-        checkpoint: (model, job); applies the job's activation checkpointing to blocks, in place.
-    """
-
-    rules: Callable[[Any, ParallelDims, bool], list[Rule]]
-    block: type
-    adapter: Callable[..., RoutedLayer]
-    cut: Callable[[nn.Module, ParallelDims, Meshes, Any], Meshes]
-    checkpoint: Callable[[nn.Module, Any], None]
+    rules: Callable[[Any, ParallelDims, bool], list[Rule]]  # bool: the model makes its own loss
+    block: type  # torchtitan's class of MoE blocks
+    adapter: Callable[..., RoutedLayer]  # takes `update_bias` too, see `titan_layer`
+    cut: Callable[[nn.Module, ParallelDims, Meshes, Any], Meshes]  # a model over tp, in place
+    checkpoint: Callable[[nn.Module, Any], None]  # activation checkpointing, in place
 
 
 def parallelize_titan(
@@ -69,15 +60,7 @@ def parallelize_titan(
     update_bias: bool,
     **_: Any,
 ) -> nn.Module:
-    """Return torchtitan's model with its MoE blocks as sharded moecore layers; a parallelize_fn.
-
-    Args:
-        model: on meta, with `layers` of blocks whose `moe` is torchtitan's `MoE`.
-        update_bias: see `titan_layer`.
-
-    Raises:
-        ValueError, NotImplementedError: see `check_job`, `titan_layer` and `parallelize_moe`.
-    """
+    """Return torchtitan's model with its MoE blocks as sharded moecore layers; a parallelize_fn."""
     check_job(job, parallel_dims, version, own_loss=False)
     weights = moecore_options(job).hf_weights
     if weights is not None:
@@ -148,10 +131,7 @@ def check_replaced(field: str, value: Any, known: Container[Any]) -> None:
 
 
 def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
-    """Compile blocks, then `parallelize_moe` in torchtitan's loss convention.
-
-    `get_submodule("layers")` of the model gives its blocks, in their checkpoint wrappers if any.
-    """
+    """Compile blocks, then `parallelize_moe` in torchtitan's loss convention."""
     options = moecore_options(job)
     nvlink = nvlink_options(options)
     if compiles_model(job):
@@ -192,10 +172,7 @@ def _unwrapped(block: nn.Module) -> nn.Module:
 
 
 def without_router(names: list[str]) -> list[str]:
-    """Return the modules whose product selective checkpointing makes again, without the router.
-
-    It is among torchtitan's, but moecore's router is no nn.Linear, which they must be.
-    """
+    """Return the modules whose product selective checkpointing makes again, without the router."""
     return [name for name in names if name != "moe.router.gate"]
 
 
@@ -205,11 +182,7 @@ def compiles_model(job: Any) -> bool:
 
 
 def titan_meshes(parallel_dims: ParallelDims) -> Meshes:
-    """Return moecore's meshes for torchtitan's degrees: the same ranks, dims in the same order.
-
-    torchtitan clips gradients of one mesh at a time: those of meshes with an "ep" dim, and the
-    rest. So without ep the experts are sharded over the dense mesh.
-    """
+    """Return moecore's meshes for torchtitan's degrees: the same ranks, dims in the same order."""
     d = parallel_dims
     parallel = ParallelConfig(
         dp_replicate=d.dp_replicate,

@@ -27,10 +27,7 @@ def finish_before_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -
 
 @torch.no_grad()
 def finish_step(model: nn.Module) -> MoEMetrics:
-    """Return the step's metrics, and move the selection biases. One collective, no host sync.
-
-    The biases of torchtitan's own blocks move as there: by steps whose mean over experts is 0.
-    """
+    """Return the step's metrics, and move the selection biases. One collective, no host sync."""
     state = moe_state(model)
     before = {
         layer: layer.part("router").selection_bias.clone()
@@ -61,11 +58,7 @@ class MoEMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Log as torchtitan does, and the load on a line of its own; up to four host syncs more.
-
-        Raises:
-            RuntimeError: when an exchange of dispatcher "nvlink" went wrong, see `Capacity.check`.
-        """
+        """Log as torchtitan does, and the load on a line of its own; up to four host syncs more."""
         extra = dict(extra_metrics or {})
         for part in self.model_parts or ():
             capacity_of(part).check()

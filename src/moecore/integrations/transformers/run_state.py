@@ -32,15 +32,7 @@ NUM_WORDS = _NUM_PYTHON + 2 + _NUM_NUMPY + 3
 def find_checkpoint(
     resume: str | os.PathLike[str] | bool | None, root: Path, *, saves: bool
 ) -> Path | None:
-    """Return the checkpoint to resume from, the same on every rank; None = begin anew.
-
-    Args:
-        resume: a checkpoint; True takes the newest of `root`.
-        saves: whether the run saves checkpoints, which must not mix with those of another.
-
-    Raises:
-        ValueError: when there is none to resume from; when a new run would save beside some.
-    """
+    """Return the checkpoint to resume from, the same on every rank; None = begin anew."""
     newest = on_first_rank(lambda: latest(root))
     if resume is None or resume is False:
         if saves and newest is not None:
@@ -62,11 +54,7 @@ def state_text(state: TrainerState) -> str:
 
 
 def read_state_text(path: Path) -> str:
-    """Return what `state_text` gave when a checkpoint was saved. Collective.
-
-    Raises:
-        ValueError: for a checkpoint that no `MoETrainer` has saved.
-    """
+    """Return what `state_text` gave when a checkpoint was saved. Collective."""
     extra = on_first_rank(lambda: read_manifest(path).facts.extra)
     if STATE not in extra:
         raise ValueError(
@@ -77,10 +65,7 @@ def read_state_text(path: Path) -> str:
 
 
 def host_generators() -> Tensor:
-    """Return the state of this process's Python and numpy generators, fp64 [NUM_WORDS].
-
-    All words are below 2^32, so fp64 keeps them exactly beside the cached normal numbers.
-    """
+    """Return the state of this process's Python and numpy generators, fp64 [NUM_WORDS]."""
     _, words, cached = random.getstate()
     state: Any = np.random.get_state()
     _, keys, position, has_cached, numpy_cached = state

@@ -270,11 +270,7 @@ class _StepOwner(TrainerCallback):
 
 
 class ShardedAccelerator(Accelerator):
-    """An Accelerator that wraps no model and no optimizer, and clips through a `TrainStep`.
-
-    It has devices, data loaders and gathers, but no part of a step. Processes are data ranks to it:
-    cp ranks read the same batches.
-    """
+    """An Accelerator that wraps no model and no optimizer, and clips through a `TrainStep`."""
 
     owner: TrainStep  # set before the first step
     cp: int = 1  # context parallel ranks, neighbours
@@ -326,10 +322,7 @@ class ShardedAccelerator(Accelerator):
 
 
 def export_into(model: nn.Module, folder: Path) -> None:
-    """Write a model into a directory that may exist, in place of an earlier export. Collective.
-
-    Of a model with adapters of peft that are not merged only the active ones are written.
-    """
+    """Write a model into a directory that may exist, in place of an earlier export. Collective."""
     if unmerged(model):
         save_adapters(model, folder, adapter=cast(Any, model).active_adapter)
         return

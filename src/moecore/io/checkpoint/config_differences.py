@@ -62,12 +62,7 @@ def differences(
     *,
     skipped: Collection[str] = TRAINING,
 ) -> list[Difference]:
-    """Return the fields that differ; none where `theirs` describes no native decoder.
-
-    Args:
-        theirs: a config, or its JSON; a field that it lacks is newer, and has its default.
-        skipped: paths of fields that may differ.
-    """
+    """Return the fields that differ; none where `theirs` describes no native decoder."""
     values = asdict(theirs) if isinstance(theirs, DecoderConfig) else theirs
     required = {field.name for field in fields(DecoderConfig) if field.default is MISSING}
     if values is None or not required <= values.keys():
@@ -104,11 +99,7 @@ def saved_differences(ours: Config | None, saved: Mapping[str, Any] | None) -> l
 
 
 def own_config(model: nn.Module) -> Config | None:
-    """Return the config of the one native decoder or transformers model that a model is or holds.
-
-    Of a transformers model it is what JSON makes of it, without fields that JSON cannot hold. None
-    where there is no such model, or more than one.
-    """
+    """Return the config of the one native decoder or transformers model in a model, or None."""
     found = {id(part): part for part in _configured(model)}
     if len(found) != 1:
         return None

@@ -77,11 +77,7 @@ def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) 
 
 
 def option_problems(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Return how two groups differ in what decides about the state of a parameter.
-
-    Names of options must agree, and whether each is on: amsgrad or a momentum bring state that an
-    optimizer without them lacks. Its amount may differ.
-    """
+    """Return how two groups differ in what decides about the state of a parameter."""
     ignored = OF_SCHEDULERS | OF_THE_RUN | {"params"}
     odd = sorted((group.keys() - ignored) ^ (saved.keys() - OF_SCHEDULERS - {"params"}))
     problems = []

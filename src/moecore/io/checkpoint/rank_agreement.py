@@ -42,10 +42,7 @@ Hashes = dict[Key, str]
 
 
 def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
-    """Raise a ValueError on every rank, naming the first value that differs. Collective.
-
-    Hashes of values, not the values, travel. One host sync per device for those of small tensors.
-    """
+    """Raise a ValueError on every rank, naming the first value that differs. Collective."""
     if not dist.is_initialized():
         return
     mine = on_every_rank(lambda: _hashes(snapshot), group)

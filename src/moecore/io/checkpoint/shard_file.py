@@ -64,11 +64,7 @@ def layout_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> FileL
 
 
 class ShardWriter:
-    """Writes one new file from front to back; a second thread hashes what is being written.
-
-    The host memory on top of the tensors is one buffer of `CHUNK_BYTES`, pinned for a CUDA device.
-    It gathers small tensors, and takes what lies on a device or is not contiguous piece by piece.
-    """
+    """Writes one new file from front to back; a second thread hashes what is being written."""
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -149,10 +145,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class ShardReader:
-    """Reads slices of the tensors in one file, through `buffer` (uint8) where not contiguous.
-
-    Plain reads, no memory map: a failing disk is then an OSError and not the end of the process.
-    """
+    """Reads slices of the tensors in one file, through `buffer` (uint8) where not contiguous."""
 
     def __init__(self, path: Path, layout: FileLayout, buffer: Tensor, meter: Meter) -> None:
         self._path, self._layout, self._buffer, self._meter = path, layout, buffer, meter

@@ -214,10 +214,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _like(template: Any, value: Any) -> Any:
-    """Give what JSON made of a value its types back: tuples, tensors, dicts with numbers as keys.
-
-    Tensors are new ones: the scheduler and its optimizer may share those of the template.
-    """
+    """Give what JSON made of a value its types back: tuples, new tensors, numbers as keys."""
     if isinstance(template, Tensor) and isinstance(value, int | float):
         return torch.full_like(template, value)
     if isinstance(template, tuple) and isinstance(value, list):
@@ -232,11 +229,7 @@ def _like(template: Any, value: Any) -> Any:
 
 
 def _check_finished(model: nn.Module) -> None:
-    """Raise when an optimizer step is half done: what it has counted and its gradients are lost.
-
-    Only where the counts decide about what follows: the next move of an expert bias, or the check
-    of the micro-batches. Else they are metrics, and a loop that never asks for them may save.
-    """
+    """Raise when an optimizer step is half done: what it has counted and its gradients are lost."""
     for state in (v for m in model.modules() for v in vars(m).values()):
         if not isinstance(state, MoEState):
             continue

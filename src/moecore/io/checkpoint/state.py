@@ -123,11 +123,7 @@ def optimizer_state_to_fill(
     matrices: Mapping[str, torch.dtype],
     scalars: Mapping[str, torch.dtype],
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return state to load into: param -> slot -> tensor.
-
-    Tensors that the optimizer has are taken where they fit, so that memory need not hold a second
-    state, and a captured graph goes on reading them. New ones are not initialised.
-    """
+    """Return state to load into: param -> slot -> tensor."""
     slots: dict[str, list[str]] = {}
     for key in (*matrices, *scalars):
         slot, name = key.split(".", 1)
@@ -303,9 +299,7 @@ def _shifted(placement: Placement, dim: int) -> Placement:
 def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (buffer, value) of each buffer of a transformers module that no file holds.
 
-    Such buffers (rotary frequencies) follow from the config, so state dicts leave them out, and
-    `to_empty` leaves them undefined. A module is built again from its config, or initialised again
-    by the model around it; where neither gives a buffer, it is a NotImplementedError.
+    Such buffers (rotary frequencies) follow from the config, and `to_empty` leaves them undefined.
     """
     found = []
     for path, module in model.named_modules():

@@ -146,10 +146,7 @@ def _by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
 
 
 class SavePlannerOfLocals(dcp.DefaultSavePlanner):
-    """The default planner over the live tensors' layouts, with data taken from elsewhere (by name).
-
-    So a background save plans with DTensors whose contents move on, and writes their copies.
-    """
+    """The default planner over live tensors' layouts, with data from elsewhere (by name)."""
 
     def __init__(self, locals_: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

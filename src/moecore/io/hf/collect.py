@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,25 @@ Holding = tuple[tuple[tuple[int, int], ...], ...]  # per dim: runs (first index,
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One tensor of the directory: a piece of the model's tensor `source`, or of a copy of it."""
+    """One tensor of the directory, and what it is made of: (the model's tensor, piece)."""
 
     name: str
-    source: str
-    piece: TensorPiece
+    shape: tuple[int, ...]
     dtype: torch.dtype
+    parts: tuple[tuple[str, TensorPiece], ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its data."""
-        return math.prod(self.piece.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Part(NamedTuple):
+    """A part of an item: a piece of the model's tensor `source`, or of a copy of it."""
+
+    source: str
+    piece: TensorPiece
+    dtype: torch.dtype
 
 
 class Collector(Protocol):
@@ -56,10 +64,7 @@ class Collector(Protocol):
 
 
 class RankCollector:
-    """Puts tensors together on their writers. Every rank calls it for the same items in order.
-
-    Construction is collective; an error of one rank is raised on all.
-    """
+    """Puts tensors together on their writers. Every rank calls it for the same items in order."""
 
     def __init__(
         self,
@@ -84,11 +89,26 @@ class RankCollector:
 
     def collect(self, item: Item, writer: int) -> Tensor | None:
         """Return the whole tensor, new, on its writer's CPU; None elsewhere, and after an error."""
+        whole = self._new(item.shape, item.dtype, writer)
+        for source, piece in item.parts:
+            moved = piece.view is not None  # then in an order of its own, put in place afterwards
+            part = self._new(piece.shape, item.dtype, writer) if moved else whole
+            self._collect_part(_Part(source, piece, item.dtype), writer, part)
+            if moved and part is not None and whole is not None:
+                with self._keep_error():
+                    put(part, piece, whole)
+                self.done(part)
+        return whole
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype, writer: int) -> Tensor | None:
         whole = None
         if self._rank == writer:
             with self._keep_error():
-                whole = torch.empty(item.piece.shape, dtype=item.dtype)
+                whole = torch.empty(shape, dtype=dtype)
                 self._hold(whole.nbytes)
+        return whole
+
+    def _collect_part(self, item: _Part, writer: int, whole: Tensor | None) -> None:
         shape = self._recipes[item.source].shape
         for holding, holders in self._holders[item.source].items():
             numel = _num_common(holding, item.piece, shape)
@@ -101,7 +121,6 @@ class RankCollector:
                 self._send(item, holding, numel, writer)
             elif self._rank == writer:
                 self._receive(item, holding, numel, sender, whole)
-        return whole
 
     def done(self, whole: Tensor | None) -> None:
         """Note that the writer has freed a tensor."""
@@ -117,7 +136,7 @@ class RankCollector:
         if self._error is not None:
             raise self._error
 
-    def _copy(self, item: Item, holding: Holding, whole: Tensor | None) -> None:
+    def _copy(self, item: _Part, holding: Holding, whole: Tensor | None) -> None:
         """Bring what the writer itself holds into its tensor."""
         if whole is None:
             return
@@ -127,7 +146,7 @@ class RankCollector:
                 part = local[box.target]
                 whole[box.source].view(part.shape).copy_(part)
 
-    def _send(self, item: Item, holding: Holding, numel: int, writer: int) -> None:
+    def _send(self, item: _Part, holding: Holding, numel: int, writer: int) -> None:
         message = self._message(item, numel)
         with self._keep_error():
             local = local_part(self._tensors[item.source])
@@ -137,7 +156,7 @@ class RankCollector:
         dist.send(message, writer)
 
     def _receive(
-        self, item: Item, holding: Holding, numel: int, sender: int, whole: Tensor | None
+        self, item: _Part, holding: Holding, numel: int, sender: int, whole: Tensor | None
     ) -> None:
         message = self._message(item, numel)
         dist.recv(message, sender)
@@ -148,11 +167,11 @@ class RankCollector:
             for piece, target in zip(_split(message, targets), targets, strict=True):
                 target.copy_(piece)
 
-    def _boxes(self, item: Item, holding: Holding) -> list[PieceOverlap]:
+    def _boxes(self, item: _Part, holding: Holding) -> list[PieceOverlap]:
         shape = self._recipes[item.source].shape
         return list(overlaps(_indices(holding), item.piece, shape))
 
-    def _message(self, item: Item, numel: int) -> Tensor:
+    def _message(self, item: _Part, numel: int) -> Tensor:
         """Return a flat tensor of so many elements, in memory that is there."""
         buffer = self._buffers[self._tensors[item.source].device]
         return buffer[: numel * item.dtype.itemsize].view(item.dtype)
@@ -160,7 +179,8 @@ class RankCollector:
     def _largest_messages(self, items: Iterable[Item], world: int) -> dict[torch.device, int]:
         """Return device -> bytes that no message of tensors on it exceeds; equal on all ranks."""
         largest: dict[torch.device, int] = {}
-        for item in items:
+        parts = (_Part(*part, item.dtype) for item in items for part in item.parts)
+        for item in parts:
             holders = self._holders[item.source]
             if any(len(ranks) == world for ranks in holders.values()):
                 continue  # nothing is sent
@@ -177,6 +197,13 @@ class RankCollector:
             yield
         except Exception as error:  # of any kind: the others wait for what this rank sends
             self._error = self._error or error
+
+
+def put(part: Tensor, piece: TensorPiece, whole: Tensor) -> None:
+    """Write a piece's elements, in its own order, into its file tensor."""
+    assert piece.view is not None, "other pieces are file tensors"
+    target = piece.view.of(whole)
+    target.copy_(part.view(target.shape))
 
 
 def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

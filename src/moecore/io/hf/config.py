@@ -362,10 +362,6 @@ def config_problems(
     Where the native decoder can be both models, their native configs are compared, so it does not
     matter how a config.json spells them. Other transformers models (such as gpt-oss) are compared
     field by field where both name one.
-
-    Args:
-        model: config of a native decoder, its JSON, or a config.json; of others nothing is known.
-        skipped: paths of fields of the native config that may differ.
     """
     if isinstance(model, Mapping) and "model_type" in model:
         kind, wanted = values.get("model_type"), model["model_type"]

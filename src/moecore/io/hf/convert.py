@@ -23,7 +23,7 @@ from moecore.io.checkpoint.manifest import Manifest, StoredTensor
 from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, layout_of
 from moecore.io.checkpoint.store import verify
-from moecore.io.hf.collect import Collector, Item
+from moecore.io.hf.collect import Collector, Item, put
 from moecore.io.hf.config import HFConfig, config_problems, decoder_config_from_hf, read_config
 from moecore.io.hf.export import (
     ExportLayout,
@@ -46,7 +46,7 @@ from moecore.io.hf.names import (
 )
 from moecore.io.hf.native_writer import PREFIX, Origin, check_alone, write_native
 from moecore.io.hf.quant import TensorSource, find_sources
-from moecore.io.hf.target import module_plan
+from moecore.io.hf.stock import reader_of, written_plan
 from moecore.io.hf.verify import content_problems, copy_problems, shape_problems
 
 
@@ -106,10 +106,7 @@ class StoredModel:
 def open_native(
     path: Path, stack: ExitStack, *, config: HFConfig, dtype: torch.dtype | None, layout: HFLayout
 ) -> StoredModel:
-    """Return the model of a native checkpoint, verified and compared with its config.json.
-
-    A ValueError is raised where they differ, a NotImplementedError for a tensor without a name.
-    """
+    """Return the model of a native checkpoint, verified and compared with its config.json."""
     manifest = verify(path)
     prefix = PREFIX + _wrapper_of(below(PREFIX, manifest))
     tensors = below(prefix, manifest)
@@ -118,7 +115,7 @@ def open_native(
     recipes, copies = _plan_of(tensors, values, layout)
     items = list(make_items({n: t.dtype for n, t in tensors.items()}, recipes, copies, dtype))
     problems = config_problems(values, manifest.facts.config)
-    problems += content_problems({item.name: item.piece for item in items}, values, values)
+    problems += content_problems({item.name: item for item in items}, values, values)
     collector = _StoredCollector(path, manifest, tensors, stack)
     if HEAD in copies and not problems:  # a stored head is dropped only if it is the same
         sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
@@ -202,8 +199,13 @@ class _StoredCollector:
 
     def collect(self, item: Item, writer: int) -> Tensor:
         """Return the whole tensor."""
-        box = item.piece.box_in(self._tensors[item.source].shape)
-        return self.read(item.source, box).view(item.piece.shape).to(item.dtype)
+        whole = torch.empty(item.shape, dtype=item.dtype)
+        for source, piece in item.parts:
+            part = self.read(source, piece.box_in(self._tensors[source].shape))
+            if piece.view is None:
+                return part.view(item.shape).to(item.dtype)
+            put(part, piece, whole)
+        return whole
 
     def done(self, whole: Tensor | None) -> None:
         """Nothing to note."""
@@ -238,7 +240,7 @@ def _plan_of(
     if not _is_decoder(tensors):
         tied = values.get("tie_word_embeddings", False)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        return module_plan(shapes, layout), {HEAD: EMBEDDING} if tied else {}
+        return written_plan(reader_of(values), shapes, layout), {HEAD: EMBEDDING} if tied else {}
     config = decoder_config_from_hf(values)
     plan = hf_plan(config, layout)
     problems = shape_problems(tensors, {name: recipe.shape for name, recipe in plan.items()})

@@ -41,13 +41,15 @@ from moecore.io.checkpoint.ranks import (
 from moecore.io.checkpoint.shard_file import FileLayout, ShardWriter, layout_of
 from moecore.io.hf.collect import Collector, Item, RankCollector
 from moecore.io.hf.config import HFConfig
-from moecore.io.hf.export_check import check_readable, check_tied
+from moecore.io.hf.export_check import check_tied, checked_reader
 from moecore.io.hf.export_config import export_config
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
 from moecore.io.hf.lora import refuse_unmerged
-from moecore.io.hf.names import HEAD, MIXTRAL_TYPES, FileRecipe, HFLayout
-from moecore.io.hf.target import model_copies, model_plan, model_tensors
+from moecore.io.hf.names import HEAD, FileRecipe, HFLayout, hf_plan
+from moecore.io.hf.stock import shapes_of, written_plan
+from moecore.io.hf.target import model_copies, model_tensors
 from moecore.io.hf.upcycled import shared_of_no_size
+from moecore.models.decoder import Decoder
 from moecore.parallel.across import find_stages
 
 ExportLayout = Literal["per_expert", "fused"]
@@ -90,7 +92,8 @@ def export_hf(
         dtype: of all float tensors but those that transformers keeps in fp32 (selection biases, and
             what a class names); None keeps each one's.
         max_shard_bytes: of tensors in one file; a larger tensor has a file of its own.
-        layout: "per_expert" is how models are published, "fused" how transformers holds them.
+        layout: "per_expert" is how models are published, which is what transformers' own
+            `save_pretrained` writes; "fused" is how transformers holds them.
         progress: called with (bytes done, bytes expected) of this rank.
 
     Returns:
@@ -147,9 +150,11 @@ def _complete_plan(
     model: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, Any], layout: HFLayout
 ) -> dict[str, FileRecipe]:
     """Return what a model's files are made of; refuse what would not give the model back."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    recipes = model_plan(model, shapes, layout)
-    check_readable(model, values, model_plan(model, shapes, "fused"), recipes)
+    if isinstance(model, Decoder):
+        recipes = hf_plan(model.config, layout)
+    else:
+        shapes = shapes_of(tensors)
+        recipes = written_plan(checked_reader(model, values, shapes), shapes, layout)
     check_tied(tensors, model_copies(model))
     for name in recipes:
         if tensors[name].is_meta:
@@ -205,8 +210,8 @@ def check_target(path: Path, dtype: torch.dtype | None) -> None:
 
 
 def names_of(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
-    """Return the names that a family publishes; Mixtral has its own."""
-    mixtral = config.get("model_type") in MIXTRAL_TYPES
+    """Return the names of a native decoder's files; Mixtral has its own."""
+    mixtral = config.get("model_type") == "mixtral"
     return "mixtral" if mixtral and layout == "per_expert" else layout
 
 
@@ -225,7 +230,9 @@ def make_items(
         cast = dtypes[name].is_floating_point and not keeps(name)
         kept = dtype if cast and dtype is not None else dtypes[name]
         for piece in recipe.pieces:
-            found[piece.name] = Item(piece.name, name, piece, kept)
+            item = found.get(piece.name, Item(piece.name, piece.stored, kept, ()))
+            wide = torch.promote_types(item.dtype, kept)  # of one tensor, so it holds all values
+            found[piece.name] = replace(item, dtype=wide, parts=(*item.parts, (name, piece)))
     yield from found.values()
     for copy, original in copies.items():
         if copy != HEAD:
@@ -248,14 +255,9 @@ def fill_shards(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]
 def _write_shards(
     draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
 ) -> None:
-    """Write this rank's shards, and send what others need for theirs. Collective.
-
-    As many shards as ranks grow at once, tensor by tensor in turn, so that all ranks write. After
-    an error a rank goes on sending and receiving, because the others wait for it, until these
-    shards are done and all ranks raise.
-    """
+    """Write this rank's shards, and send what others need for theirs. Collective."""
     rank, world = rank_and_world()
-    for first in range(0, len(shards), world):
+    for first in range(0, len(shards), world):  # as many shards as ranks grow at once
         wave = [in_file_order(shard) for shard in shards[first : first + world]]
         with _ExportOutput(meter) as output:
             if rank < len(wave):
@@ -313,7 +315,7 @@ class _ExportOutput:
 def in_file_order(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
     """Return the layout of a shard's file, and its tensors in their order there."""
     by_name = {item.name: item for item in shard}
-    layout = layout_of({name: (item.dtype, item.piece.shape) for name, item in by_name.items()})
+    layout = layout_of({name: (item.dtype, item.shape) for name, item in by_name.items()})
     return layout, [by_name[name] for name in layout.begins]
 
 

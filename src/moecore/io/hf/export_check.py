@@ -1,13 +1,10 @@
 """Whether the class that config.json names reads every tensor of an export, by name and shape.
 
-The class is built from the config on meta, so nothing is allocated. What the files will hold is
-compared with what it has in memory; experts written one by one also with what transformers itself
-would write, because it joins them only in the families that it knows them from.
+The class is built from the config on meta, so nothing is allocated.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,52 +13,25 @@ from torch import Tensor, nn
 
 from moecore.families.transformers.blocks import find_hf_adapter
 from moecore.io.checkpoint.config_differences import moe_differences
-from moecore.io.hf.export_config import transformers_class
-from moecore.io.hf.names import EMBEDDING, HEAD, FileRecipe
+from moecore.io.hf.names import EMBEDDING, HEAD
+from moecore.io.hf.stock import Shapes, held_shapes, reader_of, shapes_of
 from moecore.io.hf.target import local_part
-from moecore.models.decoder import Decoder
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name
 
-Shapes = Mapping[str, tuple[int, ...]]
 ADAPTERS = ("lora_", "base_layer.", "modules_to_save.", "original_module.")
 
 
-def check_readable(
-    model: nn.Module,
-    values: Mapping[str, Any],
-    fused: Mapping[str, FileRecipe],
-    written: Mapping[str, FileRecipe],
-) -> None:
-    """Raise for a transformers model that its directory would not give back; native ones pass.
-
-    ValueErrors name a tensor that is missing, that nothing reads, or of another shape;
-    NotImplementedErrors a layout that the class does not read.
-
-    Args:
-        fused: what the files would hold with layout "fused": the names that transformers has.
-    """
-    if isinstance(model, Decoder):
-        return
-    kind, config = _reading_class(model, values)
-    if kind is None:
-        return
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
-        reader: nn.Module = kind(config)
-    wanted = _shapes(reader.state_dict())
-    held = {piece.name: piece.shape for recipe in fused.values() for piece in recipe.pieces}
-    _check_names(model, kind, wanted, held)
-    _check_layers(model, kind, reader)
-    files = {piece.name: piece.shape for recipe in written.values() for piece in recipe.pieces}
-    renamed = {name: shape for name, shape in files.items() if name not in wanted}
-    published = published_shapes(reader) if renamed else {}
-    for name, shape in renamed.items():
-        if published.get(name) != shape:
-            raise NotImplementedError(
-                f"{name} {shape} must be a tensor that {kind.__name__} reads from files, where its "
-                "experts are stacked or have other names: use layout='fused'"
-            )
+def checked_reader(model: nn.Module, values: Mapping[str, Any], shapes: Shapes) -> nn.Module | None:
+    """Return the model that reads an export, on meta; None for an unknown class."""
+    is_part = getattr(model, "base_model", None) is model  # the whole reads it, if there is one
+    whole = reader_of({**values, "architectures": None}) if is_part else None
+    reader = whole or reader_of(values, model)
+    if reader is not None:
+        kind = type(reader)
+        _check_names(model, kind, shapes_of(reader.state_dict()), held_shapes(shapes))
+        _check_layers(model, kind, reader)
+    return reader
 
 
 def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None:
@@ -77,39 +47,6 @@ def check_tied(tensors: Mapping[str, Tensor], copies: Mapping[str, str]) -> None
             f"{HEAD} must equal {EMBEDDING} with config.tie_word_embeddings (True), because the "
             "files hold one of them: call model.tie_weights(), or set it to False"
         )
-
-
-def published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of what transformers would write for a model, which is on meta."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return _shapes(revert_weight_conversion(reader, reader.state_dict()))  # type: ignore[arg-type]
-
-
-def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-def _reading_class(model: nn.Module, values: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the class that reads the directory and its config, or None for an unknown one.
-
-    It is the model's own; for a part of a model (a base without a head, an attention), a wrapper
-    and an upcycled model it is the causal language model of the config.
-    """
-    own: Any = getattr(model, "config", None)
-    if not hasattr(own, "to_dict"):
-        return None, None
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_type, kind = values.get("model_type"), transformers_class(type(model))
-    if model_type in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[model_type].from_dict(dict(values))
-    else:
-        config = type(own).from_dict(dict(values))
-    is_part = kind is None or getattr(model, "base_model", None) is model
-    if is_part or model_type != own.model_type:
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
-    return kind, config
 
 
 def _check_names(model: nn.Module, kind: Any, wanted: Shapes, held: Shapes) -> None:

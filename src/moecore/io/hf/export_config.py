@@ -16,6 +16,7 @@ from moecore.io.hf.config import (
     decoder_config_from_hf,
     read_config,
 )
+from moecore.io.hf.stock import transformers_class
 from moecore.io.hf.upcycled import upcycled_config
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
@@ -95,14 +96,6 @@ def finish_config(
         return json.loads(json.dumps(values))
     except (TypeError, ValueError) as error:
         raise ValueError(f"config must be JSON-able: {error}") from None
-
-
-def transformers_class(model_class: type) -> Any:
-    """Return the class of transformers' models that a class is or extends, or None."""
-    for cls in model_class.__mro__:
-        if cls.__module__.startswith("transformers.models.") and hasattr(cls, "base_model_prefix"):
-            return cls
-    return None
 
 
 def _check_same(

@@ -67,11 +67,7 @@ class BoxReader(Protocol):
 
 
 class HFFiles:
-    """A reader of one directory that counts the bytes of tensor data it copies. A context manager.
-
-    Args:
-        tensors: what `read_headers` found; None reads the headers.
-    """
+    """A reader of one directory that counts the bytes of data it copies. A context manager."""
 
     def __init__(
         self, path: str | os.PathLike[str], tensors: Mapping[str, FileTensor] | None = None
@@ -162,7 +158,7 @@ def read_index(path: Path) -> dict[str, str] | None:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or raise ValueError."""
     try:
-        value = json.loads(read_regular(file, follow=True).decode())
+        value = json.loads(read_regular(file, follow=True).decode(), object_hook=_float_or_object)
     except FileNotFoundError:
         raise ValueError(f"path ({file}) must exist: it is not there") from None
     except (ValueError, RecursionError) as error:
@@ -172,6 +168,12 @@ def read_json(file: Path) -> dict[str, Any]:
     if nests_deeper(value, MAX_DEPTH):
         raise ValueError(f"path ({file}) must nest at most {MAX_DEPTH} times: correct it")
     return value
+
+
+def _float_or_object(value: dict[str, Any]) -> Any:
+    """Return the inf or nan that transformers writes as {"__float__": "Infinity"}."""
+    text = value.get("__float__")
+    return float(text) if isinstance(text, str) and len(value) == 1 else value
 
 
 def listed(problems: Iterable[str]) -> str:

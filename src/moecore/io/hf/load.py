@@ -27,16 +27,17 @@ from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on
 from moecore.io.checkpoint.state import fresh_buffers
 from moecore.io.hf.config import config_problems
 from moecore.io.hf.files import CONFIG, HFFiles, listed, one_line, read_headers, read_json
-from moecore.io.hf.names import HEAD, FileRecipe, find_layout
-from moecore.io.hf.quant import FP8, TensorSource, find_sources
+from moecore.io.hf.names import HEAD, FileRecipe, find_layout, hf_plan
+from moecore.io.hf.quant import FP8, TensorSource, find_sources, viewed
+from moecore.io.hf.stock import published_shapes, reader_of, stock_plan
 from moecore.io.hf.target import (
     first_ignored_layer,
     local_part,
     model_copies,
-    model_plan,
     model_tensors,
     overlaps,
 )
+from moecore.io.hf.upcycled import upcycled_config
 from moecore.io.hf.verify import LAYER, copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name, global_indices, init_normal_
@@ -166,10 +167,7 @@ def _config_problems(
 
 
 def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Return a config.json as the config of a transformers model of that type would write it.
-
-    Releases spell fields in other ways and fill in what a file leaves out.
-    """
+    """Return a config.json as the config of a transformers model of that type would write it."""
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
@@ -212,7 +210,7 @@ def _make_plan(
     targets = without_adapters(model, model_tensors(model))
     copies = model_copies(model)
     shapes = {name: tuple(t.shape) for name, t in targets.items()}
-    recipes = model_plan(model, shapes, find_layout(sources.keys()))
+    recipes = _recipes(model, shapes, sources)
     if find_stages(model)[1] is not None:
         recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
     _drop_copies(targets, recipes, copies)
@@ -230,6 +228,17 @@ def _make_plan(
     if not plan.problems:
         plan.problems += copy_problems(files, sources, copies)
     return plan
+
+
+def _recipes(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, TensorSource]
+) -> dict[str, FileRecipe]:
+    """Return what each tensor of a model is made of, and names of what files lack for it."""
+    if isinstance(model, Decoder):
+        return hf_plan(model.config, find_layout(sources))
+    reader = reader_of(upcycled_config(model) or as_type(Any, model).config.to_dict(), model)
+    found = {name: source.shape for name, source in sources.items()}
+    return stock_plan(reader, shapes, found, {} if reader is None else published_shapes(reader))
 
 
 def _drop_copies(
@@ -272,8 +281,8 @@ def _tensor_problems(
         source = sources.get(piece.name)
         if source is None:
             continue
-        if source.shape != piece.shape:
-            problems.append(f"{piece.name} {source.shape} must be {piece.shape}")
+        if source.shape != piece.stored:
+            problems.append(f"{piece.name} {source.shape} must be {piece.stored}")
         problem = _dtype_problem(source, target.dtype, cast)
         if problem:
             problems.append(f"{piece.name} ({source.dtype}) {problem}")
@@ -314,7 +323,7 @@ def _fill(
         return
     indices = global_indices(target)
     for piece in recipe.pieces:
-        source = sources[piece.name]
+        source = viewed(sources[piece.name], piece)
         most = CHUNK_BYTES // source.dtype.itemsize
         for overlap in overlaps(indices, piece, recipe.shape, max_numel=most):
             part = local[overlap.target]

@@ -24,31 +24,56 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torch import Tensor
+
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 
 HFLayout = Literal["fused", "per_expert", "mixtral"]
 Region = tuple[int | slice, ...]
+ViewDim = tuple[int, int, int]  # dim of a file tensor, length, step
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 EXPERT_NAMES = {"per_expert": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
-MIXTRAL_TYPES = ("minimax", "minimax_m2", "mixtral", "phimoe")  # what is published as "mixtral"
 DENSE_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek-V3
 
 
 @dataclass(frozen=True, slots=True)
+class FileView:
+    """Elements of a file tensor in another order: where they begin, and dims by those stored."""
+
+    stored: tuple[int, ...]
+    starts: tuple[int, ...]
+    dims: tuple[ViewDim, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return a view of the file tensor, which is contiguous."""
+        offset = sum(a * s for a, s in zip(self.starts, whole.stride(), strict=True))
+        offset += int(whole.storage_offset())
+        strides = [step * whole.stride(d) for d, _, step in self.dims]
+        return whole.as_strided([n for _, n, _ in self.dims], strides, offset)
+
+
+@dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """One Hugging Face tensor and the part of a native tensor that it is.
+    """One Hugging Face tensor, or elements of it, and the part of a native tensor that it is.
 
     Attributes:
         region: index into the native tensor; () = all of it.
         shape: of the Hugging Face tensor, with the elements of the region in the same order.
+        view: which elements these are and their order, in `shape`; None = all in their own.
     """
 
     name: str
     region: Region
     shape: tuple[int, ...]
+    view: FileView | None = None
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Shape of the tensor in the file."""
+        return self.shape if self.view is None else self.view.stored
 
     def box_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """Return the region as one slice per dim of a native tensor of this shape."""
@@ -74,10 +99,7 @@ def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, FileRecipe]:
 
 
 def hf_copies(config: DecoderConfig) -> dict[str, str]:
-    """Return names that checkpoints may hold besides the plan's -> the name of the same numbers.
-
-    These are the head of a tied decoder, and what DeepSeek-V3 repeats for multi-token prediction.
-    """
+    """Return names that checkpoints may hold besides the plan's -> the name of the same numbers."""
     head = EMBEDDING if config.tie_embeddings else HEAD
     copies = {HEAD: EMBEDDING} if config.tie_embeddings else {}
     for k in range(config.num_mtp_layers):

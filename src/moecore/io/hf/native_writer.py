@@ -31,7 +31,7 @@ from moecore.io.checkpoint.snapshot import versions
 from moecore.io.hf.collect import Item
 from moecore.io.hf.export import fill_shards, in_file_order
 from moecore.io.hf.files import BoxReader, listed
-from moecore.io.hf.names import FileRecipe, TensorPiece, hf_copies
+from moecore.io.hf.names import FileRecipe, hf_copies
 from moecore.io.hf.quant import TensorSource
 from moecore.io.hf.verify import copy_problems, plan_problems
 from moecore.models.config import DecoderConfig
@@ -74,10 +74,6 @@ def write_native(
 
     A ValueError is raised when files and config differ, or the run has begun. After any error
     `latest` is as before.
-
-    Args:
-        dtype: of all float tensors but the router's selection bias; None keeps each one's.
-        max_file_bytes: of tensors in one file.
     """
     _check(origin, dtype)
     facts = ManifestFacts(
@@ -152,7 +148,7 @@ def _write_files(
     items, plan, sources = list[Item](), origin.plan, origin.sources
     for name, recipe in plan.items():
         kept = _native_dtype(name, sources[recipe.pieces[0].name], dtype)
-        items.append(Item(f"{PREFIX}{name}", name, TensorPiece(name, (), recipe.shape), kept))
+        items.append(Item(f"{PREFIX}{name}", recipe.shape, kept, ()))
     meter.expect(sum(item.nbytes for item in items))
     stored: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
@@ -161,10 +157,12 @@ def _write_files(
         layout, ordered = in_file_order(shard)
         with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
             for item in ordered:
-                _add(writer, plan[item.source], sources, origin.files, item.dtype)
+                _add(
+                    writer, plan[item.name.removeprefix(PREFIX)], sources, origin.files, item.dtype
+                )
             stored[file] = writer.finish()
         for item in shard:
-            key, shape = item.name, item.piece.shape
+            key, shape = item.name, item.shape
             chunk = ManifestChunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
             tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
     return make_manifest(facts, stored, tensors)

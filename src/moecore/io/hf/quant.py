@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moecore.io.hf.files import Box, BoxReader, HFFiles
+from moecore.io.hf.names import FileView, TensorPiece, ViewDim
 
 SCALE = "_scale_inv"
 MX_GROUP = 32
@@ -95,6 +96,46 @@ class MXFP4Source(TensorSource):
         values_eoi = dequantize_mxfp4(blocks_eogb, scales_eog)
         start = first * MX_GROUP
         return values_eoi[..., inputs.start - start : inputs.stop - start].transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewedSource(TensorSource):
+    """Elements of another logical tensor in another order."""
+
+    origin: TensorSource = field(kw_only=True)
+    view: FileView = field(kw_only=True)
+
+    def read(self, files: BoxReader, box: Box) -> Tensor:
+        """Return the box; the smallest box of the origin that has all of it is read."""
+        starts, dims, rest = list(self.view.starts), list[ViewDim](), list(self.view.dims)
+        sizes, cut = list[int](), list[slice]()
+        for part, n in zip(box, self.shape, strict=True):
+            group = list[ViewDim]()  # the dims of the view that this one is
+            while math.prod(dim[1] for dim in group) < n:
+                group.append(rest.pop(0))
+            inner = math.prod(dim[1] for dim in group[1:])
+            first, last = part.start // inner, -(-part.stop // inner)
+            if group:
+                d, _, step = group[0]
+                starts[d] += first * step
+                dims += [(d, last - first, step), *group[1:]]
+            sizes.append((last - first) * inner)
+            cut.append(slice(part.start - first * inner, part.stop - first * inner))
+        stops = [start + 1 for start in starts]
+        for d, n, step in dims:
+            stops[d] += (n - 1) * step
+        spans = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
+        whole = self.origin.read(files, spans).contiguous()
+        read = FileView(tuple(whole.shape), (0,) * whole.ndim, tuple(dims))
+        return read.of(whole).reshape(sizes)[tuple(cut)]
+
+
+def viewed(source: TensorSource, piece: TensorPiece) -> TensorSource:
+    """Return what of a file tensor a piece is, in the piece's shape."""
+    if piece.view is None:
+        return source
+    parts = (source.name, piece.shape, source.dtype, source.quantized)
+    return ViewedSource(*parts, origin=source, view=piece.view)
 
 
 def dequantize_fp8(

@@ -1,54 +1,24 @@
 """What of a model lies where in which Hugging Face tensor, for any model on any layout.
 
-Legend: E experts, D model dim, F hidden dim of an expert.
-
-A tensor of a model is made of pieces (`TensorPiece`). For the native decoder `hf_plan` names them;
-transformers' own modules already have the names, but for experts that files hold one by one, and
-for Mixtral's block:
-
-| module (E first) | "fused" | "per_expert" | "mixtral" |
-| --- | --- | --- | --- |
-| mlp.gate.weight | the same | the same | block_sparse_moe.gate.weight |
-| mlp.experts.gate_up_proj[3, :F] | the same | ...3.gate_proj.weight | ...3.w1.weight |
-| mlp.experts.gate_up_proj[3, F:] | the same | ...3.up_proj.weight | ...3.w3.weight |
-| mlp.experts.down_proj[3] | the same | ...3.down_proj.weight | ...3.w2.weight |
-
-Experts with moecore's own names (an upcycled model) have the names of `hf_plan`. Loading and export
-both follow `overlaps`, in opposite directions.
+A tensor of a model is made of pieces (`TensorPiece`). For the native decoder `hf_plan` names them,
+for transformers' models `stock_plan`. Loading and export both follow `overlaps`, in opposite
+directions.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.io.hf.names import (
-    EMBEDDING,
-    HEAD,
-    FileRecipe,
-    HFLayout,
-    TensorPiece,
-    hf_copies,
-    hf_plan,
-    routed_pieces,
-)
+from moecore.io.hf.names import EMBEDDING, HEAD, TensorPiece, hf_copies
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name
-
-GATE_UP = "experts.gate_up_proj"
-# transformers' names of a block's parts -> those of a MoELayer.
-OWN_NAMES = {
-    GATE_UP: "experts.w1",
-    "experts.down_proj": "experts.w2",
-    "gate.weight": "router.weight",
-}
-Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +45,6 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             )
         found[name] = tensor
     return found
-
-
-def model_plan(
-    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], layout: HFLayout
-) -> dict[str, FileRecipe]:
-    """Return name (of global `shapes`) -> the Hugging Face tensors that a tensor is made of."""
-    if isinstance(model, Decoder):
-        return hf_plan(model.config, layout)
-    return module_plan(shapes, layout)
-
-
-def module_plan(shapes: Mapping[str, tuple[int, ...]], layout: HFLayout) -> dict[str, FileRecipe]:
-    """Return the recipes of a transformers model, live or in a native checkpoint.
-
-    A checkpoint stores gate_up_proj [E, 2F, D] as [E, 2, F, D] (`split_halves` in `state.py`).
-    """
-    return {n: FileRecipe(s, _module_pieces(n, s, shapes, layout)) for n, s in shapes.items()}
 
 
 def model_copies(model: nn.Module) -> dict[str, str]:
@@ -188,38 +141,6 @@ def _double_runs(first: Tensor, second: Tensor) -> list[tuple[int, int, int]]:
 
 def _split(runs: list[tuple[int, int, int]], most: int) -> list[tuple[int, int, int]]:
     return [(a + i, b + i, min(most, n - i)) for a, b, n in runs for i in range(0, n, most)]
-
-
-def _module_pieces(
-    name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], layout: HFLayout
-) -> tuple[TensorPiece, ...]:
-    """The sources of one tensor of a transformers module, or of a MoE layer put into one."""
-    prefix, _, part = name.rpartition(".mlp.")
-    if f"{prefix}.mlp.experts.w1" in shapes:
-        routed = routed_pieces(name, shape, layout)
-        if routed:
-            return routed
-    if f"{name}_bias" in shapes and layout != "fused":
-        raise NotImplementedError(
-            f"{name} {shape} must be stacked in files too, not one expert at a time ({layout!r}), "
-            "because gpt-oss is only published so: use layout='fused'"
-        )
-    if prefix and part in OWN_NAMES:
-        own = f"{prefix}.mlp.{OWN_NAMES[part]}"
-        if part != GATE_UP or len(shape) == 4:
-            return routed_pieces(own, shape, layout) or (TensorPiece(name, (), shape),)
-        if len(shape) == 3 and layout != "fused":
-            E, rows, D = shape
-            half = rows // 2
-            pieces = routed_pieces(own, (E, 2, half, D), layout)
-            return tuple(replace(p, region=_stacked(p.region, half)) for p in pieces)
-    return (TensorPiece(name, (), shape),)
-
-
-def _stacked(region: tuple[int | slice, ...], half: int) -> tuple[int | slice, ...]:
-    """Return the region of [E, 2F, D] that (expert, gate or up) is in [E, 2, F, D]."""
-    e, i = cast(tuple[int, int], region)
-    return e, slice(i * half, (i + 1) * half)
 
 
 def _config(model: nn.Module) -> Any:

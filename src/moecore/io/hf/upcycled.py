@@ -51,11 +51,7 @@ FAMILIES = {"qwen3": _QWEN3, "qwen2": _QWEN2, "llama": _MIXTRAL, "mistral": _MIX
 
 
 def upcycled_config(model: nn.Module) -> dict[str, Any] | None:
-    """Return the config.json of the class with experts that an upcycled model is; None for others.
-
-    Upcycled is a transformers model of a dense family with MoE layers in it. A ValueError is raised
-    where no class of transformers computes what the layers do.
-    """
+    """Return the config.json of the class with experts that an upcycled model is, or None."""
     layers = _layers(model)
     config = getattr(model, "config", None)
     if not layers or isinstance(model, Decoder) or not hasattr(config, "to_dict"):

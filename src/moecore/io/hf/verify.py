@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 
@@ -18,8 +18,10 @@ from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
 from moecore.io.hf.config import KIND_OF, MTP_KEYS, HFConfig, decoder_config_from_hf
 from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
-from moecore.io.hf.names import EMBEDDING, HEAD, FileRecipe, find_layout, hf_copies, hf_plan
+from moecore.io.hf.names import FileRecipe, find_layout, hf_copies, hf_plan
 from moecore.io.hf.quant import TensorSource, find_sources
+from moecore.io.hf.stock import published_shapes, reader_of, shapes_of, stock_plan
+from moecore.io.hf.target import model_copies
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -50,18 +52,12 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
 def content_problems(
     sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
 ) -> list[str]:
-    """Return how tensors differ from those of the model that a config.json describes.
-
-    Args:
-        sources: what files hold, or will hold.
-        described: the same, or the directory, where the files count multi-token prediction.
-    """
+    """Return how tensors differ from those of the model that a config.json describes."""
     try:
         native = decoder_config_from_hf(described)
         plan = hf_plan(native, find_layout(sources))
     except NotImplementedError:  # an option that the native decoder lacks
-        problems = _end_problems(sources, config) + _missing_experts(sources, config)
-        return problems + _missing_layers(sources, config) + _unlike_layers(sources, config)
+        return _stock_problems(sources, config)
     except ValueError as error:
         return [str(error)]
     return plan_problems(sources, plan, hf_copies(native))
@@ -136,25 +132,26 @@ def _stray_shards(path: Path, files: HFFiles) -> list[str]:
     return problems
 
 
-def _end_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Embedding and head of a causal language model, where the embedding is called so."""
-    if not any(name.endswith("embed_tokens.weight") for name in sources):
-        return []
-    ends = (EMBEDDING,) if config.get("tie_word_embeddings", False) else (EMBEDDING, HEAD)
-    problems = [f"{name} is missing" for name in ends if name not in sources]
-    shape = (config.get("vocab_size"), config.get("hidden_size"))
-    problems += [
-        f"{name} {sources[name].shape} must be {shape}"
-        for name in ends
-        if name in sources and None not in shape and sources[name].shape != shape
-    ]
-    return problems
+def _stock_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
+    """How tensors differ from those of transformers' model; of another one experts are counted."""
+    try:
+        reader = reader_of(config)
+    except ValueError as error:
+        return [str(error)]
+    if reader is None:
+        return _missing_experts(sources, config)
+    copies, found = model_copies(reader), {n: source.shape for n, source in sources.items()}
+    plan = stock_plan(reader, shapes_of(reader.state_dict()), found, published_shapes(reader))
+    plan = {name: recipe for name, recipe in plan.items() if name not in copies}
+    wanted = {p.name: p.stored for recipe in plan.values() for p in recipe.pieces}
+    behind = {n for n in sources if (m := LAYER.match(n)) and _is_behind(int(m[1]), config)}
+    return shape_problems(sources, wanted, behind | copies.keys())
 
 
 def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
     """Experts of a layer that others have, or that the config counts."""
-    want = next((config[key] for key in EXPERT_KEYS if _is_layers(config.get(key))), 0)
-    problems = []
+    counts = (config[key] for key in EXPERT_KEYS if KIND_OF["num_experts"][1](config.get(key)))
+    want, problems = next(counts, 0), list[str]()
     found: dict[tuple[str, str], set[int]] = {}
     for name, source in sources.items():
         match = EXPERT.fullmatch(name)
@@ -169,45 +166,7 @@ def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -
     return problems
 
 
-def _missing_layers(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """Layers that the config counts and no tensor belongs to, and the other way round."""
-    found = {int(match[1]) for name in sources if (match := LAYER.match(name))}
-    num_layers = config.get("num_hidden_layers")
-    if not _is_layers(num_layers):
-        return []
-    behind = [config[key] for key in MTP_KEYS if _is_layers(config.get(key))]
-    last = num_layers + max(behind, default=0)
-    problems = [f"layer {i} is missing" for i in range(num_layers) if i not in found]
-    return problems + [f"layer {i} is one too many" for i in sorted(found) if i >= last]
-
-
-def _unlike_layers(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
-    """What a layer lacks or has in another shape than those of its type, of experts or not."""
-    layers: dict[int, dict[str, Shaped]] = {}
-    for name, source in sources.items():
-        match = LAYER.match(name)
-        if match:
-            layers.setdefault(int(match[1]), {})[name[match.end() :]] = source
-    types = config.get("layer_types")
-    kinds: dict[Any, dict[int, dict[str, Shaped]]] = {}
-    for i, layer in layers.items():
-        kind = types[i] if isinstance(types, list) and i < len(types) else None
-        has_experts = any(".experts." in name for name in layer)
-        kinds.setdefault((str(kind), has_experts), {})[i] = layer
-    problems = []
-    for alike in kinds.values():
-        for name in {name: None for layer in alike.values() for name in layer}:
-            shapes = [tuple(layer[name].shape) for layer in alike.values() if name in layer]
-            usual = max(shapes, key=shapes.count)
-            for i, layer in alike.items():
-                if name not in layer and not EXPERT.fullmatch(f".{name}"):
-                    problems.append(f"layer {i} has no {name}, as others of its kind have")
-                elif name in layer and tuple(layer[name].shape) != usual:
-                    shape = tuple(layer[name].shape)
-                    problems.append(f"{name} {shape} of layer {i} must be {usual} as in others")
-    return problems
-
-
-def _is_layers(value: Any) -> TypeGuard[int]:
-    """Whether it is a number of layers or experts that can be; a huge one would list for hours."""
-    return KIND_OF["num_experts"][1](value)
+def _is_behind(layer: int, config: Mapping[str, Any]) -> bool:
+    """Whether a layer is one of multi-token prediction, which lie behind the last."""
+    first = config.get("num_hidden_layers", layer + 1)
+    return first <= layer < first + max((config.get(key) or 0 for key in MTP_KEYS), default=0)

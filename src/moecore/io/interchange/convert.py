@@ -260,7 +260,10 @@ def _placed(
 def _megatron_tensors(stored: StoredModel) -> dict[str, NewTensor]:
     """The tensors of Megatron-Core, one chunk for each layer and expert."""
     config = decoder_config_from_hf(stored.values)
-    items = {item.name: item for item in stored.items}
+    held = {item.name: item for item in stored.items}
+    plans = (hf_plan(config, layout) for layout in ("per_expert", find_layout(held)))
+    names = ([p.name for recipe in plan.values() for p in recipe.pieces] for plan in plans)
+    items = {name: held[other] for name, other in zip(*names, strict=True)}
     chunks: dict[str, list[NewChunk]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -302,7 +305,7 @@ def _own_tensors(stored: StoredModel, dtype: torch.dtype | None) -> dict[str, Ne
 
 
 def _one_chunk(item: Item, collector: Collector) -> NewTensor:
-    shape = item.piece.shape
+    shape = item.shape
     chunk = NewChunk((0,) * len(shape), shape, lambda: _collected(collector, item))
     return NewTensor(shape, item.dtype, [chunk])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,16 @@ OWN = (Router, Experts, SharedExpert, Latent)  # modules of moecore that fill th
 
 
 def act_as_modules(model: nn.Module) -> None:
-    """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and its parts."""
+    """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and its parts.
+
+    A copy has this rank's shards as parameters of its own, and no units: it can be averaged, saved,
+    exported and loaded from, and its forward raises. `AveragedModel` needs no more. A state dict
+    may hold whole tensors, of which each rank takes its part. `pickle` and `torch.save` of modules
+    raise.
+    """
     for module in model.modules():  # of each one: wrappers have attributes of what they wrap
         vars(module)["__deepcopy__"] = partial(_copy, module)
+        vars(module)["__reduce_ex__"] = partial(_reduced, module)
         module.register_load_state_dict_pre_hook(_take_parts)
 
 
@@ -58,6 +65,26 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _copied(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+
+
+class _New:
+    """Makes the object of a shallow copy; `pickle` meets it before anything else of the model."""
+
+    def __call__(self, kind: type, *args: Any) -> Any:
+        return kind.__new__(kind, *args)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise ValueError(
+            "a parallelized model must not be pickled, because it holds this rank's shards and "
+            "process groups: save it by moecore.io.save or export_hf, or save its state_dict()"
+        )
+
+
+def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """What `copy.copy` makes a module of."""
+    made: Any = type(module).__reduce_ex__(module, max(protocol, 2))
+    own = {name: value for name, value in made[2].items() if name != "__reduce_ex__"}
+    return _New(), made[1], own
 
 
 def _refuse_forward(module: nn.Module, _args: Any) -> None:

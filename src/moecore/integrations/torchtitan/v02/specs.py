@@ -220,10 +220,7 @@ def _own_loss_spec(
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
 ) -> titan_optimizer.OptimizersContainer:
-    """Return torchtitan's optimizers, which call `finish_step` of every model part first.
-
-    A fused AdamW is moecore's, in less time, unless `ft_manager` makes each step fault tolerant.
-    """
+    """Return torchtitan's optimizers, which call `finish_step` of every model part first."""
     c = optimizer_config
     as_titan = c.early_step_in_backward or (ft_manager is not None and ft_manager.enabled)
     if (c.name, c.implementation) == ("AdamW", "fused") and not as_titan:

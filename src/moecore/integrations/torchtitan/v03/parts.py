@@ -49,11 +49,7 @@ class MoETrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's job.
-
-        Attributes:
-            moecore: choices for moecore's layers.
-        """
+        """torchtitan's job."""
 
         moecore: MoECore = field(default_factory=MoECore)
 
@@ -140,11 +136,7 @@ class TitanHF(models.HFModel, BaseModel):
 
 
 class TitanMoE(TitanLayer, Module):
-    """A TitanLayer under the names of 0.3's `MoE`.
-
-    Attributes:
-        fills: how torchtitan fills experts and router, in its order.
-    """
+    """A TitanLayer under the names of 0.3's `MoE`."""
 
     names = LayerLayout(
         router="router.gate",

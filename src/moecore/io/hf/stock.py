@@ -1,0 +1,331 @@
+"""The file tensors that each tensor of a transformers model is made of, by transformers' own rules.
+
+transformers renames, stacks, splits and permutes tensors while it loads a directory, and undoes
+that while it saves. `trace` runs these rules on tensors without data. Each such tensor is a range
+of addresses of one arena on meta, so an address and strides of a result name elements of a file.
+Copies that the rules make (`cat`, `stack`, `clone`) get addresses too, and what they were made of.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moecore.io.hf.files import one_line
+from moecore.io.hf.names import FileRecipe, FileView, TensorPiece, ViewDim, routed_pieces
+
+Shapes = Mapping[str, tuple[int, ...]]
+Box = tuple[tuple[int, int], ...]  # (start, length) per dim
+IRREGULAR = "transformers moves its values in no regular way"
+FIRST = 1 << 40  # addresses below are those of tensors that no rule recorded
+
+
+def transformers_class(model_class: type) -> Any:
+    """Return the class of transformers' models that a class is or extends, or None."""
+    for cls in model_class.__mro__:
+        if cls.__module__.startswith("transformers.models.") and hasattr(cls, "base_model_prefix"):
+            return cls
+    return None
+
+
+def reader_of(values: Mapping[str, Any], model: nn.Module | None = None) -> nn.Module | None:
+    """Return the model on meta that transformers reads a directory into; None if it knows none.
+
+    `values` are those of config.json. Its class is that of `model`; where that is of another type,
+    and without it, the one that `values` name.
+    """
+    import transformers
+
+    own: Any = getattr(model, "config", None)
+    model_type, kind = values.get("model_type"), model and transformers_class(type(model))
+    is_known = model_type in transformers.CONFIG_MAPPING
+    if not is_known and not hasattr(own, "to_dict"):
+        return None
+    config_class = transformers.CONFIG_MAPPING[model_type] if is_known else type(own)
+    try:
+        config = config_class.from_dict(dict(values))
+        if kind is None or model_type != own.model_type:
+            named = None if model else values.get("architectures")
+            named = getattr(transformers, str(named[0]), None) if named else None
+            causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)
+            kind = named if hasattr(named, "base_model_prefix") else causal
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
+            return kind and kind(config)
+    except Exception as error:  # of many kinds, some of them no ValueError
+        raise ValueError(
+            f"config.json must be one that transformers reads: {one_line(error):.200}"
+        ) from None
+
+
+def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape."""
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of what transformers would write for a model, which is on meta."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return shapes_of(revert_weight_conversion(reader, reader.state_dict()))  # type: ignore[arg-type]
+
+
+def held_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return transformers' names of a model's tensors -> shape there."""
+    held = dict[str, tuple[int, ...]]()
+    for name, shape in shapes.items():
+        prefix, _, _ = name.rpartition(".mlp.")
+        is_own = f"{prefix}.mlp.experts.w1" in shapes  # of a layer with moecore's names
+        pieces = routed_pieces(name, shape, "fused") if is_own else ()
+        held |= {pieces[0].name: pieces[0].shape} if pieces else {name: shape}
+    return held
+
+
+def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict[str, FileRecipe]:
+    """Return name (of `shapes`, a model's) -> recipe.
+
+    A NotImplementedError is raised for values that transformers computes while it loads.
+
+    Args:
+        reader: the model that transformers reads the files into, on meta; None = own names.
+        files: names and shapes of file tensors; the first that make a whole tensor are taken.
+    """
+    own = dict(zip(shapes, held_shapes(shapes), strict=True))
+    wanted = {} if reader is None else shapes_of(reader.state_dict())
+    recipes, refused = dict[str, FileRecipe](), dict[str, str]()
+    for held in files if reader is not None else ():
+        left = {own[name] for name in shapes if name not in recipes} & wanted.keys()
+        traced = trace(cast(nn.Module, reader), held, left) if left else {}
+        for name, shape in shapes.items():
+            found = traced.get(own[name], "")
+            if isinstance(found, str):
+                refused[name] = found
+            elif math.prod(shape) != math.prod(wanted[own[name]]):  # what reads it compares them
+                held_as = found[0].name if len(found) == 1 else own[name]
+                recipes[name] = FileRecipe(shape, (TensorPiece(held_as, (), shape),))
+            elif name not in recipes:
+                pieces = [_regrouped(piece, wanted[own[name]], shape) for piece in found]
+                recipes[name] = FileRecipe(shape, tuple(pieces))
+    for name, shape in shapes.items():
+        if refused.get(name) and name not in recipes:
+            kind = type(reader).__name__
+            raise NotImplementedError(
+                f"{name} {shape} of {kind} must be made of tensors that files hold, but "
+                f"{refused[name]:.200}: load it by {kind}.from_pretrained, and save it by "
+                "save_pretrained"
+            )
+        recipes.setdefault(name, FileRecipe(shape, (TensorPiece(name, (), shape),)))
+    return {name: recipes[name] for name in shapes}
+
+
+def written_plan(reader: nn.Module | None, shapes: Shapes, layout: str) -> dict[str, FileRecipe]:
+    """Return the recipes of files as transformers writes them, or as it holds them: "fused"."""
+    if reader is None:
+        return stock_plan(None, shapes)
+    files = shapes_of(reader.state_dict()) if layout == "fused" else published_shapes(reader)
+    return stock_plan(reader, shapes, files)
+
+
+def trace(
+    reader: nn.Module, files: Shapes, wanted: Collection[str]
+) -> dict[str, tuple[TensorPiece, ...] | str]:
+    """Return name (of `wanted`) -> pieces of file tensors, or why they do not make it.
+
+    What transformers would find no tensors for is left out.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    arena, model, state = _Arena(), cast(Any, reader), reader.state_dict()
+    rules = get_model_conversion_mapping(model)
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    used = dict[str, Any]()
+    made = dict[str, Tensor | str]()
+    # As transformers.core_model_loading.convert_and_load_state_dict_in_model goes through files.
+    for name in sorted(files, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
+        if target not in state and name in state:
+            target, pattern = name, None
+        if target not in state:
+            continue
+        if pattern is None:
+            made.setdefault(target, arena.place(files[name], name))
+        else:
+            rule = used.setdefault(target, copy.deepcopy(by_pattern[pattern]))
+            rule.add_tensor(target, name, pattern, arena.place(files[name], name))
+    for target, rule in used.items():
+        try:
+            with arena:
+                values = rule.convert(target, model=model, config=model.config)
+        except Exception as error:  # of any kind: the rules are not ours
+            made.setdefault(target, f"{type(error).__name__}: {error}")
+            continue
+        for name, value in values.items():
+            made.setdefault(name, value[0] if isinstance(value, list) else value)
+    return {
+        name: _pieces(arena, made[name], state[name].shape, files) for name in wanted & made.keys()
+    }
+
+
+def _pieces(
+    arena: _Arena, made: Tensor | str, shape: Sequence[int], files: Shapes
+) -> tuple[TensorPiece, ...] | str:
+    if isinstance(made, str):
+        return made
+    try:
+        if made.shape == shape:
+            return tuple(_piece(link, files) for link in arena.links(made))
+        if name := arena.range_of(made).file:  # the loader compares the shapes
+            return (TensorPiece(name, (), tuple(shape)),)
+        return f"{tuple(made.shape)} must be {tuple(shape)}"
+    except _Untraceable as error:
+        return str(error)
+
+
+def _piece(link: _Link, files: Shapes) -> TensorPiece:
+    box, name, view, offset = link
+    region, file = tuple(slice(start, start + length) for start, length in box), files[name]
+    if not offset and view.is_contiguous() and view.numel() == math.prod(file):
+        return TensorPiece(name, region, file)
+    starts, dims = _coordinates(view, offset, file)
+    moved = FileView(file, tuple(starts), tuple(dims))
+    return TensorPiece(name, region, tuple(length for _, length in box), moved)
+
+
+def _coordinates(
+    view: Tensor, offset: int, shape: Sequence[int]
+) -> tuple[list[int], list[ViewDim]]:
+    """Return where a view of a contiguous tensor begins, and its dims by the tensor's.
+
+    Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
+    """
+    rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    starts = [offset // row % max(1, n) for row, n in zip(rows, shape, strict=True)]
+    dims = list[ViewDim]()
+    for n, stride in zip(view.shape, view.stride(), strict=True):
+        group = list[ViewDim]()  # dims of the tensor that are one of the view
+        while n > 1:
+            d = next((d for d, row in enumerate(rows) if row <= stride < row * shape[d]), None)
+            if d is None or stride % rows[d]:
+                raise _Untraceable(IRREGULAR)
+            step = stride // rows[d]
+            inside = n if starts[d] + (n - 1) * step < shape[d] else shape[d] // step
+            if inside < n and (starts[d] or shape[d] % step or n % inside):
+                raise _Untraceable(IRREGULAR)
+            group.insert(0, (d, inside, step))
+            n, stride = n // inside, rows[d] * shape[d]
+        dims += group
+    return starts, dims
+
+
+def _regrouped(piece: TensorPiece, shape: Sequence[int], held: Sequence[int]) -> TensorPiece:
+    """Return a piece of a tensor for one with gate and up apart: [E, 2F, D] as [E, 2, F, D]."""
+    if len(held) == len(shape) or not piece.region:
+        return piece
+    d = next(d for d in range(len(shape)) if shape[d] != held[d])
+    region, half = list(cast(tuple[slice, ...], piece.region)), held[d + 1]
+    rows = region[d]
+    if rows.stop - rows.start == shape[d]:
+        region[d : d + 1] = [slice(0, held[d]), slice(0, half)]
+    else:
+        at, rest = divmod(rows.start, half)
+        assert not rest and rows.stop - rows.start == half, "gate and up are merged as halves"
+        region[d : d + 1] = [slice(at, at + 1), slice(0, half)]
+    return TensorPiece(piece.name, tuple(region), piece.shape, piece.view)
+
+
+class _Untraceable(ValueError):
+    """Values were computed, or moved in no regular way."""
+
+
+class _Link(NamedTuple):
+    """A box of a tensor, and elements of a file in its order: a view, from the file's first."""
+
+    box: Box
+    file: str
+    view: Tensor
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Addresses of a file tensor, or of a copy of others: (start per dim, tensor)."""
+
+    first: int
+    shape: tuple[int, ...]
+    file: str = ""
+    parts: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
+
+
+class _Arena(TorchDispatchMode):
+    """Addresses for tensors without data, and what copies among them were made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory = torch.empty(1 << 61, dtype=torch.uint8, device="meta")
+        self._ranges, self._firsts, self._next = list[_Range](), list[int](), FIRST
+
+    def place(self, shape: Sequence[int], file: str = "", parts: Any = ()) -> Tensor:
+        """Return a tensor at new addresses."""
+        self._ranges.append(_Range(self._next, tuple(shape), file, tuple(parts)))
+        self._firsts.append(self._next)
+        strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
+        placed = self._memory.as_strided(shape, strides, self._next)
+        self._next += max(1, math.prod(shape))
+        return placed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        op = func.overloadpacket
+        if op is torch.ops.aten.clone:
+            return self.place(out.shape, parts=[((0,) * out.ndim, args[0])])
+        if op not in (torch.ops.aten.cat, torch.ops.aten.stack):
+            return out
+        dim = (args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)) % out.ndim
+        tensors = [t.unsqueeze(dim) if op is torch.ops.aten.stack else t for t in args[0]]
+        starts = itertools.accumulate((t.shape[dim] for t in tensors[:-1]), initial=0)
+        at = [tuple(start if d == dim else 0 for d in range(out.ndim)) for start in starts]
+        return self.place(out.shape, parts=zip(at, tensors, strict=True))
+
+    def range_of(self, view: Tensor) -> _Range:
+        """Return the range that a tensor is in."""
+        i = bisect.bisect_right(self._firsts, view.storage_offset()) - 1
+        if i < 0:
+            raise _Untraceable("transformers computes its values")
+        return self._ranges[i]
+
+    def links(self, view: Tensor) -> Iterator[_Link]:
+        """Yield boxes of a tensor that cover it, and the elements of a file that each is."""
+        owner, whole = self.range_of(view), tuple((0, n) for n in view.shape)
+        offset = int(view.storage_offset()) - owner.first
+        if owner.file:
+            yield _Link(whole, owner.file, view, offset)
+            return
+        if offset or not view.is_contiguous() or view.numel() != math.prod(owner.shape):
+            raise _Untraceable(IRREGULAR)
+        for at, part in owner.parts:
+            for link in self.links(part):
+                box = tuple((a + b, n) for a, (b, n) in zip(at, link.box, strict=True))
+                if view.shape != owner.shape:  # other dims, which only the whole has
+                    if math.prod(n for _, n in box) != view.numel():
+                        raise _Untraceable(IRREGULAR)
+                    box = whole
+                yield link._replace(box=box)
