@@ -23,7 +23,10 @@ class Gpu:
 
     Attributes:
         memory: bytes that a process can allocate.
+        bf16_flops: of bf16 and fp16.
         fp8_flops: None where there is no FP8.
+        fp32_flops: of fp32.
+        memory_bandwidth: bytes, read and written together.
         nvlink: bytes, both directions together.
         pcie: bytes in one direction, to and from the host.
         network: bytes, both directions together, of a GPU's share of the network cards.
