@@ -165,11 +165,6 @@ def test_stages_are_balanced_where_ends_take_longer() -> None:
     stages = stages_of(balanced)
     assert sum(len(stage.layers) for stage in stages) == 12 and len(stages) == 4
     assert len(stages[-1].layers) < min(len(stage.layers) for stage in stages[:-1])
-    found = planned(request, Folding(pp=2, chunks=2), table)
-    assert isinstance(found, Fitting) and found.run.pipeline is not None
-    same = PipelineConfig(schedule=found.run.pipeline.schedule, chunks=2)
-    orders = layouts_of(replace(found.run, pipeline=same), table)
-    assert found.time.seconds <= min(plan_time(order, table).seconds for order in orders)
 
 
 def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
