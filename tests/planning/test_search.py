@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
-from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
+from moecore import MemoryOptions, NVLinkOptions, ParallelConfig
 from moecore.base.options.names import GpuName, PresetName
 from moecore.cli import DEGREES, add_plan, main
 from moecore.models import PRESETS, num_params, preset
