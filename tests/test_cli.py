@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -284,7 +285,7 @@ def test_an_interrupted_command_ends_as_shells_have_it(home, capsys, monkeypatch
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moecore.cli.read_manifest", interrupted)
+    monkeypatch.setattr("moecore.io.commands.read_manifest", interrupted)
     assert run(capsys, "inspect", home / "run") == (130, "", "")
 
 
@@ -293,3 +294,21 @@ def test_python_m_moecore(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         runpy.run_module("moecore", run_name="__main__")
     assert stop.value.code == 2 and "must be a directory" in capsys.readouterr().err
+
+
+def test_help_imports_no_torch():
+    """Torch takes seconds; another process, because this one has it."""
+    code = "import sys; from moecore.cli import main; main(sys.argv[1:]); "
+    code += "print('torch' in sys.modules)"
+    for room in ([], ["plan"]):
+        out = subprocess.check_output([sys.executable, "-c", code, *room, "--help"], text=True)
+        assert out.startswith("usage: moecore") and out.splitlines()[-1] == "False"
+
+
+def test_an_interrupt_of_imports_is_no_traceback(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moecore.cli.import_module", interrupted)
+    assert main(["plan", "--preset", "tiny", "--gpus", "4"]) == 130
+    assert capsys.readouterr() == ("", "")

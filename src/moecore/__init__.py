@@ -1,73 +1,51 @@
-"""moecore: PyTorch-native Mixture-of-Experts training. docs/api.md lists every public name."""
+"""moecore: PyTorch-native Mixture-of-Experts training. docs/api.md lists every public name.
+
+Names and rooms are imported on first use, so that a command's help waits for nothing.
+"""
 
 from moecore.base import __version__ as __version__
-from moecore.base.options.context import ContextOptions
-from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
-from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
-from moecore.base.options.memory import MemoryOptions, StashOptions
-from moecore.moe.backends import ExpertBackend
-from moecore.moe.dispatch.exchange import ExchangeError
-from moecore.moe.expert_layout import ExpertLayout
-from moecore.moe.layer import LayerLayout, MoELayer
-from moecore.moe.metrics import MoEMetrics
-from moecore.moe.order import place_experts, reorder_experts
-from moecore.moe.records import Dispatcher, ExpertInput, Routing
-from moecore.parallel.family import (
-    ContextParallelModel,
-    DynamicContextModel,
-    TensorParallelModel,
-)
-from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
-from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.parallel.pipeline.transport import PipelineError
-from moecore.parallel.request import LossConvention
-from moecore.parallel.shard.clip import GradientNorm, clip_grad_norm_
-from moecore.parallel.shard.plan import ShardPlan
-from moecore.parallelize import parallelize_moe, plan_sharding
-from moecore.planning.explain import explain
-from moecore.train.loss_scale import DynamicLossScale
-from moecore.train.step import TrainStep
-from moecore.train.step_result import StepResult
+from moecore.base.first_use import first_use
 
-__all__ = [
-    "BalanceConfig",
-    "CapacityConfig",
-    "CloneOptions",
-    "ContextOptions",
-    "ContextParallelModel",
-    "Dispatcher",
-    "DispatcherName",
-    "DynamicContextModel",
-    "DynamicLossScale",
-    "ExchangeError",
-    "ExpertBackend",
-    "ExpertInput",
-    "ExpertLayout",
-    "FSDPOptions",
-    "GradientNorm",
-    "LayerLayout",
-    "LossConvention",
-    "MemoryOptions",
-    "Meshes",
-    "MoEConfig",
-    "MoELayer",
-    "MoEMetrics",
-    "NVLinkOptions",
-    "ParallelConfig",
-    "PipelineConfig",
-    "PipelineError",
-    "Routing",
-    "ShardPlan",
-    "StashOptions",
-    "StepResult",
-    "TensorParallelModel",
-    "TrainStep",
-    "build_meshes",
-    "clip_grad_norm_",
-    "explain",
-    "parallelize_moe",
-    "place_experts",
-    "plan_sharding",
-    "reorder_experts",
-]
+_HOMES = {
+    "BalanceConfig": "base.options.layer",
+    "CapacityConfig": "base.options.layer",
+    "CloneOptions": "base.options.dispatch",
+    "ContextOptions": "base.options.context",
+    "ContextParallelModel": "parallel.family",
+    "Dispatcher": "moe.records",
+    "DispatcherName": "base.options.dispatch",
+    "DynamicContextModel": "parallel.family",
+    "DynamicLossScale": "train.loss_scale",
+    "ExchangeError": "moe.dispatch.exchange",
+    "ExpertBackend": "moe.backends",
+    "ExpertInput": "moe.records",
+    "ExpertLayout": "moe.expert_layout",
+    "FSDPOptions": "base.options.fsdp",
+    "GradientNorm": "parallel.shard.clip",
+    "LayerLayout": "moe.layer",
+    "LossConvention": "parallel.request",
+    "MemoryOptions": "base.options.memory",
+    "Meshes": "parallel.mesh",
+    "MoEConfig": "base.options.layer",
+    "MoELayer": "moe.layer",
+    "MoEMetrics": "moe.metrics",
+    "NVLinkOptions": "base.options.dispatch",
+    "ParallelConfig": "parallel.mesh",
+    "PipelineConfig": "parallel.pipeline.config",
+    "PipelineError": "parallel.pipeline.transport",
+    "Routing": "moe.records",
+    "ShardPlan": "parallel.shard.plan",
+    "StashOptions": "base.options.memory",
+    "StepResult": "train.step_result",
+    "TensorParallelModel": "parallel.family",
+    "TrainStep": "train.step",
+    "build_meshes": "parallel.mesh",
+    "clip_grad_norm_": "parallel.shard.clip",
+    "explain": "planning.explain",
+    "parallelize_moe": "parallelize",
+    "place_experts": "moe.order",
+    "plan_sharding": "parallelize",
+    "reorder_experts": "moe.order",
+}
+__all__ = list(_HOMES)
+__getattr__ = first_use(__name__, _HOMES)

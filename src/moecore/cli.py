@@ -7,23 +7,21 @@ interrupted.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
-import torch
-
-from moecore.base.fields import UsageError, check_value
-from moecore.io.checkpoint.directory import Step, latest, prunable, prune, whole_directories
-from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
-from moecore.io.checkpoint.meter import Progress
-from moecore.planning.commands import add_dry_run, add_plan, add_report
-from moecore.planning.measure import add_measure
+from moecore.base.options.names import (
+    GpuName,
+    MomentDtype,
+    PrecisionName,
+    PresetName,
+    ScheduleName,
+    Strategy,
+)
+from moecore.base.tables import UNITS, printable
 
 DESCRIPTION = """\
 Work with checkpoints. A path is a step directory (runs/a/step-000100), a run (runs/a; its latest
@@ -43,12 +41,8 @@ examples:
 
 exit codes: 0 all is well, 1 a problem was found, 2 wrong usage"""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TARGETS = ("native", "hf", "megatron", "dcp", "dcp-transformers")
-# What only some targets have.
-FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", "hf")}
+TARGETS = ("hf", "megatron", "dcp", "dcp-transformers", "native")
 MOST_SHOWN = 400  # characters of a usage error
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,18 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = _parser().parse_args(argv)
+        room, _, command = args.run.partition(":")  # what a command needs takes long to import
+        return getattr(import_module(f"moecore.{room}"), command)(args)
     except SystemExit as stop:  # --help, or an error that argparse has printed
         return int(stop.code or 0)
-    try:
-        return args.run(args)
-    except UsageError as error:
-        print(f"moecore: {_printable(str(error))}", file=sys.stderr)
-        return 2
-    except (ValueError, NotImplementedError, OSError) as error:
-        print(f"moecore: {_printable(' '.join(str(error).split()))}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130  # as shells have it
+    except Exception as error:
+        code = getattr(error, "exit_code", 1)  # of a `UsageError`
+        if code == 1 and not isinstance(error, ValueError | NotImplementedError | OSError):
+            raise
+        print(f"moecore: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        return code
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = checkpoint.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_readers(commands)
     _add_convert(commands)
-    remove = _command(commands, "prune", _prune, "remove old checkpoints of a run")
+    remove = _command(commands, "prune", "io.commands:run_prune", "remove old checkpoints of a run")
     remove.add_argument("path", type=Path, help="the run")
     remove.add_argument("--keep", type=int, required=True, help="how many of the newest stay, >= 1")
     remove.add_argument("--dry-run", action="store_true", help="only print which would go")
@@ -105,14 +99,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_readers(commands: Any) -> None:
-    inspect = _command(commands, "inspect", _inspect, "print what a checkpoint holds")
+    inspect = _command(
+        commands, "inspect", "io.commands:run_inspect", "print what a checkpoint holds"
+    )
     inspect.add_argument("--json", action="store_true", help="print one JSON object, all tensors")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
 
     verify = _command(
         commands,
         "verify",
-        _verify,
+        "io.commands:run_verify",
         "check that nothing is missing or damaged",
         "Native: the SHA-256 of every file and of the manifest. Hugging Face: headers, sizes, the "
         "index, missing layers, experts and scales; that format has no digests, so damage inside a "
@@ -131,7 +127,7 @@ def _add_convert(commands: Any) -> None:
     convert = _command(
         commands,
         "convert",
-        _convert,
+        "io.commands:run_convert",
         "native <-> Hugging Face, Megatron-Core (torch_dist) or plain DCP",
         "One process, file to file, one tensor at a time: it needs memory for the largest tensor "
         "only. From a native checkpoint to Hugging Face unless --to names another format; from all "
@@ -150,7 +146,11 @@ def _add_convert(commands: Any) -> None:
         help="from native: hf (default), megatron (torch_dist), dcp (names of moecore's decoder), "
         "dcp-transformers (names of transformers)",
     )
-    convert.add_argument("--dtype", choices=DTYPES, help="of all float tensors; default: as stored")
+    convert.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of all float tensors; default: as stored",
+    )
     convert.add_argument(
         "--layout",
         choices=("per_expert", "fused"),
@@ -166,7 +166,7 @@ def _add_convert(commands: Any) -> None:
 
 
 def _command(
-    commands: Any, name: str, run: Callable[[Any], int], text: str, more: str = ""
+    commands: Any, name: str, run: str, text: str, more: str = ""
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip()
@@ -175,226 +175,10 @@ def _command(
     return parser
 
 
-def _inspect(args: Any) -> int:
-    path, kind = _find(args.path)
-    facts = {"native": _native_facts, "Hugging Face": _hf_facts, "DCP": _dcp_facts}[kind](path)
-    tensors = facts.pop("tensors")
-    facts |= _totals(tensors)
-    if path != args.path:
-        facts["steps"] = [p.name for p in whole_directories(args.path)]
-    if args.json:
-        print(json.dumps(facts | {"tensors": tensors}))
-        return 0
-    for name, value in facts.items():
-        print(f"{name:<12} {_shown(value)}")
-    if args.tensors:
-        for name, entry in tensors.items():
-            print(f"  {entry['dtype']:<8} {entry['shape']!s:<24} {_printable(name)}")
-    return 0
-
-
-def _native_facts(path: Path) -> dict[str, Any]:
-    manifest = read_manifest(path)
-    facts = manifest.facts
-    return {
-        "path": str(path),
-        "format": "native",
-        "step": facts.step,
-        "world_size": facts.world_size,
-        "meshes": facts.meshes,
-        "versions": facts.versions,
-        "optimizer": facts.optimizer is not None,
-        "scheduler": facts.scheduler is not None,
-        "config": facts.config,
-        "extra": facts.extra,
-        "files": {name: file.size for name, file in manifest.files.items()},
-        "tensors": _entries(manifest.tensors),
-    }
-
-
-def _hf_facts(path: Path) -> dict[str, Any]:
-    from moecore.io.hf.files import CONFIG, HFFiles, read_json
-    from moecore.io.hf.names import find_layout
-    from moecore.io.hf.quant import find_sources
-
-    config = read_json(path / CONFIG)
-    with HFFiles(path) as files:
-        quantization = config.get("quantization_config")
-        sources, _ = find_sources(files, quantization)
-        stored = files.tensors
-    return {
-        "path": str(path),
-        "format": "Hugging Face",
-        "model_type": config.get("model_type"),
-        "layout": find_layout(sources),
-        "quantized": quantization and quantization.get("quant_method"),
-        "versions": {"transformers": config.get("transformers_version")},
-        "files": {f: (path / f).stat().st_size for f in sorted({t.file for t in stored.values()})},
-        "tensors": _entries(stored),
-    }
-
-
-def _dcp_facts(path: Path) -> dict[str, Any]:
-    from moecore.io.interchange.convert import names_in
-    from moecore.io.interchange.dcp import DCPFiles
-
-    with DCPFiles(path) as files:
-        names, stored = names_in(files), files.tensors
-    used = sorted({chunk.file for tensor in stored.values() for chunk in tensor.chunks})
-    return {
-        "path": str(path),
-        "format": "DCP",
-        "names": names,
-        "files": {file: (path / file).stat().st_size for file in used},
-        "tensors": _entries(stored),
-    }
-
-
-def _entries(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
-        for name, tensor in tensors.items()
-    }
-
-
-def _totals(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Number of tensors, elements and bytes by dtype."""
-    elements = Counter[str]()
-    for entry in tensors.values():
-        elements[entry["dtype"]] += math.prod(entry["shape"])
-    sizes = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
-    num_bytes = sum(count * sizes[name] for name, count in elements.items())
-    return {"num_tensors": len(tensors), "num_bytes": num_bytes, "elements": elements}
-
-
-def _verify(args: Any) -> int:
-    path, kind = _find(args.path)
-    if kind == "native":
-        from moecore.io.checkpoint.store import verify
-
-        with _progress("hashing") as progress:
-            manifest = verify(path, "sizes" if args.sizes else "full", progress=progress)
-        print(f"{path}: whole, {len(manifest.files)} files, {_bytes(manifest.num_bytes)}")
-        return 0
-    if kind == "DCP":
-        from moecore.io.interchange.dcp import DCPFiles
-
-        with DCPFiles(path) as files:
-            print(f"{path}: whole, {len(files.tensors)} tensors (.metadata; no digests)")
-        return 0
-    from moecore.io.hf.verify import verify_hf
-
-    problems = verify_hf(path)
-    for problem in problems:
-        print(f"moecore: {path}: {_printable(problem)}", file=sys.stderr)
-    if not problems:
-        print(f"{path}: whole (headers; the format has no digests)")
-    return 1 if problems else 0
-
-
-def _convert(args: Any) -> int:
-    path, kind = _find(args.source)
-    to = args.to or ("hf" if kind == "native" else "native")
-    if (kind == "native") == (to == "native"):
-        ways = " or ".join(TARGETS[1:]) if kind == "native" else "native, and then on from there"
-        raise UsageError(f"--to ({to}) must be {ways}: {path} is {kind}")
-    if kind == "Hugging Face" and args.config is not None:
-        raise UsageError(f"--config ({args.config}) must be left out: {path} has its own")
-    if kind != "Hugging Face" and args.config is None:
-        raise UsageError("--config must name the config.json of the Hugging Face model")
-    for name, targets in FITTING.items():
-        value = getattr(args, name)
-        if value is not None and to not in targets:
-            shown = name.replace("_", "-")
-            raise UsageError(f"--{shown} ({value}) must be left out for a target that is {to}")
-    with _progress("writing") as progress:
-        target = (_to_native if to == "native" else _from_native)(args, path, kind, to, progress)
-    print(f"{path} -> {target}")
-    return 0
-
-
-def _to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | None) -> Path:
-    from moecore.io.hf.convert import hf_to_native
-    from moecore.io.interchange.convert import dcp_to_native
-
-    options: dict[str, Any] = dict(
-        dtype=DTYPES.get(args.dtype),
-        progress=progress,
-        **_given(step=args.step, max_file_bytes=args.max_shard_size),
-    )
-    if kind == "DCP":
-        return dcp_to_native(path, args.target, config=args.config, **options)
-    return hf_to_native(path, args.target, **options)
-
-
-def _from_native(args: Any, path: Path, _: str, to: str, progress: Progress | None) -> Path:
-    from moecore.io.hf.convert import native_to_hf
-    from moecore.io.interchange.convert import native_to_dcp
-
-    target: Path = args.target
-    options: dict[str, Any] = dict(
-        config=args.config, dtype=DTYPES.get(args.dtype), progress=progress
-    )
-    if to == "hf":
-        options |= _given(max_shard_bytes=args.max_shard_size, layout=args.layout)
-        native_to_hf(path, target, **options)
-    else:
-        native_to_dcp(path, target, names=to, **options)  # type: ignore[arg-type]
-    return target
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """Return the options that were given; of others the functions have the defaults."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _prune(args: Any) -> int:
-    if args.keep < 1:
-        raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
-    if not args.path.is_dir():
-        raise UsageError(f"path ({args.path}) must be a run: it is not there")
-    for path in (prunable if args.dry_run else prune)(args.path, args.keep):
-        print(f"{'would remove' if args.dry_run else 'removed'} {path}")
-    return 0
-
-
-def _find(path: Path) -> tuple[Path, str]:
-    """Return the checkpoint that a path means, and "native", "Hugging Face" or "DCP"."""
-    if not path.is_dir():
-        raise UsageError(f"path ({path}) must be a directory: it is not there")
-    if (path / MANIFEST).is_file():
-        return path, "native"
-    if (path / ".metadata").is_file():  # with or without the model's config.json beside it
-        return path, "DCP"
-    if (path / "config.json").is_file():
-        return path, "Hugging Face"
-    newest = latest(path)
-    if newest is None:
-        raise UsageError(
-            f"path ({path}) must hold a {MANIFEST}, a config.json, a .metadata or whole step "
-            "directories: it has none of them"
-        )
-    return newest, "native"
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Progress | None]:
-    """Show a bar on a terminal, where tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield None
-        return
-    with tqdm(desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show
-
-
 def _step(text: str) -> int:
+    from moecore.base.fields import check_value
+    from moecore.io.checkpoint.directory import Step
+
     try:
         step = int(text)
         check_value("step", step, Step)
@@ -418,21 +202,134 @@ def _size(text: str) -> int:
     return size
 
 
-def _bytes(count: int) -> str:
-    for unit, size in reversed(UNITS.items()):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
+DENSE, EXPERT = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("edp_replicate", "edp_shard")
+DEGREES: tuple[str, ...] = (*DENSE, *EXPERT, "ep", "etp")  # as `ParallelConfig` has them
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{_printable(k)}={_shown(v)}" for k, v in value.items()) or "-"
-    if isinstance(value, list):
-        return " ".join(map(_shown, value)) or "-"
-    return "-" if value is None else _printable(str(value))
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `run_of_options`."""
+    add = parser.add_argument
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--preset", choices=get_args(PresetName), help="the model")
+    help = "its Hugging Face config.json, or the directory: of qwen3_moe, deepseek_v3 and others"
+    model.add_argument("--config", type=Path, help=help)
+    add("--gpus", type=int, required=True, help="ranks of the world")
+    add("--gpu", default="h100-80", choices=get_args(GpuName), help="its kind")
+    add("--seq-len", type=int, default=4096, help="tokens of a row")
+    add(
+        "--batch-size", type=int, help="rows of a data rank's micro-batch; with degrees; default: 1"
+    )
+    add("--micro-batches", type=int, help="of a step, on a data rank; with degrees; default: 1")
+    for name in DEGREES:
+        add(f"--{name.replace('_', '-')}", type=int, help="degree; default: search")
+    add("--layout", help='pipeline stages, such as "Et*3|(tt|)*29m|L"')
+    add("--chunks", type=int, help="pipeline stages of a rank; not with --layout")
+    add("--schedule", choices=get_args(ScheduleName), help="of pipeline stages; default: 1f1b")
+    strategies = get_args(Strategy)
+    help = "ZeRO of blocks; with degrees; default: optim_grads_params"
+    add("--dense-strategy", choices=strategies, help=help)
+    add("--fp8-param-gather", action="store_true", help="gather weights of blockwise FP8 as FP8")
+    add("--experts-strategy", choices=strategies, help="of experts; default: as blocks")
+    precisions = (*get_args(PrecisionName), "bf16")
+    add("--precision", choices=precisions, help="default: bf16, or in a search as needed")
+    add("--recompute", nargs="+", default=(), help="parts, as of MemoryOptions")
+    add("--offload", nargs="+", default=(), help="parts, likewise")
+    add("--moments", default="float32", choices=get_args(MomentDtype), help="dtype of AdamW's")
+    add("--stash", action="store_true", help="experts' rows in pages, with dispatcher nvlink")
+    help = "capacity of dispatcher nvlink over even loads; default: 2.0 within nodes"
+    add("--row-factor", type=float, help=help)
+    add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
+    add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
 
 
-def _printable(text: str) -> str:
-    """Return a text with escapes for what a terminal would act on, and for lone surrogates."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+PLAN_EXAMPLE = """\
+examples:
+  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80
+  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --explain pp=8,ep=8
+  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --pp 8 --tp 2 --ep 32 \\
+    --schedule interleaved --chunks 4 --micro-batches 128 --dense-strategy optim \\
+    --precision blockwise --fp8-param-gather --moments bfloat16 --recompute gemm_last \\
+    --offload attention experts mlp"""
+
+
+def add_plan(rooms: Any) -> None:
+    """Add the command to those of `moecore`."""
+    parser = rooms.add_parser(
+        "plan",
+        help="which training run fits a cluster that is not there, and what its ranks hold",
+        description="Without degrees: foldings that fit, best first. With degrees: bytes by kind "
+        "for each pipeline rank and the most at once, from the plan and the step that the run has.",
+        epilog=PLAN_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run="planning.commands:run_plan")
+    add_run_options(parser)
+    add = parser.add_argument
+    add("--global-batch", type=int, help="rows of a step; without degrees; default: 8 per GPU")
+    add("--gpus-per-node", type=int, help="within NVLink; without degrees; default: 8")
+    add("--top", type=int, help="foldings to print, of four times as many plans; default: 3")
+    add("--explain", metavar="PP=8,EP=8", help="why this folding is refused, or what it needs")
+    add("--call", action="store_true", help="print the Python of the run, or of the best one")
+    add("--png", type=Path, metavar="FILE", help="write bars of its memory")
+    add("--timeline", type=Path, metavar="FILE", help="write a PNG of its pipeline's step")
+    add("--table", type=Path, metavar="FILE", help="costs that `moecore measure` has written")
+    help = "share of exchanges between nodes that overlapped stages hide; default: 1"
+    add("--pairs-hide", type=float, help=help)
+    add("--json", action="store_true", help="print one JSON object")
+
+
+DRY_RUN_EXAMPLE = """\
+example:
+  moecore dry-run --rank 37 --preset deepseek-v3 --gpus 2048 --pp 16 --ep 64 \\
+    --schedule 1f1b --micro-batches 4 --precision blockwise --recompute moe"""
+
+
+def add_dry_run(rooms: Any) -> None:
+    """Add the command to those of `moecore`."""
+    parser = rooms.add_parser(
+        "dry-run",
+        help="what one rank of a world that is not there holds and does in a step",
+        description="Runs the host's code of a training step of one rank, without its GPU and "
+        "without the other ranks. Loads are balanced. Other ranks answer at once.",
+        epilog=DRY_RUN_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run="planning.commands:run_dry_run")
+    parser.add_argument("--rank", type=int, default=0, help="of the world")
+    add_run_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_measure(rooms: Any) -> None:
+    """Add the command to those of `moecore`."""
+    parser = rooms.add_parser(
+        "measure",
+        help="what operations take on this machine's GPU, as a table for plans",
+        description="Times products, attention, copies and kernels of rows on this GPU, under "
+        "torchrun collectives too, and writes them as a table of costs.",
+    )
+    parser.set_defaults(run="planning.measure:run_measure")
+    parser.add_argument("--out", type=Path, default=Path("table.json"), help="what to write")
+
+
+REPORT_EXAMPLE = """\
+example, for a trace of rank 0 that prof.export_chrome_trace("trace.json.gz") has written:
+  moecore report trace.json.gz --steps 3"""
+
+
+def add_report(rooms: Any) -> None:
+    """Add the command to those of `moecore`."""
+    parser = rooms.add_parser(
+        "report",
+        help="where a step's time went on one rank's GPU, and what to try next",
+        description="Reads a Chrome trace of torch.profiler: what bounds the step, which "
+        "communication nothing hides, why the GPU is idle, and the options that may win most.",
+        epilog=REPORT_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run="planning.commands:run_report")
+    parser.add_argument("trace", type=Path, help=".json or .json.gz, of one rank")
+    parser.add_argument(
+        "--steps", type=int, help="that it holds; default: as profile.step() has marked, else 1"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")

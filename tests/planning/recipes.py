@@ -13,11 +13,11 @@ from types import MappingProxyType
 
 from moecore.base.fields import check_arguments
 from moecore.base.options.memory import MemoryOptions, Recomputed
+from moecore.base.options.names import ScheduleName
 from moecore.base.options.precision import Precision
 from moecore.models.presets import PRESETS
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.parallel.pipeline.orders import ScheduleName
 from moecore.planning.levers import WHOLE
 from moecore.planning.run import OptimizerOptions, TrainingRun
 

@@ -6,17 +6,18 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from moecore import MemoryOptions, NVLinkOptions
-from moecore.cli import main
-from moecore.models import preset
+from moecore import MemoryOptions, NVLinkOptions, ParallelConfig
+from moecore.base.options.names import GpuName, PresetName
+from moecore.cli import DEGREES, add_plan, main
+from moecore.models import PRESETS, num_params, preset
 from moecore.planning import (
     CostTable,
     Folding,
@@ -30,7 +31,7 @@ from moecore.planning import (
     plan_time,
     search,
 )
-from moecore.planning.commands import MEASURED, _support, add_plan
+from moecore.planning.commands import MEASURED, _support
 from moecore.planning.flags import run_of_options
 from moecore.planning.foldings import (
     BATCH_SIZES,
@@ -45,7 +46,10 @@ from moecore.planning.foldings import (
 from moecore.planning.gpus import GPUS
 from moecore.planning.promise import Promise
 from moecore.planning.run import flags_of
-from moecore.planning.search import Fitting, _changes, fit, planned, planned_with
+from moecore.planning.search import Fitting, _changes, explained, fit, planned, planned_with
+from moecore.planning.stored import stages_of
+from moecore.planning.times import layouts_of
+from tests.io.hf.test_config import TINY_JSON
 
 TINY = preset("tiny-deepseek-v3")
 DEEPSEEK = preset("deepseek-v3")
@@ -56,7 +60,7 @@ LARGE = SearchRequest(model=DEEPSEEK, num_gpus=256)
 
 @cache
 def found_of_small() -> SearchResult:
-    return search(SMALL)
+    return search(SMALL, most_planned=3)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_all_levers_need_less_memory_than_none() -> None:
 def test_few_rows_are_slow_where_the_host_is_the_wall() -> None:
     model = replace(preset("qwen3-30b-a3b"), num_layers=4)
     request = SearchRequest(model=model, num_gpus=8, gpu="h200-141")
-    best = search(request, wanted=2, most_planned=2).fitting[0]
+    best = search(request, wanted=1, most_planned=3).fitting[0]
     assert best.run.batch_size == 4 and best.run.num_micro_batches == 2
     table = CostTable.of(request.gpu)
     single = plan_time(run_of(request, best.folding._replace(batch_size=1), best.levers), table)
@@ -150,6 +154,39 @@ def test_levers_that_are_not_needed_are_dropped() -> None:
     tight, wide = (each for each in found[1:] if isinstance(each, Fitting))
     assert len(wide.levers.options) <= len(first.options) < len(tight.levers.options)
     assert wide.time.seconds < tight.time.seconds and max(tight.peaks) <= 1.1 * peaks[0]
+
+
+def test_stages_are_balanced_where_ends_take_longer() -> None:
+    """Of layers that are tiny beside the head, the last stage has fewer than the others."""
+    request = replace(SMALL, model=replace(TINY, num_layers=12, vocab_size=50_000))
+    table = CostTable.of(request.gpu)
+    even = run_of(request, Folding(pp=2, chunks=2), rungs_of(request)[0])
+    *_, balanced = layouts_of(even, table)
+    stages = stages_of(balanced)
+    assert sum(len(stage.layers) for stage in stages) == 12 and len(stages) == 4
+    assert len(stages[-1].layers) < min(len(stage.layers) for stage in stages[:-1])
+
+
+def test_a_gpu_of_ones_own_and_its_host_memory() -> None:
+    """A record with a name's numbers plans as the name; what a server cannot pin is refused."""
+    own = GPUS["h100-80"]
+    named, same = (replace(SMALL, num_gpus=8, gpu=gpu) for gpu in ("h100-80", own))
+    folding, away = Folding(ep=4), OptimizerOptions(offload_fraction=1.0)
+    results = [planned(each, folding, each.costs) for each in (named, same)]
+    assert all(isinstance(found, Fitting) for found in results)
+    assert len({found.time.seconds for found in results if isinstance(found, Fitting)}) == 1
+    request = replace(same, optimizer=away)
+    found = planned(request, folding, request.costs)
+    assert isinstance(found, Fitting)
+    assert found.host == pytest.approx(8 * num_params(TINY), rel=0.02)  # two moments in fp32
+    small = replace(own, host_memory=found.host)  # a tenth of which no plan may pin
+    tight = replace(request, gpu=small)
+    refused = planned(tight, folding, tight.costs)
+    assert not isinstance(refused, Fitting)
+    text = explained(tight, folding, refused)
+    assert "a server's ranks pin" in text and text.startswith("ep=4: too large")
+    with pytest.raises(ValueError, match=r"Gpu\.memory"):
+        replace(own, memory=-1)
 
 
 def test_fp8_moments_and_remainders_fit_what_needed_another_gpu() -> None:
@@ -266,19 +303,20 @@ def test_the_call_runs(fraction: float) -> None:
 
 
 def test_the_command_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    call = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "16", "--seq-len", "32"]
+    plan = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "16", "--seq-len", "32"]
+    call = [*plan, "--top", "1"]
     file = tmp_path / "memory.png"
     assert main([*call, "--png", str(file)]) == 0
     table = capsys.readouterr().out
     assert table.splitlines()[1].startswith("1") and "foldings refused by rules" in table
     assert file.read_bytes().startswith(b"\x89PNG")
     assert main([*call, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["fitting"]) == 3
-    assert main([*call, "--explain", "tp=16"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["fitting"]) == 1
+    assert main([*plan, "--explain", "tp=16"]) == 1
     assert "must be a multiple of tp (16)" in capsys.readouterr().out
-    assert main([*call, "--explain", "ep=8"]) == 0
+    assert main([*plan, "--explain", "ep=8"]) == 0
     assert "fits, " in capsys.readouterr().out
-    assert main([*call, "--explain", "pp"]) == 1
+    assert main([*plan, "--explain", "pp"]) == 1
     assert "must be NAME=NUMBER" in capsys.readouterr().err
     assert main([*call, "--call"]) == 0
     assert "parallelize_moe(" in capsys.readouterr().out
@@ -307,6 +345,27 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     assert found_json["fits"] and found_json["ep"] == 4 and found_json["tokens_per_second"] > 0
     assert main([*small, "--explain", "ep=3", "--json"]) == 1
     assert "refused" in json.loads(capsys.readouterr().out)["text"]
+
+
+def test_a_config_is_planned_as_its_preset(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ["--gpus", "4", "--ep", "2", "--seq-len", "32", "--json"]
+    file = tmp_path / "config.json"
+    for of, code in ((TINY_JSON, 0), ({"model_type": "gpt2"}, 1)):
+        file.write_text(json.dumps(of))
+        assert main(["plan", "--config", str(file), *options]) == code
+    out, err = capsys.readouterr()
+    assert (
+        err.startswith("moecore: config.json model_type ('gpt2') must be") and err.count("\n") == 1
+    )
+    assert main(["plan", "--preset", "tiny-deepseek-v3", *options]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out)
+
+
+def test_names_that_help_lists_are_those_of_the_records() -> None:
+    assert get_args(PresetName) == tuple(PRESETS) and get_args(GpuName) == tuple(GPUS)
+    assert tuple(each.name for each in fields(ParallelConfig)) == DEGREES
 
 
 @pytest.mark.parametrize(

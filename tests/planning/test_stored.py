@@ -37,6 +37,13 @@ RUNS: dict[str, TrainingRun] = {
     "predictions alone": replace(
         BASE, parallel=ParallelConfig(pp=4, ep=4), pipeline=PipelineConfig(layout="Ettt|tttt|m|L")
     ),
+    "more layers than are planned, gathered ahead": replace(
+        BASE,
+        model=replace(DEEP, num_layers=23),
+        parallel=ParallelConfig(pp=2, ep=4),
+        pipeline=PipelineConfig(layout="Et*9|t*3|t*4|t*7mL", schedule="interleaved"),
+        fsdp=replace(OPTIM, dense_strategy="optim_grads_params", blocks_per_unit=1),
+    ),
     "layers by name": replace(
         BASE,
         parallel=ParallelConfig(pp=4, ep=4),

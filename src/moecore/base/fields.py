@@ -335,4 +335,6 @@ def _tuple_of(args: tuple[Any, ...]) -> _Kind:
 
 
 class UsageError(Exception):
-    """A command of `moecore` was called wrongly; exit code 2."""
+    """A command of `moecore` was called wrongly."""
+
+    exit_code = 2

@@ -10,6 +10,7 @@ MOST_ROWS = 4  # of one kind
 MOST_NAMES = 3  # in one row
 HEADER = ("kind", "parameters", "global shape", "on this rank", "placement", "bytes here")
 Shape = tuple[int, ...]
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(slots=True, eq=False)
@@ -79,3 +80,8 @@ def shown_bytes(number: float) -> str:
 
 
 _SIZES = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes for what a terminal would act on, and for lone surrogates."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -4,8 +4,7 @@ Names are imported on first use: Hugging Face directories need safetensors (extr
 model without Hugging Face does not.
 """
 
-from importlib import import_module
-from typing import Any
+from moecore.base.first_use import first_use
 
 _HOMES = {
     "LoadReport": "hf.load",
@@ -39,9 +38,4 @@ _HOMES = {
     "verify": "checkpoint.store",
 }
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = first_use(__name__, _HOMES)

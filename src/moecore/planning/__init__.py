@@ -6,6 +6,7 @@ from moecore.planning.commands import draw_memory
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.foldings import Folding, SearchRequest
+from moecore.planning.gpus import Gpu
 from moecore.planning.levers import Change, next_change
 from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory, plan_peak
 from moecore.planning.record import Queued, Work
@@ -21,6 +22,7 @@ __all__ = [
     "DryRun",
     "Fitting",
     "Folding",
+    "Gpu",
     "Lever",
     "MemoryPlan",
     "OptimizerOptions",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
 import sys
 from collections import defaultdict
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.base.fields import NumBytes, UsageError, check_arguments
@@ -18,7 +16,6 @@ from moecore.parallel.pipeline.timeline import draw
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.flags import (
-    add_run_options,
     as_folding,
     folding_of,
     has_degrees,
@@ -64,42 +61,6 @@ MEASURED = (
 )
 
 
-PLAN_EXAMPLE = """\
-examples:
-  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80
-  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --explain pp=8,ep=8
-  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --pp 8 --tp 2 --ep 32 \\
-    --schedule interleaved --chunks 4 --micro-batches 128 --dense-strategy optim \\
-    --precision blockwise --fp8-param-gather --moments bfloat16 --recompute gemm_last \\
-    --offload attention experts mlp"""
-
-
-def add_plan(rooms: Any) -> None:
-    """Add the command to those of `moecore`."""
-    parser = rooms.add_parser(
-        "plan",
-        help="which training run fits a cluster that is not there, and what its ranks hold",
-        description="Without degrees: foldings that fit, best first. With degrees: bytes by kind "
-        "for each pipeline rank and the most at once, from the plan and the step that the run has.",
-        epilog=PLAN_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run_plan)
-    add_run_options(parser)
-    add = parser.add_argument
-    add("--global-batch", type=int, help="rows of a step; without degrees; default: 8 per GPU")
-    add("--gpus-per-node", type=int, help="within NVLink; without degrees; default: 8")
-    add("--top", type=int, help="foldings to plan in full; without degrees; default: 3")
-    add("--explain", metavar="PP=8,EP=8", help="why this folding is refused, or what it needs")
-    add("--call", action="store_true", help="print the Python of the run, or of the best one")
-    add("--png", type=Path, metavar="FILE", help="write bars of its memory")
-    add("--timeline", type=Path, metavar="FILE", help="write a PNG of its pipeline's step")
-    add("--table", type=Path, metavar="FILE", help="costs that `moecore measure` has written")
-    help = "share of exchanges between nodes that overlapped stages hide; default: 1"
-    add("--pairs-hide", type=float, help=help)
-    add("--json", action="store_true", help="print one JSON object")
-
-
 @new_garbage()
 def run_plan(args: Any) -> int:
     """Print the plan, or what a search finds; 1 where nothing fits."""
@@ -115,8 +76,8 @@ def run_plan(args: Any) -> int:
     plan, time = plan_memory(run), plan_time(run, _table(args))
     peaks = [rank.num_bytes for rank in plan.ranks]
     _write(args, plan, time)
-    largest, memory = plan.largest, GPUS[args.gpu].memory
-    fits = max(peaks) <= memory
+    largest, memory, host = plan.largest, GPUS[args.gpu].memory, GPUS[args.gpu].host_memory
+    fits = max(peaks) <= memory and plan.node_host_bytes <= host
     if args.json:
         ranks = [
             asdict(rank) | {"peak": peak} for rank, peak in zip(plan.ranks, peaks, strict=True)
@@ -131,8 +92,11 @@ def run_plan(args: Any) -> int:
         f"pipeline rank {peaks.index(max(peaks))} has most at once: {shown_bytes(max(peaks))} of "
         f"{shown_bytes(memory)} ({args.gpu})"
     )
-    print(f"pinned host memory of a node: {shown_bytes(plan.node_host_bytes)}")
-    if not fits:
+    pinned = f"{shown_bytes(plan.node_host_bytes)} of {shown_bytes(host)}"
+    print(
+        f"pinned host memory of a node: {pinned}{': does not fit' * (plan.node_host_bytes > host)}"
+    )
+    if max(peaks) > memory:
         kind, size = max(largest.device.items(), key=lambda item: item[1])
         print(f"does not fit: {kind} is the largest part ({shown_bytes(size)})")
         print(f"options with which it fits, if there are any: --explain {as_folding(run)}")
@@ -175,8 +139,9 @@ def _support(args: Any, first: Folding) -> str:
 
 def _command(args: Any, run: TrainingRun) -> str:
     """Return the command that plans a run with its degrees and options."""
-    model = ["--preset", args.preset, "--gpus", str(args.gpus), "--gpu", args.gpu]
-    return shlex.join(["moecore", "plan", *model, *flags_of(run)])
+    model = ["--config", str(args.config)] if args.preset is None else ["--preset", args.preset]
+    gpus = ["--gpus", str(args.gpus), "--gpu", args.gpu]
+    return shlex.join(["moecore", "plan", *model, *gpus, *flags_of(run)])
 
 
 def _tell(line: str) -> None:
@@ -187,7 +152,7 @@ def _search(args: Any) -> int:
     """Print what fits, best first."""
     request = request_of_options(args)
     top = 3 if args.top is None else args.top
-    result = search(request, table=_table(args), wanted=top, most_planned=top, progress=_tell)
+    result = search(request, table=_table(args), wanted=top, progress=_tell)
     found = result.fitting
     if found:
         _write(args, found[0].plan, found[0].time)
@@ -225,7 +190,7 @@ def _row(found: Fitting) -> dict[str, Any]:
         "levers": shown_levers(found),
         "overhead": found.levers.overhead,
         "flags": flags_of(found.run),
-        "host_of_a_node": found.plan.node_host_bytes,
+        "host_of_a_node": found.host,
         "peak": max(found.peaks),
         "headroom": found.headroom,
         **_numbers(found.time),
@@ -262,28 +227,6 @@ def _write(args: Any, plan: MemoryPlan, time: TimePlan) -> None:
         raise ValueError(f"--png and --timeline must be left out: {error}") from error
     if args.timeline is not None and time.timeline is None:
         raise ValueError(f"--timeline ({args.timeline}) must be left out without stages: drop it")
-
-
-DRY_RUN_EXAMPLE = """\
-example:
-  moecore dry-run --rank 37 --preset deepseek-v3 --gpus 2048 --pp 16 --ep 64 \\
-    --schedule 1f1b --micro-batches 4 --precision blockwise --recompute moe"""
-
-
-def add_dry_run(rooms: Any) -> None:
-    """Add the command to those of `moecore`."""
-    parser = rooms.add_parser(
-        "dry-run",
-        help="what one rank of a world that is not there holds and does in a step",
-        description="Runs the host's code of a training step of one rank, without its GPU and "
-        "without the other ranks. Loads are balanced. Other ranks answer at once.",
-        epilog=DRY_RUN_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run_dry_run)
-    parser.add_argument("--rank", type=int, default=0, help="of the world")
-    add_run_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_dry_run(args: Any) -> int:
@@ -324,29 +267,6 @@ def _rows(found: DryRun, table: CostTable) -> dict[str, list[float]]:
             row = sums[part or work.kind]
             row[:] = (a + b for a, b in zip(row, numbers, strict=True))
     return dict(sums)
-
-
-REPORT_EXAMPLE = """\
-example, for a trace of rank 0 that prof.export_chrome_trace("trace.json.gz") has written:
-  moecore report trace.json.gz --steps 3"""
-
-
-def add_report(rooms: Any) -> None:
-    """Add the command to those of `moecore`."""
-    parser = rooms.add_parser(
-        "report",
-        help="where a step's time went on one rank's GPU, and what to try next",
-        description="Reads a Chrome trace of torch.profiler: what bounds the step, which "
-        "communication nothing hides, why the GPU is idle, and the options that may win most.",
-        epilog=REPORT_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run_report)
-    parser.add_argument("trace", type=Path, help=".json or .json.gz, of one rank")
-    parser.add_argument(
-        "--steps", type=int, help="that it holds; default: as profile.step() has marked, else 1"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_report(args: Any) -> int:

@@ -33,17 +33,16 @@ from typing import Annotated, Any, Literal, get_args
 from moecore.base.fields import (
     Bound,
     CountOrZero,
-    OneOf,
     Positive,
     Rules,
     check_arguments,
     check_fields,
 )
-from moecore.planning.gpus import GPUS, NODE
+from moecore.base.options.names import GpuName
+from moecore.planning.gpus import NODE, Gpu, gpu_of
 from moecore.planning.record import Kind, Work
 
 KINDS = get_args(Kind)
-GpuName = Annotated[str, OneOf(tuple(GPUS)), "use one of these"]
 Share = Annotated[float, Bound(">", 0), Bound("<=", 1)]
 ShareOrZero = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 Wall = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
@@ -86,7 +85,7 @@ class CostTable:
         assumed: what of this was not measured, in sentences.
     """
 
-    gpu: GpuName
+    gpu: GpuName | Gpu
     measured_on: GpuName
     points_from: str
     launch_seconds: Positive
@@ -110,8 +109,8 @@ class CostTable:
                 yield "points", f"take longer than a launch and move bytes, not {point.work}: drop"
 
     @classmethod
-    def of(cls, gpu: GpuName) -> CostTable:
-        """Return the table that moecore ships, for a GPU that `moecore plan` knows."""
+    def of(cls, gpu: GpuName | Gpu) -> CostTable:
+        """Return the table that moecore ships, for a GPU that `moecore plan` knows, or your own."""
         check_arguments(CostTable.of, locals())
         return _shipped().on(gpu)
 
@@ -125,7 +124,7 @@ class CostTable:
             )
         return _parsed(Path(path).read_text(), os.fspath(path))
 
-    def on(self, gpu: GpuName) -> CostTable:
+    def on(self, gpu: GpuName | Gpu) -> CostTable:
         """Return this table for another GPU: the same efficiencies of its maker's rates."""
         check_arguments(CostTable.on, locals())
         return replace(self, gpu=gpu)
@@ -146,13 +145,15 @@ class CostTable:
         """
         check_arguments(CostTable.extended, locals())
         names = {point.work.name for point in points}
-        has_fp8 = GPUS[self.gpu].fp8_flops is not None
+        has_fp8 = gpu_of(self.gpu).fp8_flops is not None
         kept = [
             replace(point, seconds=self.seconds(point.work))
             for point in self.points
             if point.work.name not in names
             and (has_fp8 or not point.work.dtype.startswith("float8"))
         ]
+        if isinstance(self.gpu, Gpu):
+            raise ValueError("gpu (a record) must be a name of a table: measure on one of these")
         return replace(
             self,
             measured_on=self.gpu,
@@ -203,9 +204,9 @@ class CostTable:
         shares = {"network": self.efficiency["network"]}
         return launch, {wall: took / shares.get(wall, reached) for wall, took in rates.items()}
 
-    def _roofline(self, work: Work, name: str, inside: int) -> dict[Wall, float]:
+    def _roofline(self, work: Work, name: GpuName | Gpu, inside: int) -> dict[Wall, float]:
         """Return the seconds that each of the maker's rates alone would take."""
-        gpu = GPUS[name]
+        gpu = gpu_of(name)
         if work.kind == "copy":
             return {"pcie": work.num_bytes / gpu.pcie}
         if work.kind == "collective":

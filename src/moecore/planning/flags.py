@@ -2,63 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import fields, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from moecore.base.fields import UsageError
 from moecore.base.options.dispatch import NVLinkOptions
-from moecore.base.options.fsdp import FSDPOptions, Strategy
+from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions, StashOptions
-from moecore.base.options.precision import Precision, PrecisionName
+from moecore.base.options.precision import Precision
+from moecore.io.hf.config import decoder_config_from_hf
 from moecore.models import PRESETS
 from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.parallel.pipeline.orders import PAIRING, ScheduleName
+from moecore.parallel.pipeline.orders import PAIRING
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
-from moecore.planning.gpus import GPUS, NODE
-from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun
+from moecore.planning.gpus import NODE
+from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.stored import stages_of
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
-
-
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `run_of_options`."""
-    add = parser.add_argument
-    add("--preset", required=True, choices=tuple(PRESETS), help="the model")
-    add("--gpus", type=int, required=True, help="ranks of the world")
-    add("--gpu", default="h100-80", choices=tuple(GPUS), help="its kind")
-    add("--seq-len", type=int, default=4096, help="tokens of a row")
-    add(
-        "--batch-size", type=int, help="rows of a data rank's micro-batch; with degrees; default: 1"
-    )
-    add("--micro-batches", type=int, help="of a step, on a data rank; with degrees; default: 1")
-    for name in DEGREES:
-        add(f"--{name.replace('_', '-')}", type=int, help="degree; default: search")
-    add("--layout", help='pipeline stages, such as "Et*3|(tt|)*29m|L"')
-    add("--chunks", type=int, help="pipeline stages of a rank; not with --layout")
-    add("--schedule", choices=get_args(ScheduleName), help="of pipeline stages; default: 1f1b")
-    strategies = get_args(Strategy)
-    help = "ZeRO of blocks; with degrees; default: optim_grads_params"
-    add("--dense-strategy", choices=strategies, help=help)
-    add("--fp8-param-gather", action="store_true", help="gather weights of blockwise FP8 as FP8")
-    add("--experts-strategy", choices=strategies, help="of experts; default: as blocks")
-    precisions = (*get_args(PrecisionName), "bf16")
-    add("--precision", choices=precisions, help="default: bf16, or in a search as needed")
-    add("--recompute", nargs="+", default=(), help="parts, as of MemoryOptions")
-    add("--offload", nargs="+", default=(), help="parts, likewise")
-    add("--moments", default="float32", choices=get_args(MomentDtype), help="dtype of AdamW's")
-    add("--stash", action="store_true", help="experts' rows in pages, with dispatcher nvlink")
-    help = "capacity of dispatcher nvlink over even loads; default: 2.0 within nodes"
-    add("--row-factor", type=float, help=help)
-    add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
-    add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
-
-
 # Options that some modes of the command do not read.
 OF_SEARCHES = ("global_batch", "gpus_per_node")
 OF_STAGES = ("layout", "chunks", "schedule")
@@ -109,8 +74,8 @@ def folding_of(text: str) -> Folding:
 
 
 def _model(args: Any) -> DecoderConfig:
-    """Return the preset, for rows as long as they are asked for."""
-    model = PRESETS[args.preset]
+    """Return the preset or that of the config, for rows as long as they are asked for."""
+    model = PRESETS[args.preset] if args.config is None else decoder_config_from_hf(args.config)
     return replace(model, max_seq_len=max(model.max_seq_len, args.seq_len))
 
 

@@ -15,18 +15,20 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
-from moecore.base.fields import Bound, Count, OneOf, Rules, check_fields
+from moecore.base.fields import Bound, Count, Rules, check_fields
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
 from moecore.models.tensor_parallel import check_tensor_parallel
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
-from moecore.planning.gpus import GPUS, NODE
+from moecore.planning.costs import CostTable
+from moecore.planning.gpus import NODE, Gpu, gpu_of
 from moecore.planning.levers import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
 from moecore.planning.run import NumGpus, OptimizerOptions, TrainingRun
 
@@ -45,7 +47,7 @@ class SearchRequest:
     Attributes:
         model: the decoder.
         num_gpus: ranks of the world.
-        gpu: a key of `GPUS`.
+        gpu: a key of `GPUS`, or a GPU of your own.
         gpus_per_node: ranks among which NVLink runs.
         seq_len: tokens of a row.
         global_batch: rows of a step over all data ranks; None = 8 per GPU.
@@ -55,13 +57,14 @@ class SearchRequest:
         optimizer: what is kept between steps; "any" = as little as is needed.
         nvlink: the room of dispatcher "nvlink" where a node has the ranks that share experts;
             "any" = for twice the rows of even loads; None = tokens travel by all-to-all.
-        reserve: share of a GPU's memory that no plan may use: it is left to what an operation needs
-            while it runs, the allocator, NCCL and the CUDA context.
+        reserve: share of a GPU's and of its server's memory that no plan may use: it is left to
+            what an operation needs while it runs, the allocator, NCCL and the CUDA context, and to
+            the system and the loader.
     """
 
     model: DecoderConfig
     num_gpus: NumGpus
-    gpu: Annotated[str, OneOf(tuple(GPUS))] = "h100-80"
+    gpu: GpuName | Gpu = "h100-80"
     gpus_per_node: Count = 8
     seq_len: Count = 4096
     global_batch: Count | None = None
@@ -86,9 +89,19 @@ class SearchRequest:
         return self.global_batch or ROWS_PER_GPU * self.num_gpus
 
     @property
+    def costs(self) -> CostTable:
+        """The shipped costs of operations on the GPU."""
+        return CostTable.of(self.gpu)
+
+    @property
     def limit(self) -> int:
         """Bytes that a plan may use."""
-        return int((1 - self.reserve) * GPUS[self.gpu].memory)
+        return int((1 - self.reserve) * gpu_of(self.gpu).memory)
+
+    @property
+    def host_limit(self) -> int:
+        """Bytes of a server's host memory that a plan may pin."""
+        return int((1 - self.reserve) * gpu_of(self.gpu).host_memory)
 
 
 class Folding(NamedTuple):

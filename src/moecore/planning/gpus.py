@@ -1,10 +1,16 @@
-"""GPUs that a plan knows by name. Numbers of their makers, memory as torch reports it."""
+"""GPUs that a plan knows by name. Numbers of their makers, memory as torch reports it.
+
+Host memory is that of the maker's own servers: DGX A100 640GB, H100, H200 and B200 have 2 TB.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+
+from moecore.base.fields import NumBytes, Positive, check_fields
+from moecore.base.options.names import GpuName
 
 GIB = 1 << 30
 TERA, GIGA = 10**12, 10**9
@@ -17,20 +23,30 @@ class Gpu:
 
     Attributes:
         memory: bytes that a process can allocate.
+        bf16_flops: of bf16 and fp16.
         fp8_flops: None where there is no FP8.
+        fp32_flops: of fp32.
+        memory_bandwidth: bytes, read and written together.
         nvlink: bytes, both directions together.
         pcie: bytes in one direction, to and from the host.
         network: bytes, both directions together, of a GPU's share of the network cards.
+        host_memory: bytes of a server.
+        has_blockwise: whether moecore has products in blockwise FP8 for it.
     """
 
-    memory: int
-    bf16_flops: float
-    fp8_flops: float | None
-    fp32_flops: float
-    memory_bandwidth: float
-    nvlink: float
-    pcie: float
-    network: float
+    memory: NumBytes
+    bf16_flops: Positive
+    fp8_flops: Positive | None
+    fp32_flops: Positive
+    memory_bandwidth: Positive
+    nvlink: Positive
+    pcie: Positive
+    network: Positive
+    host_memory: NumBytes = 2048 * GIB
+    has_blockwise: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 H100 = Gpu(
@@ -42,8 +58,9 @@ H100 = Gpu(
     nvlink=900 * GIGA,
     pcie=64 * GIGA,
     network=100 * GIGA,  # ConnectX-7: 400 Gb/s each way
+    has_blockwise=True,
 )
-GPUS: Mapping[str, Gpu] = MappingProxyType(
+GPUS: Mapping[GpuName, Gpu] = MappingProxyType(
     {
         "a100-80": Gpu(
             memory=79 * GIB,
@@ -69,3 +86,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         ),
     }
 )
+
+
+def gpu_of(gpu: GpuName | Gpu) -> Gpu:
+    """Return the record of a name, or a GPU of the caller's own."""
+    return gpu if isinstance(gpu, Gpu) else GPUS[gpu]

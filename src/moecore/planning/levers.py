@@ -21,18 +21,18 @@ from moecore.base.fields import NumBytes, check_arguments
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import MemoryOptions, Recomputed
+from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
 from moecore.models.config import DecoderConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import GPUS
+from moecore.planning.gpus import Gpu, gpu_of
 from moecore.planning.memory import plan_peak
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.times import TimePlan, plan_time
 
 Overhead = Literal["low", "medium", "high"]
 OVERHEADS: tuple[Overhead, ...] = ("low", "medium", "high")
-FP8_GPUS = ("h100-80", "h200-141")  # GPUs that have blockwise products
 WHOLE = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
 TWICE = NVLinkOptions(row_factor=2.0)  # capacity for twice the rows of even loads
 CHAIN: tuple[Recomputed, ...] = ("norm", "activation", "rope")
@@ -85,13 +85,13 @@ class Option:
     most: float = 1.0  # the largest share of these parts that it saves, by bytes or arithmetic
     unless: str = r"(?!)"  # kernels and launches of a trace in which it is set, or cannot be set
 
-    def applied(self, run: TrainingRun, gpu: str) -> TrainingRun:
+    def applied(self, run: TrainingRun, gpu: GpuName | Gpu) -> TrainingRun:
         """Return the run with the option, or the same run where the option does not apply."""
         try:
             changed = run if self.change is None else self.change(run)
         except ValueError:  # such as "nvlink" between nodes
             return run
-        has_products = changed.precision == run.precision or gpu in FP8_GPUS
+        has_products = changed.precision == run.precision or gpu_of(gpu).has_blockwise
         return changed if has_products else run
 
 
@@ -315,7 +315,7 @@ class Levers:
         return (self.options[-1].overhead if self.options else None) or OVERHEADS[0]
 
 
-def ladder(model: DecoderConfig, gpu: str, **given: Any) -> tuple[Levers, ...]:
+def ladder(model: DecoderConfig, gpu: GpuName | Gpu, **given: Any) -> tuple[Levers, ...]:
     """Return rungs, cheapest first, each with one more option; `given` has FIELDS, or "any".
 
     The first one has the options that gain time as well as memory.
@@ -330,7 +330,7 @@ def ladder(model: DecoderConfig, gpu: str, **given: Any) -> tuple[Levers, ...]:
 
 
 def levers_with(
-    options: tuple[Option, ...], model: DecoderConfig, gpu: str, **given: Any
+    options: tuple[Option, ...], model: DecoderConfig, gpu: GpuName | Gpu, **given: Any
 ) -> Levers:
     """Return the fields of a run with these options, in the order of `OPTIONS`."""
     plain = dict(fsdp=WHOLE, memory=MemoryOptions(), precision=None, optimizer=OptimizerOptions())
@@ -342,7 +342,7 @@ def levers_with(
 
 
 def fewer(
-    own: Levers, model: DecoderConfig, gpu: str, *, gains: bool, **given: Any
+    own: Levers, model: DecoderConfig, gpu: GpuName | Gpu, *, gains: bool, **given: Any
 ) -> Iterator[Levers]:
     """Yield levers with one option less, the dearest first; `gains` = those that gain time too."""
     for gone in (option for option in reversed(own.options) if gains or not option.gains):
@@ -372,7 +372,7 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
         limit: bytes that a rank may use; None = the GPU's memory.
     """
     check_arguments(next_change, locals())
-    limit = GPUS[plan.gpu].memory if limit is None else limit
+    limit = gpu_of(plan.gpu).memory if limit is None else limit
     found, run = list[Change](), plan.run
 
     def add(text: str, other: TimePlan) -> None:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from math import prod
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn.functional import grouped_mm, rms_norm
 
+from moecore.base.options.names import GpuName
 from moecore.base.torch_names import foreach_norm
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward, cudnn
 from moecore.kernels.attention.attention import choose_kernel
@@ -88,18 +88,6 @@ FEW = replace(preset("olmoe-1b-7b"), num_layers=2, vocab_size=4096)
 QUEUED = TrainingRun(model=FEW, num_gpus=1, seq_len=256)
 
 
-def add_measure(rooms: Any) -> None:
-    """Add the command to those of `moecore`."""
-    parser = rooms.add_parser(
-        "measure",
-        help="what operations take on this machine's GPU, as a table for plans",
-        description="Times products, attention, copies and kernels of rows on this GPU, under "
-        "torchrun collectives too, and writes them as a table of costs.",
-    )
-    parser.set_defaults(run=run_measure)
-    parser.add_argument("--out", type=Path, default=Path("table.json"), help="what to write")
-
-
 def run_measure(args: Any) -> int:
     """Measure and write the table; under torchrun the first rank writes it."""
     device = _device()
@@ -142,7 +130,7 @@ def host_seconds(run: TrainingRun, device: torch.device) -> float:
     return float(f"{median(found[STEPS:]) / len(dry_run(run).queued):.6g}")
 
 
-def gpu_name(device_name: str) -> str:
+def gpu_name(device_name: str) -> GpuName:
     """Return the name under which plans know a GPU."""
     for name in GPUS:
         if name.split("-")[0] in device_name.lower():

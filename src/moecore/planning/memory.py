@@ -86,7 +86,7 @@ class RankMemory:
         stages: of this rank, in the letters of a layout.
         device: in the GPU's memory: what it stores, and what the step has allocated, "activations"
             of forwards by part of the model and the rest by pass.
-        host: in pinned host memory: activations then, and all state that is away in a step.
+        host: the most in pinned host memory: activations, and all state that is away in a step.
         in_flight: micro-batches of its stages that wait for their backward then.
     """
 
@@ -168,23 +168,20 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
     for pp_rank, rank in enumerate(_ranks(run)):
         own = [s for s in stages if rank_of[s.index] == pp_rank]
         most = max(rank.levels(), key=lambda level: level.num_bytes)
-        device, waiting, copied = Counter(rank.held), Counter[int](), 0
+        device, waiting = Counter(rank.held), Counter[int]()
         for number, (stage, of, passed) in enumerate(rank.passes[: most.passed + 1]):
             is_last = number == most.passed
             done = passed[: most.at] if is_last else passed
             for piece in done:
                 device.update(piece.kinds)
             waiting[stage] += 1 if of == "F" else -(not is_last)
-            if of == "F":
-                works = (pieces.queued[i].work for piece in done for i in piece.place)
-                copied += sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])
         device.update(most.piece.most)
         device["optimizer state"] -= most.away
         device["other"] += device.pop(HELD, 0)
         # A kind that has less than between steps has freed what is none of it, such as counts.
         device = Counter({kind: n for kind, n in device.items() if n > 0})
         device["other"] += most.num_bytes - sum(device.values())
-        host = {"activations": copied, "optimizer state": rank.away}
+        host = {"activations": _copied(rank, pieces), "optimizer state": rank.away}
         ranks.append(
             RankMemory(
                 pp_rank=pp_rank,
@@ -195,6 +192,23 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
             )
         )
     return MemoryPlan(run=run, ranks=tuple(ranks))
+
+
+def has_host_copies(run: TrainingRun) -> bool:
+    """Return whether a run pins host memory."""
+    return bool(run.memory.offload or run.optimizer.offload_fraction)
+
+
+def _copied(rank: _Rank, pieces: Pieces) -> int:
+    """Return the most bytes that forwards have copied to the host for backwards to come."""
+    level, most, copies = 0, 0, dict[int, int]()
+    for stage, of, passed in rank.passes:
+        if of == "F":
+            works = (pieces.queued[i].work for piece in passed for i in piece.place)
+            copies[stage] = sum(work.num_bytes for work in works if work.name == HOST_COPIES[0])
+        level += copies[stage] if of == "F" else -copies[stage]
+        most = max(most, level)
+    return most
 
 
 def until_steady(run: TrainingRun) -> int:

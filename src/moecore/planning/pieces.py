@@ -19,12 +19,11 @@ from itertools import pairwise
 from operator import add, attrgetter
 from typing import Literal, NamedTuple
 
-from moecore.models.config import DecoderConfig
 from moecore.parallel.pipeline.layout import Stage
 from moecore.planning.dry_run import ADAMW, DryRun, dry_run_of_capacity, of_rows
 from moecore.planning.record import Pass, Placed, Queued, Start
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.planning.stored import WHOLE, stages_of, state_bytes, stored_bytes
+from moecore.planning.stored import WHOLE, of_kinds, stages_of, state_bytes, stored_bytes
 
 Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
 
@@ -41,7 +40,7 @@ def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun,
     found = sorted({*others, *alike[:2], *alike[-2:]})
     small = replace(
         run,
-        model=_of_kinds(model, [kinds[i] for i in found], model.num_mtp_layers),
+        model=of_kinds(model, [kinds[i] for i in found], model.num_mtp_layers),
         num_gpus=run.num_gpus // p.pp,
         parallel=replace(p, pp=1),
         num_micro_batches=num_micro_batches,
@@ -56,19 +55,6 @@ def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun,
 
 
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
-
-
-def _of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderConfig:
-    """Return the model with these layers, True = dense, and so many predictions."""
-    dense = () if model.moe is None else tuple(i for i, kind in enumerate(kinds) if kind)
-    return replace(
-        model,
-        num_layers=len(kinds),
-        dense_layers=dense,
-        mlp_hidden_dim=model.mlp_hidden_dim if any(kinds) else 0,
-        num_mtp_layers=mtp,
-        mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
-    )
 
 
 class QueuePiece(NamedTuple):

@@ -8,6 +8,8 @@ An estimate only sorts foldings: it takes a rank's share of all bytes and of all
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -26,6 +28,7 @@ from moecore.parallel.pipeline.layout import Stage
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
 from moecore.planning.foldings import Folding, SearchRequest, levers_of, run_of, rungs_of
+from moecore.planning.gpus import NODE
 from moecore.planning.levers import Levers
 from moecore.planning.pieces import MIDDLE, Pieces, passes_of, timed_layers, timed_stages
 from moecore.planning.record import PASSES, Pass, Work
@@ -35,6 +38,9 @@ from moecore.train.memory.kept import ModelKept, kept_bytes
 
 MESSAGES = 2  # messages of a layer's tokens in each pass, among the ranks of tp and of cp
 BY_EXPERTS = ("collective", "grouped product")
+# Planned seconds over those estimated, as searches take them.
+FASTER = 0.85  # the least of them
+SPREAD = 0.95  # the least over that of another plan with the same pp and ep
 LAYERS = 3  # layers with whole weights or gradients at once, if micro-batches all-gather them
 
 
@@ -74,7 +80,10 @@ class Promise:
             self._ep = gcd(model.moe.num_experts, request.gpus_per_node)
         self._base, self._last = (rungs := rungs_of(request))[0], rungs[-1]
         self._choices = _choices(request, rungs)
-        self._more = dict[int, float]()  # planned over estimated bytes, by pp
+        # Planned over estimated bytes, on the device and on the host, by pp.
+        self._more, self._pinned = (defaultdict[int, float](lambda: 1.0) for _ in range(2))
+        # Least planned over estimated seconds; of those that have no plan it is the least known.
+        self._slower = defaultdict[Folding, float](lambda: FASTER)
         self._kept, self._pieces = cache(self._kept_by), cache(self._pieces_of)
         self._part, self._share = cache(self._seconds_of), cache(self._share_of)
 
@@ -83,18 +92,31 @@ class Promise:
         levers = self.levers(folding)
         if levers is None:
             return True, self.num_bytes(folding)
-        return False, self.seconds(folding, levers)
+        return False, self._slower[_kin(folding)] * self.seconds(folding, levers)
 
     def levers(self, folding: Folding) -> Levers | None:
         """Return the fastest of a few sets with which a folding is estimated to fit, or None."""
-        limit = self._request.limit / self._more.get(folding.pp, 1.0)
-        fitting = (each for each in self._choices if self.num_bytes(folding, each) <= limit)
+        request, more, pinned = self._request, self._more[folding.pp], self._pinned[folding.pp]
+        fitting = (
+            each
+            for each in self._choices
+            if more * self.num_bytes(folding, each) <= request.limit
+            and pinned * self.host_bytes(folding, each) <= request.host_limit
+        )
         return min(fitting, key=lambda each: self.seconds(folding, each), default=None)
 
-    def learn(self, folding: Folding, levers: Levers, num_bytes: int) -> None:
+    def learn(self, folding: Folding, levers: Levers, num_bytes: int, host: int) -> None:
         """Correct the estimates of as many stages by a plan that did not fit."""
         more = num_bytes / self.num_bytes(folding, levers)
-        self._more[folding.pp] = max(more, self._more.get(folding.pp, 1.0))
+        self._more[folding.pp] = max(more, self._more[folding.pp])
+        if host:
+            pinned = host / self.host_bytes(folding, levers)
+            self._pinned[folding.pp] = max(pinned, self._pinned[folding.pp])
+
+    def learn_seconds(self, folding: Folding, levers: Levers, seconds: float) -> None:
+        """Correct the estimates of foldings whose tokens travel as far by a plan that fits."""
+        own, kin = self.seconds(folding, levers), _kin(folding)
+        self._slower[kin] = min(self._slower.get(kin, math.inf), SPREAD * seconds / own)
 
     def num_bytes(self, folding: Folding, rung: Levers | None = None) -> float:
         """Return the estimated bytes of the largest rank with the levers of a rung; None = all."""
@@ -119,6 +141,15 @@ class Promise:
         whole = gathered * held + 4 * sums
         return whole + stored / self._request.num_gpus + in_flight * kept * rows
 
+    def host_bytes(self, folding: Folding, rung: Levers) -> float:
+        """Return the estimated bytes of host memory that the ranks of a server pin."""
+        _, away = self._kept(rung)
+        chunks, options, num_gpus = folding.chunks, rung.optimizer, self._request.num_gpus
+        in_flight = 1 + 1 / chunks if chunks > 1 else 1
+        state = options.offload_fraction * state_bytes(options, _dtype(rung)) * self._everything
+        rows = folding.batch_size / (folding.tp * folding.cp)
+        return min(NODE, num_gpus) * (in_flight * away * rows + state / num_gpus)
+
     def seconds(self, folding: Folding, rung: Levers) -> float:
         """Return the estimated seconds of a step without clipping and the optimizer."""
         # The pipeline rank with most work runs all micro-batches, and waits while the pipeline
@@ -137,10 +168,15 @@ class Promise:
         if _gathers(rung):
             sent = max(sum(one.sent for one in passes[rank::pp]) for rank in range(pp))
             busiest = max(busiest, self._gathers(folding, rung) + across * sent)
-        waits = max(
-            0.0, self._state(rung) - busiest
-        )  # the first forward and the last backward hide
-        return run.num_micro_batches * busiest + sum(each) * (pp - 1) / len(each) + waits
+        # The first forward and the last backward hide the state's copies.
+        waits = max(0.0, self._state(rung) - busiest)
+        fills = sum(each) * (pp - 1) / len(each)
+        if hides:  # the first forwards and the last backwards, more than of other orders, run alone
+            alone, chunks = [c + sent for c, sent in passes], folding.chunks
+            fills = 2 * sum(alone) * (pp - 1) / len(alone)
+            first = min(run.num_micro_batches, ((chunks + 1) * pp - 1) / chunks)
+            fills += first * (sum(alone) - sum(each)) / pp
+        return run.num_micro_batches * busiest + fills + waits
 
     def _held(self, folding: Folding) -> list[_Held]:
         """Return the parameters with which a rank computes: dense ones, then experts."""
@@ -278,6 +314,10 @@ def _choices(request: SearchRequest, rungs: Sequence[Levers]) -> list[Levers]:
     sets = chain.from_iterable(combinations(dear, n) for n in range(len(dear) + 1))
     cheap = (tuple(o for o in options if o.overhead == "low" or o in more) for more in sets)
     return [rungs[0], *(levers_of(request, each) for each in cheap)]
+
+
+def _kin(folding: Folding) -> Folding:
+    return Folding(pp=folding.pp, ep=folding.ep)
 
 
 def _dtype(rung: Levers) -> torch.dtype:

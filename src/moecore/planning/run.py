@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from moecore.base.fields import Bound, Count, CountOrZero, Rules, check_argument
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions
-from moecore.base.options.precision import Precision, PrecisionName
+from moecore.base.options.names import MomentDtype, PrecisionName
+from moecore.base.options.precision import Precision
 from moecore.base.torch_names import clear_sharding_caches
 from moecore.models import Decoder
 from moecore.models.config import DecoderConfig
@@ -34,7 +35,6 @@ from moecore.planning.gpus import NODE
 from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.state_offload import StateOffload
 
-MomentDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 # A plan builds meshes of all ranks: of more it would take minutes.
 NumGpus = Annotated[int, Bound(">=", 1), Bound("<=", 2**16), "plan a part of so many ranks"]
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
@@ -222,7 +222,7 @@ def call_of(run: TrainingRun) -> str:
         "import torch",
         "",
         "from moecore import *",
-        "from moecore.models import Decoder, preset",
+        "from moecore.models import *",
         f"from moecore.train import AdamW{', StateOffload' if away else ''}",
         *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
         "",

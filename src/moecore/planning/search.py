@@ -10,6 +10,7 @@ others. `foldings.py` has the rules, and the legend of a folding.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -31,12 +32,14 @@ from moecore.planning.foldings import (
     rungs_of,
     schedules_of,
 )
-from moecore.planning.gpus import GPUS
+from moecore.planning.gpus import GPUS, Gpu, gpu_of
 from moecore.planning.levers import LEAST, Levers
-from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
+from moecore.planning.memory import MemoryPlan, has_host_copies, plan_memory, plan_peak
 from moecore.planning.promise import Promise
 from moecore.planning.run import TrainingRun, lever_flags
-from moecore.planning.times import TimePlan, plan_time
+from moecore.planning.times import TimePlan, layouts_of, plan_time
+
+PLANNED = 4  # foldings that are planned for each one that is wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,8 @@ class Candidate:
         levers: the last rung of the run's levers.
         peaks: the most bytes that each pipeline rank has at once.
         headroom: the limit minus the largest peak; negative if the folding does not fit.
+        host: the most bytes of a server's host memory that are pinned at once.
+        host_headroom: its limit minus these.
     """
 
     folding: Folding
@@ -56,6 +61,8 @@ class Candidate:
     levers: Levers
     peaks: tuple[int, ...]
     headroom: int
+    host: int
+    host_headroom: int
 
     @property
     def plan(self) -> MemoryPlan:
@@ -64,8 +71,8 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits."""
-        return self.headroom >= 0
+        """Whether every rank fits its GPU, and a server's ranks its host memory."""
+        return min(self.headroom, self.host_headroom) >= 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +115,7 @@ class SearchResult:
             p, run = found.folding, found.run
             numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), shown_schedule(found))
             rows = (str(run.num_micro_batches), str(run.batch_size))
-            memory = map(
-                shown_bytes, (max(found.peaks), found.headroom, found.plan.node_host_bytes)
-            )
+            memory = map(shown_bytes, (max(found.peaks), found.headroom, found.host))
             time = found.time
             speed = (f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall)
             lines.append((*numbers, *rows, shown_levers(found), *memory, *speed))
@@ -134,7 +139,7 @@ def search(
     rank_by: Callable[[Fitting], Any] = lambda found: found.time.seconds,
     table: CostTable | None = None,
     wanted: Count = 3,
-    most_planned: Count = 4,
+    most_planned: Count | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> SearchResult:
     """Return the foldings that fit, ranked; if none fits, the smallest change with which one does.
@@ -143,12 +148,12 @@ def search(
         request: the model and its training, and the options that may vary.
         rank_by: the sort key of foldings that fit, ascending; all have equal tokens per step.
         table: the costs of operations; None = moecore's table of the GPU.
-        wanted: the search ends after this number of foldings that fit with cheap levers.
-        most_planned: the most foldings that are planned in full.
+        wanted: how many of the fastest are planned with fewer levers and with balanced stages.
+        most_planned: the most foldings that are planned at all; None = four for each wanted one.
         progress: called with a line before each step of the search that takes seconds.
     """
     check_arguments(search, locals())
-    table = CostTable.of(request.gpu) if table is None else table
+    table = request.costs if table is None else table
     refused, open_foldings = Counter[str](), list[Folding]()
     for folding in foldings(request.num_gpus):
         refusal = refuse(request, folding)
@@ -156,35 +161,43 @@ def search(
             open_foldings.append(folding)
         else:
             refused[refusal.rule] += 1
+    most_planned = PLANNED * wanted if most_planned is None else most_planned
     promise = Promise(request, table)
     waiting = [(promise.key(folding), folding) for folding in open_foldings]
     heapify(waiting)
-    planned, cheap = list[Candidate](), 0
+    planned = list[Candidate]()
     while waiting and len(planned) < most_planned:
         key, folding = waiting[0]
-        if (now := promise.key(folding)) > key:  # as a plan has corrected it
+        if (now := promise.key(folding)) > key:  # as plans have corrected it
             heapreplace(waiting, (now, folding))
             continue
-        progress(f"planning {folding}: {len(planned)} of {most_planned} foldings are planned")
+        fitting = [found for found in planned if isinstance(found, Fitting)]
+        least = min((found.time.seconds for found in fitting), default=math.inf)
+        if len(fitting) >= wanted and key >= (False, least):  # no promise is faster
+            break
+        best = f", the best one takes {least:.3g} s" if fitting else ""
+        progress(f"planning {folding}: at most {most_planned - len(planned)} foldings more{best}")
         try:
             found = _planned_as_promised(request, folding, promise)
             if found is None:
                 continue
             heappop(waiting)
-            planned.append(fastest(request, found, table, promise) if found.fits else found)
+            if found.fits:
+                found = min(_orders(request, found, table), key=lambda each: each.time.seconds)
+                promise.learn_seconds(folding, found.levers, found.time.seconds)
+            planned.append(found)
         except (ValueError, NotImplementedError):
             heappop(waiting)
             refused["parallelize_moe"] += 1
-            continue
-        cheap += planned[-1].fits and planned[-1].levers.overhead == "low"
-        if cheap == wanted:
-            break
     fitting = sorted((found for found in planned if isinstance(found, Fitting)), key=rank_by)
+    for i, found in enumerate(fitting[:wanted]):
+        progress(f"easing {found.folding}: {min(wanted, len(fitting)) - i} foldings are left")
+        fitting[i] = eased(request, found, table, promise)
     if not fitting:
         progress("nothing fits: looking for the smallest change")
     return SearchResult(
         request=request,
-        fitting=tuple(fitting),
+        fitting=tuple(sorted(fitting[:wanted], key=rank_by)),
         too_large=tuple(found for found in planned if not found.fits),
         refused=dict(refused),
         not_planned=len(open_foldings) - len(planned) - refused["parallelize_moe"],
@@ -192,11 +205,9 @@ def search(
     )
 
 
-def fastest(
-    request: SearchRequest, found: Candidate, table: CostTable, promise: Promise
-) -> Fitting:
-    """Return a candidate in the order of its stages and with the levers that are fastest."""
-    best = min(_orders(request, found, table), key=lambda each: each.time.seconds)
+def eased(request: SearchRequest, best: Fitting, table: CostTable, promise: Promise) -> Fitting:
+    """Return a candidate with balanced stages and fewer levers, where that is faster."""
+    best = min(_layouts(request, best, table), key=lambda each: each.time.seconds)
     least, tried = best.time.seconds, set[Levers]()
 
     def less_of(own: Fitting) -> Levers | None:
@@ -206,14 +217,23 @@ def fastest(
 
     while (less := less_of(best)) is not None:
         tried.add(less)
-        about = promise.num_bytes(found.folding, less)
-        if about - promise.num_bytes(found.folding, best.levers) > best.headroom:
+        about = promise.num_bytes(best.folding, less)
+        if about - promise.num_bytes(best.folding, best.levers) > best.headroom:
             continue
-        run = replace(run_of(request, found.folding, less), pipeline=best.run.pipeline)
-        other = planned_with(request, found.folding, less, run)
-        if other.fits and (eased := timed(other, table)).time.seconds <= (1 + LEAST) * least:
-            best, least = eased, min(least, eased.time.seconds)
+        run = replace(run_of(request, best.folding, less), pipeline=best.run.pipeline)
+        other = planned_with(request, best.folding, less, run)
+        if other.fits and (found := timed(other, table)).time.seconds <= (1 + LEAST) * least:
+            best, least = found, min(least, found.time.seconds)
     return best
+
+
+def _layouts(request: SearchRequest, found: Fitting, table: CostTable) -> Iterator[Fitting]:
+    """Yield a candidate with each layout of its stages with which it fits."""
+    yield found
+    for run in layouts_of(found.run, table)[1:]:
+        other = planned_with(request, found.folding, found.levers, run)
+        if other.fits:
+            yield timed(other, table)
 
 
 def _orders(request: SearchRequest, found: Candidate, table: CostTable) -> Iterator[Fitting]:
@@ -242,7 +262,7 @@ def timed(found: Candidate, table: CostTable) -> Fitting:
 def explain_folding(request: SearchRequest, folding: Folding) -> str:
     """Return one line: why a folding is refused or too large, or the levers with which it fits."""
     check_arguments(explain_folding, locals())
-    return explained(request, folding, planned(request, folding, CostTable.of(request.gpu)))
+    return explained(request, folding, planned(request, folding, request.costs))
 
 
 def planned(request: SearchRequest, folding: Folding, table: CostTable) -> Refusal | Candidate:
@@ -252,7 +272,10 @@ def planned(request: SearchRequest, folding: Folding, table: CostTable) -> Refus
         return refusal
     promise = Promise(request, table)
     found = fit(request, folding, promise)
-    return fastest(request, found, table, promise) if found.fits else found
+    if not found.fits:
+        return found
+    best = min(_orders(request, found, table), key=lambda each: each.time.seconds)
+    return eased(request, best, table, promise)
 
 
 def explained(request: SearchRequest, folding: Folding, found: Refusal | Candidate) -> str:
@@ -263,6 +286,9 @@ def explained(request: SearchRequest, folding: Folding, found: Refusal | Candida
     if isinstance(found, Fitting):
         order = f"{shown_schedule(found)}, " if found.run.pipeline is not None else ""
         return f"{folding}: fits, {used}, {order}levers: {shown_levers(found)}; {found.time.line}"
+    if found.headroom >= 0:
+        host = f"{shown_bytes(found.host)} of {shown_bytes(request.host_limit)}"
+        return f"{folding}: too large: with all levers a server's ranks pin {host} of its memory"
     largest = found.plan.largest
     kind, size = max(largest.device.items(), key=lambda item: item[1])
     return (
@@ -286,7 +312,7 @@ def _planned_as_promised(
     found = planned_with(request, folding, levers or rungs_of(request)[-1])
     if levers is None or found.fits:
         return found
-    promise.learn(folding, levers, max(found.peaks))
+    promise.learn(folding, levers, max(found.peaks), found.host)
     return None
 
 
@@ -301,9 +327,15 @@ def planned_with(
 ) -> Candidate:
     """Plan a folding with the levers of one rung, or with a run that differs from theirs."""
     run = run_of(request, folding, levers) if run is None else run
-    peaks = plan_peak(run)
+    peaks, host = plan_peak(run), plan_memory(run).node_host_bytes if has_host_copies(run) else 0
     return Candidate(
-        folding=folding, run=run, levers=levers, peaks=peaks, headroom=request.limit - max(peaks)
+        folding=folding,
+        run=run,
+        levers=levers,
+        peaks=peaks,
+        headroom=request.limit - max(peaks),
+        host=host,
+        host_headroom=request.host_limit - host,
     )
 
 
@@ -327,11 +359,12 @@ def _changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
     fewer = request.num_gpus * max(1, request.rows // request.num_gpus)
     if fewer != request.rows:
         yield f"{fewer} rows of a step", replace(request, global_batch=fewer)
-    facts = GPUS[request.gpu]
+    facts = gpu_of(request.gpu)
     larger = (gpu for gpu in GPUS if GPUS[gpu].memory > facts.memory)
     # More of the GPUs that were asked for come before others, all of which have more memory.
     more = [(request.gpu, request.num_gpus * 2**n) for n in range(1, 7)]
     for gpu, num_gpus in [*more, *((gpu, request.num_gpus) for gpu in larger)]:
         rows = max(request.rows, num_gpus)
         changed = replace(request, gpu=gpu, num_gpus=num_gpus, global_batch=rows)
-        yield f"{num_gpus} {gpu}", changed
+        name = "such GPUs" if isinstance(gpu, Gpu) else gpu
+        yield f"{num_gpus} {name}", changed

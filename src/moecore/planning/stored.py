@@ -5,8 +5,8 @@ TrainingRun -> ShardPlan of each pipeline rank -> RankBytes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import nn
 
 from moecore.base.options.memory import MemoryOptions
 from moecore.models import Decoder
+from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import build_meshes
+from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.layout import Stage
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.shard.size import RankBytes, rank_bytes
@@ -26,6 +28,7 @@ from moecore.train.optim.adamw import AdamW
 WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
 
 
+FEW = 2  # layers from which on one more adds the same, beside those that are gathered ahead
 SAMPLE = 1 << 20  # elements whose optimizer state is counted
 
 
@@ -64,25 +67,81 @@ def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
     return _sizes(plain)
 
 
-@lru_cache(maxsize=1024)
 def _sizes(run: TrainingRun) -> tuple[RankBytes, ...]:
-    """Return what each pipeline rank stores; ranks whose stages have the same parts once."""
-    stages, rank_of, found = stages_of(run), ranks_of(run), dict[Any, RankBytes]()
+    """Return what each pipeline rank stores, of ranks and runs with the same parts once."""
+    pp, rank_of, is_dense = run.resolved.pp, ranks_of(run), run.model.is_dense
     by_name = run.precision is not None and run.precision.overrides  # layers may differ
-    kind_of: Callable[[int], int] = (lambda i: i) if by_name else run.model.is_dense
-    keys = []
-    for rank in range(run.resolved.pp):
-        key = tuple(
-            (s.embedding, s.loss, s.mtp, tuple(map(kind_of, s.layers)))
-            for s in stages
-            if rank_of[s.index] == rank
+    if run.pipeline is None or by_name or run.fsdp.blocks_per_unit > 1:
+        return tuple(_rank_size(run, rank) for rank in range(pp))
+    found, one_stage = [], replace(run, parallel=run.resolved, pipeline=PipelineConfig(layout="EL"))
+    for rank in range(pp):
+        own = [stage for stage in stages_of(run) if rank_of[stage.index] == rank]
+        kinds = tuple(is_dense(i) for stage in own for i in stage.layers)
+        ends = any(stage.embedding for stage in own), any(stage.loss for stage in own)
+        mtp = sum(len(stage.mtp) for stage in own)
+        found.append(_of_parts(one_stage, *ends, kinds, mtp))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _of_parts(
+    run: TrainingRun, embedding: bool, loss: bool, kinds: tuple[bool, ...], mtp: int
+) -> RankBytes:
+    """Return what a pipeline rank with these parts stores; of `kinds`, True is a dense layer."""
+    model, kind = run.model, run.model.is_dense(run.model.num_layers - 1)
+    few = FEW + run.fsdp.prefetch_blocks
+    if (more := kinds.count(kind) - few) > 1:  # each one more adds the same
+        others = tuple(k for k in kinds if k != kind)
+        short, long = (
+            _of_parts(run, embedding, loss, others + (few + n) * (kind,), mtp) for n in (0, 1)
         )
-        keys.append(key)
-        if key not in found:
-            found[key] = _rank_size(run, rank)
-    return tuple(found[key] for key in keys)
+        return _extended(short, long, more)
+    # A rank before it and one behind it have something too, which it does not see.
+    own = "E" * embedding + "t" * len(kinds) + "m" * mtp + "L" * loss
+    before, behind = "Et" * (not embedding), "" if loss else "t" * (not mtp) + "L"
+    if loss and not own.strip("L"):  # the final norm is with the predictions
+        before += "m" * (more := model.num_mtp_layers)
+        mtp += more
+    stages = [part for part in (before, own, behind) if part]
+    pp, kinds = len(stages), (kind,) * before.count("t") + kinds + (kind,) * behind.count("t")
+    small = replace(
+        run,
+        model=of_kinds(model, kinds, mtp),
+        num_gpus=run.num_gpus // run.parallel.pp * pp,
+        parallel=replace(run.parallel, pp=pp),
+        pipeline=PipelineConfig(layout="|".join(stages)) if pp > 1 else None,
+    )
+    return _rank_size(small, int(not embedding))
 
 
+def _extended(short: RankBytes, long: RankBytes, times: int) -> RankBytes:
+    """Return the bytes with so many layers more than `short`, where `long` has one more."""
+
+    def extended(one: Any, other: Any) -> Any:
+        if isinstance(one, int):
+            return one + times * (other - one)
+        if isinstance(one, tuple):
+            return tuple(map(extended, one, other))
+        names = (each.name for each in fields(one) if each.name != "role")
+        return replace(one, **{n: extended(getattr(one, n), getattr(other, n)) for n in names})
+
+    return extended(short, long)
+
+
+def of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderConfig:
+    """Return the model with these layers, True = dense, and so many predictions."""
+    dense = () if model.moe is None else tuple(i for i, kind in enumerate(kinds) if kind)
+    return replace(
+        model,
+        num_layers=len(kinds),
+        dense_layers=dense,
+        mlp_hidden_dim=model.mlp_hidden_dim if any(kinds) else 0,
+        num_mtp_layers=mtp,
+        mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
+    )
+
+
+@lru_cache(maxsize=1024)
 def _rank_size(run: TrainingRun, pp_rank: int) -> RankBytes:
     rank = pp_rank * run.num_gpus // run.resolved.pp
     with fake_world(run.num_gpus, rank), quiet():

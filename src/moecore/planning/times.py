@@ -17,21 +17,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from moecore.base.fields import PositiveOrZero, check_arguments
-from moecore.parallel.pipeline.layout import Stage
+from moecore.base.options.names import GpuName
+from moecore.parallel.pipeline.layout import LayoutCosts, Stage, balanced_layout
 from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.simulate import spans_of
 from moecore.parallel.pipeline.timeline import Timeline
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
-from moecore.planning.gpus import NODE
+from moecore.planning.gpus import NODE, Gpu
 from moecore.planning.pieces import MIDDLE, Pieces, QueuePiece, like_of, pieces_of, timed_stages
 from moecore.planning.record import PASSES, Pass, Placed, Queued, Work, placed
 from moecore.planning.run import TrainingRun
-from moecore.planning.stored import ranks_of, stages_of, state_bytes, stored_bytes
+from moecore.planning.stored import WHOLE, ranks_of, stages_of, state_bytes, stored_bytes
 
 
 def simulate(
@@ -172,6 +173,7 @@ def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
     return sums
 
 
+SHARES = (0.25, 0.5, 0.75, 1.0)  # of the seconds of a model's ends alone, for layouts
 ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline ranks
 Parts = Mapping[Part, float]
 LINKS: tuple[Part, ...] = ("nvlink", "network", "pcie")
@@ -195,7 +197,7 @@ class TimePlan:
 
     Attributes:
         run: the planned run.
-        gpu: a key of `GPUS`.
+        gpu: as the table's.
         seconds: the seconds of a step.
         parts: the seconds by limit, as in `StepTime`, on the pipeline rank that works longest;
             "bubble" is the time in which that rank waits for others.
@@ -204,7 +206,7 @@ class TimePlan:
     """
 
     run: TrainingRun
-    gpu: str
+    gpu: GpuName | Gpu
     seconds: float
     parts: Parts
     timeline: Timeline | None
@@ -243,6 +245,36 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
     """
     check_arguments(plan_time, locals())
     return plan_times([run], table)[0]
+
+
+def layouts_of(run: TrainingRun, table: CostTable) -> list[TrainingRun]:
+    """Return a run, and with stages the same one with others that balance its ends' seconds."""
+    if run.pipeline is None:
+        return [run]
+    pieces, model, none = pieces_of(run), run.model, replace(WHOLE, embedding=False, loss=False)
+
+    @cache
+    def cost(**parts: Any) -> float:
+        found = _passes(replace(none, **parts), pieces, table)
+        return sum(sum(found[of, pieces.num_micro_batches // 2].parts.values()) for of in PASSES)
+
+    # Between the ends of a model all layers of a kind are alike.
+    kinds = [model.is_dense(i) for i in range(model.num_layers)]
+    middle = {kind: sorted(i for i, of in enumerate(kinds) if of == kind) for kind in kinds}
+    each = {kind: cost(layers=(own[len(own) // 2],)) for kind, own in middle.items()}
+    mtp = tuple(range(model.num_mtp_layers))
+    # Pairs hide more of the ends beside layers than alone: how much, a plan of each layout has.
+    texts = dict[str, None]()
+    for share in SHARES:
+        costs = LayoutCosts(
+            embedding=share * cost(embedding=True),
+            layers=tuple(each[kind] for kind in kinds),
+            mtp=tuple(share * cost(mtp=mtp) / len(mtp) for _ in mtp),
+            loss=share * cost(loss=True),
+        )
+        texts[balanced_layout(costs, num_stages=len(stages_of(run))).text] = None
+    even = run.pipeline
+    return [run, *(replace(run, pipeline=replace(even, layout=t, chunks=None)) for t in texts)]
 
 
 def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:

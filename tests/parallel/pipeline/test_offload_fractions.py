@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moecore.base.options.names import ScheduleName
 from moecore.parallel import Costs, offload_fractions
 from moecore.parallel.pipeline.offload import backwards_ahead, leaves_whole
-from moecore.parallel.pipeline.orders import Action, Overlap, ScheduleName, actions_of
+from moecore.parallel.pipeline.orders import Action, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.simulate import simulate
 

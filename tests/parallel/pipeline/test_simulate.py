@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moecore.base.options.names import ScheduleName
 from moecore.parallel.pipeline.layout import LayoutCosts, balanced_layout, even_layout, parse_layout
-from moecore.parallel.pipeline.orders import Overlap, ScheduleName, actions_of
+from moecore.parallel.pipeline.orders import Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.simulate import Costs, simulate
 

@@ -10,8 +10,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from moecore.base.options.names import ScheduleName
 from moecore.base.torch_names import mark
-from moecore.parallel.pipeline.orders import Action, Overlap, ScheduleName
+from moecore.parallel.pipeline.orders import Action, Overlap
 from moecore.parallel.pipeline.schedule import make_schedule
 from moecore.parallel.pipeline.simulate import Costs, simulate
 from moecore.parallel.pipeline.timeline import Timeline, boxes, draw, mark_name

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 
 from moecore.base.fields import Count, CountOrZero, OneOf, check_fields
-
-Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+from moecore.base.options.names import Strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Literal, get_args
 
 from moecore.base.fields import Bound, Rules, check_fields, shown
+from moecore.base.options.names import PrecisionName as PrecisionName
 
 Scaling = Literal["blockwise", "rowwise", "tensorwise"]
 Format = Literal["e4m3", "e5m2"]
@@ -121,7 +122,6 @@ class Recipe:
 Role = Literal["experts", "shared_experts", "mlp", "attention"]
 ROLES: tuple[Role, ...] = get_args(Role)
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
-PrecisionName = Literal["auto", "blockwise", "rowwise", "tensorwise"]
 
 Roles = Annotated[tuple[Role, ...], f"pass a tuple of {', '.join(map(repr, ROLES))}"]
 Overrides = Annotated[

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moecore.base.fields import Count, Rules, check_fields
+from moecore.base.options.names import ScheduleName
 from moecore.parallel.pipeline.layout import PipelineLayout, even_layout, parse_layout
-from moecore.parallel.pipeline.orders import DEFERRING, RULES, ScheduleName
+from moecore.parallel.pipeline.orders import DEFERRING, RULES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

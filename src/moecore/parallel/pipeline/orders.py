@@ -17,9 +17,6 @@ from itertools import accumulate, count, zip_longest
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["F", "B", "D", "W"]
-ScheduleName = Literal[
-    "gpipe", "1f1b", "interleaved", "overlapped", "zero-bubble", "zbv", "dualpipe-v"
-]
 
 
 class Action(NamedTuple):

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import chain
 
 from moecore.base.fields import Count, check_arguments
+from moecore.base.options.names import ScheduleName
 from moecore.parallel.pipeline.orders import (
     RULES,
     Action,
     Item,
-    ScheduleName,
     Shape,
     actions_of,
     in_turns,

@@ -1,0 +1,22 @@
+"""Names that options take. Commands list them in their help, so nothing here imports torch."""
+
+from typing import Literal
+
+Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+PrecisionName = Literal["auto", "blockwise", "rowwise", "tensorwise"]
+MomentDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
+ScheduleName = Literal[
+    "gpipe", "1f1b", "interleaved", "overlapped", "zero-bubble", "zbv", "dualpipe-v"
+]
+GpuName = Literal["a100-80", "h100-80", "h200-141", "b200-180"]
+PresetName = Literal[
+    "qwen3-30b-a3b",
+    "qwen3-235b-a22b",
+    "mixtral-8x7b",
+    "olmoe-1b-7b",
+    "deepseek-v3",
+    "tiny",
+    "tiny-qwen3",
+    "tiny-shared",
+    "tiny-deepseek-v3",
+]

@@ -1,0 +1,264 @@
+"""`moecore checkpoint`: inspect, verify, convert and prune."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moecore.base.fields import UsageError
+from moecore.base.tables import UNITS, printable
+from moecore.io.checkpoint.directory import latest, prunable, prune, whole_directories
+from moecore.io.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
+from moecore.io.checkpoint.meter import Progress
+
+TARGETS = ("native", "hf", "megatron", "dcp", "dcp-transformers")
+# What only some targets have.
+FITTING = {"step": ("native",), "layout": ("hf",), "max_shard_size": ("native", "hf")}
+
+
+def run_inspect(args: Any) -> int:
+    """Print what a checkpoint holds."""
+    path, kind = _find(args.path)
+    facts = {"native": _native_facts, "Hugging Face": _hf_facts, "DCP": _dcp_facts}[kind](path)
+    tensors = facts.pop("tensors")
+    facts |= _totals(tensors)
+    if path != args.path:
+        facts["steps"] = [p.name for p in whole_directories(args.path)]
+    if args.json:
+        print(json.dumps(facts | {"tensors": tensors}))
+        return 0
+    for name, value in facts.items():
+        print(f"{name:<12} {_shown(value)}")
+    if args.tensors:
+        for name, entry in tensors.items():
+            print(f"  {entry['dtype']:<8} {entry['shape']!s:<24} {printable(name)}")
+    return 0
+
+
+def _native_facts(path: Path) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    facts = manifest.facts
+    return {
+        "path": str(path),
+        "format": "native",
+        "step": facts.step,
+        "world_size": facts.world_size,
+        "meshes": facts.meshes,
+        "versions": facts.versions,
+        "optimizer": facts.optimizer is not None,
+        "scheduler": facts.scheduler is not None,
+        "config": facts.config,
+        "extra": facts.extra,
+        "files": {name: file.size for name, file in manifest.files.items()},
+        "tensors": _entries(manifest.tensors),
+    }
+
+
+def _hf_facts(path: Path) -> dict[str, Any]:
+    from moecore.io.hf.files import CONFIG, HFFiles, read_json
+    from moecore.io.hf.names import find_layout
+    from moecore.io.hf.quant import find_sources
+
+    config = read_json(path / CONFIG)
+    with HFFiles(path) as files:
+        quantization = config.get("quantization_config")
+        sources, _ = find_sources(files, quantization)
+        stored = files.tensors
+    return {
+        "path": str(path),
+        "format": "Hugging Face",
+        "model_type": config.get("model_type"),
+        "layout": find_layout(sources),
+        "quantized": quantization and quantization.get("quant_method"),
+        "versions": {"transformers": config.get("transformers_version")},
+        "files": {f: (path / f).stat().st_size for f in sorted({t.file for t in stored.values()})},
+        "tensors": _entries(stored),
+    }
+
+
+def _dcp_facts(path: Path) -> dict[str, Any]:
+    from moecore.io.interchange.convert import names_in
+    from moecore.io.interchange.dcp import DCPFiles
+
+    with DCPFiles(path) as files:
+        names, stored = names_in(files), files.tensors
+    used = sorted({chunk.file for tensor in stored.values() for chunk in tensor.chunks})
+    return {
+        "path": str(path),
+        "format": "DCP",
+        "names": names,
+        "files": {file: (path / file).stat().st_size for file in used},
+        "tensors": _entries(stored),
+    }
+
+
+def _entries(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
+        for name, tensor in tensors.items()
+    }
+
+
+def _totals(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Number of tensors, elements and bytes by dtype."""
+    elements = Counter[str]()
+    for entry in tensors.values():
+        elements[entry["dtype"]] += math.prod(entry["shape"])
+    sizes = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+    num_bytes = sum(count * sizes[name] for name, count in elements.items())
+    return {"num_tensors": len(tensors), "num_bytes": num_bytes, "elements": elements}
+
+
+def run_verify(args: Any) -> int:
+    """Check a checkpoint; 1 where something is wrong."""
+    path, kind = _find(args.path)
+    if kind == "native":
+        from moecore.io.checkpoint.store import verify
+
+        with _progress("hashing") as progress:
+            manifest = verify(path, "sizes" if args.sizes else "full", progress=progress)
+        print(f"{path}: whole, {len(manifest.files)} files, {_bytes(manifest.num_bytes)}")
+        return 0
+    if kind == "DCP":
+        from moecore.io.interchange.dcp import DCPFiles
+
+        with DCPFiles(path) as files:
+            print(f"{path}: whole, {len(files.tensors)} tensors (.metadata; no digests)")
+        return 0
+    from moecore.io.hf.verify import verify_hf
+
+    problems = verify_hf(path)
+    for problem in problems:
+        print(f"moecore: {path}: {printable(problem)}", file=sys.stderr)
+    if not problems:
+        print(f"{path}: whole (headers; the format has no digests)")
+    return 1 if problems else 0
+
+
+def run_convert(args: Any) -> int:
+    """Write a checkpoint in another format."""
+    path, kind = _find(args.source)
+    to = args.to or ("hf" if kind == "native" else "native")
+    if (kind == "native") == (to == "native"):
+        ways = " or ".join(TARGETS[1:]) if kind == "native" else "native, and then on from there"
+        raise UsageError(f"--to ({to}) must be {ways}: {path} is {kind}")
+    if kind == "Hugging Face" and args.config is not None:
+        raise UsageError(f"--config ({args.config}) must be left out: {path} has its own")
+    if kind != "Hugging Face" and args.config is None:
+        raise UsageError("--config must name the config.json of the Hugging Face model")
+    for name, targets in FITTING.items():
+        value = getattr(args, name)
+        if value is not None and to not in targets:
+            shown = name.replace("_", "-")
+            raise UsageError(f"--{shown} ({value}) must be left out for a target that is {to}")
+    with _progress("writing") as progress:
+        target = (_to_native if to == "native" else _from_native)(args, path, kind, to, progress)
+    print(f"{path} -> {target}")
+    return 0
+
+
+def _to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | None) -> Path:
+    from moecore.io.hf.convert import hf_to_native
+    from moecore.io.interchange.convert import dcp_to_native
+
+    options: dict[str, Any] = dict(
+        dtype=_dtype(args),
+        progress=progress,
+        **_given(step=args.step, max_file_bytes=args.max_shard_size),
+    )
+    if kind == "DCP":
+        return dcp_to_native(path, args.target, config=args.config, **options)
+    return hf_to_native(path, args.target, **options)
+
+
+def _from_native(args: Any, path: Path, _: str, to: str, progress: Progress | None) -> Path:
+    from moecore.io.hf.convert import native_to_hf
+    from moecore.io.interchange.convert import native_to_dcp
+
+    target: Path = args.target
+    options: dict[str, Any] = dict(config=args.config, dtype=_dtype(args), progress=progress)
+    if to == "hf":
+        options |= _given(max_shard_bytes=args.max_shard_size, layout=args.layout)
+        native_to_hf(path, target, **options)
+    else:
+        native_to_dcp(path, target, names=to, **options)  # type: ignore[arg-type]
+    return target
+
+
+def _dtype(args: Any) -> torch.dtype | None:
+    return None if args.dtype is None else getattr(torch, args.dtype)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Return the options that were given; of others the functions have the defaults."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def run_prune(args: Any) -> int:
+    """Remove the older checkpoints of a run."""
+    if args.keep < 1:
+        raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
+    if not args.path.is_dir():
+        raise UsageError(f"path ({args.path}) must be a run: it is not there")
+    for path in (prunable if args.dry_run else prune)(args.path, args.keep):
+        print(f"{'would remove' if args.dry_run else 'removed'} {path}")
+    return 0
+
+
+def _find(path: Path) -> tuple[Path, str]:
+    """Return the checkpoint that a path means, and "native", "Hugging Face" or "DCP"."""
+    if not path.is_dir():
+        raise UsageError(f"path ({path}) must be a directory: it is not there")
+    if (path / MANIFEST).is_file():
+        return path, "native"
+    if (path / ".metadata").is_file():  # with or without the model's config.json beside it
+        return path, "DCP"
+    if (path / "config.json").is_file():
+        return path, "Hugging Face"
+    newest = latest(path)
+    if newest is None:
+        raise UsageError(
+            f"path ({path}) must hold a {MANIFEST}, a config.json, a .metadata or whole step "
+            "directories: it has none of them"
+        )
+    return newest, "native"
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Progress | None]:
+    """Show a bar on a terminal, where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield None
+        return
+    with tqdm(desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def _bytes(count: int) -> str:
+    for unit, size in reversed(UNITS.items()):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{printable(k)}={_shown(v)}" for k, v in value.items()) or "-"
+    if isinstance(value, list):
+        return " ".join(map(_shown, value)) or "-"
+    return "-" if value is None else printable(str(value))
