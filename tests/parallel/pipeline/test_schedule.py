@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from moecore.base.options.names import ScheduleName
 from moecore.parallel.pipeline.orders import (
     DEFERRING,
     PAIRING,
@@ -18,7 +19,6 @@ from moecore.parallel.pipeline.orders import (
     Action,
     Item,
     Overlap,
-    ScheduleName,
     actions_of,
 )
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule

@@ -246,7 +246,7 @@ class Unit:
             return
         note = [] if self.notes is None else self.notes.of(self)
         found = self._transport.gather(views.regions, views.padded, note)
-        if self.notes is not None and self._group is not None:
+        if found and self.notes is not None and self._group is not None:
             self.notes.check(self, found, self._group)
         for param, region, data in zip(params, views.regions, views.parameters, strict=True):
             if param.is_strided:
