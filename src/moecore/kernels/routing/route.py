@@ -14,7 +14,6 @@ gets the very weights of its recording.
 """
 
 from dataclasses import dataclass, fields
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -110,7 +109,10 @@ _OPTIONS = (
     "int top_groups, int group_experts"
 )
 _NAMES = [field.name for field in fields(RouteOptions)]
-_flat = attrgetter(*_NAMES)
+
+
+def _flat(options: RouteOptions) -> tuple[Any, ...]:
+    return tuple(getattr(options, name) for name in _NAMES)
 
 
 def _record(flat: tuple[Any, ...]) -> RouteOptions:
