@@ -31,6 +31,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -52,23 +53,31 @@ SHARED_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # in memory
 RANKS_PER_GPU = int(os.environ.get("MOECORE_RANKS_PER_GPU", "1"))
 IMPORTED = (
     "tests.helpers.ranks",
-    "moecore",
-    "moecore.io",
+    "moecore.parallelize",
+    "moecore.io.hf",
     "moecore.models",
+    "moecore.packing",
+    "moecore.train",
     "pytest",
     "torch._dynamo",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",  # if it is there: a second per rank
-    "tests.helpers.frozen",
 )
-LAST_RANK = forkserver.ForkServer()  # see Note "starts"
-LAST_RANK.set_forkserver_preload(list(IMPORTED))
+FROZEN = "tests.helpers.frozen"
 STARTING = threading.Lock()  # which server forks is a global of multiprocessing
 
 
 def run_ranks(
-    world_size: int, worker: Worker, *args: Any, device_type: str = "cpu", over_gloo: bool = False
+    world_size: int,
+    worker: Worker,
+    *args: Any,
+    device_type: str = "cpu",
+    over_gloo: bool = False,
+    imported: str = "",
 ) -> Any:
-    """Run `worker(rank, device, *args)` on `world_size` new processes; return rank 0's result."""
+    """Run `worker(rank, device, *args)` on `world_size` new processes; return rank 0's result.
+
+    With `imported`, CPU ranks fork from servers that have imported this module as well.
+    """
     transport = device_type if device_type == "cuda" else "gloo" if over_gloo else "shared memory"
     with tempfile.TemporaryDirectory(dir=SHARED_FOLDER) as folder:
         path = os.path.join(folder, "result.pt")
@@ -77,8 +86,9 @@ def run_ranks(
             _join(_start(setup, range(world_size), "spawn"))
         else:
             num_alike = max(1, world_size - 1)
-            last = _fork(setup, range(num_alike, world_size), LAST_RANK)
-            _join(_fork(setup, range(num_alike), forkserver._forkserver), last)
+            servers = _servers(imported)
+            last = _fork(setup, range(num_alike, world_size), servers[1])
+            _join(_fork(setup, range(num_alike), servers[0]), last)
         return torch.load(path, weights_only=False)
 
 
@@ -111,12 +121,21 @@ def forks() -> ForkServerContext:
     The server has no threads: a fork of the process that runs tests would hold their locks forever.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))  # before the server starts; later it is ignored
+    # before the server starts; later it is ignored
+    context.set_forkserver_preload([*IMPORTED, FROZEN])
     return context
 
 
+@cache
+def _servers(imported: str) -> tuple[forkserver.ForkServer, forkserver.ForkServer]:
+    """Return the servers of all ranks but the last, and of the last: see Note "starts"."""
+    alike = forkserver.ForkServer() if imported else forkserver._forkserver
+    for server in (both := (alike, forkserver.ForkServer())):
+        server.set_forkserver_preload([*IMPORTED, *filter(None, [imported]), FROZEN])
+    return both
+
+
 def _fork(setup: tuple[Any, ...], ranks: range, server: forkserver.ForkServer) -> ProcessContext:
-    forks()
     with (
         STARTING,
         patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
-from tests.integrations.titan_runs import TITAN, prepare
+from tests.integrations.titan_runs import IMPORTED, TITAN, prepare
 
 if not TITAN.startswith("0.2"):  # not imported here: `prepare` comes first
     pytest.skip("torchtitan 0.2 is not installed", allow_module_level=True)
@@ -61,7 +61,7 @@ def _message(call: Any) -> str:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(1, worker, str(tmp_path_factory.mktemp("tokens")))
+    return run_ranks(1, worker, str(tmp_path_factory.mktemp("tokens")), imported=IMPORTED)
 
 
 def test_ranks_and_steps_read_rows_in_turn(found: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from tests.integrations.titan_runs import (
     AC,
     COMPILE,
     EP,
+    IMPORTED,
     OWN_TP,
     SPECS,
     TITAN,
@@ -277,7 +278,7 @@ def refused_v03() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(4, worker, folder)
+        return run_ranks(4, worker, folder, imported=IMPORTED)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

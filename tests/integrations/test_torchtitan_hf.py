@@ -25,6 +25,7 @@ from tests.integrations.titan_runs import (
     BATCH,
     COMPILE,
     EP,
+    IMPORTED,
     SEQ_LEN,
     STEPS,
     TITAN,
@@ -221,7 +222,7 @@ def sizes(name: str, folder: str) -> list[tuple[int, int]]:
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(2, worker, os.path.join(folder, "titan"))
+        return run_ranks(2, worker, os.path.join(folder, "titan"), imported=IMPORTED)
 
 
 @pytest.mark.parametrize("name", [*RUNS, "loaded"])

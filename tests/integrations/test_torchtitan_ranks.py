@@ -7,6 +7,7 @@ The oracle is stock torchtitan without tensor parallelism: under tp, the router 
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.integrations.titan_runs import (
     COMPILE,
     EP,
     ETP,
+    IMPORTED,
     OWN_TP,
     STEPS,
     TITAN,
@@ -123,13 +125,15 @@ def runs() -> dict[str, Run]:
         jobs = jobs_in(folder)
         if not V03:
             pairs = {n: jobs.pop(n) for n in list(jobs) if "compiled" in n}
-            return run_ranks(NUM_RANKS, worker, jobs) | run_ranks(2, worker, pairs)
+            start = partial(run_ranks, imported=IMPORTED)
+            return start(NUM_RANKS, worker, jobs) | start(2, worker, pairs)
         # A process trains one stock model: for a second torch 2.14 finds the meshes of the first.
         stock = [name for name in jobs if name.endswith("stock")]
         first, last = ([[n] for n in stock if (" to " in n) == reads] for reads in (False, True))
         found: dict[str, Run] = {}
         for group in (*first, [n for n in jobs if n not in stock], *last):
-            found |= run_ranks(NUM_RANKS, worker, {name: jobs[name] for name in group})
+            jobs_of = {name: jobs[name] for name in group}
+            found |= run_ranks(NUM_RANKS, worker, jobs_of, imported=IMPORTED)
         return found
 
 

@@ -83,6 +83,9 @@ class Run:
     graphs: int = 0  # that torch.compile made
 
 
+IMPORTED = "tests.integrations.titan_imported"  # of ranks: it takes longer than a job
+
+
 def prepare() -> None:
     """Make torchtitan run on CPU ranks; it is imported here."""
     if V03:

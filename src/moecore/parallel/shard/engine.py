@@ -15,6 +15,20 @@ reduced and resharded follows from two counts, which are equal on all ranks:
 
     `_to_come`        announced forwards with gradients that have not ended
     `Unit.waiting`    forwards of the unit's modules whose backward has not ended
+
+Micro-batches of a step share resident units, and run in any order. A resident unit is resharded
+when both counts are 0, or at the end of the micro-batches. One that accumulates is reduced then;
+one that does not is reduced by each backward. A forward that is not announced is a step of its own:
+it starts with new all-gathers, and any backward reduces and reshards all units.
+
+A backward in two parts (`deferring`) defers products of weight gradients:
+
+    D    backward: gradients of inputs, and the weight gradients that autograd computes
+    W    `WeightGradients.run`: the deferred products, unit by unit from the last to the first
+
+Each part reduces the gradients that it computes. So a unit that each micro-batch reduces is reduced
+twice, and has no sums between D and W. A unit that accumulates is reduced once, when no product of
+the unit is left. W reads no weight, so D reshards a unit as any backward does.
 """
 
 from __future__ import annotations
