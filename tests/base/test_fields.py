@@ -40,8 +40,9 @@ from moecore.moe.layer import LayerLayout
 from moecore.packing import DocumentCost, MeasuredCost, PackedCollator
 from moecore.parallel.pipeline.layout import LayoutCosts
 from moecore.parallel.pipeline.simulate import Costs
-from moecore.planning import CostTable, OptimizerOptions, SearchRequest, TrainingRun, Work
+from moecore.planning import CostTable, Gpu, OptimizerOptions, SearchRequest, TrainingRun, Work
 from moecore.planning.costs import Point
+from moecore.planning.gpus import GPUS
 from moecore.train import AdamW, Cut
 from moecore.train.optim.matrices import MatrixLayout
 
@@ -176,6 +177,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Work, WORK),
     (Point, dict(work=Work(**WORK), seconds=1.0)),
     (CostTable, {f.name: getattr(H200, f.name) for f in fields(H200)}),
+    (Gpu, {f.name: getattr(GPUS["h200-141"], f.name) for f in fields(Gpu)}),
     (
         SearchRequest,
         dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8),

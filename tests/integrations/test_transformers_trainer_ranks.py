@@ -72,7 +72,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(2, worker, str(tmp_path_factory.mktemp("trainer")))
+    return run_ranks(2, worker, str(tmp_path_factory.mktemp("trainer")), over_gloo=True)  # DDP
 
 
 @pytest.mark.parametrize("case", PARITY)

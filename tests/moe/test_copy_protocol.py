@@ -181,7 +181,11 @@ def make_layer(words: list[str], model: Model, exchanges: NotedExchangePool) -> 
     layer.router.weight.requires_grad_(not model.frozen)
     layer.experts.w1.requires_grad_(not model.frozen_w1)
     place: Any = SimpleNamespace(
-        num_physical=LOCAL, first_physical=exchanges.rank * LOCAL, etp=1, group=None
+        num_physical=LOCAL,
+        first_physical=exchanges.rank * LOCAL,
+        etp=1,
+        group=None,
+        layer=(0, "moe"),
     )
     place.balanced_tokens = lambda num_tokens, top_k: num_tokens
     layer.dispatcher = NVLinkDispatcher(place, exchanges)

@@ -255,7 +255,10 @@ def test_json_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"gpu": "h201"}, r"CostTable.gpu \('h201'\) must be one of 'a100-80', .*: use one of"),
+        (
+            {"gpu": "h201"},
+            r"CostTable.gpu \('h201'\) must be one of 'a100-80', .* or a Gpu: choose one",
+        ),
         ({"launch_seconds": 0.0}, r"launch_seconds \(0.0\) must be a finite number > 0"),
         ({"efficiency": {}}, r"efficiency \({}\) must have 'product', .*'network': add a share"),
         (

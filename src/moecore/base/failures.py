@@ -23,7 +23,7 @@ KEY = "moecore/failures"
 GRACE_S = 2.0  # how long a rank waits for the others' records: they see one event at one time
 LONGEST, SHORT = 500, 120  # characters of an error, and of one of transport
 OF_TRANSPORT = ("gloo", "NCCL", "Connection closed", "Connection reset")
-_own: list[int] = []  # numbers of this rank's records
+_own: list[tuple[dist.Store, int]] = []  # this rank's records
 
 
 class RankError(RuntimeError):
@@ -73,13 +73,14 @@ def explained(where: str, error: Exception) -> str:
 
 def forget_own() -> None:
     """Withdraw this rank's records: it goes on."""
-    store = _store() if _own else None
-    while _own and store is not None:
-        store.set(f"{KEY}/{_own.pop()}", "")
+    while _own:
+        store, number = _own.pop()
+        with suppress(dist.DistError):  # of a group that has ended since
+            store.set(f"{KEY}/{number}", "")
 
 
 def _store() -> dist.Store | None:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     found: dist.Store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     return found
@@ -100,8 +101,9 @@ def _write(where: str, error: Exception, *, waits: bool) -> None:
     store = _store()
     assert store is not None, "callers have asked"
     with suppress(dist.DistError):  # the rank of the store may be the one that has ended
-        _own.append(store.add(KEY, 1))
-        store.set(f"{KEY}/{_own[-1]}", json.dumps(record))
+        number = store.add(KEY, 1)
+        _own.append((store, number))
+        store.set(f"{KEY}/{number}", json.dumps(record))
 
 
 def _read() -> list[dict[str, Any]]:

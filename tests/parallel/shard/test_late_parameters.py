@@ -187,7 +187,7 @@ def worker(rank: int, device: torch.device) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[Any]:
-    return run_ranks(2, worker)
+    return run_ranks(2, worker, over_gloo=True)  # DDP
 
 
 @pytest.mark.parametrize("name", REFUSED)

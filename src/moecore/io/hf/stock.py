@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from moecore.base.torch_names import DispatchMode
 from moecore.io.hf.files import one_line
 from moecore.io.hf.names import FileRecipe, FileView, TensorPiece, ViewDim, routed_pieces
 
@@ -275,7 +275,7 @@ class _Range:
     parts: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
 
 
-class _Arena(TorchDispatchMode):
+class _Arena(DispatchMode):
     """Addresses for tensors without data, and what copies among them were made of."""
 
     def __init__(self) -> None:
