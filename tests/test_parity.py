@@ -1,6 +1,6 @@
 """Every composition equals one process: the proof that gradients are right on any folding.
 
-    python -m pytest tests/test_parity.py            8 gloo ranks on CPU
+    python -m pytest tests/test_parity.py            8 ranks on CPU
     python -m pytest tests/test_parity.py -m gpu     the same cases over NCCL on 8 GPUs, and nvlink
     python -m pytest tests/test_parity.py -m gpu -k nvlink     dispatcher "nvlink" alone, on 2, 4
                                                                and 8 GPUs, as many as there are

@@ -1,6 +1,6 @@
 """Attention over context parallel ranks against one process's `attend`, every way.
 
-Six gloo ranks are spawned once; groups of 2, 3 and 6 of them are cp ranks.
+Six ranks are spawned once; groups of 2, 3 and 6 of them are cp ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decoders over cp ranks against one process: packed documents, latents, prediction ahead.
 
-Four gloo ranks are spawned once. Every case compares the losses of each data rank, those of the
+Four ranks are spawned once. Every case compares the losses of each data rank, those of the
 modules ahead, every gradient, the experts' counts and the weights after a step of SGD. In some
 `QKClip` clips, and they take two steps. A window is not part of a decoder's config: there both
 sides attend with it.

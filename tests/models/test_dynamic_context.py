@@ -1,6 +1,6 @@
 """Decoders whose micro-batches have a cp each, over a plan of rounds, against one process.
 
-Eight gloo ranks are spawned once. Every case compares the losses, every gradient, the weights after
+Eight ranks are spawned once. Every case compares the losses, every gradient, the weights after
 a step of SGD, and what the MoE layers counted. The plans have groups of 4, 2, 1 and 1 ranks side by
 side. One case compares with documents one by one.
 """

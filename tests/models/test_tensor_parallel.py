@@ -1,6 +1,6 @@
 """Tensor parallelism against one process: loss, logits, every gradient, values after init.
 
-Four gloo ranks are spawned once. Each case runs on tp = 4 and on tp = 2 x dp = 2, where the two tp
+Four ranks are spawned once. Each case runs on tp = 4 and on tp = 2 x dp = 2, where the two tp
 groups see different data, so that a wrong group shows. Gradients of all runs of a case travel in
 one exchange to rank 0, which alone runs the plain model, on the data of each tp group.
 """

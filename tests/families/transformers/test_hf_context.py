@@ -1,6 +1,6 @@
 """transformers models over context parallel ranks, against one process of the stock model.
 
-Four gloo ranks are spawned once. Every case compares losses, all gradients and the parameters of
+Four ranks are spawned once. Every case compares losses, all gradients and the parameters of
 two steps; packed documents are compared with documents one by one.
 """
 

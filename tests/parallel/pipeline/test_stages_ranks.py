@@ -1,6 +1,6 @@
 """Stages under cp, tp, ep and sharding against the whole model on the same ranks, to the bit.
 
-Four gloo ranks are spawned once. Each has all stages of a model, and hands its own tokens on.
+Four ranks are spawned once. Each has all stages of a model, and hands its own tokens on.
 """
 
 from __future__ import annotations
