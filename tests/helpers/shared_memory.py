@@ -145,9 +145,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> SharedMemoryGroup:
         return self
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: timedelta) -> None:
         self.options._timeout = timeout
         self.memory.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
         pass

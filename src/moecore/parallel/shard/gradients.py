@@ -24,6 +24,7 @@ from moecore.base.torch_names import (
     foreach_div_,
     has_gradient_hooks,
     has_value_hooks,
+    is_gloo,
     local_of,
     will_run,
 )
@@ -62,6 +63,9 @@ class Gradients:
         self.later: WeightGradients | None = None
         self._params, self._layout, self._streams = list(params), layout, streams
         self._transport, self._replicas = transport, list(replicas)
+        device_type = streams.device_type
+        self._host_reads = transport.host_reads if transport is not None else device_type == "cpu"
+        self._host_reads &= all(is_gloo(group, device_type) for group in replicas)
         self.dtype, self.divisor = dtype, divisor
         self._taken: set[int] = set()  # parameters whose gradients kernels have put
         self._left: set[int] = set()  # those whose gradients another part of this backward reduces
@@ -292,7 +296,7 @@ class Gradients:
                 dist.all_reduce(summed, group=group)
             if not missing:
                 self._elsewhere = {}
-            if (missing or all_flags.device.type == "cpu") and _has_values(all_flags):
+            if (missing or self._host_reads) and _has_values(all_flags):
                 used, divided, trained = all_flags.view(3, -1).tolist()
                 self._elsewhere = {i: divided[i] > 0 for i in missing if used[i]}
                 self._check_trained(trained)

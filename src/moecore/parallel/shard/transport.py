@@ -34,6 +34,8 @@ Note = Sequence[int]  # of `Notes`
 class UnitTransport(Protocol):
     """How the shard ranks of a unit communicate. On the current stream."""
 
+    host_reads: bool  # whether the host reads what ranks send without waiting for a device
+
     def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
         """Fill each region [ranks * n] with the shards [n] of all ranks; return their notes."""
 
@@ -43,6 +45,8 @@ class UnitTransport(Protocol):
 
 class Coalesced:
     """One launch for a list of regions."""
+
+    host_reads = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -66,12 +70,14 @@ class Coalesced:
 class Packed:
     """One message of all regions, rank by rank."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
+        self._group, self.host_reads = group, device_type == "cpu"
 
     def gather(self, regions: Tensors, shards: Tensors, note: Note) -> list[Note]:
         """As of `UnitTransport`."""
-        sent = torch.tensor(note if shards[0].device.type == "cpu" else [], dtype=torch.int64)
+        sent = torch.tensor(
+            note if self.host_reads and not shards[0].is_meta else [], dtype=torch.int64
+        )
         shards = [*shards, sent.to(shards[0].device).view(shards[0].dtype)]
         own = torch.cat(shards)
         ranks = self._group.size()
@@ -93,7 +99,7 @@ class Packed:
 
 def transport_of(group: dist.ProcessGroup, device_type: str) -> UnitTransport:
     """Return the transport of a group's backend."""
-    return Packed(group) if is_gloo(group, device_type) else Coalesced(group)
+    return Packed(group, device_type) if is_gloo(group, device_type) else Coalesced(group)
 
 
 class StreamMark:
