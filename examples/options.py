@@ -22,10 +22,10 @@ from moecore.base.options.memory import (
     MemoryOptions,
     StashOptions,
 )
+from moecore.base.options.names import ScheduleName
 from moecore.base.options.precision import PrecisionName
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
-from moecore.parallel.pipeline.orders import ScheduleName
 from moecore.parallelize import DispatcherName
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
