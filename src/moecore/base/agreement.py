@@ -114,7 +114,7 @@ def comparable(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta:
         if leaf.numel() == 1:
             return leaf.tolist()
-        return f"{leaf.dtype} {tuple(leaf.shape)}, checksum {_checksum(leaf).item()}"
+        return f"{leaf.dtype} {tuple(leaf.shape)}, checksum {checksum(leaf).item()}"
     is_plain = leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
     return leaf if is_plain else type(leaf).__name__
 
@@ -143,7 +143,7 @@ def differing_tensors(
     real = {n: t for n, t in tensors.items() if not t.is_meta and t.numel()}
     if not real or not _has_others(group):
         return []
-    sums = torch.stack([_checksum(t).to(device_type) for t in real.values()])
+    sums = torch.stack([checksum(t).to(device_type) for t in real.values()])
     names = list(real)
     return [names[i] for i in _where_different(sums, group)]
 
@@ -191,11 +191,14 @@ def _has_others(group: Group) -> bool:
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def _checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 sum of the tensor's bytes, each times a number that depends on its place."""
+def checksum(tensor: Tensor) -> Tensor:
+    """Return an int64 sum of the tensor's words of 8 bytes, each mixed with its place."""
     bits = tensor.detach().contiguous().flatten().view(torch.uint8)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for i, chunk in enumerate(bits.split(1 << 22)):
-        places = torch.arange(1, chunk.numel() + 1, device=tensor.device)
-        total += (places * places % 1000003 * (i + 1) * (chunk.to(torch.int64) + 1)).sum()
+    words = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(torch.int64)
+    total = torch.full((), bits.numel(), dtype=torch.int64, device=tensor.device)
+    for i, chunk in enumerate(words.split(1 << 20)):
+        places = torch.arange(i << 20, (i << 20) + chunk.numel(), device=tensor.device)
+        # Odd factors lose no bit; without the shift, words that changed places would add up alike.
+        mixed = (chunk + places * 0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9
+        total += (mixed ^ (mixed >> 32)).sum()
     return total
