@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
+from types import FrameType
+
+from torch import nn
 
 import moecore
+from moecore import MemoryOptions, ParallelConfig, build_meshes
+from moecore.planning import fake_world
+from tests.families.transformers.hf_models import random_model
 
 SRC = Path(moecore.__file__).parent
 # From the ground up. A room imports itself and what stands before it.
@@ -71,3 +78,32 @@ def test_no_packages_import_each_other() -> None:
             if a != b and not f"{a}.".startswith(f"{b}.") and not f"{b}.".startswith(f"{a}.")
         }
         assert [(a, b) for a, b in apart if a < b and (b, a) in apart] == []
+
+
+def test_parallelize_is_a_list_of_phases() -> None:
+    """Each room brings its phase: the function that calls all of them knows few modules."""
+    lines = FILES["moecore.parallelize"].read_text().splitlines()
+    imported = {name for importer, name in arrows() if importer == "moecore.parallelize"}
+    assert len(lines) < 300 and len(imported) < 30
+
+
+def test_a_model_passes_few_files() -> None:
+    """Files with a function that gets the model or a module of it, from the call to its return."""
+    passed = set[str]()
+
+    def visit(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(SRC)):
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            if any(isinstance(frame.f_locals.get(name), nn.Module) for name in names):
+                passed.add(code.co_filename)
+
+    model = random_model("qwen3-moe")
+    with fake_world(8):
+        meshes = build_meshes(ParallelConfig(ep=4), "cpu")
+        sys.setprofile(visit)
+        try:
+            moecore.parallelize_moe(model, meshes, memory=MemoryOptions(recompute="gemm_last"))
+        finally:
+            sys.setprofile(None)
+    assert 20 < len(passed) < 40

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
 from inspect import signature
 from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
@@ -27,27 +26,27 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, PrecisionName, Recipe
 from moecore.families.family import family_of
 from moecore.moe.backends import ExpertBackend
-from moecore.moe.balance import BalanceGroups
-from moecore.moe.shortage import Capacity
-from moecore.moe.state import MoEState
 from moecore.parallel.arguments import compare_arguments
 from moecore.parallel.attached import ATTACHED, Attached
 from moecore.parallel.checks import check_layers, check_request
-from moecore.parallel.dispatch import apply_context, apply_layers, resolve_dispatcher
+from moecore.parallel.dispatch import (
+    apply_balance,
+    apply_context,
+    apply_layers,
+    resolve_dispatcher,
+)
 from moecore.parallel.family import Adapter
 from moecore.parallel.mesh import Meshes
 from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.parallel.pipeline.run import apply_pipeline, chunks_of, cut_stages
+from moecore.parallel.pipeline.run import apply_pipeline, cut_stages
 from moecore.parallel.request import LossConvention, Request, model_entries
 from moecore.parallel.shard.apply import shard_model
 from moecore.parallel.shard.as_module import act_as_modules
-from moecore.parallel.shard.late_parameters import mark_replaced, refuse_added
+from moecore.parallel.shard.late_parameters import mark_replaced
 from moecore.parallel.shard.make import cut_model, make_plan
 from moecore.parallel.shard.plan import ShardPlan
 from moecore.precision.apply import apply_precision, defer_linears
-from moecore.train.graphs.regions import compile_blocks, compiled_modules, graph_blocks
-from moecore.train.memory.apply import apply_memory, apply_stash
-from moecore.train.memory.compiled import inductor_options
+from moecore.train.phases import compile_dense, graph_dense, save_less
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -233,61 +232,18 @@ def _shard(model: nn.Module, found: Attached) -> None:
     found.engine = shard_model(model, found.plan, found.request.meshes)
 
 
-def _compile(model: nn.Module, found: Attached) -> None:
-    if not found.request.compile_dense:
-        return
-    blocks = found.blocks(model)
-    options = inductor_options(blocks, found.request.memory)
-    compile_blocks(blocks, options=options)
-    found.compiled = {module for block in blocks for module in compiled_modules(block)}
-
-
-def _save_less(model: nn.Module, found: Attached) -> None:
-    blocks, request = found.blocks(model), found.request
-    how = request.memory, request.meshes.device
-    chunks = chunks_of(model, blocks, found)
-    found.offload = apply_memory(blocks, *how, compiled=found.compiled, stages=chunks)
-    found.stash = apply_stash(blocks, *how, compiled=found.compiled)
-
-
-def _graph(model: nn.Module, found: Attached) -> None:
-    if not found.request.graph_dense:
-        return
-    blocks = found.blocks(model)
-    chunks = chunks_of(model, blocks, found)
-    names = dict(zip(blocks, found.plan.blocks, strict=True))
-    for chunk in [blocks] if chunks is None else chunks.values():
-        graph_blocks({names[block]: block for block in chunk})
-
-
-def _balance(model: nn.Module, found: Attached) -> None:
-    meshes = found.request.meshes
-    groups = BalanceGroups(
-        micro_batch=meshes.micro_batch_group,
-        global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,
-        data_ranks=meshes.data_ranks,
-        cp=meshes.parallel.cp,
-        by_cp=found.shared_by,
-    )
-    found.state = MoEState(
-        found.layers, groups, loss=found.request.loss, check_parameters=partial(refuse_added, model)
-    )
-    tokens = None if found.exchanges is None else found.exchanges.tokens
-    found.capacity = Capacity(found.exchanges, tokens, found.stash, device=meshes.device)
-
-
 PHASES: tuple[Callable[[nn.Module, Attached], None], ...] = (
     resolve_dispatcher,  # the plan is whole from here on
     _cut,  # what a rank owns of experts and over tp: layers and units read these shapes
-    apply_context,
+    apply_context,  # before balance, which counts over its groups
     _quantise,  # before deferring, which looks for linears in FP8
     apply_layers,  # after the cut, whose shapes products are chosen for
-    _defer,
+    _defer,  # before sharding, which finds the linears whose gradients come later
     _shard,  # after all that changes a module's class or parameters; before wraps of forwards
-    _compile,  # inside of the units' hooks
-    _save_less,  # around what is compiled
-    _graph,  # around what saves less
-    _balance,
+    compile_dense,  # inside of the units' hooks
+    save_less,  # around what is compiled
+    graph_dense,  # around what saves less
+    apply_balance,  # after exchanges and pages, whose shortages it collects
     compare_arguments,  # before all other hooks of a forward
     apply_pipeline,  # last: copies of parameters are compared as they were sharded
 )

@@ -1,9 +1,10 @@
-"""How tokens and keys travel: dispatchers and MoE layers by the plan, places of cp ranks."""
+"""How tokens and keys travel, and who counts tokens: MoE layers by the plan, places of cp ranks."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from moecore.attention.context_parallel.held import ContextParallel
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.precision import Recipe
+from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
@@ -23,10 +25,13 @@ from moecore.moe.dispatch.peer_memory import find_known_problem, find_problem
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
+from moecore.moe.shortage import Capacity
+from moecore.moe.state import MoEState
 from moecore.parallel.attached import Attached
 from moecore.parallel.mesh import Meshes, context_groups, split_context
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.request import Request
+from moecore.parallel.shard.late_parameters import refuse_added
 from moecore.precision.linear import Fp8Products
 
 logger = logging.getLogger("moecore.parallelize")
@@ -168,3 +173,20 @@ def _place(meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup) ->
         return ContextParallel(group, *split_context(meshes, group.size(), options.a2a_ranks))
     a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
     return ContextParallel(group, a2a, ring)
+
+
+def apply_balance(model: nn.Module, found: Attached) -> None:
+    """Give the MoE layers their balance record, and its step what buffers may lack."""
+    meshes = found.request.meshes
+    groups = BalanceGroups(
+        micro_batch=meshes.micro_batch_group,
+        global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,
+        data_ranks=meshes.data_ranks,
+        cp=meshes.parallel.cp,
+        by_cp=found.shared_by,
+    )
+    found.state = MoEState(
+        found.layers, groups, loss=found.request.loss, check_parameters=partial(refuse_added, model)
+    )
+    tokens = None if found.exchanges is None else found.exchanges.tokens
+    found.capacity = Capacity(found.exchanges, tokens, found.stash, device=meshes.device)
