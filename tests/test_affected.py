@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -113,3 +115,23 @@ def test_names_of_a_package_lead_to_their_files(
     assert affected.tests_for("src/parcel/now.py") == [early, late]
     assert affected.tests_for("src/parcel/inner/then.py") == [late]
     assert affected.tests_for("src/parcel/other.py") == [other]
+
+
+def test_names_that_left_out_folders_import_exist() -> None:
+    """A name that moves in src must not break scripts whose tests a change leaves out."""
+    scripts = [p for folder in ("examples", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
+    asked = {
+        (node.module, alias.name)
+        for script in scripts
+        for node in ast.walk(ast.parse(script.read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("moecore", "tests."))
+        for alias in node.names
+    }
+    assert len(asked) > 100
+    for module, name in sorted(asked):
+        try:
+            found = importlib.import_module(str(module))
+        except ImportError as error:
+            assert " needs " in str(error)  # an optional package, named
+            continue
+        assert hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}"), (module, name)
