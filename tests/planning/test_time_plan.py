@@ -168,6 +168,20 @@ def test_the_next_change() -> None:
     assert next_change(found, TABLE, limit=10**9) is None
 
 
+def test_what_pairs_are_taken_to_hide_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "32", "--pp", "2", "--ep", "8"]
+    call += ["--etp", "2", "--chunks", "2", "--micro-batches", "8", "--seq-len", "64", "--schedule"]
+    told = {
+        ("overlapped", "0.5"): "pairs hide 50%",
+        ("overlapped", "0"): "",
+        ("interleaved", "1"): "",
+    }
+    for (schedule, share), text in told.items():
+        assert main([*call, schedule, "--pairs-hide", share]) == 0
+        out = capsys.readouterr().out
+        assert text in out and ("assumed, no run has shown it" in out) == bool(text)
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     call = ["plan", "--preset", "tiny", "--gpus", "4", "--pp", "2", "--micro-batches", "8"]
     call += ["--seq-len", "64"]

@@ -35,7 +35,7 @@ from moecore.planning.run import (
     new_garbage,
 )
 from moecore.planning.search import Fitting, explained, planned, search, shown_levers
-from moecore.planning.times import TimePlan, plan_time, time_step
+from moecore.planning.times import TimePlan, hidden_share, plan_time, time_step
 
 
 class MeasuredStep(NamedTuple):
@@ -205,7 +205,13 @@ def _numbers(time: TimePlan) -> dict[str, Any]:
 def _print_time(args: Any, time: TimePlan, limit: int | None = None) -> None:
     """Print how long a step takes, and what to change."""
     print(time.line)
-    change = next_change(time, _table(args), limit)
+    table = _table(args)
+    if hides := hidden_share(time.run, table):
+        print(
+            f"assumed, no run has shown it: pairs hide {hides:.0%} of the exchanges between nodes "
+            "that their computation lasts for (--pairs-hide 0: none)"
+        )
+    change = next_change(time, table, limit)
     print(f"next: {'nothing of what is known gains' if change is None else change}")
 
 

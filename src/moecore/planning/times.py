@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from moecore.base.fields import PositiveOrZero, check_arguments
 from moecore.base.options.names import GpuName
 from moecore.parallel.pipeline.layout import LayoutCosts, Stage, balanced_layout
-from moecore.parallel.pipeline.orders import Action, Item, Overlap, actions_of
+from moecore.parallel.pipeline.orders import PAIRING, Action, Item, Overlap, actions_of
 from moecore.parallel.pipeline.schedule import Schedule, make_schedule
 from moecore.parallel.pipeline.simulate import spans_of
 from moecore.parallel.pipeline.timeline import Timeline
@@ -343,6 +343,13 @@ def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, known: Know
     return max(0.0, copy - out) + max(0.0, copy - back)
 
 
+def hidden_share(run: TrainingRun, table: CostTable) -> float:
+    """Return the share of a run's exchanges between nodes that pairs hide, as the table assumes."""
+    is_paired = run.pipeline is not None and run.pipeline.schedule in PAIRING
+    is_across = run.resolved.ep * run.resolved.etp > NODE and run.nvlink is None
+    return table.pairs_hide if is_paired and is_across else 0.0
+
+
 def _staged(
     run: TrainingRun, pieces: Pieces, table: CostTable, known: Known
 ) -> tuple[float, Parts, Timeline]:
@@ -355,8 +362,7 @@ def _staged(
     end_seconds = max(end_spans.ends, default=0.0)
     end_parts = exposed(end_spans, 0.0, end_seconds)
     send = _send_seconds(run, table)
-    is_across = run.resolved.ep * run.resolved.etp > NODE and run.nvlink is None
-    hides = table.pairs_hide if is_across else 0.0
+    hides = hidden_share(run, table)
     timelines: dict[int, Timeline] = {}
 
     def step(num_micro_batches: int) -> tuple[float, Parts]:
