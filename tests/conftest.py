@@ -42,6 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if runs_here(item)]
+    for item in items:
+        if (mark := item.get_closest_marker("gpus")) and torch.cuda.device_count() < mark.args[0]:
+            item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]} GPUs, one per rank"))
     # Long files first, so that workers end together.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

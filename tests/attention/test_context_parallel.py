@@ -22,7 +22,7 @@ from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import attention_backward
 from moecore.kernels.zigzag import held_tokens, row_borders
-from tests.helpers.ranks import RANKS_PER_GPU, run_ranks
+from tests.helpers.ranks import run_ranks
 
 SCALE = 0.4
 WORKED = torch.tensor([0, 12, 36, 42])  # the documents of `kernels/zigzag.py`
@@ -242,9 +242,8 @@ def test_bf16_is_at_most_twice_as_wrong_as_one_process(results: dict[Any, Any]) 
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus(2)  # gloo sends nothing from a GPU's memory
 def test_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus() -> None:
-    if torch.cuda.device_count() < 2 or RANKS_PER_GPU > 1:
-        pytest.skip("needs 2 GPUs and NCCL: gloo sends nothing from a GPU's memory")
     check_half(run_ranks(2, half_worker, device_type="cuda"))
 
 

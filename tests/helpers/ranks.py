@@ -13,8 +13,9 @@ or over gloo, where its sums or its errors are what a test is about.
 Note "pollers": each gloo device has a thread that wakes up a hundred times a second, and each group
 makes a device of its own, ten for a mesh. All groups of a CPU rank share one.
 
-Ranks may share GPUs: with MOECORE_RANKS_PER_GPU=4 what wants 8 GPUs runs on 2. Collectives are
-gloo's then, since NCCL wants a GPU per rank; stores into peers' memory stay what they are.
+Ranks share GPUs where a host has fewer than ranks. Collectives are gloo's then, since NCCL wants a
+GPU per rank; stores into peers' memory stay what they are. What needs NCCL, or a graph of its
+collectives, has the mark `gpus(n)` with how many GPUs of its own it wants.
 
 Ranks that wait for each other for ever say where: after MOECORE_RANKS_TIMEOUT_S seconds (900) each
 prints its stacks and ends.
@@ -38,7 +39,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -50,7 +50,7 @@ Worker = Callable[..., Any]
 LIBRARY = torch.library.Library("_c10d_functional", "IMPL")  # what it holds lives as long
 TIMEOUT_S = "MOECORE_RANKS_TIMEOUT_S"
 SHARED_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # in memory
-RANKS_PER_GPU = int(os.environ.get("MOECORE_RANKS_PER_GPU", "1"))
+ON_ONE_GPU = 4  # ranks that share the only GPU of a host, where any number would do
 IMPORTED = (
     "tests.helpers.ranks",
     "moecore.parallelize",
@@ -93,22 +93,9 @@ def run_ranks(
 
 
 def num_gpu_ranks() -> int:
-    """Return how many ranks the GPUs of this host can be."""
-    return torch.cuda.device_count() * RANKS_PER_GPU
-
-
-def lacks_gpus(num_ranks: int) -> str | None:
-    """Return why the GPUs of this host cannot be so many ranks, or None."""
-    if num_gpu_ranks() >= num_ranks:
-        return None
-    per_gpu = -(-num_ranks // max(1, torch.cuda.device_count()))
-    return f"needs {num_ranks} GPUs, or MOECORE_RANKS_PER_GPU={per_gpu}"
-
-
-def need_gpu_ranks(num_ranks: int) -> None:
-    """Skip the test that calls this, unless the GPUs of this host can be so many ranks."""
-    if reason := lacks_gpus(num_ranks):
-        pytest.skip(reason)
+    """Return how many ranks the GPUs of this host are for a test that takes any number."""
+    num_gpus = torch.cuda.device_count()
+    return ON_ONE_GPU if num_gpus == 1 else num_gpus
 
 
 def gpu_of_rank(rank: int) -> torch.device:
@@ -189,7 +176,7 @@ def _start_group(rank: int, world_size: int, transport: str, *, store: str) -> N
     backend = "gloo"
     if transport == "cuda":
         torch.cuda.set_device(gpu_of_rank(rank))
-        if RANKS_PER_GPU == 1:
+        if world_size <= torch.cuda.device_count():
             backend = "cpu:gloo,cuda:nccl"
         else:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"

@@ -48,19 +48,23 @@ PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
-    enter_launcher(rank, folder)
+def parity_and_files(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    enter_launcher(rank, device, folder)
     found: dict[str, Any] = {
         name: against_stock(f"{folder}/parity", options, **config)
         for name, (options, config) in PARITY.items()
     }
+    return found | {"exported": exported(f"{folder}/exported")}
+
+
+def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    found = parity_and_files(rank, device, folder)
     found["packed"] = packs(f"{folder}/packed")
     found["cp"] = over_cp(f"{folder}/cp")
     found["resumed"] = resumed(f"{folder}/resumed")
     found["skipped"] = skipped(f"{folder}/skipped")
     found["fp16"] = in_fp16(f"{folder}/fp16")
     found["best"] = best_model(f"{folder}/best")
-    found["exported"] = exported(f"{folder}/exported")
     found["refused"] = refused(f"{folder}/refused")
     if find_spec("trl") is not None:
         from tests.integrations.trl_runs import dpo, sft
@@ -77,7 +81,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", PARITY)
 def test_equals_stock_trainer_under_ddp(case: str, results: dict[str, Any]) -> None:
-    found = results[case]
+    check_parity(results[case])
+
+
+def check_parity(found: dict[str, Any]) -> None:
     for ours, stock in zip(found["ours"], found["stock"], strict=True):
         assert ours == pytest.approx(stock, rel=1e-6)
     assert len(found["ours"][0]) >= 2
@@ -156,9 +163,20 @@ def test_the_best_model_is_loaded_at_the_end(results: dict[str, Any]) -> None:
 
 
 def test_save_model_writes_what_from_pretrained_reads(results: dict[str, Any]) -> None:
-    found = results["exported"]
+    check_files(results["exported"])
+
+
+def check_files(found: dict[str, Any]) -> None:
     assert found["files"] == ["config.json", "generation_config.json", "model.safetensors"]
-    assert found["distance"][0] == 0.0
+    assert found["distance"][0] == found["read"][0] == 0.0
+
+
+@pytest.mark.gpu
+def test_on_gpus(tmp_path: Path) -> None:
+    found = run_ranks(2, parity_and_files, str(tmp_path), device_type="cuda")
+    check_files(found.pop("exported"))
+    for name in PARITY:
+        check_parity(found[name])
 
 
 def test_plain_trainer_names_the_one_to_use(results: dict[str, Any]) -> None:

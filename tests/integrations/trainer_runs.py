@@ -26,6 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
 from moecore.integrations.transformers import MoETrainer
+from moecore.io import load_hf
 from moecore.packing import PackedCollator
 from tests.families.transformers.hf_models import random_model
 
@@ -44,8 +45,10 @@ COMMON: dict[str, Any] = dict(
 )
 
 
-def enter_launcher(rank: int, folder: str) -> None:
+def enter_launcher(rank: int, device: torch.device, folder: str) -> None:
     """Set what torchrun sets: accelerate looks there, although the group is running."""
+    COMMON["use_cpu"] = device.type == "cpu"
+    local = rank if device.index is None else device.index  # ranks may share a GPU
     port = Path(folder) / "port"
     if rank == 0:
         with socket.socket() as free:
@@ -53,7 +56,7 @@ def enter_launcher(rank: int, folder: str) -> None:
             port.write_text(str(free.getsockname()[1]))
     dist.barrier()
     world = str(dist.get_world_size())
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=world)
     os.environ.update(LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=port.read_text(), HF_HUB_OFFLINE="1")
 
@@ -356,7 +359,16 @@ def exported(folder: str) -> dict[str, Any]:
     trainer.save_model()
     names = sorted(path.name for path in Path(folder).iterdir())
     loaded = type(make_model()).from_pretrained(folder)
-    return {"files": names, "distance": furthest(whole(loaded), whole(trainer.model))}
+    with torch.device("meta"):
+        read = sharded(type(loaded)(loaded.config))
+    read.to_empty(device=trainer.args.device)
+    load_hf(folder, read)
+    found = {name: value.cpu() for name, value in whole(trainer.model).items()}
+    return {
+        "files": names,
+        "distance": furthest(whole(loaded), found),
+        "read": furthest({name: value.cpu() for name, value in whole(read).items()}, found),
+    }
 
 
 def refused(folder: str) -> list[str]:

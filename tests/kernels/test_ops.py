@@ -396,7 +396,7 @@ def test_the_current_device_is_not_set_again() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpus(2)
 def test_another_device_is_made_current() -> None:
     with on_device(torch.empty(1, device="cuda:1")):
         assert torch.cuda.current_device() == 1

@@ -2,7 +2,7 @@
 
     python -m pytest -m gpu tests/moe/test_clones_gpu.py
 
-One rank per GPU of the host, or several with MOECORE_RANKS_PER_GPU, spawned once.
+One rank per GPU of the host, or four on its only one, spawned once.
 """
 
 from __future__ import annotations

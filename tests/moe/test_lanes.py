@@ -35,7 +35,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import moe_state
 from moecore.parallel.pipeline.layout import parse_layout
 from moecore.parallel.shard.transport import Packed
-from tests.helpers.ranks import need_gpu_ranks, run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -432,5 +432,4 @@ def gpu_worker(rank: int, device: torch.device) -> dict[str, list[str]]:
 
 @pytest.mark.gpu
 def test_pairs_on_gpus() -> None:
-    need_gpu_ranks(2)
     assert run_ranks(2, gpu_worker, device_type="cuda") == {name: [] for name in CASES}

@@ -25,7 +25,7 @@ from tests.families.transformers.hf_models import (
     whole_gradients,
     worst,
 )
-from tests.helpers.ranks import need_gpu_ranks, run_ranks
+from tests.helpers.ranks import run_ranks
 
 FOLDINGS = {
     "ep4": dict(ep=4),
@@ -192,7 +192,6 @@ def results() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gpu_results() -> dict[str, Any]:
-    need_gpu_ranks(4)
     return run_ranks(4, worker, GPU_CASES, device_type="cuda")
 
 

@@ -39,7 +39,7 @@ from tests.families.transformers.lora_cases import (
     peft,
     train,
 )
-from tests.helpers.ranks import need_gpu_ranks, run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -194,7 +194,6 @@ def results(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.gpu
 def test_training_on_gpus_equals_stock_peft(folder: Path) -> None:
-    need_gpu_ranks(RANKS)
     if not HAS_SEPARATE_PIECES:
         pytest.skip("etp cuts concatenated weights with torch >= 2.13")
     found = run_ranks(RANKS, worker, folder, device_type="cuda")

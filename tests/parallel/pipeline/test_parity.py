@@ -37,7 +37,7 @@ from moecore.train import GraphedForwardBackward
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.parity import Case, run_case, worst_error
 from tests.helpers.parts import on_parts
-from tests.helpers.ranks import RANKS_PER_GPU, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole
 from tests.test_parity import BF16, FP8, FP32_BOUND, case
 
@@ -504,9 +504,8 @@ def test_the_code_of_the_page_runs(results: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus(2)
 def test_on_gpus() -> None:
     """Messages in both directions between one pair of ranks, over NCCL: gloo sends none of GPUs."""
-    if torch.cuda.device_count() < 2 or RANKS_PER_GPU > 1:
-        pytest.skip("needs 2 GPUs, one per rank, for NCCL")
     for name, errors in run_ranks(2, worker, ON_GPUS, device_type="cuda").items():
         assert {n: e for n, e in errors.items() if not e < FP32_BOUND} == {}, name

@@ -40,7 +40,7 @@ from moecore.parallel.shard.transport import Packed
 from moecore.parallel.shard.unit import Unit
 from moecore.precision.linear import Fp8Products
 from moecore.train import AdamW
-from tests.helpers.ranks import need_gpu_ranks, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.test_plan import planned
 from tests.parallel.shard.units import units
 
@@ -348,7 +348,6 @@ def gpu_worker(rank: int, device: torch.device) -> dict[str, Any]:
 @pytest.mark.gpu
 def test_on_gpus() -> None:
     """Bytes are gathered beside compute. One step's loss is noisy: bf16's mean is compared."""
-    need_gpu_ranks(2)
     results = run_ranks(2, gpu_worker, device_type="cuda")
     assert results["wrong"] == []
     assert results["kept"] == results["fp8"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
 from moecore.parallel.attached import moe_state
-from tests.helpers.ranks import need_gpu_ranks, num_gpu_ranks, run_ranks
+from tests.helpers.ranks import num_gpu_ranks, run_ranks
 from tests.parallel.shard import test_unit
 from tests.parallel.shard.units import recorded, units
 
@@ -221,7 +221,6 @@ def test_gradients_have_the_bits_of_one_after_the_other(
 @pytest.mark.gpu
 def test_streams_of_micro_batches_in_flight() -> None:
     """Gathers and reductions beside compute; collectives of NCCL are not counted."""
-    need_gpu_ranks(2)
     found = run_ranks(num_gpu_ranks(), gpu_worker, device_type="cuda")
     assert {case: [wrong for wrong, _ in ranks if wrong] for case, ranks in found.items()} == {
         case: [] for case in found

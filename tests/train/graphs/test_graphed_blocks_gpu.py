@@ -1,6 +1,6 @@
 """Blocks whose parts are graphs train as eager ones do, on GPUs.
 
-    MOECORE_RANKS_PER_GPU=2 python -m pytest -m gpu tests/train/graphs/test_graphed_blocks_gpu.py
+    python -m pytest -m gpu tests/train/graphs/test_graphed_blocks_gpu.py
 
 No graph holds a collective, so ranks may share a GPU; stages need one each, since what ranks that
 share one have for messages (gloo) sends no GPU memory. Eager training is run twice: replays may
@@ -16,15 +16,12 @@ import torch
 import torch.distributed as dist
 
 from moecore import MemoryOptions
-from tests.helpers.ranks import num_gpu_ranks, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.train.graphs.test_forward_backward_gpu import scribble
 from tests.train.graphs.test_graphed_blocks import CASES, SHARED, Case, parts_of, train
 
 WORLD = 2
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(num_gpu_ranks() < WORLD, reason="needs 2 GPUs, or MOECORE_RANKS_PER_GPU=2"),
-]
+pytestmark = pytest.mark.gpu
 
 CASES = CASES | {
     "compiled": Case(options=dict(compile_dense=True)),

@@ -19,7 +19,7 @@ from moecore.io import load, save
 from moecore.models import Decoder, preset
 from moecore.train import AdamW, GraphedForwardBackward, HostAdamW, StateOffload
 from moecore.train.optim import state_offload
-from tests.helpers.ranks import RANKS_PER_GPU, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.train.optim.test_state_offload import away, state_of
 
 pytestmark = pytest.mark.gpu
@@ -228,7 +228,6 @@ def all_runs(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     return {kind: graphed_run(kind, folder) for kind in kinds}
 
 
-@pytest.mark.skipif(RANKS_PER_GPU > 1, reason="gloo's collectives can not be captured")
 def test_shards_graphs_and_checkpoints(tmp_path: Any) -> None:
     found = run_ranks(1, all_runs, str(tmp_path), device_type="cuda")
     want, again = found["eager"]["losses"], found["eager again"]["losses"]
