@@ -37,7 +37,7 @@ from moecore.kernels.routing.counts import add_expert_counts
 from moecore.moe.dispatch.collectives import exchange_all
 from moecore.moe.dispatch.exchange import CloneExchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
-from moecore.moe.lanes import Lanes
+from moecore.moe.pairs import Pairs
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
 
@@ -93,24 +93,24 @@ class Cloner:
             self._kept.clear()
 
     @torch.compiler.disable
-    def place(self, routing: Routing, lanes: Lanes | None) -> tuple[Routing, AnyClones | None]:
+    def place(self, routing: Routing, pairs: Pairs | None) -> tuple[Routing, AnyClones | None]:
         """Return the routing with its physical experts, and this forward's clones; None = none."""
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:  # loads are even, so nobody has clones
             return replace(routing, physical_TK=p.physical_ids(ids_TK)), None
-        plan, before_E = self._plan(ids_TK, lanes)
+        plan, before_E = self._plan(ids_TK, pairs)
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
         routing = replace(routing, physical_TK=physical_ids(ids_TK, before_E, plan, **sizes))
         self._count(plan.experts_N)
-        return routing, self._clones(plan.experts_N, lanes)
+        return routing, self._clones(plan.experts_N, pairs)
 
-    def _plan(self, ids_TK: Tensor, lanes: Lanes | None) -> tuple[ClonePlan, Tensor]:
+    def _plan(self, ids_TK: Tensor, pairs: Pairs | None) -> tuple[ClonePlan, Tensor]:
         """Return the plan, and how many tokens of each expert precede this rank's, int32 [E]."""
         p = self._placement
         if self._kept is not None:
             none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
             return self._kept.part_of(ids_TK), none_E
-        counts_GE = self._counts(ids_TK, lanes)
+        counts_GE = self._counts(ids_TK, pairs)
         plan = plan_clones(
             counts_GE.sum(0, dtype=torch.int32),
             num_ranks=p.ep,
@@ -119,7 +119,7 @@ class Cloner:
         )
         return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
-    def _clones(self, experts_N: Tensor, lanes: Lanes | None) -> AnyClones | None:
+    def _clones(self, experts_N: Tensor, pairs: Pairs | None) -> AnyClones | None:
         """Return the clones; None = none. Collectives need a host sync, unless a plan stays."""
         p = self._placement
         if self._exchanges is not None:
@@ -127,7 +127,7 @@ class Cloner:
             places = Places(experts_N=experts_N, **sizes)
             return PeerClones(self._exchanges.clones(experts_N.device), places)
         experts = experts_N.tolist() if self._kept is None else self._kept.experts
-        return None if max(experts) < 0 else Clones.of(experts, p, self._group, lanes)
+        return None if max(experts) < 0 else Clones.of(experts, p, self._group, pairs)
 
     def _count(self, experts_N: Tensor) -> None:
         """Count the clones on this rank, on the device, in forwards that train."""
@@ -138,7 +138,7 @@ class Cloner:
         counted_2[0] += here_c.sum()
         counted_2[1] += 1
 
-    def _counts(self, ids_TK: Tensor, lanes: Lanes | None) -> Tensor:
+    def _counts(self, ids_TK: Tensor, pairs: Pairs | None) -> Tensor:
         """Return the tokens of each rank for each expert, int64 [G, E]."""
         p = self._placement
         mine_1E = torch.zeros(1, p.num_experts, dtype=torch.int64, device=ids_TK.device)
@@ -146,7 +146,7 @@ class Cloner:
         if self._exchanges is not None:
             return self._exchanges.clones(ids_TK.device).gather(mine_1E)
         counts_GE = mine_1E.new_empty(p.group.size(), p.num_experts)
-        exchange_all(all_gather_single, [counts_GE], [mine_1E], lanes, group=p.group)
+        exchange_all(all_gather_single, [counts_GE], [mine_1E], pairs, group=p.group)
         return counts_GE
 
     def cut(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
@@ -161,7 +161,7 @@ class Clones:
     """The clones of one forward of a layer, as one rank sees them."""
 
     group: dist.ProcessGroup
-    lanes: Lanes | None  # take turns while weights travel
+    pairs: Pairs | None  # take turns while weights travel
     sent: tuple[int, ...]  # cloned experts of this rank, by destination and then place, repeated
     send_splits: tuple[int, ...]  # how many of them go to each rank
     receive_splits: tuple[int, ...]  # how many clones come from each rank
@@ -173,7 +173,7 @@ class Clones:
         experts: Sequence[int],
         placement: ExpertPlacement,
         group: dist.ProcessGroup,
-        lanes: Lanes | None = None,
+        pairs: Pairs | None = None,
     ) -> Clones:
         """Return a rank's view of a plan: the expert in each place, rank by rank; -1 = empty.
 
@@ -190,7 +190,7 @@ class Clones:
         came = sorted(range(len(owners[here])), key=lambda place: owners[here][place])
         return cls(
             group=group,
-            lanes=lanes,
+            pairs=pairs,
             sent=tuple(x for row in mine for x in row),
             send_splits=tuple(map(len, mine)),
             receive_splits=tuple(owners[here].count(q) for q in ranks),
@@ -243,7 +243,7 @@ class Clones:
             output_split_sizes=receive, input_split_sizes=send, group=self.group
         )
         inward, outward = list(map(carried, outs)), [carried(t.contiguous()) for t in sent]
-        exchange_all(dist.all_to_all_single, inward, outward, self.lanes, **how)
+        exchange_all(dist.all_to_all_single, inward, outward, self.pairs, **how)
         return outs
 
 

@@ -133,7 +133,7 @@ class RoutedLayer(nn.Module):
         """Return the input of this rank's experts and of its clones of other ranks' experts."""
         if self.cloner is None:
             return self.dispatcher.dispatch(rows_TL, routing)
-        routing, clones = self.cloner.place(routing, self.dispatcher.lanes)
+        routing, clones = self.cloner.place(routing, self.dispatcher.pairs)
         return self.cloner.cut(self.dispatcher.dispatch(rows_TL, routing), clones)
 
     def _counted(

@@ -24,7 +24,7 @@ from moecore.base.torch_names import register_dataclass
 from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
-from moecore.moe.lanes import Lanes
+from moecore.moe.pairs import Pairs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,12 +139,12 @@ class Dispatcher(Protocol):
     Attributes:
         waits_on_host: every forward waits for sizes on the host, unless each expert's rows are
             padded to a capacity; such a forward cannot be in a CUDA graph.
-        lanes: that take turns while tokens travel; None = none. Exchanges that the host does not
+        pairs: alternate a forward and a backward at exchanges; None = none. Exchanges that the host does not
             start and wait for ("nvlink") give no turn.
     """
 
     waits_on_host: bool
-    lanes: Lanes | None = None
+    pairs: Pairs | None = None
 
     def has_spare_rows(self, *, pads: bool) -> bool:
         """Whether experts get room for more rows than come, and only the device knows how many.

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.streams import wait_on_host
-from moecore.moe.lanes import generators, set_generators
 from moecore.moe.layer import RoutedLayer
+from moecore.moe.pairs import generators, set_generators
 from moecore.moe.records import ChoiceTape
 from moecore.moe.shortage import Capacity, Holder, Watch, larger, this_rank
 from moecore.parallel.attached import engines_of

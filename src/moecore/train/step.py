@@ -22,7 +22,7 @@ from moecore.base.agreement import check_same, trained_entries
 from moecore.base.failures import known_to_others
 from moecore.base.fields import Count, MaxNorm, check_arguments
 from moecore.base.torch_names import mark
-from moecore.moe.lanes import Lanes
+from moecore.moe.pairs import Pairs
 from moecore.moe.state import NumMicroBatches
 from moecore.parallel.across import sum_copies
 from moecore.parallel.attached import attached_in, capacity_of, moe_state
@@ -125,7 +125,7 @@ class TrainStep:
         self._reruns = Reruns([capacity_of(one) for one in models], request.meshes.device)
         asked = request.pipeline
         self._is_overlapped = asked is not None and asked.schedule == "overlapped"
-        self._lanes = Lanes([engine.resume for engine in self._engines])
+        self._pairs = Pairs([engine.resume for engine in self._engines])
         self._is_scaled = True  # the running micro-batch's loss
         self._scale: LossScale | None = None
         if loss_scale is not None:
@@ -199,7 +199,7 @@ class TrainStep:
             )
         for state in self._states:
             for layer in state.layers.values():
-                layer.dispatcher.lanes = self._lanes if pairs else None
+                layer.dispatcher.pairs = self._pairs if pairs else None
         self._progress.is_several, number = True, self.num_micro_batches
         try:
             where = f"a step of {number} micro-batches"
@@ -233,7 +233,7 @@ class TrainStep:
         with ExitStack() as stack:
             for engine in self._engines:
                 stack.enter_context(engine.paired())
-            return self._lanes.run(forward, backward)
+            return self._pairs.run(forward, backward)
 
     @contextmanager
     def _running(self, number: int, *, to_come: float) -> Iterator[None]:

@@ -59,7 +59,7 @@ class RoomyDispatcher:
     """
 
     waits_on_host = False
-    lanes = None
+    pairs = None
     room: float = 3  # times the tokens, at least 1
     num_experts = EXPERTS
 

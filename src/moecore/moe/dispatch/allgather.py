@@ -67,7 +67,7 @@ class AllGatherDispatcher(Dispatcher):
             F.pad(routing.weights_TK, pad),
             F.pad(routing.destinations_TK, pad, value=-1),
         )
-        rows_SD, weights_SK, ids_SK = gather_all(sent, p.group, self.lanes)
+        rows_SD, weights_SK, ids_SK = gather_all(sent, p.group, self.pairs)
         index = build_index(
             ids_SK, weights_SK, first=p.first_physical, num_local=p.num_physical, length=num_rows
         )
@@ -75,7 +75,7 @@ class AllGatherDispatcher(Dispatcher):
 
     def combine(self, y_SD: Tensor, plan: AllGatherPlan) -> Tensor:
         """Send every rank its tokens' partial sums and add them in fp32. 1 collective."""
-        return sum_ranks(y_SD, self.placement.group, self.lanes)[: plan.num_tokens]
+        return sum_ranks(y_SD, self.placement.group, self.pairs)[: plan.num_tokens]
 
 
 def _exchange_counts(mine: Tensor, p: ExpertPlacement, attendance: Attendance) -> tuple[int, int]:

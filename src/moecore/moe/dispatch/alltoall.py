@@ -30,7 +30,7 @@ from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import Attendance, EqualSizes, exchange_all, needed, unneeded
-from moecore.moe.lanes import Lanes, numbers_of
+from moecore.moe.pairs import Pairs, numbers_of
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
 
@@ -87,20 +87,20 @@ class AllToAllDispatcher(Dispatcher):
             token_ids_M, slots_TG, counts_G3 = self.prepare(ids_TK, self.attendance.number(x_TD))
             # In a pair the rows are gathered before the other side computes. M stays the most rows:
             # rows behind those that are sent have any value and are not read.
-            if self.lanes is not None:
+            if self.pairs is not None:
                 sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
             if x_TD.is_meta:
                 splits = _balanced(p, *ids_TK.shape)
                 wait_on_host()
             else:
-                splits = _exchange_counts(counts_G3, p.group, self.attendance, self.lanes)
+                splits = _exchange_counts(counts_G3, p.group, self.attendance, self.pairs)
             send_splits, receive_splits, num_rows = splits
-            if self.lanes is None:
+            if self.pairs is None:
                 token_ids_M = token_ids_M[: sum(send_splits)]
                 sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
         plan = AllToAllPlan(token_ids_M, slots_TG, send_splits, receive_splits)
         is_ahead = not routing.pad
-        rows_SD, ids_SK, weights_SK = _Send.apply(*sent, plan, p.group, self.lanes, is_ahead)
+        rows_SD, ids_SK, weights_SK = _Send.apply(*sent, plan, p.group, self.pairs, is_ahead)
         index = build_index(
             ids_SK, weights_SK, first=p.first_physical, num_local=p.num_physical, length=num_rows
         )
@@ -116,10 +116,10 @@ class AllToAllDispatcher(Dispatcher):
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._owned(ids_TK)
         needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
-        pairs_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
+        choices_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
         order = send_order(needs_GT, T * min(p.ep, K) * p.etp)
-        notes_G = torch.full_like(pairs_G, note)
-        return SendOrder(*order, torch.stack([needs_GT.sum(1), pairs_G, notes_G], dim=1))
+        notes_G = torch.full_like(choices_G, note)
+        return SendOrder(*order, torch.stack([needs_GT.sum(1), choices_G, notes_G], dim=1))
 
     def _owned(self, ids_TK: Tensor) -> Tensor:
         """Return bool [P, T, K]: whether an expert block has the expert of a choice."""
@@ -131,7 +131,7 @@ class AllToAllDispatcher(Dispatcher):
         """Return each token's partial sums, added in fp32. No host sync; 1 collective."""
         splits = (plan.send_splits, plan.receive_splits)
         M, S = plan.token_ids_M.shape[0], y_SD.shape[0]
-        y_MD, _ = _AllToAll.apply(y_SD, None, (M, S), *splits, self.placement.group, self.lanes)
+        y_MD, _ = _AllToAll.apply(y_SD, None, (M, S), *splits, self.placement.group, self.pairs)
         return sum_rows(y_MD, plan.token_ids_M, plan.slots_TG)
 
 
@@ -202,17 +202,17 @@ def _rows_of(
 
 
 def _exchange_counts(
-    counts_G3: Tensor, group: dist.ProcessGroup, attendance: Attendance, lanes: Lanes | None
+    counts_G3: Tensor, group: dist.ProcessGroup, attendance: Attendance, pairs: Pairs | None
 ) -> tuple[list[int], list[int], int]:
     """Return send splits, receive splits and R. The one host sync of this dispatcher."""
     # Collectives with uneven splits take the splits from the host.
     both_2G3 = counts_G3.repeat(2, 1, 1)
     sent_G3, received_G3 = both_2G3
     start = partial(dist.all_to_all_single, received_G3, sent_G3, group=group)
-    sent, received = numbers_of(start, both_2G3, lanes)
-    tokens, pairs, notes = zip(*received, strict=True)
+    sent, received = numbers_of(start, both_2G3, pairs)
+    tokens, choices, notes = zip(*received, strict=True)
     attendance.check(notes)
-    return [n for n, _, _ in sent], list(tokens), sum(pairs)
+    return [n for n, _, _ in sent], list(tokens), sum(choices)
 
 
 def _balanced(p: ExpertPlacement, T: int, K: int) -> tuple[list[int], list[int], int]:
@@ -227,7 +227,7 @@ def _all_to_all(
     receive_splits: list[int],
     send_splits: list[int],
     group: dist.ProcessGroup,
-    lanes: Lanes | None,
+    pairs: Pairs | None,
     *,
     is_ahead: bool = False,
 ) -> list[Any]:
@@ -235,15 +235,15 @@ def _all_to_all(
 
     Returned rows behind the received ones have any value. `is_ahead` is an argument of `exchange`.
     """
-    is_ahead = is_ahead and lanes is not None and lanes.open_pair is not None
-    with lanes.ahead() if is_ahead and lanes is not None else nullcontext():
+    is_ahead = is_ahead and pairs is not None and pairs.open_pair is not None
+    with pairs.ahead() if is_ahead and pairs is not None else nullcontext():
         outs = [None if x is None else x.new_empty((length, *x.shape[1:])) for x in xs]
     how: dict[str, Any] = dict(
         output_split_sizes=receive_splits, input_split_sizes=send_splits, group=group
     )
     received = [None if out is None else out[: sum(receive_splits)] for out in outs]
     sent = [None if x is None else x[: sum(send_splits)] for x in xs]
-    exchange_all(dist.all_to_all_single, received, sent, lanes, is_ahead=is_ahead, **how)
+    exchange_all(dist.all_to_all_single, received, sent, pairs, is_ahead=is_ahead, **how)
     for out in outs:
         if is_ahead and out is not None and out.is_cuda:
             out.record_stream(torch.cuda.current_stream())
@@ -262,10 +262,10 @@ class _AllToAll(torch.autograd.Function):
         receive_splits: list[int],
         send_splits: list[int],
         group: dist.ProcessGroup,
-        lanes: Lanes | None,
+        pairs: Pairs | None,
     ) -> tuple[Any, ...]:
-        ctx.args = (lengths[::-1], send_splits, receive_splits, group, lanes)
-        return tuple(_all_to_all((x, y), lengths[0], receive_splits, send_splits, group, lanes))
+        ctx.args = (lengths[::-1], send_splits, receive_splits, group, pairs)
+        return tuple(_all_to_all((x, y), lengths[0], receive_splits, send_splits, group, pairs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -286,13 +286,13 @@ class _Send(torch.autograd.Function):
         weights_MK: Tensor,
         plan: AllToAllPlan,
         group: dist.ProcessGroup,
-        lanes: Lanes | None,
+        pairs: Pairs | None,
         is_ahead: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         splits, length = (plan.receive_splits, plan.send_splits), sum(plan.receive_splits)
-        ctx.args = ((rows_MD.shape[0], length), *splits[::-1], group, lanes)
+        ctx.args = ((rows_MD.shape[0], length), *splits[::-1], group, pairs)
         rows_SD, received = _all_to_all(
-            (rows_MD, packed), length, *splits, group, lanes, is_ahead=is_ahead
+            (rows_MD, packed), length, *splits, group, pairs, is_ahead=is_ahead
         )
         ids_SK, weights_SK = (x.contiguous() for x in received.chunk(2, dim=1))
         outs = rows_SD, ids_SK, weights_SK.view(torch.float32)

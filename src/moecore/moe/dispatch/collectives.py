@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moecore.base.agreement import DTYPES, check_notes
 from moecore.base.torch_names import all_gather_single, assert_async, is_silent
-from moecore.moe.lanes import Lanes, exchange
+from moecore.moe.pairs import Pairs, exchange
 from moecore.moe.placement import ExpertPlacement
 
 
@@ -101,10 +101,10 @@ class _Exchanged(torch.autograd.Function):
 class _GatherRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, lanes: Lanes | None, *xs_C: Tensor | None
+        ctx: Any, group: dist.ProcessGroup, pairs: Pairs | None, *xs_C: Tensor | None
     ) -> tuple[Any, ...]:
-        ctx.args = (group, lanes)
-        outs = tuple(_gather_from_ranks(xs_C, group, lanes))
+        ctx.args = (group, pairs)
+        outs = tuple(_gather_from_ranks(xs_C, group, pairs))
         ctx.mark_non_differentiable(*unneeded(outs, ctx.needs_input_grad[2:]))
         return outs
 
@@ -117,10 +117,10 @@ class _GatherRanks(torch.autograd.Function):
 class _SumRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, lanes: Lanes | None, *ys_S: Tensor | None
+        ctx: Any, group: dist.ProcessGroup, pairs: Pairs | None, *ys_S: Tensor | None
     ) -> tuple[Any, ...]:
-        ctx.args = (group, lanes)
-        return tuple(_sum_over_ranks(ys_S, group, lanes))
+        ctx.args = (group, pairs)
+        return tuple(_sum_over_ranks(ys_S, group, pairs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -148,7 +148,7 @@ def exchange_all(
     collective: Callable[..., Any],
     outs: Sequence[Tensor | None],
     xs: Sequence[Tensor | None],
-    lanes: Lanes | None,
+    pairs: Pairs | None,
     *,
     is_ahead: bool = False,
     **how: Any,
@@ -159,28 +159,28 @@ def exchange_all(
         for out, x in zip(outs, xs, strict=True)
         if x is not None and not is_silent(x)
     ]
-    exchange(starts, lanes, is_ahead=is_ahead)
+    exchange(starts, pairs, is_ahead=is_ahead)
 
 
 def _gather_from_ranks(
-    xs_C: Sequence[Tensor | None], group: dist.ProcessGroup, lanes: Lanes | None = None
+    xs_C: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> list[Any]:
     outs = [
         None if x_C is None else x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
         for x_C in xs_C
     ]
-    exchange_all(all_gather_single, outs, xs_C, lanes, group=group)
+    exchange_all(all_gather_single, outs, xs_C, pairs, group=group)
     return outs
 
 
 def _sum_over_ranks(
-    ys_S: Sequence[Tensor | None], group: dist.ProcessGroup, lanes: Lanes | None
+    ys_S: Sequence[Tensor | None], group: dist.ProcessGroup, pairs: Pairs | None
 ) -> list[Any]:
     received = [
         None if y_S is None else torch.empty_like(y_S, memory_format=torch.contiguous_format)
         for y_S in ys_S
     ]
-    exchange_all(dist.all_to_all_single, received, ys_S, lanes, group=group)
+    exchange_all(dist.all_to_all_single, received, ys_S, pairs, group=group)
     return [None if x_S is None else _sum_of_parts(x_S, group.size()) for x_S in received]
 
 
@@ -192,10 +192,10 @@ def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:
 
 
 def gather_all(
-    xs_C: Sequence[Tensor], group: dist.ProcessGroup, lanes: Lanes | None = None
+    xs_C: Sequence[Tensor], group: dist.ProcessGroup, pairs: Pairs | None = None
 ) -> tuple[Tensor, ...]:
-    """Return `gather_ranks` of each tensor; they travel at one time, and lanes take turns."""
-    return _GatherRanks.apply(group, lanes, *xs_C)
+    """Return `gather_ranks` of each tensor; they travel at one time, and pairs take turns."""
+    return _GatherRanks.apply(group, pairs, *xs_C)
 
 
 def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -206,10 +206,10 @@ def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gather_all((x_C,), group)[0]
 
 
-def sum_ranks(y_S: Tensor, group: dist.ProcessGroup, lanes: Lanes | None = None) -> Tensor:
+def sum_ranks(y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None) -> Tensor:
     """Return the sum over ranks of the g-th C rows to rank g: [S / G, ...]. Backward is a gather.
 
     Added in fp32 and in rank order. An all-to-all carries as many bytes as a reduce-scatter, which
-    would round after every addition of a 16-bit dtype. Collective; lanes take turns.
+    would round after every addition of a 16-bit dtype. Collective; pairs take turns.
     """
-    return _SumRanks.apply(group, lanes, y_S)[0]
+    return _SumRanks.apply(group, pairs, y_S)[0]

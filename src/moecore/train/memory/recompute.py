@@ -31,7 +31,7 @@ from moecore.base.torch_names import (
     tree_unflatten,
     version,
 )
-from moecore.moe.lanes import generators, set_generators
+from moecore.moe.pairs import generators, set_generators
 
 SMALL = 8  # what is so many times smaller than the largest input is kept
 

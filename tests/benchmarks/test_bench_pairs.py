@@ -1,4 +1,4 @@
-"""The benchmark of lanes on two CPU ranks, as its users start it, and its sums."""
+"""The benchmark of pairs on two CPU ranks, as its users start it, and its sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.bench_lanes import beside
+from benchmarks.bench_pairs import beside
 
 from moecore.planning.report import Kernel
 
@@ -31,7 +31,7 @@ def test_the_share_beside_compute() -> None:
 
 @pytest.mark.slow
 def test_variants_compute_the_same(tmp_path: Path) -> None:
-    command = f"-m torch.distributed.run --nproc-per-node 2 -m benchmarks.bench_lanes {ARGUMENTS}"
+    command = f"-m torch.distributed.run --nproc-per-node 2 -m benchmarks.bench_pairs {ARGUMENTS}"
     here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     here |= {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)])}
     done = subprocess.run(
@@ -44,7 +44,7 @@ def test_variants_compute_the_same(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["provider"] for row in rows] == ["in turn", "lanes"] * 2
+    assert [row["provider"] for row in rows] == ["in turn", "pairs"] * 2
     assert [row["batch_size"] for row in rows] == [1, 1, 2, 2]
     for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
         assert ours["loss"] == theirs["loss"]

@@ -1,6 +1,6 @@
-"""Lanes: pairs of a forward and a backward have the bits of one after the other, on 4 ranks.
+"""Pairs: pairs of a forward and a backward have the bits of one after the other, on 4 ranks.
 
-The oracle is the same step without lanes: each pair is the forward, and then the backward.
+The oracle is the same step without pairs: each pair is the forward, and then the backward.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _one_by_one(forward: Callable[[], Any], backward: Callable[[], None]) -> Any
 
 
 def both(device: torch.device, **case: Any) -> tuple[list[str], dict[bool, list[Event]]]:
-    """Return what has other bits with lanes, and the collectives with and without."""
+    """Return what has other bits with pairs, and the collectives with and without."""
     model, step = make(device, **case)
     found, events = {}, {}
     for beside in (True, False):
@@ -254,7 +254,7 @@ ORDERED = ("staying", "freed", "blocks computed again", "freed blocks computed a
 
 
 def order(by: dict[bool, list[Event]]) -> dict[Any, Any]:
-    """Return the order of this rank, and what each side does, with lanes and without."""
+    """Return the order of this rank, and what each side does, with pairs and without."""
     found: dict[Any, Any] = {}
     for beside, events in by.items():
         # Ranks send other numbers of rows; what units communicate is the same.
@@ -409,7 +409,7 @@ def test_what_was_counted_starts_before_the_other_side_exchanges(found: dict[str
 
 
 def test_an_exception_ends_both(found: dict[str, Any]) -> None:
-    """A forward that fails before the backward began can be dropped, as without lanes."""
+    """A forward that fails before the backward began can be dropped, as without pairs."""
     failures = found["failures"]
     assert {where: one["raised"] for where, one in failures.items()} == dict.fromkeys(
         FAILURES, "_Planned"

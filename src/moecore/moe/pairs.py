@@ -3,7 +3,7 @@
     forward     attention, router, start dispatch | experts, start combine    | attention, ...
     backward    ... experts, start combine        | attention, start dispatch | experts, ...
 
-`Lanes.run` gets a forward and a backward, and returns the forward's value when both have ended. The
+`Pairs.run` gets a forward and a backward, and returns the forward's value when both have ended. The
 two sides run in threads of their own, one at a time: the side that holds the baton. When a side has
 started an exchange (`exchange`), it hands the baton over, so the other side computes during the
 exchange. The first side waits for its exchange after the baton has returned. When a side ends, the
@@ -32,7 +32,7 @@ from moecore.base.streams import is_dry
 T = TypeVar("T")
 
 
-class Lanes:
+class Pairs:
     """Runs pairs of a forward and a backward.
 
     `resume` functions are called when a side gets the baton back, with True for the backward.
@@ -40,11 +40,11 @@ class Lanes:
 
     def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
         self._resume = resume
-        self._pair: _LanePair | None = None
+        self._pair: _Pair | None = None
         self._ahead: torch.cuda.Stream | None = None
 
     @property
-    def open_pair(self) -> _LanePair | None:
+    def open_pair(self) -> _Pair | None:
         """The pair that runs; None under a tracer, which must not trace a pair."""
         return None if torch.compiler.is_compiling() else self._pair
 
@@ -70,7 +70,7 @@ class Lanes:
         # or add to (parameters, gradients, buffers) need no events, and memory is freed as without
         # pairs.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        pair = self._pair = _LanePair(self._resume)
+        pair = self._pair = _Pair(self._resume)
         # Autograd has one thread per device, which the backward occupies until it ends. So the
         # forward may call autograd only in its own thread (`set_multithreading_enabled(False)`).
         thread = Thread(target=pair.run_backward, args=(backward, stream), daemon=True)
@@ -116,7 +116,7 @@ class _OtherFailed(Exception):  # an Exception: modules call their always_call h
     """Ends one side of a pair because of an exception in the other side."""
 
 
-class _LanePair:
+class _Pair:
     """A forward and a backward that alternate."""
 
     def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
@@ -200,37 +200,37 @@ class _LanePair:
 
 
 def exchange(
-    starts: Sequence[Callable[..., Any]], lanes: Lanes | None = None, *, is_ahead: bool = False
+    starts: Sequence[Callable[..., Any]], pairs: Pairs | None = None, *, is_ahead: bool = False
 ) -> None:
     """Run collectives that do not depend on each other; in a pair the other side runs meanwhile.
 
     Each of `starts` takes `async_op` and returns its work. With `is_ahead` they read nothing that
-    was queued after the last `numbers_of`, and write memory allocated within `Lanes.ahead`.
+    was queued after the last `numbers_of`, and write memory allocated within `Pairs.ahead`.
     """
-    pair = None if lanes is None else lanes.open_pair
-    if lanes is None or pair is None:
+    pair = None if pairs is None else pairs.open_pair
+    if pairs is None or pair is None:
         for start in starts:
             start()
         return
     pair.give_back()
-    with lanes.ahead() if is_ahead else nullcontext():
+    with pairs.ahead() if is_ahead else nullcontext():
         works = [start(async_op=True) for start in starts]
     pair.hand_over()
     for work in works:
         work.wait()
 
 
-def numbers_of(start: Callable[..., Any], numbers: Tensor, lanes: Lanes | None = None) -> Any:
+def numbers_of(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None = None) -> Any:
     """Return numbers that a collective writes, as a list on the host.
 
     `start` is as of `exchange`. In a pair the other side runs until the numbers are on the host.
     """
-    pair = None if lanes is None else lanes.open_pair
-    if lanes is None or pair is None:
+    pair = None if pairs is None else pairs.open_pair
+    if pairs is None or pair is None:
         start()
         return numbers.tolist()
     work = start(async_op=True)
-    with lanes.ahead(waits=True):
+    with pairs.ahead(waits=True):
         work.wait()
         on_host = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
         on_host.copy_(numbers, non_blocking=True)

@@ -1,10 +1,10 @@
-r"""A step whose forwards run beside backwards, with and without lanes, taking turns in one run.
+r"""A step whose forwards run beside backwards, with and without pairs, taking turns in one run.
 
-    torchrun --nproc-per-node 2 -m benchmarks.bench_lanes --results
-    python -m benchmarks.bench_lanes --link-gbps 100 --results    one GPU, delayed copies
+    torchrun --nproc-per-node 2 -m benchmarks.bench_pairs --results
+    python -m benchmarks.bench_pairs --link-gbps 100 --results    one GPU, delayed copies
 
 Both variants run the same micro-batches of one model in the same order, each forward one ahead of
-its backward: "in turn" the forward and then the backward, "lanes" both layer by layer. There is no
+its backward: "in turn" the forward and then the backward, "pairs" both layer by layer. There is no
 optimizer. A step's time is that of the slowest rank, over the steps of a turn, the median of all
 rounds. `exchange_ms` sums the kernels that move tokens between ranks in one profiled step;
 `beside` is the part of their time in which a kernel that computes runs too, on this rank.
@@ -49,7 +49,7 @@ def main() -> int:
     """Print and record a row per batch size and variant; on each rank of torchrun."""
     args = _arguments()
     if "WORLD_SIZE" not in os.environ and args.link_gbps is None:
-        print("bench_lanes: error: start it with torchrun --nproc-per-node 2 -m", file=sys.stderr)
+        print("bench_pairs: error: start it with torchrun --nproc-per-node 2 -m", file=sys.stderr)
         return 2
     device = _start()
     model = _model(args, device)
@@ -61,7 +61,7 @@ def main() -> int:
             print("\n".join(json.dumps(row) for row in rows), flush=True)
             if args.results is not None:
                 world = dist.get_world_size()
-                append_rows(args.results, "benchmarks.bench_lanes", rows, num_gpus=world)
+                append_rows(args.results, "benchmarks.bench_pairs", rows, num_gpus=world)
     dist.barrier()
     return 0
 
@@ -118,7 +118,7 @@ def _in_turn(
     return found
 
 
-PAIRS: dict[str, Pair] = {"in turn": _in_turn, "lanes": TrainStep.side_by_side}
+PAIRS: dict[str, Pair] = {"in turn": _in_turn, "pairs": TrainStep.side_by_side}
 
 
 def run(step: TrainStep, model: nn.Module, tokens: list[Tensor], pair: Pair) -> Tensor:
