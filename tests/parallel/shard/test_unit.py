@@ -28,6 +28,7 @@ from moecore.parallel.shard import unit as unit_module
 from moecore.parallel.shard.buffers import Buffer
 from moecore.parallel.shard.transport import StreamMark
 from moecore.parallel.shard.unit import State, Unit
+from moecore.train import AdamW, HostAdamW
 from moecore.train.rerun import drop_step
 from tests.helpers.parts import on_parts
 from tests.parallel.shard.units import unit_of, units
@@ -465,8 +466,27 @@ def take_step(pair: Pair) -> None:
     pair.optimizer.step()
 
 
+def step_of(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[Pair], None]:
+    """A step of an optimizer whose writes nobody counts."""
+
+    def step(pair: Pair) -> None:
+        make(pair.model.parameters(), lr=0.1, **options).step()
+
+    step.__name__ = "-".join((make.__name__, *options))
+    return step
+
+
+STEPS = [
+    step_of(torch.optim.SGD, foreach=True),
+    step_of(torch.optim.AdamW, foreach=True),
+    step_of(torch.optim.AdamW, fused=True),
+    step_of(AdamW),
+    step_of(HostAdamW, host_fraction=1.0),
+]
+
+
 @pytest.mark.parametrize("options", [*OPTIONS, "without a copy"])
-@pytest.mark.parametrize("change", [scale, add_to_tensor, take_step])
+@pytest.mark.parametrize("change", [scale, add_to_tensor, take_step, *STEPS])
 def test_a_backward_of_parameters_that_have_changed_is_refused(
     change: Callable[[Pair], None], options: str
 ) -> None:

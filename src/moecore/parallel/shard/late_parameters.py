@@ -2,6 +2,7 @@
 
 No unit reduces the gradients of a new head, or of an adapter beside a layer: every rank would train
 its own copy, and one is saved. An optimizer of the model's earlier parameters would train nothing.
+Steps of optimizers count as changes of the parameters, which a backward compares with its forward.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from moecore.base.torch_names import has_accumulate_hooks, is_inside
 from moecore.parallel.attached import engines_of
@@ -73,6 +78,7 @@ def mark_replaced(params: Iterable[nn.Parameter]) -> None:
 @cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_replaced)
+    register_optimizer_step_post_hook(_count_changes)
 
 
 def _refuse_replaced(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -81,6 +87,14 @@ def _refuse_replaced(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for param in group["params"]:
             if param.grad is None and param.requires_grad and hasattr(param, REPLACED):
                 raise _is_earlier(optimizer)
+
+
+def _count_changes(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    # Fused and foreach steps, and kernels, write without counting.
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    changed = [p for p in params if p.grad is not None and isinstance(p, DTensor)]
+    if changed:
+        increment_version(changed)
 
 
 def _is_earlier(optimizer: Optimizer) -> ValueError:
