@@ -155,6 +155,20 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert all(value.isneginf().all() for value in clip.max_scores.values())
 
 
+@pytest.mark.parametrize("frozen", ["q_proj", "k_proj"])
+def test_frozen_projections_stay(frozen: str) -> None:
+    """The other projection, too: alone it would need the whole factor."""
+    model = make_model("gqa")
+    for layer in model.layers[1:]:
+        getattr(layer.self_attn, frozen).requires_grad_(False)
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    clip = QKClip(model, tau=1e-3)
+    model(TOKENS)
+    clip.step()
+    moved = {n for n, param in model.named_parameters() if not torch.equal(param, before[n])}
+    assert moved == {f"model.layers.0.self_attn.{name}.weight" for name in ("q_proj", "k_proj")}
+
+
 def test_bad_models() -> None:
     with pytest.raises(ValueError, match=r"qk_norm \('head'\) must be None for QK-clip"):
         QKClip(Decoder(preset("tiny")))

@@ -148,7 +148,8 @@ class QKClip:
     def step(self, *, skipped: bool | Tensor = False) -> None:
         """Scale the projections of heads above tau, and watch anew. One all-reduce, no host sync.
 
-        Call it on every rank, after the optimizer; with `skipped` nothing changes.
+        Call it on every rank, after the optimizer; with `skipped` nothing changes. Attention with a
+        frozen projection stays as it is.
         """
         if not self._watched:
             return
@@ -160,7 +161,8 @@ class QKClip:
             exceeds_H = (max_H > self.tau) & max_H.isfinite()
             if isinstance(skipped, Tensor) or skipped:
                 exceeds_H &= ~torch.as_tensor(skipped, device=max_H.device)
-            watched.scale((self.tau / max_H).where(exceeds_H, 1.0))
+            if watched.is_trained:
+                watched.scale((self.tau / max_H).where(exceeds_H, 1.0))
             self.max_scores[watched.name] = max_H
             watched.max_H.fill_(-torch.inf)
 
@@ -230,6 +232,11 @@ class _Watched:
                 padding_BT = sequence.held.gather_values(padding_BT)
         documents = sequence.cu_seqlens
         _raise_max_op(self.max_H, q_BTHd, k_BThd, places_T, documents, padding_BT, scale)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether both projections train: what is frozen keeps its values."""
+        return self.queries.weight.requires_grad and self.keys.weight.requires_grad
 
     def whole(self) -> Tensor:
         """Return fp32 [H], with -inf for the heads of other tp ranks."""
