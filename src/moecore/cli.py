@@ -7,8 +7,12 @@ interrupted.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -54,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(argv)
         room, _, command = args.run.partition(":")  # what a command needs takes long to import
-        return getattr(import_module(f"moecore.{room}"), command)(args)
+        with _interrupts_end_the_process():
+            run = getattr(import_module(f"moecore.{room}"), command)
+        return run(args)
     except SystemExit as stop:  # --help, or an error that argparse has printed
         return int(stop.code or 0)
     except KeyboardInterrupt:
@@ -65,6 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"moecore: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return code
+
+
+@contextmanager
+def _interrupts_end_the_process() -> Iterator[None]:
+    """Within, Ctrl-C ends the process: packages swallow exceptions of what they import."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # other threads get no signals
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Parser(argparse.ArgumentParser):
