@@ -109,6 +109,16 @@ def trained_entries(
     }
 
 
+def optimizer_entries(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return what of optimizers must be the same on all stages, whose groups may differ."""
+    found: dict[str, Any] = {"classes of optimizers": [type(o).__name__ for o in optimizers]}
+    for place, one in enumerate(optimizers):
+        prefix = f"optimizer {place}" if len(optimizers) > 1 else "optimizer"
+        defaults = {name: comparable(value) for name, value in one.defaults.items()}
+        found[f"defaults of {prefix}"] = sorted(defaults.items())
+    return found
+
+
 def comparable(leaf: Any) -> Any:
     """Return what ranks can have in common of a value: no address; of tensors a checksum."""
     if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta:

@@ -139,8 +139,8 @@ class Dispatcher(Protocol):
     Attributes:
         waits_on_host: every forward waits for sizes on the host, unless each expert's rows are
             padded to a capacity; such a forward cannot be in a CUDA graph.
-        pairs: alternate a forward and a backward at exchanges; None = none. Exchanges that the host does not
-            start and wait for ("nvlink") give no turn.
+        pairs: alternate a forward and a backward at exchanges; None = none. Exchanges that the host
+            does not start and wait for ("nvlink") give no turn.
     """
 
     waits_on_host: bool

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.base.agreement import check_same, trained_entries
+from moecore.base.agreement import check_same, optimizer_entries, trained_entries
 from moecore.base.failures import known_to_others
 from moecore.base.fields import Count, MaxNorm, check_arguments
 from moecore.base.torch_names import mark
@@ -114,6 +114,8 @@ class TrainStep:
         check_same(entries, request.meshes.device_type)
         trained = trained_entries(self._model, self._optimizers)
         check_same(trained, request.meshes.device_type, group=request.meshes.stage_group)
+        if request.meshes.parallel.pp > 1:
+            check_same(optimizer_entries(self._optimizers), request.meshes.device_type)
         self._max_norm = max_norm
         self._norm: GradientNorm | None = None
         self._progress = Progress()

@@ -34,6 +34,8 @@ from moecore.parallel.shard.units import find_blocks
 
 PARTS = "_moecore_stage_parts"  # attribute of a model
 CHECKED = "_moecore_checked_stages"  # attribute of a model: stages that have run once
+IS_CUT = "_moecore_is_cut"  # attribute of a model: parts are elsewhere
+RUNS_STAGE = "_moecore_runs_stage"  # attribute of a model: a stage's forward has begun
 LABELS = ("labels", "shift_labels")
 REFUSED = (
     "inputs_embeds",
@@ -63,6 +65,9 @@ class StagedCausal:
     def set_submodule(self, target: str, module: nn.Module) -> None:
         """Put a module in the place of one of the model."""
         self.model.set_submodule(target, module)
+        if isinstance(module, Elsewhere) and not hasattr(self.model, IS_CUT):
+            setattr(self.model, IS_CUT, True)
+            self.model.register_forward_pre_hook(_refuse_whole)
 
     def stage_parts(self) -> StageParts:
         """Return what pipeline stages are made of."""
@@ -101,7 +106,11 @@ class StagedCausal:
         return out
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        out = self.model(**{**inputs, "use_cache": False, "return_dict": True})
+        setattr(self.model, RUNS_STAGE, True)
+        try:
+            out = self.model(**{**inputs, "use_cache": False, "return_dict": True})
+        finally:
+            setattr(self.model, RUNS_STAGE, False)
         found: Tensor = out.logits if getattr(out, "loss", None) is None else out.loss
         return found
 
@@ -233,3 +242,12 @@ def _refusal(model: nn.Module, what: str) -> NotImplementedError:
         f"model ({type(model).__name__}) must be embedding, layers, norm and head alone to be cut "
         f"to pipeline stages, but {what}"
     )
+
+
+def _refuse_whole(model: nn.Module, _args: Any) -> None:
+    """Raise for a forward that is no stage's, such as generate's: it would skip other parts."""
+    if not getattr(model, RUNS_STAGE, False):
+        raise ValueError(
+            f"forward of {type(model).__name__} (this rank's stages) must be run by TrainStep's "
+            "forward_backward or losses: generate from a model with pp=1, or from its export"
+        )

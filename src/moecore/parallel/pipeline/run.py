@@ -122,7 +122,7 @@ class _StageForward:
     """A forward whose backward has not run. The output itself is freed when it is sent."""
 
     hidden: Tensor | None  # input of the stage; None for tokens
-    edge: GradientEdge  # of the graph that computed the output
+    edge: GradientEdge | None  # of the graph that computed the output; None = nothing is trained
     chunk: Any  # of `StageOffload`; None without offload
 
 
@@ -220,7 +220,8 @@ class _ScheduleRun:
             out = self._scale(out)
         if torch.is_grad_enabled():
             place = action.stage, action.micro_batch
-            self._waiting[place] = _StageForward(hidden, get_gradient_edge(out), chunk)
+            edge = get_gradient_edge(out) if out.requires_grad else None
+            self._waiting[place] = _StageForward(hidden, edge, chunk)
             self._left = chunk
         return sent
 
@@ -244,7 +245,8 @@ class _ScheduleRun:
     def _backward(self, action: Action) -> Tensor | None:
         grad = self._transport.receive(action)
         found = self._waiting.pop((action.stage, action.micro_batch))
-        torch.autograd.backward([found.edge], [grad])
+        if found.edge is not None:
+            torch.autograd.backward([found.edge], [grad])
         return None if found.hidden is None else found.hidden.grad
 
     def _backward_of_inputs(self, action: Action) -> Tensor | None:

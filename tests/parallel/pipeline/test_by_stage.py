@@ -1,0 +1,126 @@
+"""What stages alone can meet: one that trains nothing, other optimizers, whole forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore import (
+    BalanceConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.models import Decoder, preset
+from tests.families.transformers.hf_models import random_model
+from tests.helpers.ranks import run_ranks
+
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "overlapped")
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "class": lambda m: (torch.optim.SGD, torch.optim.AdamW)[dist.get_rank()](m.parameters()),
+    "lr": lambda m: torch.optim.SGD(m.parameters(), lr=0.1 + dist.get_rank()),
+}
+
+
+def is_trained(name: str) -> bool:
+    return "layers.3.mlp" in name  # in the last stage
+
+
+def tokens(number: int) -> Tensor:
+    return torch.randint(1, 61, (2, 8), generator=torch.Generator().manual_seed(number))
+
+
+def make() -> Decoder:
+    torch.manual_seed(0)
+    config = preset("tiny")
+    assert config.moe is not None
+    moe = replace(config.moe, balance=BalanceConfig())
+    return Decoder(replace(config, num_layers=4, vocab_size=61, moe=moe))
+
+
+def staged(model: nn.Module, schedule: Any = "1f1b") -> nn.Module:
+    meshes = build_meshes(ParallelConfig(pp=2), "cpu")
+    return parallelize_moe(model, meshes, pipeline=PipelineConfig(schedule=schedule))
+
+
+def frozen(schedule: str) -> float:
+    """Return how far gradients are from a plain model's, with nothing to train in early stages."""
+    model, plain = staged(make(), schedule), make()
+    step = TrainStep(model, None, num_micro_batches=4)
+    for each in (model, plain):
+        for name, param in each.named_parameters():
+            param.requires_grad_(is_trained(name))
+    batches = [tokens(number) for number in range(4)]
+    step.forward_backward([{"tokens_BT": t, "labels_BT": t} for t in batches])
+    for t in batches:
+        (plain(t, t) / 4).backward()
+    wanted, worst = dict(plain.named_parameters()), 0.0
+    for name, param in model.named_parameters():
+        want = wanted[name].grad
+        if (param.grad is None) != (want is None):
+            return float("inf")
+        if param.grad is not None and want is not None:
+            grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            worst = max(worst, float((grad - want).abs().max() / want.abs().max()))
+    return worst
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def worker(rank: int, device: torch.device) -> list[dict[str, Any]]:
+    found: dict[str, Any] = {schedule: frozen(schedule) for schedule in SCHEDULES}
+    model = staged(make())
+    for name, optimizer in OPTIMIZERS.items():
+        made = optimizer(model)
+        found[name] = error_of(lambda made=made: TrainStep(model, made))  # type: ignore[misc]
+    causal: Any = staged(random_model("qwen3-moe"))
+    for name in ("generate", "forward"):
+        ids = {"input_ids": tokens(0)}
+        call = causal if name == "forward" else causal.generate
+        found[name] = error_of(lambda call=call, ids=ids: call(**ids))  # type: ignore[misc]
+    every: list[Any] = [None] * 2
+    dist.all_gather_object(every, found)
+    return every
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    result: list[dict[str, Any]] = run_ranks(2, worker)
+    return result
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_with_nothing_to_train_hands_on(schedule: str, found: list[dict[str, Any]]) -> None:
+    assert max(of_rank[schedule] for of_rank in found) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("class", "classes of optimizers"), ("lr", "defaults of optimizer")]
+)
+def test_stages_with_other_optimizers_are_refused(
+    name: str, text: str, found: list[dict[str, Any]]
+) -> None:
+    assert all(text in of_rank[name] and "\n" not in of_rank[name] for of_rank in found)
+
+
+@pytest.mark.parametrize("name", ["generate", "forward"])
+def test_a_forward_of_this_ranks_part_alone_is_refused(
+    name: str, found: list[dict[str, Any]]
+) -> None:
+    for of_rank in found:
+        assert "must be run by TrainStep's forward_backward or losses" in of_rank[name]
