@@ -252,6 +252,12 @@ def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:
             "lr (nan) must be a finite number >= 0: pass another tensor",
         ),
         (
+            lambda model, meshes: Muon(
+                assign_matrices(Decoder(preset("tiny"))), lr=torch.tensor([0.1, 0.2])
+            ),
+            "lr (2,) must be one number: pass a tensor of one",
+        ),
+        (
             lambda model, meshes: latest("no\nsuch"),
             "root ('no\\nsuch') must be a string or a path, without line breaks: ",
         ),

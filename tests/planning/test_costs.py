@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections import Counter
@@ -237,6 +238,9 @@ def test_json_round_trip(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"table \(.*table.json\) must be one of `moecore measure`"
     ):
+        CostTable.read(path)
+    path.write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(ValueError, match="must be one of `moecore measure`"):
         CostTable.read(path)
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="must be one of `moecore measure`"):

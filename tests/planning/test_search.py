@@ -404,7 +404,8 @@ def test_large_numbers_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> No
     assert max(map(len, capsys.readouterr().err.splitlines())) < 500
     # No tokens are made: these would be of 70 TB.
     assert main([*call, "4", "--ep", "2", "--batch-size", str(2**31 - 1)]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "batch_size (2147483647) must give fewer than" in error
 
 
 def test_what_records_have_is_named() -> None:

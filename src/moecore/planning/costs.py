@@ -122,7 +122,7 @@ class CostTable:
             raise ValueError(
                 f"table ({os.fspath(path)}) must be a file: `moecore measure` writes one"
             )
-        return _parsed(Path(path).read_text(), os.fspath(path))
+        return _parsed(Path(path).read_bytes(), os.fspath(path))
 
     def on(self, gpu: GpuName | Gpu) -> CostTable:
         """Return this table for another GPU: the same efficiencies of its maker's rates."""
@@ -321,10 +321,10 @@ def _links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall,
 @cache
 def _shipped() -> CostTable:
     file = files("moecore.planning") / "tables" / f"{SHIPPED}.json"
-    return _parsed(file.read_text(), SHIPPED)
+    return _parsed(file.read_bytes(), SHIPPED)
 
 
-def _parsed(text: str, path: str) -> CostTable:
+def _parsed(text: bytes, path: str) -> CostTable:
     try:
         fields: dict[str, Any] = json.loads(text)
         fields["points"] = tuple(_points(fields["points"]))

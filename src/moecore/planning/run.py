@@ -107,6 +107,9 @@ class TrainingRun:
         longest = self.model.max_seq_len
         if self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
+        if self.batch_size * self.seq_len >= 1 << 31:
+            seq_len = f"with seq_len ({self.seq_len})"
+            yield "batch_size", f"give fewer than 2**31 tokens {seq_len}: take fewer rows"
 
     @property
     def resolved(self) -> ParallelConfig:

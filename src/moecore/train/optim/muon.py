@@ -74,6 +74,8 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: NSDtype = torch.bfloat16,
     ) -> None:
         check_arguments(Muon.__init__, locals())
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr {tuple(lr.shape)} must be one number: pass a tensor of one")
         if not 0 <= float(lr) < math.inf:
             raise ValueError(f"lr ({float(lr)}) must be a finite number >= 0: pass another tensor")
         self.layouts = assignment.matrices
