@@ -193,7 +193,9 @@ def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants:
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast rounds nothing within, in a backward neither; it knows no meta device."""
-    return _HERE if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return _HERE
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def rows_of_experts(offsets_e: Tensor) -> Iterator[slice]:
