@@ -63,6 +63,7 @@ class _ExpertMLP(torch.autograd.Function):
         unsummed: UnsummedInput | None,
     ) -> Tensor:
         products = make_products(options, index, weights)
+        ctx.tiles = getattr(products, "tiles", None)  # a few kB, which nobody offloads
         x = products.as_kept(rows)
         h, a = products.fc1(x)
         h_kept = products.h_as_kept(h) if options.keep_h and any(ctx.needs_input_grad) else None
@@ -100,7 +101,7 @@ class _ExpertMLP(torch.autograd.Function):
             saved = replace(saved, rows=ctx.fetch(*tensors[kept_from:]))
         if is_plain_eager() and not torch.is_grad_enabled():
             found = differentiate(
-                make_products(ctx.options, saved.index, saved.weights),
+                make_products(ctx.options, saved.index, saved.weights, ctx.tiles),
                 saved,
                 grads[0].contiguous(),
                 wants,

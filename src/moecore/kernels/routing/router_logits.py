@@ -202,7 +202,7 @@ def _product_kernel(
         place = out + (tl.program_id(1).to(tl.int64) * E + n) * D + m
     else:
         place = out + m * E + n
-    tl.store(place, total, mask=m_ok & (n < E))
+    tl.store(place, total.to(out.dtype.element_ty), mask=m_ok & (n < E))
 
 
 @triton.jit
@@ -339,12 +339,15 @@ def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
     wanted = cdiv(2 * num_sms(x_TD.device), tiles)
     num_splits = max(1, min(wanted, T // SPLIT_TOKENS))
     split_size = cdiv(T, num_splits)
-    splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
+    splits = dweight_ED
+    if num_splits > 1:
+        splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
     args = (x_TD, dlogits, None, splits, T, split_size)
     how = _product(D, E, P, _padded(E), dlogits.stride(0))
     launch(_product_kernel, (tiles, num_splits), *args, **how)
-    sums = (splits, dweight_ED, num_splits, E * D)
-    launch(_sum_splits_kernel, cdiv(E * D, SUM_BLOCK), *sums, BLOCK=SUM_BLOCK)
+    if num_splits > 1:
+        sums = (splits, dweight_ED, num_splits, E * D)
+        launch(_sum_splits_kernel, cdiv(E * D, SUM_BLOCK), *sums, BLOCK=SUM_BLOCK)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
