@@ -78,6 +78,7 @@ def run_all(device: str) -> None:
     """Run every kernel at least once."""
     run_layer(device, 1)
     run_layer(device, 100)
+    run_layer(device, 4100)  # splits tokens in the router's gradient, and pairs in the index
     run_layer(device, 333, hidden_dim=640)  # gathers X before FC1
     run_layer(device, 333, hidden_dim=1032, activation="geglu")  # dY too
     run_layer(device, 130, hidden_dim=2048, activation="clamped_swiglu")  # X again in backward

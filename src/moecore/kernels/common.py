@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_names import inside_operations
+from moecore.kernels.prepared import descriptor, launch_prepared
+from moecore.kernels.prepared import keep as keep_prepared
 
 try:
     import triton
@@ -26,9 +28,7 @@ try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
     from triton.runtime.jit import JITFunction
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
 
     class _NoTriton:
@@ -48,7 +48,7 @@ except ImportError:
                 return _NoTriton(args[0].__name__)
             return args[0] if args else self
 
-    triton = tl = gluon = gl = hopper = TensorDescriptor = GluonDescriptor = _NoTriton()
+    triton = tl = gluon = gl = hopper = _NoTriton()
 
 # Names of Gluon that differ between Triton 3.6 and 3.9.
 thread_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -184,14 +184,18 @@ def on_device(x: Tensor) -> AbstractContextManager[Any]:
 def launch(kernel: Any, grid: int | tuple[int, int], /, *args: Any, **constants: Any) -> None:
     """Launch a kernel on the device of its first tensor, unless the grid is empty."""
     grid = (grid, 1) if isinstance(grid, int) else grid
-    if all(grid):
-        with on_device(next(arg for arg in args if isinstance(arg, Tensor))):
-            kernel[grid](*args, **constants)
+    if not (grid[0] and grid[1]) or launch_prepared(kernel, grid, args, constants):
+        return
+    with on_device(next(arg for arg in args if isinstance(arg, Tensor))):
+        compiled = kernel[grid](*args, **constants)
+    keep_prepared(kernel, args, constants, compiled)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast rounds nothing within, in a backward neither; it knows no meta device."""
-    return _HERE if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return _HERE
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def rows_of_experts(offsets_e: Tensor) -> Iterator[slice]:
@@ -216,8 +220,11 @@ def next_power_of_2(n: int) -> int:
 
 
 def gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """Return how TMA reads or writes an FP8, bf16, fp16 or fp32 tensor in blocks."""
-    return GluonDescriptor.from_tensor(x, list(block), _shared_layout(x.dtype, block))
+    """Return how TMA reads or writes an FP8, bf16, fp16 or fp32 tensor in blocks.
+
+    Leading dims that the block does not have are as one. Only for launches while the tensor lives.
+    """
+    return descriptor(x, block, _shared_layout)
 
 
 @functools.cache

@@ -74,15 +74,19 @@ class Op:
         """Return what `forward` returns."""
         if not is_plain_eager():
             return self.custom(*args)
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if not all(_is_plain(t) for t in tensors):
-            return self.custom(*args)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        is_recorded = False
+        for arg in args:
+            if isinstance(arg, Tensor):
+                if not is_plain(arg):
+                    return self.custom(*args)
+                is_recorded = is_recorded or arg.requires_grad
+        if is_recorded and torch.is_grad_enabled():
             # Without a backward it is the custom op that refuses, once a gradient is asked for.
             return self.custom(*args) if self._function is None else self._function.apply(*args)
-        mutated = [args[i] for i in self._mutated if args[i] is not None]
-        if mutated:
-            torch.autograd.graph.increment_version(mutated)
+        if self._mutated:
+            mutated = [args[i] for i in self._mutated if args[i] is not None]
+            if mutated:
+                torch.autograd.graph.increment_version(mutated)
         return self._forward(*args)
 
 
@@ -108,6 +112,6 @@ def _function(
     return type(f"moecore::{name}", (torch.autograd.Function,), methods)
 
 
-def _is_plain(t: Tensor) -> bool:
+def is_plain(t: Tensor) -> bool:
     """Whether a tensor is nothing but its memory: no subclass, not fake, no negation pending."""
     return type(t) in PLAIN_TYPES and (not t.is_meta or is_inside()) and not t.is_neg()

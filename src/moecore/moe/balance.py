@@ -160,12 +160,17 @@ class LoadTracker:
         `bias_E` is the bias with which tokens chose. Without gradients nothing is counted; without
         auxiliary losses nothing is launched here, and two kernels in backward.
         """
-        if torch.is_grad_enabled() and y.requires_grad:
-            return self._attach(y, routing, micro_batch, bias_E)
-        return y
+        if not (torch.is_grad_enabled() and y.requires_grad):
+            return y
+        if torch.compiler.is_compiling():
+            return self._attach_apart(y, routing, micro_batch, bias_E)
+        return self._attach(y, routing, micro_batch, bias_E)
 
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
     @torch.compiler.disable
+    def _attach_apart(self, *args: Any) -> Tensor:
+        return self._attach(*args)
+
     def _attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
@@ -294,7 +299,7 @@ class LoadTracker:
         if self.counts is None:
             self.counts = LoadCounts.zeros(self.config, chosen_TK.device)
         counts = self.counts
-        add_expert_counts(counts.chosen_E[None], chosen_TK)
+        add_expert_counts(counts.chosen_E.unsqueeze(0), chosen_TK)
         if counts.kept_E is not None:
             add_expert_counts(counts.kept_E[None], kept_TK)
         if counts.best_E is not None:

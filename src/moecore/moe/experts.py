@@ -10,7 +10,7 @@ multiplies is a choice by name: `moe/backends.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from moecore.base.options.layer import MoEConfig
 from moecore.base.options.precision import Recipe
 from moecore.base.saved import UsedRows, counting_rows
-from moecore.base.torch_names import StridedShard, is_plain_eager, storage_key
+from moecore.base.torch_names import NOTHING, StridedShard, is_plain_eager, storage_key
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertSpec,
@@ -32,9 +32,10 @@ from moecore.kernels.experts.contract import (
     LowRankUpdate,
     sink_of,
 )
-from moecore.kernels.experts.expert_mlp import expert_mlp
-from moecore.kernels.experts.products import quantise_matrices
+from moecore.kernels.experts.expert_mlp import compute_experts
+from moecore.kernels.experts.products import choose_products, quantise_matrices
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import Both
 from moecore.kernels.rows.shard_blocks import as_matrices
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
@@ -80,6 +81,8 @@ class Experts(nn.Module):
                 "use 'split'"
             )
         self.reader = ParamReader()
+        # What the last forward computed with, and what that depends on.
+        self._chosen: tuple[Any, ExpertMLPOptions | None] = (None, None)
         self.set_backend(backend)
         self.etp_rank = 0  # which slice of F (and of D in b2) is this rank's; set when sharded
         self.etp_size = 1
@@ -212,13 +215,18 @@ class Experts(nn.Module):
         under ep and etp. Expert rows are not summed where `inp.unsummed` is set ("triton" and
         "torch" without biases).
         """
-        activation = activation_options(
-            self.config, interleaved=self._is_interleaved, function=self.own_activation
-        )
-        with (
-            self.reader.reading(),
-            with_clones(self._weights(inp.rows.dtype), inp.clones) as weights,
-        ):
+        with self.reader.reading():
+            own = self._weights(inp.rows.dtype)
+            with NOTHING if inp.clones is None else with_clones(own, inp.clones) as joined:
+                return self._multiplied(inp, joined or own)
+
+    def _multiplied(self, inp: ExpertInput, weights: ExpertWeights) -> Tensor | UnsummedRows:
+        depends_on = self._depends_on(inp.rows, weights)
+        last, options = self._chosen
+        if options is None or depends_on is None or depends_on != last:
+            activation = activation_options(
+                self.config, interleaved=self._is_interleaved, function=self.own_activation
+            )
             in_use = any(update.in_use for update in self.updates.values())
             spec = ExpertSpec.of(inp.rows, weights, activation, self.recipe)
             compute = separate_computation(self.backend, spec, has_more=self._has_own or in_use)
@@ -226,13 +234,27 @@ class Experts(nn.Module):
                 return compute(inp, weights, activation)
             options = ExpertMLPOptions(
                 activation=activation,
-                products=cast(Any, self.backend),
+                products=choose_products(cast(Any, self.backend), spec),
                 keep_h=not self.recompute_fc1,
                 recipe=self.recipe,
             )
-            with _counting(inp, is_quantised=self.recipe is not None):
-                y = expert_mlp(inp.rows, weights, inp.index, options, unsummed=inp.unsummed)
+            if depends_on is not None:
+                self._chosen = depends_on, options
+        with _counting(inp, is_quantised=self.recipe is not None):
+            y = compute_experts(inp.rows, weights, inp.index, options, unsummed=inp.unsummed)
         return y if inp.unsummed is None else UnsummedRows(y)
+
+    def _depends_on(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:
+        """Return what decides how a forward computes; None where other things may, too."""
+        w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
+        if torch.compiler.is_compiling() or w1_eCD.is_meta or self.updates:
+            return None
+        of_weights = (w1_eCD.dtype, w2_eDF.dtype, w1_eCD.device, w2_eDF.shape)
+        is_plain = weights.quantised is not None or (
+            w1_eCD.is_contiguous() and w2_eDF.is_contiguous()
+        )
+        how = (self.own_activation, self.backend, self.recompute_fc1, self.recipe)
+        return (rows.dtype, is_plain, *of_weights, *how)
 
     def extra_repr(self) -> str:
         """Return how the matrices are multiplied."""
@@ -242,7 +264,7 @@ class Experts(nn.Module):
     @property
     def updates(self) -> Mapping[str, LowRank]:
         """The low-rank updates that `adapt` has added, by the name of their matrix."""
-        return getattr(self, "lora", {})
+        return self._modules.get("lora") or {}  # type: ignore[return-value]
 
     @property
     def _is_biased(self) -> bool:
@@ -285,7 +307,9 @@ class Experts(nn.Module):
     def _quantised(self, w1_eCD: Tensor, w2_eDF: Tensor) -> tuple[Both, Both] | None:
         """Return the matrices by the recipe, for this forward and backward and maybe others."""
         recipe = self.recipe
-        if recipe is None or not is_plain_eager():
+        if recipe is None:
+            return None
+        if not is_plain_eager():
             check_values(w1_eCD)
             return None
         fc1 = ["w1", "w3"] if self.is_separate else ["w1"]
@@ -363,7 +387,7 @@ def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager
     # Lengths tell matrices apart. Where R is S the source rows are known by their storage, unless
     # experts save quantised rows instead.
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():
-        return nullcontext()
+        return NOTHING
     values, index, used = inp.rows.values, inp.index, list[UsedRows]()
     S, R = values.shape[0], index.row_ids_R.shape[0]
     source, expert = (None, None) if inp.balanced is None else inp.balanced

@@ -31,6 +31,7 @@ from moecore.base.fields import (
 )
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.base.torch_names import autocast_dtype, mark
+from moecore.kernels.rows.record import Rows
 from moecore.moe.balance import LoadTracker
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.local import LocalDispatcher
@@ -123,7 +124,9 @@ class RoutedLayer(nn.Module):
             expert_input = self._dispatched(rows_TL, routing)
         rows = expert_input.rows
         if is_kept and rows.values is rows_TL:
-            expert_input = replace(expert_input, rows=replace(rows, is_kept=True))
+            expert_input = expert_input.with_rows(
+                Rows(rows.values, rows.scales, rows.wide_dtype, is_kept=True)
+            )
         with mark("moecore::experts"):
             y_SL = self._compute(expert_input)
         with mark("moecore::combine"):
@@ -216,8 +219,11 @@ class MoELayer(RoutedLayer):
 
     def part(self, role: str) -> Any:
         """Return the child with role "router", "experts" or "shared"; None if there is none."""
+        path = self.name_of(role)
+        if path in self._modules:
+            return self._modules[path]
         module: nn.Module | None = self
-        for name in self.name_of(role).split("."):
+        for name in path.split("."):
             module = None if module is None else module._modules.get(name)
         return module
 
@@ -255,7 +261,7 @@ class MoELayer(RoutedLayer):
         """
         _check_sequences(cu_seqlens)
         groups = self.tracker.groups.of(cp)
-        x_TD = x.reshape(-1, x.shape[-1])
+        x_TD = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         micro_batch = MicroBatch(
             num_sequences=x.shape[0] if x.ndim == 3 else 1,
             group=groups.micro_batch,
@@ -263,20 +269,22 @@ class MoELayer(RoutedLayer):
             padding_mask_T=_flat_mask(padding_mask, x),
             cu_seqlens=cu_seqlens,
         )
+        router = self.part("router")
         shared = SharedRun(self._shared, x_TD, self.shared_stream)
         routed_TD = x_TD
         if micro_batch.padding_mask_T is not None:  # 0 * NaN would reach the router's gradient
             routed_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
         with mark("moecore::router"):
-            routing = self.part("router")(routed_TD, micro_batch)
+            routing = router(routed_TD, micro_batch)
         rows_TL, routing = self._rows(autocast(routed_TD), routing)
-        is_kept = rows_TL is routed_TD and self.part("router").weight.requires_grad
+        is_kept = rows_TL is routed_TD and router.weight.requires_grad
         y_TL = self._routed(rows_TL, routing, is_kept=is_kept)
         y_TD = self.latent.up(y_TL) if self.config.latent_dim else y_TL
         if shared.y_TD is not None:
             y_TD = y_TD + shared.wait()
-        y = y_TD.to(x.dtype).view(x.shape)
-        return self._counted(y, routing, micro_batch, self.part("router").selection_bias)
+        y = y_TD.to(x.dtype)
+        y = y if x.ndim == 2 else y.view(x.shape)
+        return self._counted(y, routing, micro_batch, router.selection_bias)
 
     def _rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Return the rows to dispatch, [T, L], and the routing for their experts."""

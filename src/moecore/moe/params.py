@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from moecore.base.copies import as_part
 from moecore.base.saved import Handle, Kept, is_packing, packing
-from moecore.base.torch_names import local_of, storage_key, tree_leaves, version
+from moecore.base.torch_names import NOTHING, local_of, storage_key, tree_leaves, version
 from moecore.kernels.rows.scaling import Blocks
 
 T = TypeVar("T")
@@ -123,19 +123,21 @@ class ParamReader:
         # Storage -> weights and what was made of them, while they are read: held, so that no
         # key becomes another storage's.
         self._made: dict[int, Tensor] = {}
+        self._packs = False  # whether saved tensors are asked about
 
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
         """Return the part, differentiably; `cast` is False for a part that may have no values."""
         local = local_param(param, reads=cast)
-        if not torch.compiler.is_compiling():
+        if self._packs:
             self._made[storage_key(local)] = local
         return local
 
     def gathered(self, param: nn.Parameter) -> Blocks | None:
         """Return what stands for the values of a parameter that was gathered in FP8; else None."""
         found = gathered_blocks(param)
-        for tensor in () if found is None else (found.values, found.scales):
-            self._made[storage_key(tensor)] = tensor
+        if found is not None and self._packs:
+            for tensor in (found.values, found.scales):
+                self._made[storage_key(tensor)] = tensor
         return found
 
     def quantised(
@@ -152,20 +154,24 @@ class ParamReader:
                 copy = make()
         if self._shares:
             self._copies[key] = made_of, copy
-        for tensor in tree_leaves(copy):
+        for tensor in tree_leaves(copy) if self._packs else ():
             self._made[storage_key(tensor)] = tensor
         return cast(T, copy)
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """Surround reading and use: weights, gathered or quantised ones too, are no activations."""
+        if torch.compiler.is_compiling() or not is_packing():  # then all is kept
+            return NOTHING
+        return self._packing()
+
+    @contextmanager
+    def _packing(self) -> Iterator[None]:
+        self._packs = True
         try:
-            if torch.compiler.is_compiling() or not is_packing():  # then all is kept
-                yield
-                return
             with packing(self._pack):
                 yield
         finally:
+            self._packs = False
             self._made.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | None:

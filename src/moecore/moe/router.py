@@ -24,6 +24,7 @@ from moecore.base.options.layer import MoEConfig
 from moecore.kernels.common import no_autocast
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions, route, route_weights
+from moecore.kernels.routing.route_tokens import route_tokens
 from moecore.kernels.routing.router_logits import router_logits, router_logits_ref
 from moecore.kernels.routing.scores import scores_ref
 from moecore.moe.assignment import expert_choice_ids, sinkhorn_ids, within_capacity
@@ -106,8 +107,13 @@ class Router(nn.Module):
         if self.config.router_jitter and self.training:
             x_TD = _jittered(x_TD, self.config.router_jitter)
         with no_autocast(x_TD):
-            logits_TE = self._logits(x_TD)
-            ids_TK, weights_TK = self._choose(logits_TE, micro_batch)
+            if self._is_plain:
+                weight_ED, bias_E = self._parts()
+                own = (self.selection_bias, self.options)
+                logits_TE, ids_TK, weights_TK = route_tokens(x_TD, weight_ED, bias_E, *own)
+            else:
+                logits_TE = self._logits(x_TD)
+                ids_TK, weights_TK = self._choose(logits_TE, micro_batch)
             if micro_batch.padding_mask_T is not None:
                 ids_TK = ids_TK.masked_fill(micro_batch.padding_mask_T[:, None], -1)
             if self.tape is not None:
@@ -123,9 +129,21 @@ class Router(nn.Module):
             pad=self.config.capacity is not None and self.config.capacity.pad,
         )
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the choice follows from fp32 logits by `route` and the layer's own bias."""
+        config = self.config
+        if self.tape is not None or self.forced_ids is not None:
+            return False
+        if config.assignment != "learned" or config.router_dtype == "float64":
+            return False
+        return not (self.training and config.balance.bias_per_micro_batch)
+
+    def _parts(self) -> tuple[Tensor, Tensor | None]:
+        return local_param(self.weight), None if self.bias is None else local_param(self.bias)
+
     def _logits(self, x_TD: Tensor) -> Tensor:
-        weight_ED = local_param(self.weight)
-        bias_E = None if self.bias is None else local_param(self.bias)
+        weight_ED, bias_E = self._parts()
         if self.config.router_dtype == "float64":
             return router_logits_ref(x_TD, weight_ED, bias_E, dtype=torch.float64)
         return router_logits(x_TD, weight_ED, bias_E)

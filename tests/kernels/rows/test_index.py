@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moecore.kernels.rows import index as index_module
 from moecore.kernels.rows.index import ExpertIndex, build_index, build_index_ref
 from tests.kernels.conftest import poison
 
@@ -192,7 +193,12 @@ REAL = {
 
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("skew", [0.0, 3.0], ids=["even", "skewed"])
-def test_kernel_equals_reference(device: str, name: str, skew: float) -> None:
+@pytest.mark.parametrize("is_few", [True, False], ids=["few", "many"])
+def test_kernel_equals_reference(
+    device: str, name: str, skew: float, is_few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where few pairs are counted as many are."""
+    monkeypatch.setattr(index_module, "FEW_BLOCKS", index_module.FEW_BLOCKS if is_few else -1)
     check_against_reference(device, TINY[name], skew)
 
 

@@ -63,6 +63,7 @@ class _ExpertMLP(torch.autograd.Function):
         unsummed: UnsummedInput | None,
     ) -> Tensor:
         products = make_products(options, index, weights)
+        ctx.tiles = getattr(products, "tiles", None)  # a few kB, which nobody offloads
         x = products.as_kept(rows)
         h, a = products.fc1(x)
         h_kept = products.h_as_kept(h) if options.keep_h and any(ctx.needs_input_grad) else None
@@ -74,7 +75,10 @@ class _ExpertMLP(torch.autograd.Function):
         kept = () if refetch is None else refetch.kept
         x = rows if rows.is_kept else x
         saved = Saved(x if refetch is None else None, h_kept, weights, index)
-        tensors, (matrices, ctx.pair) = saved.tensors(), tree_flatten(weights.quantised)
+        matrices: list[Tensor] = []
+        tensors, ctx.pair = saved.tensors(), None
+        if weights.quantised is not None:
+            matrices, ctx.pair = tree_flatten(weights.quantised)
         ctx.save_for_backward(*tensors, *matrices, *kept)
         ctx.ends = (len(tensors), len(tensors) + len(matrices))
         ctx.options, ctx.sinks, ctx.dtype = options, weights.sinks, rows.dtype
@@ -87,7 +91,9 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors, (end, kept_from) = ctx.saved_tensors, ctx.ends  # checkpointing unpacks once
-        quantised = tree_unflatten(tensors[end:kept_from], ctx.pair)
+        quantised = None
+        if ctx.pair is not None:
+            quantised = tree_unflatten(tensors[end:kept_from], ctx.pair)
         saved = Saved.of(tensors[:end], ctx.dtype, quantised)
         of_x, of_w1, of_w2, of_weights, of_handle, *_ = ctx.needs_input_grad
         wants = Wants(of_handle if ctx.is_unsummed else of_x, of_w1, of_w2, of_weights)
@@ -95,7 +101,7 @@ class _ExpertMLP(torch.autograd.Function):
             saved = replace(saved, rows=ctx.fetch(*tensors[kept_from:]))
         if is_plain_eager() and not torch.is_grad_enabled():
             found = differentiate(
-                make_products(ctx.options, saved.index, saved.weights),
+                make_products(ctx.options, saved.index, saved.weights, ctx.tiles),
                 saved,
                 grads[0].contiguous(),
                 wants,
@@ -144,18 +150,30 @@ def expert_mlp(
         ValueError: when the products cannot multiply such experts.
         NotImplementedError: for forward-mode derivatives, which would come out as zero.
     """
+    spec = ExpertSpec.of(rows, weights, options.activation, options.recipe)
+    name = choose_products(options.products, spec)
+    if name != options.products:
+        options = replace(options, products=name)
+    return compute_experts(rows, weights, index, options, unsummed=unsummed)
+
+
+def compute_experts(
+    rows: Rows,
+    weights: ExpertWeights,
+    index: ExpertIndex,
+    options: ExpertMLPOptions,
+    *,
+    unsummed: UnsummedInput | None = None,
+) -> Tensor:
+    """Return what `expert_mlp` does, by products that `choose_products` has chosen."""
     tensors = (rows.values, weights.w1_eCD, weights.w2_eDF, index.weights_R)
     if have_tangents(*tensors):
         raise NotImplementedError(
             "expert_mlp has no forward-mode derivative: use reverse mode, or "
             "expert_backend='sequential'"
         )
-    spec = ExpertSpec.of(rows, weights, options.activation, options.recipe)
-    name = choose_products(options.products, spec)
-    if name != options.products:
-        options = replace(options, products=name)
     handle_RD = None if unsummed is None else unsummed.handle_RD
-    if rows.scales is None:
+    if rows.scales is None and not rows.values.is_contiguous():
         rows = replace(rows, values=rows.values.contiguous())
     if not is_plain_eager():
         return traced_expert_mlp(rows, weights, handle_RD, index, options)

@@ -33,7 +33,7 @@ from moecore.kernels.rows.quantised import (
 )
 from moecore.kernels.rows.quantised_activation import quantised_activation, quantised_activation_bwd
 from moecore.kernels.rows.record import Rows, widen_rows
-from moecore.kernels.rows.row_tiles import map_row_tiles
+from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
 from moecore.kernels.rows.scaling import Blocks, Both
 from moecore.kernels.rows.shard_blocks import transpose_values
 
@@ -91,9 +91,9 @@ class QuantisedProducts:
 class BlockwiseProducts(QuantisedProducts):
     """The contract is `products.Products`, the recipe "blockwise". On a CPU, the references."""
 
-    def __init__(self, index: ExpertIndex, *how: Any) -> None:
+    def __init__(self, index: ExpertIndex, *how: Any, tiles: RowTiles | None = None) -> None:
         super().__init__(index, *how)
-        self.tiles = map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
+        self.tiles = tiles or map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
 
     @staticmethod
     def quantise(w_eNK: Tensor, recipe: Recipe) -> Both:

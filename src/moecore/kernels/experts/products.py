@@ -32,6 +32,7 @@ from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.experts.triton_products import HopperProducts, TritonProducts
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.row_tiles import RowTiles
 from moecore.kernels.rows.scaling import Both
 
 
@@ -120,16 +121,23 @@ def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
 
 
 def make_products(
-    options: ExpertMLPOptions, index: ExpertIndex, weights: ExpertWeights
+    options: ExpertMLPOptions,
+    index: ExpertIndex,
+    weights: ExpertWeights,
+    tiles: RowTiles | None = None,
 ) -> Products:
-    """Return the products of options whose name `choose_products` gave."""
+    """Return the products of options whose name `choose_products` gave.
+
+    `tiles` are those of earlier products of the same options and index, if they have any.
+    """
+    known: dict[str, Any] = {} if tiles is None else {"tiles": tiles}
     if options.recipe is not None:
         of_recipe = OF_SCALING[options.recipe.scaling]
-        return of_recipe(index, options.activation, weights, options.recipe)
+        return of_recipe(index, options.activation, weights, options.recipe, **known)
     kind, device = NAMED[options.products], index.row_ids_R.device
     if kind is TritonProducts and index.row_ids_R.shape[0] and has_hopper_kernels(device):
         kind = HopperProducts
-    return kind(index, options.activation, weights)
+    return kind(index, options.activation, weights, **known)
 
 
 def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> Both:

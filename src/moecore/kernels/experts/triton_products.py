@@ -23,7 +23,7 @@ from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_used_rows
 from moecore.kernels.rows.packed import gather_packed_rows
 from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.row_tiles import map_row_tiles
+from moecore.kernels.rows.row_tiles import RowTiles, map_row_tiles
 
 # Smallest F for which rows are gathered before a product: "gather first", docs/findings/kernels.md
 GATHER_FIRST: dict[Use, int] = {
@@ -104,11 +104,15 @@ class HopperProducts(TritonProducts):
     """Gluon kernels for Hopper over a map of row tiles, and Triton's where those gather better."""
 
     def __init__(
-        self, index: ExpertIndex, activation: ActivationOptions, weights: ExpertWeights
+        self,
+        index: ExpertIndex,
+        activation: ActivationOptions,
+        weights: ExpertWeights,
+        tiles: RowTiles | None = None,
     ) -> None:
         super().__init__(index, activation, weights)
         self.hidden_dim = weights.w2_eDF.shape[2]
-        self.tiles = map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
+        self.tiles = tiles or map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH, the weights' gradients and the activation, a gated one's in one pass."""

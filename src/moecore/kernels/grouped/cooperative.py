@@ -29,6 +29,8 @@ which costs power: a training step is bound by power (docs/findings/measuring.md
 kernels of `gemm.py` compute the same; these run where they are faster.
 """
 
+from functools import cache
+
 from torch import Tensor
 
 from moecore.kernels.common import (
@@ -262,6 +264,23 @@ def sm90_bf16_grouped_kernel(
         )
 
 
+@cache
+def _constants(b_is_NK: bool, options: ActivationOptions | None) -> GroupedConstants:
+    const = GroupedConstants(
+        *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PRODUCER_REGISTERS),
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[options is not None],
+        B_IS_NK=b_is_NK,
+    )
+    if options is None:
+        return const
+    return const._replace(
+        EPILOGUE_REGISTERS=EPILOGUE_REGISTERS,
+        EPILOGUE_ROWS=EPILOGUE_ROWS,
+        ACTIVATION=True,
+        **options.constants,
+    )
+
+
 def _launch(
     a: Tensor,
     b: Tensor,
@@ -274,23 +293,12 @@ def _launch(
     """Launch the kernel; `h_RC` and what follows for FC1."""
     K, N = a.shape[1], out.shape[1]
     b_is_NK = b.stride(1) == 1
-    flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else b.shape[2])
+    b = b.transpose(1, 2) if b_is_NK else b
     width = BLOCK_N if h_RC is None else BLOCK_N // 2
     block = (BLOCK_M // 2, width)
-    const = GroupedConstants(
-        *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PRODUCER_REGISTERS),
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS[h_RC is not None],
-        B_IS_NK=b_is_NK,
-    )
-    if options is not None:
-        const = const._replace(
-            EPILOGUE_REGISTERS=EPILOGUE_REGISTERS,
-            EPILOGUE_ROWS=EPILOGUE_ROWS,
-            ACTIVATION=True,
-            **options.constants,
-        )
+    const = _constants(b_is_NK, options)
     a_desc = gluon_descriptor(a, (BLOCK_M, BLOCK_K))
-    b_desc = gluon_descriptor(flat, (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N))
+    b_desc = gluon_descriptor(b, (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N))
     h_desc = None if h_RC is None else gluon_descriptor(h_RC, block)
     outputs = (h_RC, h_desc, out, gluon_descriptor(out, block))
     args = (a_desc, b_desc, tiles.map, weights_R, *outputs, K, N)

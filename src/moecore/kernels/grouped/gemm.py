@@ -22,7 +22,6 @@ from torch import Tensor
 
 from moecore.kernels.common import (
     INTERPRET,
-    TensorDescriptor,
     launch,
     next_power_of_2,
     num_sms,
@@ -30,6 +29,7 @@ from moecore.kernels.common import (
     tl,
     triton,
 )
+from moecore.kernels.prepared import descriptor
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_ref
 from moecore.kernels.rows.activation_kernel import activate
 
@@ -281,9 +281,9 @@ def grouped_gemm(
     flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else N)
     gather = row_ids_R is not None
     c = SMALL if INTERPRET else GATHERED if gather else CONTIGUOUS
-    block_b = [c.block_n, c.block_k] if b_is_NK else [c.block_k, c.block_n]
-    a_desc = a if gather else TensorDescriptor.from_tensor(a, [c.block_m, c.block_k])
-    b_desc = TensorDescriptor.from_tensor(flat, block_b)
+    block_b = (c.block_n, c.block_k) if b_is_NK else (c.block_k, c.block_n)
+    a_desc = a if gather else descriptor(a, (c.block_m, c.block_k))
+    b_desc = descriptor(flat, block_b)
     launch(
         _grouped_gemm_fwd_kernel,
         num_sms(a.device),
@@ -325,8 +325,8 @@ def grouped_gemm_activation(
     if not R or not x_SD.shape[0]:
         return h_RC, a_RF
     c = SMALL if INTERPRET else GATHERED
-    block = [2, c.block_n // 2, c.block_k]
-    w1_desc = TensorDescriptor.from_tensor(w1_eCD.view(2 * e, F, D), block)
+    block = (2, c.block_n // 2, c.block_k)
+    w1_desc = descriptor(w1_eCD.view(2 * e, F, D), block)
     launch(
         _grouped_gemm_activation_fwd_kernel,
         num_sms(x_SD.device),

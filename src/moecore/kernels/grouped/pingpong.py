@@ -30,6 +30,8 @@ next brought there, in the end those of the other group's tile. So h has come wh
 the activation once each. Products that store less multiply larger tiles (`cooperative.py`).
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -362,6 +364,16 @@ def _finish_bwd_kernel(
         tl.store(dweights_ptr + rows, total, mask=rows < R)
 
 
+@cache
+def _constants(gathers: bool, options: ActivationOptions) -> GroupedConstants:
+    return GroupedConstants(
+        *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        **options.constants,
+        GATHER=gathers,
+    )
+
+
 def pingpong_activation_bwd(
     dy: Tensor,
     w2_eDF: Tensor,
@@ -395,14 +407,9 @@ def pingpong_activation_bwd(
         return dh_RC, dweights_R, a_RF
     parts = weights_R.new_empty(cdiv(F, BLOCK_N), R)
     gathers = row_ids_R is not None
-    const = GroupedConstants(
-        *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        **options.constants,
-        GATHER=gathers,
-    )
+    const = _constants(gathers, options)
     dy_desc = gluon_descriptor(dy, (BLOCK_M, BLOCK_K))
-    w2_desc = gluon_descriptor(w2_eDF.reshape(-1, F), (BLOCK_K, BLOCK_N))
+    w2_desc = gluon_descriptor(w2_eDF, (BLOCK_K, BLOCK_N))
     h_desc = gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4))
     rows = (row_ids_R if gathers else tiles.map, tiles.map, weights_R, h_desc)
     args = (dy, dy_desc, w2_desc, *rows, a_RF, dh_RC, parts, R, D, F)

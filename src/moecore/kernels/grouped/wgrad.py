@@ -26,6 +26,8 @@ copies of 256 columns take longer than the product of a stage ("weight gradients
 in docs/findings/kernels.md). 2 * R * M * N floating-point operations.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
@@ -308,6 +310,11 @@ def sm90_bf16_grouped_wgrad_kernel(
         )
 
 
+@cache
+def _constants(gathers: bool, adds: bool, transposed: bool) -> GroupedConstants:
+    return CONST._replace(GATHER=gathers, ADD=adds, TRANSPOSED=transposed)
+
+
 def grouped_wgrad(
     x: Tensor,
     y_RN: Tensor,
@@ -354,14 +361,15 @@ def grouped_wgrad(
     columns = BLOCK_N * 2 // out.dtype.itemsize  # what the staging buffer has room for
     block = (1, columns, BLOCK_M) if transposed else (1, BLOCK_M, columns)
     gathers = row_ids_R is not None
-    x_desc, y_desc = (gluon_descriptor(t, (BLOCK_K, n)) for t, n in ((x, BLOCK_M), (y_RN, BLOCK_N)))
+    x_desc = gluon_descriptor(x, (BLOCK_K, BLOCK_M))
+    y_desc = gluon_descriptor(y_RN, (BLOCK_K, BLOCK_N))
     out_desc = None if adds else gluon_descriptor(out, block)
     rows = row_ids_R if gathers else offsets_e
     launch(
         sm90_bf16_grouped_wgrad_kernel,
         num_sms(x.device),
         *(x, x_desc, y_desc, rows, offsets_e, out_desc, out, e, M, N, scale),
-        CONST=CONST._replace(GATHER=gathers, ADD=adds, TRANSPOSED=transposed),
+        CONST=_constants(gathers, adds, transposed),
         num_warps=CONSUMER_WARPS,
     )
     return out

@@ -14,6 +14,7 @@ gets the very weights of its recording.
 """
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -111,15 +112,19 @@ _OPTIONS = (
 _NAMES = [field.name for field in fields(RouteOptions)]
 
 
-def _flat(options: RouteOptions) -> tuple[Any, ...]:
+@cache
+def flat(options: RouteOptions) -> tuple[Any, ...]:
+    """Return the options as arguments of operations."""
     return tuple(getattr(options, name) for name in _NAMES)
 
 
+@cache
 def _record(flat: tuple[Any, ...]) -> RouteOptions:
     return RouteOptions(**dict(zip(_NAMES, flat, strict=True)))
 
 
-def _route(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
+def forward(logits_TE: Tensor, bias_E: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
+    """Return what `route` does, by the kernel, without autograd."""
     logits_TE = logits_TE.contiguous()
     ids_TK, weights_TK = _route_fake(logits_TE, bias_E, *flat)
     bias_E = None if bias_E is None else bias_E.float().contiguous()
@@ -138,13 +143,19 @@ def _launch_forward(
 ) -> None:
     """Fill weights_TK, and ids_TK unless they are given; all contiguous."""
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
+    BT, how = _forward_constants(E, K, options, given)
+    args = (logits_TE, bias_E, ids_TK, weights_TK, T, options.scale)
+    launch(route_fwd_kernel, cdiv(T, BT), *args, **how)
+
+
+@cache
+def _forward_constants(
+    E: int, K: int, options: RouteOptions, given: bool
+) -> tuple[int, dict[str, Any]]:
     G = options.num_groups if options.top_groups < options.num_groups else 1
     GP, SP, KP = (next_power_of_2(n) for n in (G, E // G, K))
     BT = _tokens_per_program(FWD_TILE, max(GP * SP, KP))
-    launch(
-        route_fwd_kernel,
-        cdiv(T, BT),
-        *(logits_TE, bias_E, ids_TK, weights_TK, T, options.scale),
+    return BT, dict(
         **dict(E=E, K=K, G=G, BT=BT, KP=KP, GP=GP, SP=SP),
         TOP_GROUPS=options.top_groups,
         GROUP_EXPERTS=options.group_experts,
@@ -193,7 +204,7 @@ def _route_bwd(
 
 
 # dlogits of `route` and `route_weights`; an id of -1 is no choice.
-_route_backward = Op("route_bwd", _route_bwd, lambda x_TE, *_: x_TE.new_empty(x_TE.shape))
+backward = Op("route_bwd", _route_bwd, lambda x_TE, *_: x_TE.new_empty(x_TE.shape))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -206,18 +217,35 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor | None) -> tuple[Tensor | None, ...]:
     dlogits_TE = None
     if ctx.needs_input_grad[0] and dweights_TK is not None:
-        dlogits_TE = _route_backward(*ctx.saved_tensors, dweights_TK, *ctx.options)
+        dlogits_TE = backward(*ctx.saved_tensors, dweights_TK, *ctx.options)
     return (dlogits_TE, *(None,) * 9)
 
 
 _route_op = Op(
     "route",
-    _route,
+    forward,
     _route_fake,
     save=_setup_context,
     backward=_backward,
     schema=f"(Tensor logits_TE, Tensor? bias_E, {_OPTIONS}) -> (Tensor, Tensor)",
 )
+
+
+def check(num_experts: int, options: RouteOptions) -> None:
+    """Raise a ValueError for options that do not go with so many experts."""
+    E = num_experts
+    allowed = options.top_groups * (E // options.num_groups)
+    if E % options.num_groups or not 1 <= options.top_k <= allowed:
+        raise ValueError(
+            f"logits_TE of {E} experts must split into num_groups ({options.num_groups}), of which "
+            f"top_groups ({options.top_groups}) hold top_k ({options.top_k}): change the options"
+        )
+    size = E // options.num_groups
+    if options.top_groups < options.num_groups and options.group_experts > size:
+        raise ValueError(
+            f"RouteOptions.group_experts ({options.group_experts}) must be <= the experts of a "
+            f"group ({size}): lower group_experts or num_groups"
+        )
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tuple[Tensor, Tensor]:
@@ -241,24 +269,13 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
         Expert ids [T, K] int32, best first, and weights [T, K] fp32, differentiable in the logits.
     """
     E = logits_TE.shape[1]
-    allowed = options.top_groups * (E // options.num_groups)
-    if E % options.num_groups or not 1 <= options.top_k <= allowed:
-        raise ValueError(
-            f"logits_TE of {E} experts must split into num_groups ({options.num_groups}), of which "
-            f"top_groups ({options.top_groups}) hold top_k ({options.top_k}): change the options"
-        )
-    size = E // options.num_groups
-    if options.top_groups < options.num_groups and options.group_experts > size:
-        raise ValueError(
-            f"RouteOptions.group_experts ({options.group_experts}) must be <= the experts of a "
-            f"group ({size}): lower group_experts or num_groups"
-        )
+    check(E, options)
     is_small = logits_TE.dtype != torch.float64 and E <= MAX_EXPERTS
     if not (is_small and use_kernel(logits_TE)):
         warn_plain(logits_TE, f"routing to {E} experts in {logits_TE.dtype}")
         ids_TK, weights_TK = route_ref(logits_TE, bias_E, options)
         return ids_TK, weights_TK.float()
-    return _route_op(logits_TE.float(), bias_E, *_flat(options))
+    return _route_op(logits_TE.float(), bias_E, *flat(options))
 
 
 def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> Tensor:
@@ -291,7 +308,7 @@ def _weights_backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...
     logits_TE, ids_TK = ctx.saved_tensors
     dlogits_TE = None
     if ctx.needs_input_grad[0]:
-        dlogits_TE = _route_backward(logits_TE, ids_TK.contiguous(), dweights_TK, *ctx.others)
+        dlogits_TE = backward(logits_TE, ids_TK.contiguous(), dweights_TK, *ctx.others)
     return (dlogits_TE, *(None,) * 9)
 
 
@@ -322,4 +339,4 @@ def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> T
         what = f"routing weights of {logits_TE.shape[1]} experts in {logits_TE.dtype}"
         warn_plain(logits_TE, what)
         return route_weights_ref(logits_TE, ids_TK, options).float()
-    return _route_weights_op(logits_TE.float(), ids_TK, *_flat(options))
+    return _route_weights_op(logits_TE.float(), ids_TK, *flat(options))

@@ -202,7 +202,7 @@ def _product_kernel(
         place = out + (tl.program_id(1).to(tl.int64) * E + n) * D + m
     else:
         place = out + m * E + n
-    tl.store(place, total, mask=m_ok & (n < E))
+    tl.store(place, total.to(out.dtype.element_ty), mask=m_ok & (n < E))
 
 
 @triton.jit
@@ -269,7 +269,15 @@ def _tile(num_experts: int, num_parts: int) -> dict[str, Any]:
     return dict(BM=128, BN=BN, BK=64, CHUNK=CHUNK, WIDEN=INTERPRET, num_warps=8, num_stages=3)
 
 
-def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+@cache
+def _product(D: int, E: int, P: int, EP: int, gradient_stride: int) -> dict[str, Any]:
+    """Constants of _product_kernel; the stride of dlogits is 0 in forward."""
+    how = dict(D=D, E=E, P=P, GRADIENT=gradient_stride > 0, EP=EP, B_STRIDE=gradient_stride or 1)
+    return how | _tile(E, P)
+
+
+def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Return what `router_logits` does, by the kernel, without autograd."""
     x_TD, weight_ED = x_TD.contiguous(), weight_ED.contiguous()
     (T, D), E = x_TD.shape, weight_ED.shape[0]
     logits_TE = x_TD.new_empty((T, E), dtype=torch.float32)
@@ -281,8 +289,8 @@ def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Te
     tile = _tile(E, P)
     bias_E = None if bias_E is None else bias_E.contiguous()
     args = (x_TD, parts, bias_E, logits_TE, T, D)
-    how = dict(D=D, E=E, P=P, GRADIENT=False, EP=rows, B_STRIDE=1)
-    launch(_product_kernel, cdiv(T, tile["BM"]) * cdiv(E, tile["BN"]), *args, **how, **tile)
+    how = _product(D, E, P, rows, 0)
+    launch(_product_kernel, cdiv(T, tile["BM"]) * cdiv(E, tile["BN"]), *args, **how)
     return logits_TE
 
 
@@ -331,12 +339,15 @@ def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
     wanted = cdiv(2 * num_sms(x_TD.device), tiles)
     num_splits = max(1, min(wanted, T // SPLIT_TOKENS))
     split_size = cdiv(T, num_splits)
-    splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
+    splits = dweight_ED
+    if num_splits > 1:
+        splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
     args = (x_TD, dlogits, None, splits, T, split_size)
-    how = dict(D=D, E=E, P=P, GRADIENT=True, EP=_padded(E), B_STRIDE=dlogits.stride(0))
-    launch(_product_kernel, (tiles, num_splits), *args, **how, **tile)
-    sums = (splits, dweight_ED, num_splits, E * D)
-    launch(_sum_splits_kernel, cdiv(E * D, SUM_BLOCK), *sums, BLOCK=SUM_BLOCK)
+    how = _product(D, E, P, _padded(E), dlogits.stride(0))
+    launch(_product_kernel, (tiles, num_splits), *args, **how)
+    if num_splits > 1:
+        sums = (splits, dweight_ED, num_splits, E * D)
+        launch(_sum_splits_kernel, cdiv(E * D, SUM_BLOCK), *sums, BLOCK=SUM_BLOCK)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -345,25 +356,53 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.bias_dtype = None if bias_E is None else bias_E.dtype
 
 
-def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
-    need_dx, need_dweight, need_dbias = ctx.needs_input_grad
+def gradients(
+    needs: tuple[bool, bool, bool],
+    bias_dtype: torch.dtype | None,
+    dlogits_TE: Tensor,
+    x_TD: Tensor,
+    weight_ED: Tensor,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of x, weight and bias that are needed."""
+    need_dx, need_dweight, need_dbias = needs
     dx_TD = dweight_ED = dbias_E = None
     if need_dx or need_dweight:
         dx_TD, dweight_ED = _router_logits_bwd_op(
-            dlogits_TE, *ctx.saved_tensors, need_dx, need_dweight
+            dlogits_TE, x_TD, weight_ED, need_dx, need_dweight
         )
     if need_dbias:
-        dbias_E = dlogits_TE.sum(0).to(ctx.bias_dtype)
+        dbias_E = dlogits_TE.sum(0).to(bias_dtype)
     return dx_TD if need_dx else None, dweight_ED if need_dweight else None, dbias_E
+
+
+def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
+    return gradients(ctx.needs_input_grad, ctx.bias_dtype, dlogits_TE, *ctx.saved_tensors)
 
 
 _router_logits_op = Op(
     "router_logits",
-    _router_logits,
+    forward,
     lambda x_TD, w_ED, _: x_TD.new_empty(x_TD.shape[0], w_ED.shape[0], dtype=torch.float32),
     save=_setup_context,
     backward=_backward,
 )
+
+
+def check(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> None:
+    """Raise a ValueError for shapes that do not go together."""
+    E = weight_ED.shape[0]
+    if x_TD.shape[1:] != weight_ED.shape[1:] or (bias_E is not None and bias_E.shape != (E,)):
+        shown = None if bias_E is None else tuple(bias_E.shape)
+        raise ValueError(
+            f"x_TD {tuple(x_TD.shape)}, weight_ED {tuple(weight_ED.shape)} and bias_E {shown} must "
+            "agree in D and E: pass [T, D], [E, D] and [E]"
+        )
+
+
+def has_kernel(x_TD: Tensor, weight_ED: Tensor) -> bool:
+    """Return whether tensor cores multiply these, not torch."""
+    wide = weight_ED.dtype in (torch.bfloat16, torch.float32)
+    return x_TD.dtype == torch.bfloat16 and wide and use_kernel(x_TD, weight_ED)
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -383,14 +422,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
         Logits [T, E] fp32. Gradients have the dtypes of the inputs; that of the bias is added up
         in fp32.
     """
-    E = weight_ED.shape[0]
-    if x_TD.shape[1:] != weight_ED.shape[1:] or (bias_E is not None and bias_E.shape != (E,)):
-        shown = None if bias_E is None else tuple(bias_E.shape)
-        raise ValueError(
-            f"x_TD {tuple(x_TD.shape)}, weight_ED {tuple(weight_ED.shape)} and bias_E {shown} must "
-            "agree in D and E: pass [T, D], [E, D] and [E]"
-        )
-    wide = weight_ED.dtype in (torch.bfloat16, torch.float32)
-    if x_TD.dtype == torch.bfloat16 and wide and use_kernel(x_TD, weight_ED):
+    check(x_TD, weight_ED, bias_E)
+    if has_kernel(x_TD, weight_ED):
         return _router_logits_op(x_TD, weight_ED, bias_E)
     return router_logits_ref(x_TD, weight_ED, bias_E)

@@ -3,12 +3,14 @@
 A pair is one (source row, choice). Pairs of local experts get an expert row each: experts in
 order, and for one expert its pairs in order of (s, k); each expert's rows are padded to a multiple.
 
-Four launches, integer work only, no atomics, the same bits in every run:
+Four launches, of few pairs three, integer work only, no atomics, the same bits in every run:
 
     count   per block of pairs: how many go to each expert
     scan    per expert: how many of its pairs lie in earlier blocks, and its total
     layout  the running sum of the padded totals; zeros in the rows that no pair gets
     place   row of a pair = start of its expert + pairs in earlier blocks + earlier pairs in its own
+
+Of few pairs `tally` does what count and scan do, in one launch: each expert's program reads all.
 
 Letters: S source rows, K choices per source row, N = S * K pairs, e local experts, R expert rows
 (length), B = N / 128 blocks of pairs.
@@ -21,7 +23,7 @@ S * E^2 / 128 entries: 2 MiB for 4096 source rows and 128 experts, 128 MiB for 1
 length is N rows; who knows that each expert has c of them gives e * c.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -32,6 +34,9 @@ from moecore.kernels.ops import Op
 
 BLOCK_N = 128  # pairs of one program; place compares all pairs of a block with each other
 BLOCK_B = 2048  # blocks of pairs that scan takes at once
+# Of so few blocks each expert's program counts all pairs itself, FEW_B blocks at once: one launch
+# for count and scan.
+FEW_BLOCKS, FEW_B, FEW_WARPS = 64, 32, 4
 BLOCK_R = 1024  # expert rows that one program of layout clears
 MAX_ROWS = 2**31 - 1  # row numbers are int32
 
@@ -49,7 +54,7 @@ class ExpertIndex(NamedTuple):
     @property
     def num_rows(self) -> Tensor:
         """0-dim int32 on the device: expert rows in use. Rows past them hold nothing of meaning."""
-        return self.offsets_e[-1]
+        return self.offsets_e.select(0, -1)
 
 
 def build_index_ref(
@@ -116,6 +121,32 @@ def _build_index_fwd_scan_kernel(
         entry = table_ptr + blocks.to(tl.int64) * NUM_LOCAL + expert
         counts = tl.load(entry, mask=blocks < num_blocks, other=0)
         before = total + tl.cumsum(counts, axis=0) - counts
+        tl.store(entry, before.to(tl.int32), mask=blocks < num_blocks)
+        total += tl.sum(counts, axis=0)
+    tl.store(totals_ptr + expert, total)
+
+
+@triton.jit(do_not_specialize=["first", "num_pairs", "num_blocks"])
+def _build_index_fwd_tally_kernel(
+    ids_ptr,  # [N] int32 global expert ids
+    table_ptr,  # [B, e] int32, out: pairs of expert i in blocks before b
+    totals_ptr,  # [e] int32, out
+    first,  # first global id owned here
+    num_pairs,  # N
+    num_blocks,  # B
+    NUM_LOCAL: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    total = 0
+    for start in range(0, num_blocks, BLOCK_B):
+        blocks = start + tl.arange(0, BLOCK_B)
+        pairs = blocks[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first
+        counts = tl.sum(((local == expert) & (pairs < num_pairs)).to(tl.int32), axis=1)
+        before = total + tl.cumsum(counts, axis=0) - counts
+        entry = table_ptr + blocks * NUM_LOCAL + expert
         tl.store(entry, before.to(tl.int32), mask=blocks < num_blocks)
         total += tl.sum(counts, axis=0)
     tl.store(totals_ptr + expert, total)
@@ -217,19 +248,33 @@ def _index(
     ids_SK, weights_SK = ids_SK.contiguous(), weights_SK.contiguous()
     table_Be = torch.empty(B, num_local, dtype=torch.int32, device=device)
     totals_e = torch.empty(num_local, dtype=torch.int32, device=device)
-    sizes = dict(NUM_LOCAL=num_local, BINS=max(32, next_power_of_2(num_local)))
     found = (offsets_e, row_ids_R, weights_R)
     pairs = (ids_SK, weights_SK, table_Be, totals_e, *found, slots_SK, first, N, R)
-    scan = dict(NUM_LOCAL=num_local, BLOCK_B=BLOCK_B, num_warps=8)
-    layout = dict(MULTIPLE=multiple, BLOCK_R=BLOCK_R, **sizes)
-    place = dict(K=ids_SK.shape[1], NUM_LOCAL=num_local, MULTIPLE=multiple, BLOCK_N=BLOCK_N)
+    tally, count, scan, layout, place = _constants(ids_SK.shape[1], num_local, multiple)
     rows = num_local + cdiv(R, BLOCK_R)
-    count = _build_index_fwd_count_kernel
-    launch(count, B, ids_SK, table_Be, first, N, BLOCK_N=BLOCK_N, **sizes)
-    launch(_build_index_fwd_scan_kernel, num_local, table_Be, totals_e, B, **scan)
+    if B <= FEW_BLOCKS:
+        args = (ids_SK, table_Be, totals_e, first, N, B)
+        launch(_build_index_fwd_tally_kernel, num_local, *args, **tally)
+    else:
+        launch(_build_index_fwd_count_kernel, B, ids_SK, table_Be, first, N, **count)
+        launch(_build_index_fwd_scan_kernel, num_local, table_Be, totals_e, B, **scan)
     launch(_build_index_fwd_layout_kernel, rows, totals_e, *found, R, **layout)
     launch(_build_index_fwd_place_kernel, B, *pairs, **place)
     return row_ids_R, weights_R, slots_SK, offsets_e
+
+
+@cache
+def _constants(K: int, num_local: int, multiple: int) -> tuple[dict[str, int], ...]:
+    """Return those of tally, count, scan, layout and place."""
+    local = dict(NUM_LOCAL=num_local)
+    bins = dict(BINS=max(32, next_power_of_2(num_local)), **local)
+    return (
+        dict(BLOCK_B=FEW_B, BLOCK_N=BLOCK_N, num_warps=FEW_WARPS, **local),
+        dict(BLOCK_N=BLOCK_N, **bins),
+        dict(BLOCK_B=BLOCK_B, num_warps=8, **local),
+        dict(MULTIPLE=multiple, BLOCK_R=BLOCK_R, **bins),
+        dict(K=K, MULTIPLE=multiple, BLOCK_N=BLOCK_N, **local),
+    )
 
 
 def _index_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:

@@ -1,0 +1,263 @@
+"""Launches of compiled kernels with prepared arguments, past Triton's own path for arguments.
+
+Triton names, reads and looks up every argument at every launch, which costs the host three times
+what the launch itself costs. Here a function generated for a kernel and the types of its arguments
+reads the key of the compiled kernel and what its launcher takes, and the launcher in C is called:
+
+    (kernel, types of arguments, names of constants) -> _Site
+    (device, dtypes, alignments, ... of arguments, constants) -> _Entry of the site
+
+The key separates all that Triton's own separates: a first launch of each key goes Triton's way, and
+what it compiled is kept. What is not known here always goes that way: another release of Triton,
+the interpreter, hooks around launches, tuples as arguments, integers beyond int32.
+
+Every private name of Triton stands here; `tests/kernels/test_prepared.py` holds each to its use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+
+    class TensorDescriptor:  # type: ignore[no-redef]
+        """Stands for Triton's on meta, where kernels are recorded with their tensors."""
+
+        @staticmethod
+        def from_tensor(x: Tensor, *_: Any) -> Tensor:
+            """Return the tensor."""
+            return x
+
+    GluonDescriptor = TensorDescriptor
+
+try:
+    import triton
+    from triton.backends.nvidia import driver as nvidia
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
+
+    _run, _knobs = JITFunction.run, triton.knobs.runtime
+    _enter, _exit = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+    # The launcher of another release takes other arguments.
+    KNOWN = triton.__version__.startswith("3.6.") and os.environ.get("TRITON_INTERPRET") != "1"
+except (ImportError, AttributeError):
+    KNOWN = False
+
+current_device = torch.accelerator.current_device_index
+GPU_FLAG = "is_cuda"  # attribute of tensors whose addresses kernels may read
+MOST_ENTRIES = 512  # of a site: then all are made again
+MOST_DESCRIPTORS = 8192  # likewise; a layer has about 20
+INT32 = "-2147483648 <= {0} <= 2147483647"
+
+
+class Descriptor:
+    """How TMA reads or writes memory at an address, which it does not hold."""
+
+    kind: int  # number of what a compiled kernel depends on: dtype, block, layout
+    _encoded: tuple[Any, ...] | None = None
+
+    def encoded(self) -> tuple[Any, ...]:
+        """Return what the launcher in C takes; () before a kernel was compiled for the kind."""
+        if self._encoded is None:
+            meta = _METAS.get(self.kind)
+            if meta is None:
+                return ()
+            self._encoded = tuple(nvidia.make_tensordesc_arg(self, meta))
+        return self._encoded
+
+
+class _OfGluon(GluonDescriptor, Descriptor): ...  # type: ignore[misc]
+
+
+class _OfTriton(TensorDescriptor, Descriptor): ...  # type: ignore[misc]
+
+
+class _Address(NamedTuple):
+    """What stands for a tensor in a descriptor."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Entry(NamedTuple):
+    """A compiled kernel on a device."""
+
+    launch: Callable[..., None]  # of C
+    stream: Callable[[int], int]  # of a device: the address of its current one
+    head: tuple[Any, ...]  # what it takes behind grid and stream
+    tail: tuple[None, ...]  # stands for constants that are named
+
+
+class _Site(NamedTuple):
+    """Launches of a kernel with arguments of the same types and constants of the same names."""
+
+    read: Callable[..., tuple[Any, ...]]  # arguments -> their device and the rest of their key
+    launch: Callable[..., bool]  # see `launch_prepared`; reads the same
+    entries: dict[tuple[Any, ...], _Entry | None]  # None = Triton's way
+
+
+_SITES: dict[tuple[Any, ...], _Site | None] = {}
+_KINDS: dict[tuple[Any, ...], int] = {}  # of descriptors
+_METAS: dict[int, Any] = {}  # kind of descriptor -> how Triton encodes it
+_DESCRIPTORS: dict[tuple[Any, ...], Any] = {}
+
+
+def launch_prepared(
+    kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any]
+) -> bool:
+    """Launch a kernel that `keep` has kept; return whether it did."""
+    if not (KNOWN and _is_plain(kernel)):
+        return False
+    site = _SITES.get((kernel.fn, tuple(map(type, args)), *constants))
+    if site is None:
+        return False
+    return site.launch(site.entries.get, current_device, grid, constants.values(), *args)
+
+
+def keep(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], compiled: Any) -> None:
+    """Keep what Triton has compiled and launched for these arguments, for `launch_prepared`."""
+    if not (KNOWN and _is_plain(kernel)) or type(compiled) is not CompiledKernel:
+        return
+    name = (kernel.fn, tuple(map(type, args)), *constants)
+    if name not in _SITES:
+        functions = _generated(kernel, args)
+        _SITES[name] = None if functions is None else _Site(*functions, {})
+    site = _SITES[name]
+    if site is None:
+        return
+    whole = (*site.read(*args), *constants.values())
+    if whole in site.entries:
+        return
+    if len(site.entries) >= MOST_ENTRIES:
+        site.entries.clear()
+    site.entries[whole] = _entry(kernel, args, compiled)
+
+
+def descriptor(
+    x: Tensor, block: tuple[int, ...], layout_of: Callable[..., Any] | None = None
+) -> Any:
+    """Return how TMA reads or writes blocks of a tensor whose leading dims are as one.
+
+    Kept by address: only for kernels that are launched while the tensor lives. `layout_of` returns
+    Gluon's layout of a dtype and a block; None for a kernel of Triton.
+    """
+    key = (x.data_ptr(), x.dtype, x.shape, x.stride(), block, layout_of)
+    found = _DESCRIPTORS.get(key)
+    if found is not None:
+        return found
+    layout = None if layout_of is None else layout_of(x.dtype, block)
+    flat = x if x.ndim == len(block) else x.view(-1, x.shape[-1])
+    if not KNOWN or x.is_meta:
+        how = (flat, list(block)) if layout is None else (flat, list(block), layout)
+        return (TensorDescriptor if layout is None else GluonDescriptor).from_tensor(*how)
+    shape: Any = (_Address(x.dtype, key[0]), flat.shape, flat.stride(), list(block))
+    found = _OfTriton(*shape) if layout is None else _OfGluon(*shape, layout)
+    found.kind = _KINDS.setdefault((x.dtype, block, str(layout)), len(_KINDS))
+    if len(_DESCRIPTORS) >= MOST_DESCRIPTORS:
+        _DESCRIPTORS.clear()
+    _DESCRIPTORS[key] = found
+    return found
+
+
+def _is_plain(kernel: Any) -> bool:
+    """Whether a launch calls nothing else: no hook, no recorder in place of Triton."""
+    return (
+        JITFunction.run is _run
+        and _knobs.launch_enter_hook is _enter
+        and _knobs.launch_exit_hook is _exit
+        and not (_enter.calls or _exit.calls or kernel.pre_run_hooks or _knobs.debug)
+    )
+
+
+def _generated(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, Any] | None:
+    """Return `_Site.read` and `_Site.launch` of arguments of these types; None = some unknown."""
+    reads, key, values, device = [], [], [], None
+    for i, (arg, param) in enumerate(zip(args, kernel.params, strict=False)):
+        name, kind = f"a{i}", type(arg)
+        if param.is_constexpr or param.annotation:
+            return None
+        if kind in (Tensor, torch.nn.Parameter):
+            device = device or name
+            reads.append(f"p{i} = {name}.data_ptr()")
+            key += [f"{name}.dtype", f"p{i} & 15 == 0", f"{name}.{GPU_FLAG}"]
+            values.append(f"p{i}")
+        elif kind is int:
+            key.append(INT32.format(name))
+            if not param.do_not_specialize:
+                key += [f"{name} == 1", f"{name} & 15 == 0"]
+            values.append(name)
+        elif kind in (float, bool, type(None)):
+            values.append(name)
+        elif isinstance(arg, Descriptor):
+            key.append(f"{name}.kind")
+            values.append(f"*{name}.encoded()")
+        else:
+            return None
+    if device is None:
+        return None
+    names = ", ".join(f"a{i}" for i in range(len(args)))
+    pointers, parts = "; ".join(reads), ", ".join([f"{device}.get_device()", *key])
+    text = f"""
+def read({names}):
+    {pointers}
+    return ({parts},)
+
+def launch(entry_of, current_device, grid, constants, {names}):
+    {pointers}
+    key = ({parts}, *constants)
+    entry = entry_of(key)
+    if entry is None or key[0] != current_device():
+        return False
+    stream = entry.stream(key[0])
+    entry.launch(*grid, 1, stream, *entry.head, {", ".join(values)}, *entry.tail)
+    return True
+"""
+    made: dict[str, Any] = {}
+    exec(text, made)
+    return made["read"], made["launch"]
+
+
+def _entry(kernel: Any, args: tuple[Any, ...], compiled: Any) -> _Entry | None:
+    """Return how a compiled kernel is launched; None = not in a way that is known here."""
+    types = [compiled.src.signature.get(name) for name in kernel.arg_names]
+    taken = [_is_taken(arg, kind) for arg, kind in zip(args, types, strict=False)]
+    if not all(taken) or any(kind != "constexpr" for kind in types[len(args) :]):
+        return None
+    launcher, metadata = compiled.run, compiled.metadata
+    if type(launcher) is not nvidia.CudaLauncher or metadata.global_scratch_size:
+        return None
+    if metadata.profile_scratch_size:
+        return None
+    launch, descriptors = launcher.launch, [arg for arg in args if isinstance(arg, Descriptor)]
+    if descriptors:  # Triton's function encodes them, then calls that of C
+        within = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
+        launch, metas = within["launcher"].cell_contents, within["tensordesc_meta"].cell_contents
+        for found, meta in zip(descriptors, metas, strict=True):
+            if meta is None or _METAS.setdefault(found.kind, meta) != meta:
+                return None
+    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    head = (compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None)
+    stream = triton.runtime.driver.active.get_current_stream
+    return _Entry(launch, stream, head, (None,) * (len(types) - len(args)))
+
+
+def _is_taken(arg: Any, kind: Any) -> bool:
+    """Whether the launcher of C takes an argument as `_reader` passes it."""
+    if isinstance(arg, Tensor):
+        return bool(getattr(arg, GPU_FLAG)) and str(kind).startswith("*")
+    if isinstance(arg, Descriptor):
+        return str(kind).startswith("tensordesc<")
+    if type(arg) is int:
+        return kind == "i32" or (kind == "constexpr" and arg == 1)
+    return kind == {float: "fp32", bool: "u1", type(None): "constexpr"}.get(type(arg))
