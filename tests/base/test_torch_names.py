@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -194,6 +194,34 @@ def test_views_of_one_storage_have_one_key(device: str) -> None:
     assert len(set(keys)) == 100
     for view in (Tensor.t, Tensor.detach, lambda x: x[1:], lambda x: x.view(torch.int32)):
         assert [_torch.storage_key(view(x)) for x in tensors] == keys
+
+
+class OnDTensors(_torch.TorchDispatchMode):
+    """The operations on DTensors, each of which torch plans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += [func] if DTensor in types else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_parameters_and_zeros_of_dtensors_take_no_operation() -> None:
+    mesh = build_meshes(ParallelConfig(), "cpu").dense
+    part = torch.ones(4, 2)
+    data = DTensor.from_local(part, mesh, [Shard(0)] + [Replicate()] * (mesh.ndim - 1))
+    with OnDTensors() as mode:
+        found = _torch.parameter_like(data, torch.ones(1, requires_grad=True))
+        zeros = _torch.zeros_like(found, torch.float32)
+    assert mode.found == []
+    assert isinstance(found, nn.Parameter) and isinstance(found, DTensor)
+    assert found.is_leaf and found.requires_grad and "detach" not in vars(found)
+    assert _torch.local_of(found).data_ptr() == part.data_ptr()
+    assert zeros.placements == found.placements and not zeros.any()
+    assert _torch.zeros_like(found, torch.bfloat16).dtype == torch.bfloat16
 
 
 def leaf() -> Tensor:

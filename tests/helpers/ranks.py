@@ -62,7 +62,7 @@ IMPORTED = (
     "torch._dynamo",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",  # if it is there: a second per rank
 )
-FROZEN = "tests.helpers.frozen"
+FIRST, LAST = "tests.helpers.sparing", "tests.helpers.frozen"
 STARTING = threading.Lock()  # which server forks is a global of multiprocessing
 
 
@@ -109,7 +109,7 @@ def forks() -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     # before the server starts; later it is ignored
-    context.set_forkserver_preload([*IMPORTED, FROZEN])
+    context.set_forkserver_preload([FIRST, *IMPORTED, LAST])
     return context
 
 
@@ -118,7 +118,7 @@ def _servers(imported: str) -> tuple[forkserver.ForkServer, forkserver.ForkServe
     """Return the servers of all ranks but the last, and of the last: see Note "starts"."""
     alike = forkserver.ForkServer() if imported else forkserver._forkserver
     for server in (both := (alike, forkserver.ForkServer())):
-        server.set_forkserver_preload([*IMPORTED, *filter(None, [imported]), FROZEN])
+        server.set_forkserver_preload([FIRST, *IMPORTED, *filter(None, [imported]), LAST])
     return both
 
 

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,8 @@ FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]  # number of the syst
 FUTEX_WAIT, FUTEX_WAKE, EVERYBODY = 0, 1, 1 << 30
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-Parts = list[list[Tensor]]  # what each rank sent
+Form = tuple[int, tuple[int, ...], torch.dtype]  # first byte in a slot, shape, dtype
+Parts = list[Sequence[Tensor]]  # what each rank sent
 Op = dist.ReduceOp
 REDUCTIONS: dict[Any, Callable[[list[Tensor]], Tensor]] = {
     Op.SUM: lambda parts: _sum(parts),
@@ -67,6 +69,7 @@ class Memory:
         self._counters = (ctypes.c_int64 * num_counters).from_buffer(self._bytes)
         self._address = whole.data_ptr()
         self._slots = whole[self._at_slots :].view(SLOTS, size, SLOT_BYTES)
+        self._views: dict[tuple[int, int, Form], Tensor] = {}
 
     def raise_to(self, counter: int, value: int) -> None:
         """Set a counter of this rank, and wake who waits for it."""
@@ -78,6 +81,8 @@ class Memory:
 
     def reach(self, counter: int, value: int) -> None:
         """Wait until a counter has a value; RuntimeError after the group's timeout."""
+        if self._counters[counter] >= value:
+            return
         end = time.monotonic() + self.timeout_s
         while (now := self._counters[counter]) < value:
             self._futex(counter, FUTEX_WAIT, now & 0xFFFFFFFF, ctypes.byref(_Seconds(1, 0)))
@@ -89,27 +94,48 @@ class Memory:
 
     def write(self, slot: int, parts: Sequence[Tensor]) -> None:
         """Write tensors to this rank's slot."""
-        room = self._slots[slot, self.rank]
-        at, forms = HEAD_BYTES, []
+        at, forms = HEAD_BYTES, list[Form]()
         for part in parts:
             forms.append((at, tuple(part.shape), part.dtype))
-            _view(room, *forms[-1]).copy_(part.detach())
+            self.view(slot, self.rank, forms[-1]).copy_(part.detach())
             at += -(-part.numel() * part.element_size() // ALIGNMENT) * ALIGNMENT
-        head = pickle.dumps(forms)
+        head = _head(tuple(forms))
         assert len(head) + 8 <= HEAD_BYTES and at <= SLOT_BYTES, "SLOT_BYTES is too little"
         start = self._at_slots + (slot * self.size + self.rank) * SLOT_BYTES
         self._bytes[start : start + 8 + len(head)] = len(head).to_bytes(8, "little") + head
 
-    def read(self, slot: int, rank: int) -> list[Tensor]:
-        """Return views of what a rank wrote."""
+    def read(self, slot: int, rank: int) -> Sequence[Tensor]:
+        """Return what a rank wrote."""
         start = self._at_slots + (slot * self.size + rank) * SLOT_BYTES
         length = int.from_bytes(self._bytes[start : start + 8], "little")
-        forms = pickle.loads(self._bytes[start + 8 : start + 8 + length])
-        return [_view(self._slots[slot, rank], *form) for form in forms]
+        forms = _forms(self._bytes[start + 8 : start + 8 + length])
+        return _Written(self, slot, rank, forms)
+
+    def view(self, slot: int, rank: int, form: Form) -> Tensor:
+        """Return a view of a rank's slot; one for each form, because making one takes longest."""
+        found = self._views.get((slot, rank, form))
+        if found is None:
+            at, shape, dtype = form
+            flat = self._slots[slot, rank, at : at + prod(shape) * dtype.itemsize]
+            found = self._views[slot, rank, form] = flat.view(dtype).view(shape)
+        return found
 
     def _futex(self, counter: int, action: int, value: int, seconds: Any) -> None:
         address = ctypes.c_void_p(self._address + 8 * counter)
         LIBC.syscall(FUTEX, address, action, ctypes.c_uint32(value), seconds, None, 0)
+
+
+class _Written(Sequence[Tensor]):
+    """What a rank wrote; a view is made of what is read alone."""
+
+    def __init__(self, memory: Memory, slot: int, rank: int, forms: Sequence[Form]) -> None:
+        self._memory, self._slot, self._rank, self._forms = memory, slot, rank, forms
+
+    def __len__(self) -> int:
+        return len(self._forms)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._memory.view(self._slot, self._rank, self._forms[index])
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -365,13 +391,19 @@ class _Seconds(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64))
 
 
-def _view(room: Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return room[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+@cache
+def _head(forms: tuple[Form, ...]) -> bytes:
+    return pickle.dumps(forms)
+
+
+@cache
+def _forms(head: bytes) -> tuple[Form, ...]:
+    found: tuple[Form, ...] = pickle.loads(head)
+    return found
 
 
 def _reduced(parts: list[Tensor], op: Any) -> Tensor:
-    (reduce,) = (reduce for known, reduce in REDUCTIONS.items() if op == known)
-    return reduce(parts)
+    return next(reduce for known, reduce in REDUCTIONS.items() if op == known)(parts)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

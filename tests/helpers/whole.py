@@ -35,7 +35,8 @@ class Held:
         assert not any(p.is_partial() for p in tensor.placements)
         mesh = tensor.device_mesh
         place = tuple(mesh.get_coordinate() or ())
-        local = tensor.detach().to_local()
+        with torch.no_grad():  # else torch plans an operation on the DTensor
+            local = tensor.to_local()
         return cls(local, tuple(tensor.shape), tensor.placements, tuple(mesh.shape), place)
 
 
@@ -45,10 +46,11 @@ def gather_whole(tensors: dict[str, Any], rank: int = 0) -> dict[str, Tensor]:
     Ranks that hold the same elements must hold the same bits, but for losses of their own.
     """
     held = {n: t if isinstance(t, Held) else Held.of(t) for n, t in tensors.items()}
-    flat = {
-        dtype: torch.cat([h.local.flatten().cpu() for h in held.values() if h.local.dtype == dtype])
-        for dtype in {h.local.dtype for h in held.values()}
-    }
+    parts: dict[torch.dtype, list[Tensor]] = {}
+    for h in held.values():
+        parts.setdefault(h.local.dtype, []).append(h.local.detach().flatten().cpu())
+    # Arrays, which are pickled as they are; a tensor becomes a file.
+    flat = {dtype: torch.cat(same).view(torch.uint8).numpy() for dtype, same in parts.items()}
     specs = {
         n: (h.local.dtype, h.local.numel(), (h.shape, h.placements, h.mesh, h.coordinate))
         for n, h in held.items()
@@ -57,7 +59,8 @@ def gather_whole(tensors: dict[str, Any], rank: int = 0) -> dict[str, Tensor]:
     dist.gather_object((specs, flat), everyone if dist.get_rank() == rank else None, rank)
     found: dict[str, Tensor] = {}
     written: dict[str, Tensor] = {}
-    for specs, flat in everyone if dist.get_rank() == rank else ():
+    for specs, arrays in everyone if dist.get_rank() == rank else ():
+        flat = {dtype: torch.from_numpy(array).view(dtype) for dtype, array in arrays.items()}
         starts = dict.fromkeys(flat, 0)
         for name, (dtype, size, place) in specs.items():
             values = flat[dtype][starts[dtype] : starts[dtype] + size]

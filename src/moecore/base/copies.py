@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from moecore.base.torch_names import HOOKS
+from moecore.base.torch_names import HOOKS, local_of, parameter_like, wrapped_like
 
 NewParameter = Callable[[nn.Parameter], nn.Parameter]
 
@@ -36,11 +36,9 @@ def copy_modules(
 
 def on_meta(param: nn.Parameter) -> nn.Parameter:
     """Return a parameter on meta that is sharded as this one."""
-    local = param.to_local() if isinstance(param, DTensor) else param
-    empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
-    if isinstance(param, DTensor):
-        empty = as_part(empty, param.device_mesh, param.placements, of=param)
-    return nn.Parameter(empty, requires_grad=param.requires_grad)
+    empty = torch.empty_like(local_of(param), device="meta", requires_grad=False)
+    part = wrapped_like(empty, param) if isinstance(param, DTensor) else empty
+    return parameter_like(part, param)
 
 
 def as_part(

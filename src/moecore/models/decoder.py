@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from moecore.attention.context_parallel.held import ContextParallel
 from moecore.attention.sequence import Sequence
@@ -37,6 +36,7 @@ from moecore.base.fields import (
     check_arguments,
 )
 from moecore.base.options.context import ContextOptions
+from moecore.base.torch_names import local_of
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
 from moecore.models.config import DecoderConfig
@@ -163,9 +163,9 @@ class Decoder(nn.Module):
             if isinstance(module, MoELayer):
                 module.init_weights(std=INIT_STD, key=key, seed=seed)
                 for weight in _residual_weights(module):
-                    _local(weight).mul_(scale)
+                    local_of(weight).mul_(scale)
             elif isinstance(module, RMSNorm):
-                _local(module.weight).fill_(1.0)
+                local_of(module.weight).fill_(1.0)
             elif isinstance(module, Linear | Embedding | Head) and module.weight is not None:
                 std = INIT_STD * (scale if getattr(module, "residual", False) else 1.0)
                 init_normal_(module.weight, std=std, key=f"{key}.weight", seed=seed)
@@ -432,14 +432,8 @@ class Decoder(nn.Module):
 
 def _residual_weights(layer: MoELayer) -> list[nn.Parameter]:
     """What the layer's output comes out of: FC2 of the experts, or what leads out of the latent."""
-    if layer.config.latent_dim:
-        weights = [layer.latent.w_up]
-    else:
-        weights = [getattr(layer.part("experts"), layer.layout.expert_layout.w2)]
+    w2 = getattr(layer.part("experts"), layer.layout.expert_layout.w2)
+    weights = [layer.latent.w_up if layer.config.latent_dim else w2]
     if layer.config.shared_hidden_dim:
         weights.append(layer.part("shared").w2)
     return weights
-
-
-def _local(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param

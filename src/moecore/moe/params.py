@@ -19,7 +19,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from moecore.base.copies import as_part
 from moecore.base.saved import Handle, Kept, is_packing, packing
-from moecore.base.torch_names import NOTHING, local_of, storage_key, tree_leaves, version
+from moecore.base.torch_names import (
+    NOTHING,
+    local_of,
+    parameter_like,
+    storage_key,
+    tree_leaves,
+    version,
+)
 from moecore.kernels.rows.scaling import Blocks
 
 T = TypeVar("T")
@@ -208,7 +215,7 @@ def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> No
 def _draw(
     param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
 ) -> None:
-    local = param.to_local() if isinstance(param, DTensor) else param
+    local = local_of(param)
     if local.numel() == 0:
         return
     indices = global_indices(param)
@@ -306,6 +313,5 @@ def shard_parameter(
         local = pieces.select(dim + 1, rank).flatten(dim, dim + 1)
     if not local.is_meta:
         local = local.to(mesh.device_type)
-    local = local.clone(memory_format=torch.contiguous_format)
-    sharded = as_part(local, mesh, placements, of=param)
-    module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
+    part = as_part(local.clone(memory_format=torch.contiguous_format), mesh, placements, of=param)
+    module.register_parameter(name, parameter_like(part, param))

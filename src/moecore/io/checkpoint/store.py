@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import CountOrZero, check_arguments
+from moecore.base.torch_names import local_of
 from moecore.io.checkpoint.comparison import (
     Comparison,
     below,
@@ -220,10 +220,7 @@ def begin(lock: RunLock, step: int, group: Group = None) -> Path:
 
 def locals_of(snapshot: Snapshot) -> dict[str, Tensor]:
     """Return name -> this rank's part of each tensor, sharing its memory."""
-    return {
-        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in snapshot.tensors.items()
-    }
+    return {name: local_of(tensor) for name, tensor in snapshot.tensors.items()}
 
 
 def write(

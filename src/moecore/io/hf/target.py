@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from moecore.base.torch_names import local_of
 from moecore.io.hf.names import EMBEDDING, HEAD, TensorPiece, hf_copies
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name
@@ -67,8 +67,7 @@ def first_ignored_layer(model: nn.Module) -> int | None:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a parameter, sharing its memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor).detach()
 
 
 def overlaps(

@@ -25,6 +25,7 @@ from moecore.base.torch_names import (
     foreach_copy_,
     has_value_hooks,
     local_of,
+    parameter_like,
     through_hooks,
     version,
     wrapped_like,
@@ -59,7 +60,7 @@ class UnitParam:
             self.num_ranks = mesh.size(mesh.ndim - 1)
             self.rank = mesh.get_local_rank(mesh.ndim - 1)
         self._inner = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
-        data = local_of(param.detach())
+        data = local_of(param).detach()
         self.shape = data.shape  # of the whole, which tensor and expert parallelism have cut
         self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
         start = min(self.rank * chunk, self.shape[dim])
@@ -67,8 +68,7 @@ class UnitParam:
         own = own.to(device_type) if not own.is_meta else own
         shard = own.clone(memory_format=torch.contiguous_format)
         place = _placements(param, dim if is_cut else None, mesh, join)
-        sharded = as_part(shard, *place, of=param)
-        self.sharded = nn.Parameter(sharded, requires_grad=param.requires_grad)
+        self.sharded = parameter_like(as_part(shard, *place, of=param), param)
         self.shard = local_of(self.sharded)  # this rank's part
         self.whole: nn.Parameter | None = None  # before the first gather
         self.register(self.sharded)
@@ -123,7 +123,7 @@ class UnitParam:
         local = data.data
         if self._inner is not None:
             local = as_part(local, *self._inner, of=self.sharded)
-        self.whole = nn.Parameter(local, requires_grad=self.sharded.requires_grad)
+        self.whole = parameter_like(local, self.sharded)
         return [self.whole] if self._inner is None else [self.whole, local_of(self.whole)]
 
     def take_grad(self) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from moecore.base.fields import OneOf, check_value
-from moecore.base.torch_names import foreach_add_, local_of
+from moecore.base.torch_names import foreach_add_, local_of, zeros_like
 from moecore.kernels.adamw import AdamWOptions, AdamWTensors, ParamRow, adamw_
 from moecore.kernels.adamw_formats import (
     MOMENT_BLOCK,
@@ -130,7 +130,7 @@ class AdamW(torch.optim.AdamW):
         if not self._is_split(param):
             state.pop("remainder", None)
         elif "remainder" not in state:
-            state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
+            state["remainder"] = zeros_like(param, torch.int16)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -233,8 +233,7 @@ class AdamW(torch.optim.AdamW):
             kept["remainder"] = torch.int16
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            for name in kept.keys() - {"step"}:
-                state[name] = torch.zeros_like(param, dtype=kept[name])
+            state |= {name: zeros_like(param, kept[name]) for name in kept.keys() - {"step"}}
             if self._is_fp8(param):
                 blocks = num_moment_blocks(local_of(param).numel())
                 state["exponents"] = torch.zeros(blocks, 2, dtype=torch.uint8, device=param.device)
@@ -318,6 +317,5 @@ def _decoded(param: Tensor, moments: Sequence[Tensor], exponents: Tensor) -> dic
 def _like(param: Tensor, flat: Tensor) -> Tensor:
     """Return a tensor of a parameter's layout, whose local shard has flat values."""
     found = torch.empty_like(param, dtype=flat.dtype, device=flat.device)
-    local = local_of(found)
-    local.copy_(flat.view(local.shape))
+    local_of(found).copy_(flat.view_as(local_of(found)))
     return found

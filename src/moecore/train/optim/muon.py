@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.fields import Bound, Count, OneOf, Positive, PositiveOrZero, check_arguments
-from moecore.base.torch_names import local_of
+from moecore.base.torch_names import local_of, zeros_like
 from moecore.kernels.momentum import momentum_
 from moecore.train.optim.adamw import grad_of, loss_of_closure, signals_of
 from moecore.train.optim.exchange import MatrixBlock, MatrixPlan, Round, make_plan
@@ -283,10 +283,9 @@ def _momentum(optimizer: Muon, param: nn.Parameter) -> Tensor:
     state: dict[str, Tensor] = optimizer.state[param]
     dtype = optimizer.moment_dtype_of(param)
     found = state.get("momentum_buffer")
-    if found is None:
-        found = torch.zeros_like(param, dtype=dtype)
-    state["momentum_buffer"] = found.to(param.device, dtype)
-    return state["momentum_buffer"]
+    found = zeros_like(param, dtype) if found is None else found.to(param.device, dtype)
+    state["momentum_buffer"] = found
+    return found
 
 
 def orthogonalize(

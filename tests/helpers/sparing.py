@@ -1,0 +1,17 @@
+"""Imported first by the servers that ranks fork from: what ranks would spend on memory.
+
+Imports make no garbage, and a rank lives for seconds, so collections are rare. A rank keeps the
+memory that it frees: the next tensor then needs no new pages of the system.
+"""
+
+import ctypes
+import gc
+
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
+BYTES = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 1 << 30, TOP_PAD: 8 << 20}
+
+gc.set_threshold(100_000, 20, 20)
+LIBC = ctypes.CDLL(None)
+if hasattr(LIBC, "mallopt"):  # no other C library has it
+    for option, value in BYTES.items():
+        LIBC.mallopt(option, value)
