@@ -25,10 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attention.context_parallel.held import ContextParallel, HeldTokens, check_documents
-from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.attention.sequence import Sequence, packed_sequence, shift_left
 from moecore.base.torch_names import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
-from moecore.families.transformers.stock import outermost
+from moecore.families.transformers.stock import (
+    has_stock_loss,
+    named,
+    outermost,
+    parameters_of,
+)
+from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
@@ -39,6 +45,7 @@ LONGEST = ("max_seqlen", "max_length_q")
 OWN = ("cu_seqlens", "max_seqlen", "padding_mask", "num_tokens")
 TOKENS = ("input_ids", "inputs_embeds")
 READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "max_length_k")
+CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of that loss
 NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
 KINDS = ("full_attention", "sliding_attention")  # layers that mix tokens by attention alone
 Kwargs = dict[str, Any]
@@ -51,7 +58,7 @@ class RowReader:
         self.cp: ContextParallel | None = None  # ranks that hold parts of rows; None = this one all
         self._other = why_whole(model)
         base: Any = model.base_model
-        model.register_forward_pre_hook(_rename, with_kwargs=True)
+        model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.attach(model)
 
@@ -123,7 +130,7 @@ class MaskReader:
     def __init__(self, model: Any) -> None:
         self._model, self._now = model, threading.local()
         base: Any = model.base_model
-        model.register_forward_pre_hook(_rename, with_kwargs=True)
+        model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         base.register_forward_hook(self._leave)
         for layer in base.modules():
@@ -188,15 +195,33 @@ class MaskReader:
         return None if sequence is None else _told(sequence, layer, args, kwargs)
 
 
-def _rename(
+def _tell_loss(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], Kwargs] | None:
-    """Give transformers' loss the number of labels under its own name."""
-    if kwargs.get("num_tokens") is None:
+    """Give transformers' loss what it divides by, under its own name, and never 0."""
+    given = named(model, args, kwargs)
+    number = _of(given, ("num_items_in_batch", "num_tokens"))
+    if number is None and given.get("labels") is not None and _divides_by_labels(model):
+        number = count_labels(shifted_labels(given))
+    if number is None:
         return None
-    number = kwargs["num_tokens"]
+    number = number.masked_fill(number == 0, 1) if isinstance(number, Tensor) else number or 1
     kwargs = {name: value for name, value in kwargs.items() if name != "num_tokens"}
-    return args, {"num_items_in_batch": number} | kwargs
+    return args, kwargs | {"num_items_in_batch": number}
+
+
+def _divides_by_labels(model: Any) -> bool:
+    """Whether a model's loss is transformers' of a causal language model, and gets arguments."""
+    if not has_stock_loss(model):
+        return False
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters_of(type(model).forward).values())
+    return hands_on and getattr(model.loss_function, "__name__", "") == CAUSAL_LOSS
+
+
+def shifted_labels(given: Kwargs) -> Tensor:
+    """Return the labels of whole rows, each in the place of the token that predicts it."""
+    shifted_BT: Tensor | None = given.get("shift_labels")
+    return shift_left(given["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
