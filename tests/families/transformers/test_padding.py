@@ -90,6 +90,15 @@ def test_all_routers_leave_padding_out(family: str, meshes: Meshes) -> None:
     assert {int(n.sum()) for n in counts} == {K * 14}
 
 
+@pytest.mark.parametrize("part", ["model", ""])
+def test_a_mask_by_position(part: str, meshes: Meshes) -> None:
+    model = tiny_model("qwen3_moe").get_submodule(part)
+    parallelize_moe(model, meshes)
+    model(*rows("right", 0).values())[0].sum().backward()
+    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    assert [int(n.sum()) for n in counts] == [K * 14] * 2
+
+
 def test_a_packed_batch_is_understood(meshes: Meshes) -> None:
     """Documents of 7, 3 and 11 in a row of 32, beside each document in a row of its own."""
     documents = [torch.randint(1, 61, (n,)).tolist() for n in (7, 3, 11)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.families.transformers.stock import is_hf, is_pretrained
+from moecore.families.transformers.stock import is_hf, is_pretrained, named
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:
@@ -57,7 +57,7 @@ def warn_about_cache(model: nn.Module) -> None:
 
 def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a base model."""
-    asked = kwargs.get("use_cache")
+    asked = named(module, args, kwargs).get("use_cache")
     asked = getattr(module.config, "use_cache", False) if asked is None else asked
     if asked and module.training and torch.is_grad_enabled():
         warnings.warn(

@@ -142,10 +142,11 @@ class MaskReader:
     ) -> tuple[tuple[Any, ...], Kwargs] | None:
         if hasattr(self._model, READER):  # which reads more
             return None
-        tokens = next((x for x in (*args, *map(kwargs.get, TOKENS)) if x is not None), None)
+        given = named(base, args, kwargs)
+        tokens = _of(given, TOKENS)
         if tokens is None:
             return None
-        self._now.sequence = self._sequence_of(tokens, kwargs)
+        self._now.sequence = self._sequence_of(tokens, given)
         return args, {name: value for name, value in kwargs.items() if name not in OWN}
 
     def _sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
