@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore import BalanceConfig, Meshes, ParallelConfig, build_meshes, parallelize_moe
+from moecore.families import use_causal_attention
 from moecore.packing import PackedCollator
 from moecore.parallel.attached import moe_state
 from tests.families.transformers.family_models import tiny_model
@@ -115,3 +116,30 @@ def test_a_packed_batch_is_understood(meshes: Meshes) -> None:
     torch.testing.assert_close(other.loss, packed.loss / 2)
     with pytest.raises(ValueError, match="cu_seqlens must come with position_ids"):
         model(**{name: value for name, value in batch.items() if name != "position_ids"})
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("tokens_BT", "input_ids"),
+        ("labels_BT", "labels"),
+        ("padding_mask_BT", "attention_mask, or as padding_mask"),
+        ("hidden", "inputs_embeds"),
+        ("cp", "ParallelConfig.cp"),
+        ("stage", r"parallelize_moe\(pipeline=...\)"),
+    ],
+)
+def test_names_of_the_decoder_are_refused(name: str, wanted: str, meshes: Meshes) -> None:
+    model = parallelize_moe(tiny_model("qwen3_moe"), meshes)
+    ids = rows("right", 0)["input_ids"]
+    with pytest.raises(ValueError, match=f"{name} must be given as {wanted}.* to Qwen3MoeFor"):
+        model(input_ids=ids, **{name: ids})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_longest_document_comes_with_documents(causal: bool, meshes: Meshes) -> None:
+    model = parallelize_moe(tiny_model("qwen3_moe"), meshes)
+    if causal:
+        use_causal_attention(model)
+    with pytest.raises(ValueError, match=r"max_seqlen \(10\) must come with cu_seqlens \(None\)"):
+        model(input_ids=rows("right", 0)["input_ids"], max_seqlen=10)

@@ -85,6 +85,8 @@ class RowReader:
                     "documents apart: give rows of one sequence each"
                 )
             sequence = packed_sequence(cu_seqlens, longest, shape, device)
+        elif longest is not None:
+            raise _without_documents(longest)
         elif given.get("position_ids") is not None:
             raise ValueError(
                 "position_ids must be None after use_causal_attention without cu_seq_lens_q, "
@@ -165,6 +167,8 @@ class MaskReader:
                 )
             shape = tokens.shape[0], tokens.shape[1]
             sequence = packed_sequence(cu_seqlens, given.get("max_seqlen"), shape, tokens.device)
+        elif given.get("max_seqlen") is not None:
+            raise _without_documents(given["max_seqlen"])
         else:
             sequence = Sequence()
         mask = given.get("attention_mask")
@@ -261,6 +265,13 @@ def why_whole(model: nn.Module) -> str | None:
 
 def _of(given: Kwargs, names: tuple[str, ...]) -> Any:
     return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def _without_documents(longest: Any) -> ValueError:
+    return ValueError(
+        f"max_seqlen ({longest}) must come with cu_seqlens (None), of whose documents it is the "
+        "longest: pass both or neither"
+    )
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:
