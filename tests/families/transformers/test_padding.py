@@ -118,6 +118,27 @@ def test_a_packed_batch_is_understood(meshes: Meshes) -> None:
         model(**{name: value for name, value in batch.items() if name != "position_ids"})
 
 
+def test_a_mask_of_pairs_tells_attention_alone(meshes: Meshes) -> None:
+    """It goes on to work, with one warning; padding_mask beside it tells MoE layers."""
+    given = rows("right", 0)
+    real_BT = given["attention_mask"].bool()
+    can_read_B1TT = (torch.ones(10, 10).tril().bool() & real_BT[:, None])[:, None]
+    bias_B1TT = torch.zeros(2, 1, 10, 10).masked_fill(~can_read_B1TT, -1e9)
+    stock, model = (tiny_model("qwen3_moe") for _ in range(2))
+    parallelize_moe(model, meshes)
+    ids = given["input_ids"]
+    with pytest.warns(UserWarning, match=r"attention_mask \(4 dims\) names no padding") as seen:
+        logits = [model(input_ids=ids, attention_mask=bias_B1TT).logits for _ in range(2)]
+    assert len(seen) == 1
+    torch.testing.assert_close(logits[0][real_BT], stock(**given).logits[real_BT])
+    logits[0].sum().backward()
+    told = model(input_ids=ids, attention_mask=bias_B1TT, padding_mask=~real_BT)
+    torch.testing.assert_close(told.logits[real_BT], logits[0][real_BT])
+    told.logits.sum().backward()
+    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    assert [int(n.sum()) for n in counts] == [K * (20 + 14)] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [

@@ -16,6 +16,7 @@ them, with their positions, go on to the model.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -130,7 +131,7 @@ class MaskReader:
     """What forwards of a model that attends by its own means tell its MoE layers: its padding."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self._now = model, threading.local()
+        self._model, self._now, self._has_warned = model, threading.local(), False
         base: Any = model.base_model
         model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -174,9 +175,24 @@ class MaskReader:
         mask = given.get("attention_mask")
         if mask_BT is None and isinstance(mask, Tensor) and mask.ndim == 2:
             mask_BT = mask[:, -tokens.shape[1] :] == 0  # the last of keys that a cache has
+        elif mask_BT is None and mask is not None and cu_seqlens is None:
+            self._warn_of_padding(mask)
         if mask_BT is not None:
             mask_BT = mask_BT.to(tokens.device)
         return replace(sequence, padding_mask_BT=mask_BT)
+
+    def _warn_of_padding(self, mask: Any) -> None:
+        """Warn once, in training, of a mask that tells attention alone."""
+        has_layers = any(isinstance(m, RoutedLayer) for m in self._model.modules())
+        if self._has_warned or not self._model.training or not has_layers:
+            return
+        self._has_warned = True
+        kind = f"{mask.ndim} dims" if isinstance(mask, Tensor) else type(mask).__name__
+        warnings.warn(
+            f"attention_mask ({kind}) names no padding, so MoE layers route and count all "
+            "positions: pass padding_mask ([B, T], True = padding) or cu_seqlens too",
+            stacklevel=2,
+        )
 
     def _leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         sequence, self._now.sequence = getattr(self._now, "sequence", None), None
