@@ -17,7 +17,7 @@ from moecore import BalanceConfig, Meshes, ParallelConfig, build_meshes, paralle
 from moecore.families import use_causal_attention
 from moecore.packing import PackedCollator
 from moecore.parallel.attached import moe_state
-from tests.families.transformers.family_models import tiny_model
+from tests.families.transformers.family_models import batch, loss_of, tiny_model
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -89,6 +89,29 @@ def test_all_routers_leave_padding_out(family: str, meshes: Meshes) -> None:
     model(**given).logits.sum().backward()
     counts = moe_state(model).finish_step().tokens_per_expert.values()
     assert {int(n.sum()) for n in counts} == {K * 14}
+
+
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_of_one_modality_leave_padding_out(
+    images: bool, recompute: bool, meshes: Meshes
+) -> None:
+    """Rows of 9 tokens, 5 of an image in each, or none; the first has 2 of padding."""
+    model = parallelize_moe(tiny_model("ernie4_5_vl_moe"), meshes)
+    if recompute:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    given = batch(model, 0)
+    if images:
+        given["moe_mm_token_type_ids"][:, 1] = 1  # as the token before an image
+    else:
+        given = {"input_ids": given["input_ids"]}
+    mask_BT = torch.ones_like(given["input_ids"])
+    mask_BT[0, :2] = 0
+    loss_of(model, given | {"attention_mask": mask_BT}).backward()
+    counts = moe_state(model).finish_step().tokens_per_expert.items()
+    found = {(n.split(".")[-2], int(x.sum())) for n, x in counts}
+    num_images = 9 if images else 0
+    assert found == {("text_moe", K * (16 - num_images)), ("vision_moe", K * num_images)}
 
 
 @pytest.mark.parametrize("part", ["model", ""])

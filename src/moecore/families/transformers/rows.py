@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from moecore.attention.context_parallel.held import ContextParallel, HeldTokens,
 from moecore.attention.sequence import Sequence, packed_sequence, shift_left
 from moecore.base.torch_names import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
+from moecore.families.transformers.experts import has_vision_experts, kinds_of
 from moecore.families.transformers.stock import (
     has_stock_loss,
     named,
@@ -50,6 +51,7 @@ CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of that loss
 NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
 KINDS = ("full_attention", "sliding_attention")  # layers that mix tokens by attention alone
 Kwargs = dict[str, Any]
+Choose = Callable[[Tensor], Tensor]  # [B, T] of rows to [N], of the tokens that a layer gets
 
 
 class RowReader:
@@ -65,6 +67,7 @@ class RowReader:
 
     def attach(self, model: Any) -> None:
         """Tell the MoE layers that a model has, from now on; without any nothing is done."""
+        choices = _choices(model.base_model)
         for block in _listed(model.base_model):
             layers = [m for m in block.modules() if isinstance(m, RoutedLayer)]
             layers = [layer for layer in layers if not hasattr(layer, SEQUENCE)]
@@ -72,7 +75,8 @@ class RowReader:
                 child.register_forward_pre_hook(partial(_show, layers), with_kwargs=True)
             for layer in layers:
                 setattr(layer, SEQUENCE, Sequence())
-                layer.register_forward_pre_hook(_tell, with_kwargs=True)
+                tell = partial(_tell, choices.get(layer, Tensor.flatten))
+                layer.register_forward_pre_hook(tell, with_kwargs=True)
 
     def sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
         """Return where the tokens of whole rows, ids [B, T] or embeddings of them, stand."""
@@ -136,9 +140,11 @@ class MaskReader:
         model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         base.register_forward_hook(self._leave)
+        choices = _choices(base)
         for layer in base.modules():
             if isinstance(layer, RoutedLayer):
-                layer.register_forward_pre_hook(self._tell, with_kwargs=True)
+                tell = partial(self._tell, choices.get(layer, Tensor.flatten))
+                layer.register_forward_pre_hook(tell, with_kwargs=True)
 
     def _enter(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
@@ -210,10 +216,42 @@ class MaskReader:
         self._now.sequence = None
 
     def _tell(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+        self, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, Kwargs] | None:
         sequence = getattr(self._now, "sequence", None)
-        return None if sequence is None else _told(sequence, layer, args, kwargs)
+        return None if sequence is None else _told(sequence, choose, layer, args, kwargs)
+
+
+class KindReader:
+    """Which tokens each MoE of a block gets whose modalities have one each."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._now = threading.local()
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+        self._now.kinds_BT = kinds_of(args, kwargs)
+
+    def text(self, x_BT: Tensor) -> Tensor:
+        """Return the entries of text, in order."""
+        kinds_BT = self._now.kinds_BT
+        return x_BT.flatten() if kinds_BT is None else x_BT[kinds_BT == 0]  # syncs, as the block
+
+    def images(self, x_BT: Tensor) -> Tensor:
+        """Return the entries of images, in order."""
+        kinds_BT = self._now.kinds_BT
+        return x_BT.flatten()[:0] if kinds_BT is None else x_BT[kinds_BT != 0]
+
+
+def _choices(base: nn.Module) -> dict[nn.Module, Choose]:
+    """Return what chooses, of all tokens, those of a MoE layer that gets one modality."""
+    found = dict[nn.Module, Choose]()
+    blocks: list[Any] = [block for block in base.modules() if has_vision_experts(block)]
+    for block in blocks:
+        reader = KindReader(block)
+        found |= dict.fromkeys(block.text_moe.modules(), reader.text)
+        found |= dict.fromkeys(block.vision_moe.modules(), reader.images)
+    return found
 
 
 def _tell_loss(
@@ -305,13 +343,15 @@ def _show(
             setattr(layer, SEQUENCE, kwargs[SEQUENCE])
 
 
-def _tell(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, Kwargs] | None:
+def _tell(
+    choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+) -> tuple[Any, Kwargs] | None:
     """Pass documents and padding to a MoE layer, behind a router of transformers' own padding."""
-    return _told(getattr(layer, SEQUENCE), layer, args, kwargs)
+    return _told(getattr(layer, SEQUENCE), choose, layer, args, kwargs)
 
 
 def _told(
-    sequence: Sequence, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    sequence: Sequence, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
     mask_BT = sequence.padding_mask_BT
     if isinstance(layer, MoELayer):
@@ -320,9 +360,10 @@ def _told(
     if mask_BT is None:
         return None
     x_TD, ids_TK, *rest = args
-    if mask_BT.numel() != len(x_TD):  # tokens of one modality, of which no mask tells
+    mask_T = choose(mask_BT)
+    if len(mask_T) != len(x_TD):  # tokens of another tower, of which no mask tells
         return None
-    return (x_TD, ids_TK.masked_fill(mask_BT.reshape(-1, 1), -1), *rest), kwargs
+    return (x_TD, ids_TK.masked_fill(mask_T[:, None], -1), *rest), kwargs
 
 
 def tell_layers(model: nn.Module) -> None:
