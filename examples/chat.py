@@ -9,8 +9,9 @@ A file's records are lines of JSON (.jsonl), each in one of three forms, or one 
 Of a chat the assistant's messages are learned. A template that marks them with {% generation %}
 decides itself which tokens these are. Else an answer begins where the prompt of the messages before
 it ends, as the model will see that prompt, and ends where the template's last special token does,
-or behind the last answer with the end of the sequence. What a prompt begins of the answer, such as
-reasoning, belongs to the prompt if the answer has all of it.
+or behind the last answer with the end of the sequence. So does an answer whose mark ends before,
+or no answer of the model would ever end. What a prompt begins of the answer, such as reasoning,
+belongs to the prompt if the answer has all of it.
 
 Note "turns that change": some templates render a message otherwise once others follow it, such as
 those that drop the reasoning of earlier turns. A chat whose renderings do not grow in place becomes
@@ -26,6 +27,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +171,47 @@ def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, where: str
 
 
 def _marked(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Example:
-    """Learn what the template marks."""
+    """Learn what the template marks, and to end where the last answer alone does."""
+    ids, is_answer = _as_marked(tokenizer, messages, tools)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    own, is_own = ids, is_answer
+    if answers and answers[-1] + 1 < len(messages):
+        own, is_own = _as_marked(tokenizer, messages[: answers[-1] + 1], tools)
+    if not (any(is_answer) and any(is_own)):
+        return _example(ids, is_answer)
+    last, at = _ends(tokenizer, own, is_own)[-1]
+    if at is None:
+        return _example([*own[: last + 1], _end_of(tokenizer)], [*is_own[: last + 1], True])
+    end = own[at]
+    for last, at in _ends(tokenizer, ids, is_answer):
+        if at is not None and ids[at] == end:
+            is_answer[last + 1 : at + 1] = [True] * max(0, at - last)
+    return _example(ids, is_answer)
+
+
+def _as_marked(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any
+) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a chat, and which of them the template marks."""
     found = tokenizer.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
-    return _example(found["input_ids"], found["assistant_masks"])
+    return found["input_ids"], [bool(marked) for marked in found["assistant_masks"]]
+
+
+def _ends(tokenizer: Any, ids: list[int], is_answer: list[bool]) -> list[tuple[int, int | None]]:
+    """Return of each run of learned tokens the last one, and the special token that ends it.
+
+    That is one of the run, or the first behind it and before the next run; None = there is none.
+    """
+    special_ids, found = special_tokens(tokenizer), list[tuple[int, int | None]]()
+    groups = groupby(range(len(ids)), key=lambda t: is_answer[t])
+    runs = [list(run) for learned, run in groups if learned]
+    for run, after in zip(runs, [*runs[1:], [len(ids)]], strict=True):
+        own = _without_tail(tokenizer, ids, run, special_ids)[-1]
+        places = [own, *range(run[-1] + 1, after[0])]
+        found.append((run[-1], next((t for t in places if ids[t] in special_ids), None)))
+    return found
 
 
 def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[Example]:
@@ -221,10 +259,16 @@ def _spanned(tokenizer: Any, text: str, spans: list[Span]) -> Example:
     """Learn spans; behind one that ends the text also to end, where the template has no token."""
     ids, is_answer = _tokens(tokenizer, text, spans, special=False)
     if ids and is_answer[-1] and ids[-1] not in special_tokens(tokenizer):
-        if tokenizer.eos_token_id is None:
-            raise ValueError("an answer must end with a token, and the tokenizer has no eos_token")
-        ids, is_answer = [*ids, tokenizer.eos_token_id], [*is_answer, True]
+        ids, is_answer = [*ids, _end_of(tokenizer)], [*is_answer, True]
     return _example(ids, is_answer)
+
+
+def _end_of(tokenizer: Any) -> int:
+    """Return the token that ends an answer for which the template has none."""
+    end: int | None = tokenizer.eos_token_id
+    if end is None:
+        raise ValueError("an answer must end with a token, and the tokenizer has no eos_token")
+    return end
 
 
 def _tokens(

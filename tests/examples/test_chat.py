@@ -170,6 +170,58 @@ def test_an_end_is_learned_where_the_template_has_none(
         encoded(modules, tokenizer, {"messages": CHAT[1:3]})
 
 
+@pytest.mark.parametrize("between", ["", "\\n", "</s>\\n"])
+def test_an_end_behind_the_marks_is_learned(
+    between: str, modules: SimpleNamespace, tokenizer: Any
+) -> None:
+    """With what stands before it, which a model has to write to get there."""
+    end = f"'{between}<|im_end|>'"
+    tokenizer.chat_template = modules.tiny_hf.TEMPLATE.replace(
+        "+ '<|im_end|>' }}{%- endgeneration %}", "}}{% endgeneration %}{{- " + end + " }}"
+    )
+    between = between.replace("\\n", "\n")
+    wanted = [
+        (f"{part[0][:-10]}{between}<|im_end|>",) if isinstance(part, tuple) else part
+        for part in WHOLE
+    ]
+    assert encoded(modules, tokenizer, {"messages": CHAT}) == [by_hand(tokenizer, *wanted)]
+    asked = [*CHAT, CHAT[1]]
+    more = turn("user", PAIRS[0][0])
+    assert encoded(modules, tokenizer, {"messages": asked}) == [by_hand(tokenizer, *wanted, more)]
+
+
+def test_marks_without_an_end_are_learned_with_one(
+    modules: SimpleNamespace, tokenizer: Any
+) -> None:
+    """As without marks: behind the last answer, and never the beginning of another turn."""
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + ': ' }}"
+        "{%- if m['role'] == 'assistant' %}{% generation %}{{- m['content'] }}{% endgeneration %}"
+        "{%- else %}{{- m['content'] }}{%- endif %}{{- '\\n' }}{%- endfor %}"
+    )
+    parts: list[str | tuple[str]] = []
+    for question, answer in PAIRS:
+        parts += [f"<|im_start|>user: {question}\n<|im_start|>assistant: ", (answer,), "\n"]
+    wanted = by_hand(tokenizer, *parts[:-2], (f"{PAIRS[1][1]}{tokenizer.eos_token}",))
+    for chat in (CHAT[1:], [*CHAT[1:], CHAT[1]]):
+        assert encoded(modules, tokenizer, {"messages": chat}) == [wanted]
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="must end with a token"):
+        encoded(modules, tokenizer, {"messages": CHAT[1:]})
+
+
+def test_marks_within_an_answer_stay_as_they_are(modules: SimpleNamespace, tokenizer: Any) -> None:
+    """A special token between them is no end, and white space behind an end stays marked."""
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{- m['role'] + ': ' }}{% generation %}{{- m['content'] }}"
+        "{% endgeneration %}{{- '<|im_start|>' }}{% generation %}{{- 'so<|im_end|>\\n' }}"
+        "{% endgeneration %}{%- endfor %}"
+    )
+    answer = PAIRS[0][1]
+    wanted = by_hand(tokenizer, "assistant: ", (answer,), "<|im_start|>", ("so<|im_end|>\n",))
+    assert encoded(modules, tokenizer, {"messages": CHAT[2:3]}) == [wanted]
+
+
 def test_a_template_without_prompts(modules: SimpleNamespace, tokenizer: Any) -> None:
     tokenizer.chat_template = NO_PROMPT
     parts: list[str | tuple[str]] = []

@@ -16,6 +16,7 @@ from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.experts import run_vision_experts
 from moecore.families.transformers.guards import (
     refuse_accelerate,
+    refuse_native_names,
     refuse_save_pretrained,
     warn_about_cache,
 )
@@ -126,6 +127,7 @@ class Transformers(Plain):
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         super().attached(model, wrapper=wrapper, drops_cache=drops_cache)
         refuse_save_pretrained(model)
+        refuse_native_names(model)
         if drops_cache:
             warn_about_cache(model)
         refuse_peft_methods(wrapper)

@@ -2,7 +2,7 @@
 
 A selection bias does in any model: its steps are smaller than those of bf16. Of a model of
 transformers so does what `from_pretrained(dtype=...)` keeps: names that match a pattern of its
-class, and parameters that the class makes in fp32 whatever the dtype.
+class, and what of its state the class makes in fp32 whatever the dtype.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ def kept_fp32(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     return frozenset() if half is None else _kept(model, _stocks(model, half))
 
 
-def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return what tells by its name whether a tensor of a model without adapters stays fp32."""
-    half = _half(model, dtype)
-    stocks = [] if half is None else list(_stocks(model, half).values())
+def keeps_fp32(model: nn.Module | None, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """Return what tells by its name whether a tensor of a model without adapters stays fp32.
+
+    None is a model that transformers does not know.
+    """
+    half = None if model is None else _half(model, dtype)
+    stocks = list(_stocks(model, half).values()) if model is not None and half else []
     return lambda name: is_selection_bias(name) or any(s.keeps(name) for s in stocks)
 
 
@@ -111,7 +114,7 @@ class _Stock:
     """What `from_pretrained(dtype=...)` makes of a model's tensors."""
 
     pattern: str  # of names that it keeps in fp32
-    fp32: frozenset[str]  # parameters that are so by their class
+    fp32: frozenset[str]  # parameters, and buffers that are saved, that are so by their class
     half: frozenset[str]  # buffers in `dtype`
 
     def keeps(self, name: str) -> bool:
@@ -131,6 +134,6 @@ def _stock(hf: Any, dtype: torch.dtype) -> _Stock:
         return _Stock(pattern, frozenset(), frozenset())
     with torch.device("meta"):
         twin = type(hf)._from_config(copy.deepcopy(hf.config), dtype=dtype)
-    fp32 = {n for n, p in twin.named_parameters() if p.dtype == torch.float32}
+    fp32 = {n for n, t in twin.state_dict().items() if t.dtype == torch.float32}
     half = {n for n, b in twin.named_buffers() if b.dtype == dtype}
     return _Stock(pattern, frozenset(fp32), frozenset(half))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -122,13 +123,17 @@ def test_a_family_in_bf16(family: str, meshes: Meshes, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["exaone_moe", "ernie4_5_moe", "hunyuan_v1_moe", "minimax"])
+@pytest.mark.parametrize(
+    "family", ["exaone_moe", "ernie4_5_moe", "flint", "hunyuan_v1_moe", "minimax", "zaya"]
+)
 def test_files_have_the_dtypes_of_stock(family: str, meshes: Meshes, tmp_path: Path) -> None:
     """An export of fp32 weights in bf16, and a model made in bf16 on meta that reads it."""
     model = tiny_model(family)
     for name, tensor in model.state_dict().items():
         if is_selection_bias(name):
             tensor.copy_(torch.tensor(BIASES).view(tensor.shape))
+        if name.endswith("balancing_biases"):
+            tensor.copy_(torch.tensor([*BIASES, -1]))  # which stock sets in all that it reads
     model.save_pretrained(tmp_path / "fp32")
     want = stock_in_bf16(family, tmp_path / "fp32").state_dict()
     export_hf(parallelize_moe(model, meshes, fsdp=BF16), tmp_path / "bf16", dtype=torch.bfloat16)
@@ -137,6 +142,8 @@ def test_files_have_the_dtypes_of_stock(family: str, meshes: Meshes, tmp_path: P
         made = model_class(family)._from_config(model.config, dtype=torch.bfloat16)
     parallelize_moe(made, meshes).to_empty(device="cpu")
     load_hf(tmp_path / "bf16", made)
+    files = load_file(tmp_path / "bf16" / "model.safetensors")
+    assert all(files[n].dtype == t.dtype for n, t in want.items() if n in files)
     for found in (read, made.state_dict()):
         assert found.keys() == want.keys()
         for name, tensor in want.items():

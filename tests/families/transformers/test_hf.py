@@ -19,6 +19,7 @@ from moecore import (
     Meshes,
     MoELayer,
     ParallelConfig,
+    TrainStep,
     build_meshes,
     parallelize_moe,
 )
@@ -34,6 +35,7 @@ from tests.families.transformers.hf_models import (
     random_model,
     run,
     transformers,
+    whole_gradients,
 )
 
 
@@ -139,6 +141,30 @@ def test_balance_loss_reaches_a_transformers_model(meshes: Meshes) -> None:
     assert not torch.allclose(found[name], expected[name])
     aux = moe_state(model).finish_step().aux_losses["model.layers.0.mlp"]
     assert float(aux[0]) >= 0.5 * 0.9
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_a_batch_without_labels_weighs_as_zero(by_position: bool, meshes: Meshes) -> None:
+    """Beside a batch with labels, whose stock gradient is halved; also where none counts at all."""
+    stock, model = random_model("qwen3-moe"), random_model("qwen3-moe")
+    ids, labels = batch()
+    loss = stock(input_ids=ids, labels=labels, use_cache=False).loss
+    (loss / 2).backward()
+    step = TrainStep(parallelize_moe(model, meshes), num_micro_batches=2)
+    none = torch.full_like(labels, -100)
+    if by_position:
+        for each in (labels, none):
+            with step.micro_batch():
+                found = model(ids, None, None, None, None, each, False).loss
+                (found / 2).backward()
+        assert found == 0
+    else:
+        given = [dict(input_ids=ids, labels=each, use_cache=False) for each in (labels, none)]
+        torch.testing.assert_close(step.forward_backward(given), torch.stack([loss, 0 * loss]))
+        assert step.losses(given[1:]).tolist() == [0.0]
+    assert_equal_numbers(whole_gradients(model), whole_gradients(stock))
+    for num_items in (0, torch.tensor(0)):
+        assert model(input_ids=ids, labels=none, num_items_in_batch=num_items).loss == 0
 
 
 def test_deepseek_bias_follows_the_load(meshes: Meshes) -> None:

@@ -195,6 +195,39 @@ def test_adapters_have_gradients_and_a_router_on_demand(meshes: Meshes) -> None:
     assert clip_grad_norm_(model, 1.0).finite
 
 
+@pytest.mark.parametrize("part", ["mlp.gate", "input_layernorm"])
+def test_a_trained_parameter_that_no_adapter_holds(
+    meshes: Meshes, part: str, tmp_path: Path
+) -> None:
+    """Written without it, the adapter would be of another base model."""
+    model = adapted_model("qwen3-moe", dict(num_hidden_layers=1))
+    layer = model.get_base_model().model.layers[0]
+    layer.get_parameter(f"{part}.weight").requires_grad_(True)
+    parallelize_moe(model, meshes)
+    weight = layer.get_parameter(f"{part}.weight")
+    with pytest.raises(
+        ValueError, match=rf"{part}.weight \(and 0 more\) must be frozen or"
+    ) as error:
+        save_adapters(model, tmp_path)
+    assert_one_line(error)
+    assert not list(tmp_path.iterdir())
+    weight.requires_grad_(False)
+    save_adapters(model, tmp_path)
+    stock = peft.PeftModel.from_pretrained(one_layer(), tmp_path)
+    torch.testing.assert_close(logits(model), logits(stock))
+
+
+def test_adapters_that_are_saved_one_by_one(meshes: Meshes, tmp_path: Path) -> None:
+    """Both are trained, with biases of the base and a head of their own."""
+    options = dict(bias="all", modules_to_save=["lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(one_layer("qwen2-moe"), lora_config(**options))
+    model.add_adapter("other", lora_config(init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+    parallelize_moe(model, meshes)
+    for adapter in ("default", "other"):
+        save_adapters(model, tmp_path / adapter, adapter=adapter)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore import BalanceConfig, Meshes, ParallelConfig, build_meshes, parallelize_moe
+from moecore.families import use_causal_attention
 from moecore.packing import PackedCollator
 from moecore.parallel.attached import moe_state
-from tests.families.transformers.family_models import tiny_model
+from tests.families.transformers.family_models import batch, loss_of, tiny_model
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -90,6 +91,38 @@ def test_all_routers_leave_padding_out(family: str, meshes: Meshes) -> None:
     assert {int(n.sum()) for n in counts} == {K * 14}
 
 
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_of_one_modality_leave_padding_out(
+    images: bool, recompute: bool, meshes: Meshes
+) -> None:
+    """Rows of 9 tokens, 5 of an image in each, or none; the first has 2 of padding."""
+    model = parallelize_moe(tiny_model("ernie4_5_vl_moe"), meshes)
+    if recompute:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    given = batch(model, 0)
+    if images:
+        given["moe_mm_token_type_ids"][:, 1] = 1  # as the token before an image
+    else:
+        given = {"input_ids": given["input_ids"]}
+    mask_BT = torch.ones_like(given["input_ids"])
+    mask_BT[0, :2] = 0
+    loss_of(model, given | {"attention_mask": mask_BT}).backward()
+    counts = moe_state(model).finish_step().tokens_per_expert.items()
+    found = {(n.split(".")[-2], int(x.sum())) for n, x in counts}
+    num_images = 9 if images else 0
+    assert found == {("text_moe", K * (16 - num_images)), ("vision_moe", K * num_images)}
+
+
+@pytest.mark.parametrize("part", ["model", ""])
+def test_a_mask_by_position(part: str, meshes: Meshes) -> None:
+    model = tiny_model("qwen3_moe").get_submodule(part)
+    parallelize_moe(model, meshes)
+    model(*rows("right", 0).values())[0].sum().backward()
+    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    assert [int(n.sum()) for n in counts] == [K * 14] * 2
+
+
 def test_a_packed_batch_is_understood(meshes: Meshes) -> None:
     """Documents of 7, 3 and 11 in a row of 32, beside each document in a row of its own."""
     documents = [torch.randint(1, 61, (n,)).tolist() for n in (7, 3, 11)]
@@ -106,3 +139,51 @@ def test_a_packed_batch_is_understood(meshes: Meshes) -> None:
     torch.testing.assert_close(other.loss, packed.loss / 2)
     with pytest.raises(ValueError, match="cu_seqlens must come with position_ids"):
         model(**{name: value for name, value in batch.items() if name != "position_ids"})
+
+
+def test_a_mask_of_pairs_tells_attention_alone(meshes: Meshes) -> None:
+    """It goes on to work, with one warning; padding_mask beside it tells MoE layers."""
+    given = rows("right", 0)
+    real_BT = given["attention_mask"].bool()
+    can_read_B1TT = (torch.ones(10, 10).tril().bool() & real_BT[:, None])[:, None]
+    bias_B1TT = torch.zeros(2, 1, 10, 10).masked_fill(~can_read_B1TT, -1e9)
+    stock, model = (tiny_model("qwen3_moe") for _ in range(2))
+    parallelize_moe(model, meshes)
+    ids = given["input_ids"]
+    with pytest.warns(UserWarning, match=r"attention_mask \(4 dims\) names no padding") as seen:
+        logits = [model(input_ids=ids, attention_mask=bias_B1TT).logits for _ in range(2)]
+    assert len(seen) == 1
+    torch.testing.assert_close(logits[0][real_BT], stock(**given).logits[real_BT])
+    logits[0].sum().backward()
+    told = model(input_ids=ids, attention_mask=bias_B1TT, padding_mask=~real_BT)
+    torch.testing.assert_close(told.logits[real_BT], logits[0][real_BT])
+    told.logits.sum().backward()
+    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    assert [int(n.sum()) for n in counts] == [K * (20 + 14)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("tokens_BT", "input_ids"),
+        ("labels_BT", "labels"),
+        ("padding_mask_BT", "attention_mask, or as padding_mask"),
+        ("hidden", "inputs_embeds"),
+        ("cp", "ParallelConfig.cp"),
+        ("stage", r"parallelize_moe\(pipeline=...\)"),
+    ],
+)
+def test_names_of_the_decoder_are_refused(name: str, wanted: str, meshes: Meshes) -> None:
+    model = parallelize_moe(tiny_model("qwen3_moe"), meshes)
+    ids = rows("right", 0)["input_ids"]
+    with pytest.raises(ValueError, match=f"{name} must be given as {wanted}.* to Qwen3MoeFor"):
+        model(input_ids=ids, **{name: ids})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_longest_document_comes_with_documents(causal: bool, meshes: Meshes) -> None:
+    model = parallelize_moe(tiny_model("qwen3_moe"), meshes)
+    if causal:
+        use_causal_attention(model)
+    with pytest.raises(ValueError, match=r"max_seqlen \(10\) must come with cu_seqlens \(None\)"):
+        model(input_ids=rows("right", 0)["input_ids"], max_seqlen=10)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -19,7 +20,9 @@ from moecore.io.checkpoint.directory import latest
 from moecore.io.checkpoint.manifest import read_manifest
 from moecore.io.hf.convert import hf_to_native, native_to_hf
 from moecore.io.hf.export import export_hf
+from moecore.io.interchange.convert import native_to_dcp
 from moecore.models import Decoder, preset
+from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import random_model
 from tests.io.hf.dirs import write_directory
 from tests.io.hf.states import native_state
@@ -67,6 +70,30 @@ def test_checkpoints_of_transformers_models_too(name, tmp_path):
     native_to_hf(path, tmp_path / "out", config=values, layout=layout)
     again = type(model).from_pretrained(tmp_path / "out")
     assert_state(again, want)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "flint", "hunyuan_v1_moe", "zaya"])
+def test_what_stock_keeps_in_fp32_is_not_rounded(family, tmp_path):
+    """Gates, sinks, decay rates and biases of a class; in DCP directories too."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "stock")
+    want = type(model).from_pretrained(tmp_path / "stock", dtype=torch.bfloat16).state_dict()
+    assert {tensor.dtype for tensor in want.values()} == {torch.float32, torch.bfloat16}
+    swap_blocks(model, {})
+    path = save(tmp_path / "run", 0, model, None)
+    options = dict(config=tmp_path / "stock", dtype=torch.bfloat16)
+    native_to_hf(path, tmp_path / "out", **options)
+    found = type(model).from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    native_to_dcp(path, tmp_path / "dcp", names="dcp-transformers", **options)
+    kept = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    stored = {n: torch.empty_like(t) for n, t in want.items() if n in kept}  # no tied head
+    dcp.load(stored, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    for name, tensor in want.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    for name, tensor in stored.items():
+        dtype = kept[name].properties.dtype
+        assert dtype == want[name].dtype and torch.equal(tensor, want[name]), name
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -7,18 +7,25 @@ computes the loss of this rank's tokens with them; tokens are cut before its bas
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from moecore.attention.context_parallel.held import ContextParallel
-from moecore.attention.sequence import Sequence, shift_left
+from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions
 from moecore.families.transformers.attention import use_causal_attention
-from moecore.families.transformers.rows import READER, SEQUENCE, RowReader, tokens_of, why_whole
-from moecore.models.loss import IGNORE_INDEX, count_labels
+from moecore.families.transformers.rows import (
+    READER,
+    SEQUENCE,
+    RowReader,
+    shifted_labels,
+    tokens_of,
+    why_whole,
+)
+from moecore.families.transformers.stock import has_stock_loss
+from moecore.models.loss import count_labels
 from moecore.models.tensor_parallel import sum_value
 
 KEYS_TRAVEL = ("p2p", "a2a+p2p")  # ways without windows
@@ -34,7 +41,7 @@ class CausalContext:
         """Return the way of attention over cp ranks; see `ContextOptions.resolve`."""
         name, other = type(self.model).__name__, why_whole(self.model)
         problem = None if other is None else f"{other} needs whole rows on a rank"
-        if "loss_function" not in inspect.unwrap(type(self.model).forward).__code__.co_names:
+        if not has_stock_loss(self.model):
             problem = "its forward has no loss of transformers' loss_function"
         if problem is not None:
             raise NotImplementedError(
@@ -79,14 +86,11 @@ class CausalContext:
         reader: RowReader = getattr(self.model, READER)
         sequence = kwargs.get(SEQUENCE) or reader.sequence_of(tokens_of(args, kwargs), kwargs)
         kwargs = kwargs | {SEQUENCE: sequence}
-        labels_BT: Tensor | None = kwargs.get("labels")
-        if labels_BT is None:
+        if kwargs.get("labels") is None:
             return args, kwargs
-        shifted_BT = kwargs.get("shift_labels")
-        if shifted_BT is None:
-            shifted_BT = shift_left(labels_BT, 1, IGNORE_INDEX)
-        if kwargs.get("num_items_in_batch") is None:
-            kwargs["num_items_in_batch"] = count_labels(shifted_BT)
+        shifted_BT = shifted_labels(kwargs)
+        if kwargs.get("num_items_in_batch") is None:  # a loss that was registered
+            kwargs["num_items_in_batch"] = count_labels(shifted_BT).clamp(min=1)
         own_BT = sequence.own(shifted_BT)
         return args, kwargs | {"labels": own_BT, "shift_labels": own_BT}
 

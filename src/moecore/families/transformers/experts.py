@@ -13,7 +13,7 @@ Legend: E experts, D model dim, F hidden dim of an expert, C columns of FC1 (2F 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -167,17 +167,28 @@ def _samples(gated: bool) -> Tensor:
     return torch.cat([rows_R8, rows_R8.roll(101, 0)], dim=1) if gated else rows_R8
 
 
+def has_vision_experts(block: nn.Module) -> bool:
+    """Whether a block has a MoE of its own for tokens of text, and one for those of images."""
+    return is_hf(block) and isinstance(getattr(block, "vision_moe", None), nn.Module)
+
+
+def kinds_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return which tokens such a block's forward takes for those of images; None = no token."""
+    _, kinds_BT, *_ = [*args, *kwargs.values(), None]
+    return kinds_BT
+
+
 def run_vision_experts(model: nn.Module) -> None:
     """Let blocks run experts for images without images too: ranks with text join exchanges."""
     for block in model.modules():
-        if is_hf(block) and isinstance(getattr(block, "vision_moe", None), nn.Module):
+        if has_vision_experts(block):
             block.register_forward_hook(_run_vision_experts, with_kwargs=True)
 
 
 def _run_vision_experts(
     block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    hidden_BTD, kinds_BT, *_ = [*args, *kwargs.values(), None]
+    (hidden_BTD, *_), kinds_BT = (*args, *kwargs.values()), kinds_of(args, kwargs)
     layers = (m for m in block.vision_moe.modules() if isinstance(m, RoutedLayer))
     is_alone = all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers)
     if is_alone or (kinds_BT is not None and kinds_BT.any()):  # as of the block

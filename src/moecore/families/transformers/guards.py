@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.families.transformers.stock import is_hf, is_pretrained
+from moecore.families.transformers.stock import is_hf, is_pretrained, named, parameters_of
+
+# Arguments of `Decoder.forward` that transformers has under another name, or moecore elsewhere.
+NATIVE = {
+    "tokens_BT": "input_ids",
+    "labels_BT": "labels",
+    "padding_mask_BT": "attention_mask, or as padding_mask (True = padding)",
+    "hidden": "inputs_embeds",
+    "cp": "ParallelConfig.cp",
+    "stage": "parallelize_moe(pipeline=...)",
+}
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:
@@ -44,6 +54,23 @@ def _save_pretrained(
     return save(save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
+def refuse_native_names(model: nn.Module) -> None:
+    """Make forwards raise for arguments of moecore's decoder, which transformers would drop."""
+    for module in model.modules():
+        if is_pretrained(module):
+            module.register_forward_pre_hook(_check_names, with_kwargs=True)
+
+
+def _check_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a model of transformers."""
+    unknown = NATIVE.keys() - parameters_of(type(module).forward).keys()
+    for name in sorted(kwargs.keys() & unknown):
+        raise ValueError(
+            f"{name} must be given as {NATIVE[name]} to {type(module).__name__}: it is an argument "
+            "of moecore's Decoder, which models of transformers drop"
+        )
+
+
 def warn_about_cache(model: nn.Module) -> None:
     """Warn at training forwards that keep keys and values, in a model that must not.
 
@@ -57,7 +84,7 @@ def warn_about_cache(model: nn.Module) -> None:
 
 def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a base model."""
-    asked = kwargs.get("use_cache")
+    asked = named(module, args, kwargs).get("use_cache")
     asked = getattr(module.config, "use_cache", False) if asked is None else asked
     if asked and module.training and torch.is_grad_enabled():
         warnings.warn(

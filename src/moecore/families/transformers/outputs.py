@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moecore.base.torch_names import HOOKS
-from moecore.families.transformers.stock import is_hf
+from moecore.families.transformers.stock import is_hf, named
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.records import Routing
 
@@ -47,7 +47,8 @@ def _check_recorded(
 ) -> None:
     """Forward hook of a base model; its output's `router_logits` has one tensor per MoE layer."""
     found = [m for m in module.modules() if isinstance(m, RoutedLayer)]
-    if not found or not kwargs.get(OPTION, getattr(module.config, OPTION, False)):
+    given = named(module, args, kwargs)
+    if not found or not given.get(OPTION, getattr(module.config, OPTION, False)):
         return  # not parallelized in the end, or not asked for
     if refusal is not None:
         raise NotImplementedError(refusal)

@@ -16,7 +16,8 @@ them, with their positions, go on to the model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,10 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attention.context_parallel.held import ContextParallel, HeldTokens, check_documents
-from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.attention.sequence import Sequence, packed_sequence, shift_left
 from moecore.base.torch_names import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
-from moecore.families.transformers.stock import outermost
+from moecore.families.transformers.experts import has_vision_experts, kinds_of
+from moecore.families.transformers.stock import (
+    has_stock_loss,
+    named,
+    outermost,
+    parameters_of,
+)
+from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
@@ -39,9 +47,11 @@ LONGEST = ("max_seqlen", "max_length_q")
 OWN = ("cu_seqlens", "max_seqlen", "padding_mask", "num_tokens")
 TOKENS = ("input_ids", "inputs_embeds")
 READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "max_length_k")
+CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of that loss
 NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
 KINDS = ("full_attention", "sliding_attention")  # layers that mix tokens by attention alone
 Kwargs = dict[str, Any]
+Choose = Callable[[Tensor], Tensor]  # [B, T] of rows to [N], of the tokens that a layer gets
 
 
 class RowReader:
@@ -51,12 +61,13 @@ class RowReader:
         self.cp: ContextParallel | None = None  # ranks that hold parts of rows; None = this one all
         self._other = why_whole(model)
         base: Any = model.base_model
-        model.register_forward_pre_hook(_rename, with_kwargs=True)
+        model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.attach(model)
 
     def attach(self, model: Any) -> None:
         """Tell the MoE layers that a model has, from now on; without any nothing is done."""
+        choices = _choices(model.base_model)
         for block in _listed(model.base_model):
             layers = [m for m in block.modules() if isinstance(m, RoutedLayer)]
             layers = [layer for layer in layers if not hasattr(layer, SEQUENCE)]
@@ -64,7 +75,8 @@ class RowReader:
                 child.register_forward_pre_hook(partial(_show, layers), with_kwargs=True)
             for layer in layers:
                 setattr(layer, SEQUENCE, Sequence())
-                layer.register_forward_pre_hook(_tell, with_kwargs=True)
+                tell = partial(_tell, choices.get(layer, Tensor.flatten))
+                layer.register_forward_pre_hook(tell, with_kwargs=True)
 
     def sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
         """Return where the tokens of whole rows, ids [B, T] or embeddings of them, stand."""
@@ -78,6 +90,8 @@ class RowReader:
                     "documents apart: give rows of one sequence each"
                 )
             sequence = packed_sequence(cu_seqlens, longest, shape, device)
+        elif longest is not None:
+            raise _without_documents(longest)
         elif given.get("position_ids") is not None:
             raise ValueError(
                 "position_ids must be None after use_causal_attention without cu_seq_lens_q, "
@@ -121,24 +135,27 @@ class MaskReader:
     """What forwards of a model that attends by its own means tell its MoE layers: its padding."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self._now = model, threading.local()
+        self._model, self._now, self._has_warned = model, threading.local(), False
         base: Any = model.base_model
-        model.register_forward_pre_hook(_rename, with_kwargs=True)
+        model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         base.register_forward_hook(self._leave)
+        choices = _choices(base)
         for layer in base.modules():
             if isinstance(layer, RoutedLayer):
-                layer.register_forward_pre_hook(self._tell, with_kwargs=True)
+                tell = partial(self._tell, choices.get(layer, Tensor.flatten))
+                layer.register_forward_pre_hook(tell, with_kwargs=True)
 
     def _enter(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[tuple[Any, ...], Kwargs] | None:
         if hasattr(self._model, READER):  # which reads more
             return None
-        tokens = next((x for x in (*args, *map(kwargs.get, TOKENS)) if x is not None), None)
+        given = named(base, args, kwargs)
+        tokens = _of(given, TOKENS)
         if tokens is None:
             return None
-        self._now.sequence = self._sequence_of(tokens, kwargs)
+        self._now.sequence = self._sequence_of(tokens, given)
         return args, {name: value for name, value in kwargs.items() if name not in OWN}
 
     def _sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
@@ -157,14 +174,31 @@ class MaskReader:
                 )
             shape = tokens.shape[0], tokens.shape[1]
             sequence = packed_sequence(cu_seqlens, given.get("max_seqlen"), shape, tokens.device)
+        elif given.get("max_seqlen") is not None:
+            raise _without_documents(given["max_seqlen"])
         else:
             sequence = Sequence()
         mask = given.get("attention_mask")
         if mask_BT is None and isinstance(mask, Tensor) and mask.ndim == 2:
             mask_BT = mask[:, -tokens.shape[1] :] == 0  # the last of keys that a cache has
+        elif mask_BT is None and mask is not None and cu_seqlens is None:
+            self._warn_of_padding(mask)
         if mask_BT is not None:
             mask_BT = mask_BT.to(tokens.device)
         return replace(sequence, padding_mask_BT=mask_BT)
+
+    def _warn_of_padding(self, mask: Any) -> None:
+        """Warn once, in training, of a mask that tells attention alone."""
+        has_layers = any(isinstance(m, RoutedLayer) for m in self._model.modules())
+        if self._has_warned or not self._model.training or not has_layers:
+            return
+        self._has_warned = True
+        kind = f"{mask.ndim} dims" if isinstance(mask, Tensor) else type(mask).__name__
+        warnings.warn(
+            f"attention_mask ({kind}) names no padding, so MoE layers route and count all "
+            "positions: pass padding_mask ([B, T], True = padding) or cu_seqlens too",
+            stacklevel=2,
+        )
 
     def _leave(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         sequence, self._now.sequence = getattr(self._now, "sequence", None), None
@@ -182,21 +216,71 @@ class MaskReader:
         self._now.sequence = None
 
     def _tell(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+        self, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, Kwargs] | None:
         sequence = getattr(self._now, "sequence", None)
-        return None if sequence is None else _told(sequence, layer, args, kwargs)
+        return None if sequence is None else _told(sequence, choose, layer, args, kwargs)
 
 
-def _rename(
+class KindReader:
+    """Which tokens each MoE of a block gets whose modalities have one each."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._now = threading.local()
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+        self._now.kinds_BT = kinds_of(args, kwargs)
+
+    def text(self, x_BT: Tensor) -> Tensor:
+        """Return the entries of text, in order."""
+        kinds_BT = self._now.kinds_BT
+        return x_BT.flatten() if kinds_BT is None else x_BT[kinds_BT == 0]  # syncs, as the block
+
+    def images(self, x_BT: Tensor) -> Tensor:
+        """Return the entries of images, in order."""
+        kinds_BT = self._now.kinds_BT
+        return x_BT.flatten()[:0] if kinds_BT is None else x_BT[kinds_BT != 0]
+
+
+def _choices(base: nn.Module) -> dict[nn.Module, Choose]:
+    """Return what chooses, of all tokens, those of a MoE layer that gets one modality."""
+    found = dict[nn.Module, Choose]()
+    blocks: list[Any] = [block for block in base.modules() if has_vision_experts(block)]
+    for block in blocks:
+        reader = KindReader(block)
+        found |= dict.fromkeys(block.text_moe.modules(), reader.text)
+        found |= dict.fromkeys(block.vision_moe.modules(), reader.images)
+    return found
+
+
+def _tell_loss(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], Kwargs] | None:
-    """Give transformers' loss the number of labels under its own name."""
-    if kwargs.get("num_tokens") is None:
+    """Give transformers' loss what it divides by, under its own name, and never 0."""
+    given = named(model, args, kwargs)
+    number = _of(given, ("num_items_in_batch", "num_tokens"))
+    if number is None and given.get("labels") is not None and _divides_by_labels(model):
+        number = count_labels(shifted_labels(given))
+    if number is None:
         return None
-    number = kwargs["num_tokens"]
+    number = number.masked_fill(number == 0, 1) if isinstance(number, Tensor) else number or 1
     kwargs = {name: value for name, value in kwargs.items() if name != "num_tokens"}
-    return args, {"num_items_in_batch": number} | kwargs
+    return args, kwargs | {"num_items_in_batch": number}
+
+
+def _divides_by_labels(model: Any) -> bool:
+    """Whether a model's loss is transformers' of a causal language model, and gets arguments."""
+    if not has_stock_loss(model):
+        return False
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters_of(type(model).forward).values())
+    return hands_on and getattr(model.loss_function, "__name__", "") == CAUSAL_LOSS
+
+
+def shifted_labels(given: Kwargs) -> Tensor:
+    """Return the labels of whole rows, each in the place of the token that predicts it."""
+    shifted_BT: Tensor | None = given.get("shift_labels")
+    return shift_left(given["labels"], 1, IGNORE_INDEX) if shifted_BT is None else shifted_BT
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
@@ -237,6 +321,13 @@ def _of(given: Kwargs, names: tuple[str, ...]) -> Any:
     return next((given[name] for name in names if given.get(name) is not None), None)
 
 
+def _without_documents(longest: Any) -> ValueError:
+    return ValueError(
+        f"max_seqlen ({longest}) must come with cu_seqlens (None), of whose documents it is the "
+        "longest: pass both or neither"
+    )
+
+
 def _listed(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the entries of the outermost lists in a module, such as its decoder layers."""
     for child in module.children():
@@ -252,13 +343,15 @@ def _show(
             setattr(layer, SEQUENCE, kwargs[SEQUENCE])
 
 
-def _tell(layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, Kwargs] | None:
+def _tell(
+    choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+) -> tuple[Any, Kwargs] | None:
     """Pass documents and padding to a MoE layer, behind a router of transformers' own padding."""
-    return _told(getattr(layer, SEQUENCE), layer, args, kwargs)
+    return _told(getattr(layer, SEQUENCE), choose, layer, args, kwargs)
 
 
 def _told(
-    sequence: Sequence, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    sequence: Sequence, choose: Choose, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> tuple[Any, Kwargs] | None:
     mask_BT = sequence.padding_mask_BT
     if isinstance(layer, MoELayer):
@@ -267,9 +360,10 @@ def _told(
     if mask_BT is None:
         return None
     x_TD, ids_TK, *rest = args
-    if mask_BT.numel() != len(x_TD):  # tokens of one modality, of which no mask tells
+    mask_T = choose(mask_BT)
+    if len(mask_T) != len(x_TD):  # tokens of another tower, of which no mask tells
         return None
-    return (x_TD, ids_TK.masked_fill(mask_BT.reshape(-1, 1), -1), *rest), kwargs
+    return (x_TD, ids_TK.masked_fill(mask_T[:, None], -1), *rest), kwargs
 
 
 def tell_layers(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Checks that a transformers MoE block is stock: it computes what its released class computes.
+"""What classes of transformers are, take and call, and checks that a MoE block is stock.
 
 An adapter takes a block's tensors and computes what transformers' own class computes. It would
 silently drop the changes of a subclass, a wrapper, a patched method or a further child, so
@@ -7,8 +7,10 @@ silently drop the changes of a subclass, a wrapper, a patched method or a furthe
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -37,6 +39,24 @@ def outermost(module: nn.Module) -> Iterator[Any]:
         return
     for child in module.children():
         yield from outermost(child)
+
+
+@cache
+def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a class's forward by name, in order."""
+    own = list(inspect.signature(forward).parameters.values())[1:]
+    return {parameter.name: parameter for parameter in own}
+
+
+def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a module's forward by name, also those given by position."""
+    return dict(zip(parameters_of(type(module).forward), args, strict=False)) | dict(kwargs)
+
+
+def has_stock_loss(model: nn.Module) -> bool:
+    """Whether a model's forward calls the `loss_function` of transformers."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return "loss_function" in getattr(code, "co_names", ())
 
 
 def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:

@@ -7,16 +7,17 @@ largest Hugging Face tensor (an expert's matrix, or the embedding), whatever the
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.base.fields import NumBytes, check_arguments
+from moecore.families.kept_fp32 import keeps_fp32
 from moecore.io.checkpoint.comparison import below
 from moecore.io.checkpoint.directory import Step, check_unused
 from moecore.io.checkpoint.manifest import Manifest, StoredTensor
@@ -69,7 +70,8 @@ def native_to_hf(
         path: a step's directory.
         out: the new directory; see `export_hf` for this and the options.
         config: the config.json of the model.
-        dtype: of all float tensors but the router's selection bias; None keeps each one's.
+        dtype: of all float tensors but those that transformers keeps in fp32, as in `export_hf`;
+            None keeps each one's.
         max_shard_bytes: of tensors in one file.
         layout: "per_expert" or "fused".
         progress: called with (bytes written, bytes expected).
@@ -100,6 +102,7 @@ class StoredModel:
     items: list[Item]
     collector: Collector
     tensors: dict[str, StoredTensor]  # by their own names
+    keeps: Callable[[str], bool]  # whether one of these names stays fp32
     is_decoder: bool  # whether these are the native decoder's
 
 
@@ -112,12 +115,14 @@ def open_native(
     tensors = below(prefix, manifest)
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
     values = finish_config(read_config(config), num_mtp)
-    recipes, copies = _plan_of(tensors, values, layout)
-    items = list(make_items({n: t.dtype for n, t in tensors.items()}, recipes, copies, dtype))
+    plan = _plan_of(tensors, values, layout)
+    keeps = keeps_fp32(plan.reader, dtype)
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    items = list(make_items(dtypes, plan.recipes, plan.copies, dtype, keeps))
     problems = config_problems(values, manifest.facts.config)
     problems += content_problems({item.name: item for item in items}, values, values)
     collector = _StoredCollector(path, manifest, tensors, stack)
-    if HEAD in copies and not problems:  # a stored head is dropped only if it is the same
+    if HEAD in plan.copies and not problems:  # a stored head is dropped only if it is the same
         sources = {n: TensorSource(n, t.shape, t.dtype) for n, t in tensors.items()}
         problems += copy_problems(collector, sources, {HEAD: EMBEDDING})
     if problems:
@@ -125,7 +130,7 @@ def open_native(
             f"path ({path}) must hold the model that config.json describes: "
             f"{listed(problems)}: pass the config of this model"
         )
-    return StoredModel(values, items, collector, tensors, _is_decoder(tensors))
+    return StoredModel(values, items, collector, tensors, keeps, _is_decoder(tensors))
 
 
 def hf_to_native(
@@ -233,14 +238,24 @@ def _is_decoder(names: Collection[str]) -> bool:
     return any(".mlp.experts.w1" in name or name.startswith("mtp.") for name in names)
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What files are made of, and the model on meta that reads them; None = a native decoder's."""
+
+    recipes: dict[str, FileRecipe]
+    copies: dict[str, str]
+    reader: nn.Module | None = None
+
+
 def _plan_of(
     tensors: Mapping[str, StoredTensor], values: dict[str, Any], layout: HFLayout
-) -> tuple[dict[str, FileRecipe], dict[str, str]]:
-    """Recipes and copies of a checkpoint's tensors, of a native decoder or a transformers model."""
+) -> _Plan:
+    """Return the plan of a checkpoint's tensors, of a native decoder or a transformers model."""
     if not _is_decoder(tensors):
-        tied = values.get("tie_word_embeddings", False)
+        tied, reader = values.get("tie_word_embeddings", False), reader_of(values)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        return written_plan(reader_of(values), shapes, layout), {HEAD: EMBEDDING} if tied else {}
+        recipes = written_plan(reader, shapes, layout)
+        return _Plan(recipes, {HEAD: EMBEDDING} if tied else {}, reader)
     config = decoder_config_from_hf(values)
     plan = hf_plan(config, layout)
     problems = shape_problems(tensors, {name: recipe.shape for name, recipe in plan.items()})
@@ -249,4 +264,4 @@ def _plan_of(
             f"the checkpoint must hold the decoder that config.json describes: {listed(problems)}: "
             "pass the config of this model"
         )
-    return plan, hf_copies(config)
+    return _Plan(plan, hf_copies(config))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import NumBytes, check_arguments
-from moecore.families.kept_fp32 import is_selection_bias, keeps_fp32
+from moecore.families.kept_fp32 import keeps_fp32
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.files import sync, write_new
 from moecore.io.checkpoint.meter import Meter, Progress
@@ -220,7 +220,7 @@ def make_items(
     recipes: Mapping[str, FileRecipe],
     copies: Mapping[str, str],
     dtype: torch.dtype | None,
-    keeps: Callable[[str], bool] = is_selection_bias,
+    keeps: Callable[[str], bool],
 ) -> Iterator[Item]:
     """Yield what to write, in model order; DeepSeek-V3's copies last, a tied head not at all."""
     found: dict[str, Item] = {}

@@ -100,12 +100,19 @@ def save_adapters(
         adapter: which one, by peft's name of it.
 
     Raises:
-        ValueError: for a model without such an adapter.
+        ValueError: for a model without such an adapter, or with a trainable parameter that no
+            adapter's files hold, such as a router's.
         OSError: on every rank, when rank 0 could not write.
     """
     check_arguments(save_adapters, locals())
     path = Path(path)
-    stored = on_every_rank(lambda: adapter_tensors(model, adapter))
+
+    def planned() -> dict[str, StoredAdapter]:
+        stored = adapter_tensors(model, adapter)
+        _refuse_unwritten(model)
+        return stored
+
+    stored = on_every_rank(planned)
     stages = find_stages(model)[1]
     keeps = is_first_rank() if stages is None else is_first_of_stage(stages)
     whole: dict[str, Tensor] = {}
@@ -218,6 +225,22 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
         turned = partial(from_peft, num_experts=E)
         stored[f"{home}.lora_B.weight"] = StoredAdapter(b, (o, r * E), to_peft, turned)
     return stored
+
+
+def _refuse_unwritten(model: nn.Module) -> None:
+    """Raise for a trainable parameter that belongs to no adapter: the base model has another."""
+    tensors = [
+        one.tensor for name in _configs(model) for one in adapter_tensors(model, name).values()
+    ]
+    written = set(map(id, tensors))
+    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in written]
+    for name in left:
+        raise ValueError(
+            f"{clean_name(name)} (and {len(left) - 1} more) must be frozen or belong to an "
+            "adapter, whose files hold nothing else: train its module by "
+            "LoraConfig.modules_to_save, or, as with a router, save the whole model (Saver, or "
+            "merge_adapters and export_hf)"
+        )
 
 
 def _same(whole: Tensor) -> Tensor:

@@ -121,7 +121,8 @@ def native_to_dcp(
         config: the config.json of the Hugging Face model that it is.
         names: "megatron" for Megatron-Core's torch_dist, "dcp" for the native decoder's,
             "dcp-transformers" for those of transformers.
-        dtype: of all float tensors but the router's selection bias; None keeps each one's.
+        dtype: of all float tensors but those that transformers keeps in fp32, as in `export_hf`;
+            None keeps each one's.
         progress: called with (bytes written, bytes expected).
 
     Raises:
@@ -300,7 +301,7 @@ def _own_tensors(stored: StoredModel, dtype: torch.dtype | None) -> dict[str, Ne
     shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
     plan = {n: FileRecipe(shape, (TensorPiece(n, (), shape),)) for n, shape in shapes.items()}
     dtypes = {name: tensor.dtype for name, tensor in stored.tensors.items()}
-    items = make_items(dtypes, plan, {}, dtype)
+    items = make_items(dtypes, plan, {}, dtype, stored.keeps)
     return {item.name: _one_chunk(item, stored.collector) for item in items}
 
 
