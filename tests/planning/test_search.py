@@ -217,8 +217,8 @@ def test_a_search_ranks_what_fits() -> None:
     assert seconds == sorted(seconds) and len(set(seconds)) > 1
     every = len(list(foldings(16)))
     assert sum(found.refused.values()) + found.not_planned + 3 == every
-    other = search(SMALL, rank_by=lambda c: -c.folding.tp)
-    assert other.fitting[0].folding.tp == max(c.folding.tp for c in found.fitting)
+    other = search(SMALL, rank_by=lambda c: -c.time.seconds, most_planned=3)
+    assert [c.time.seconds for c in other.fitting] == seconds[::-1]
     given = MemoryOptions(recompute="gemm_last")
     given_all = replace(SMALL, memory=given, precision=None, optimizer=OptimizerOptions())
     kept = search(given_all, wanted=1, most_planned=1)
@@ -255,8 +255,9 @@ def test_what_promises_to_be_fast_is_planned_first() -> None:
 
 
 def test_deepseek_v3() -> None:
-    """A quarter of its depth on a quarter of the GPUs: experts go across nodes."""
-    request = replace(LARGE, model=replace(DEEPSEEK, num_layers=16), num_gpus=64)
+    """A quarter of its depth on a quarter of the GPUs: experts go across nodes, here in bf16."""
+    model = replace(DEEPSEEK, num_layers=16)
+    request = replace(LARGE, model=model, num_gpus=64, precision=None)
     (best,) = search(request, wanted=1, most_planned=1).fitting
     assert max(best.peaks) <= request.limit and best.headroom == request.limit - max(best.peaks)
     light = rungs_of(request)[-2]
@@ -282,8 +283,8 @@ def test_micro_batches_have_the_rows_that_are_fastest() -> None:
 
 
 def test_what_cannot_fit_names_the_smallest_change() -> None:
-    request = SearchRequest(model=preset("qwen3-30b-a3b"), num_gpus=1)
-    found = search(request, most_planned=1)
+    model = replace(preset("qwen3-30b-a3b"), num_layers=24)
+    found = search(SearchRequest(model=model, num_gpus=1), most_planned=1)
     assert not found.fitting and found.change is not None and "h100-80, with " in found.change
     given = replace(SMALL, num_gpus=8, global_batch=13)
     assert all(refuse(given, f) is not None for f in foldings(8))
@@ -333,16 +334,16 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     run = run_of(LARGE, Folding(pp=8, tp=2, ep=32, chunks=2), rung)
     args = parser.parse_args(["plan", "--preset", "deepseek-v3", "--gpus", "256", *flags_of(run)])
     assert run_of_options(args) == run
-    small = [*same[:3], "--gpus", "4", "--seq-len", "32"]
+    small = [*same, "--seq-len", "32"]
     assert main([*small, "--top", "1"]) == 0
     out, err = capsys.readouterr()
     assert err.startswith("moecore: planning ") and "host of a node" in out
     command = shlex.split(out.splitlines()[-1].partition(": ")[2])
     assert command[0] == "moecore" and main(command[1:]) == 0
     assert "tokens/s of a GPU" in capsys.readouterr().out
-    assert main([*small, "--explain", "ep=4", "--json"]) == 0
+    assert main([*small, "--explain", "ep=8", "--json"]) == 0
     found_json = json.loads(capsys.readouterr().out)
-    assert found_json["fits"] and found_json["ep"] == 4 and found_json["tokens_per_second"] > 0
+    assert found_json["fits"] and found_json["ep"] == 8 and found_json["tokens_per_second"] > 0
     assert main([*small, "--explain", "ep=3", "--json"]) == 1
     assert "refused" in json.loads(capsys.readouterr().out)["text"]
 

@@ -28,12 +28,7 @@ from moecore.planning.gpus import GPUS
 from moecore.planning.levers import next_change
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.report import report_trace
-from moecore.planning.run import (
-    TrainingRun,
-    call_of,
-    flags_of,
-    new_garbage,
-)
+from moecore.planning.run import TrainingRun, call_of, flags_of, new_garbage
 from moecore.planning.search import Fitting, explained, planned, search, shown_levers
 from moecore.planning.times import TimePlan, hidden_share, plan_time, time_step
 

@@ -30,14 +30,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from moecore.base.fields import (
-    Bound,
-    CountOrZero,
-    Positive,
-    Rules,
-    check_arguments,
-    check_fields,
-)
+from moecore.base.fields import Bound, CountOrZero, Positive, Rules, check_arguments, check_fields
 from moecore.base.options.names import GpuName
 from moecore.planning.gpus import NODE, Gpu, gpu_of
 from moecore.planning.record import Kind, Work

@@ -32,7 +32,6 @@ from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.times import TimePlan, plan_time
 
 Overhead = Literal["low", "medium", "high"]
-OVERHEADS: tuple[Overhead, ...] = ("low", "medium", "high")
 WHOLE = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
 TWICE = NVLinkOptions(row_factor=2.0)  # capacity for twice the rows of even loads
 CHAIN: tuple[Recomputed, ...] = ("norm", "activation", "rope")
@@ -72,7 +71,7 @@ def _more_chunks(run: TrainingRun) -> TrainingRun:
     return replace(run, pipeline=PipelineConfig(schedule="interleaved", chunks=chunks))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)  # each is in `OPTIONS` once
 class Option:
     """An option of a run; `change` returns the same run where it does not apply."""
 
@@ -312,7 +311,7 @@ class Levers:
     @property
     def overhead(self) -> Overhead:
         """The overhead of the last option."""
-        return (self.options[-1].overhead if self.options else None) or OVERHEADS[0]
+        return (self.options[-1].overhead if self.options else None) or "low"
 
 
 def ladder(model: DecoderConfig, gpu: GpuName | Gpu, **given: Any) -> tuple[Levers, ...]:

@@ -194,11 +194,6 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
     return MemoryPlan(run=run, ranks=tuple(ranks))
 
 
-def has_host_copies(run: TrainingRun) -> bool:
-    """Return whether a run pins host memory."""
-    return bool(run.memory.offload or run.optimizer.offload_fraction)
-
-
 def _copied(rank: _Rank, pieces: Pieces) -> int:
     """Return the most bytes that forwards have copied to the host for backwards to come."""
     level, most, copies = 0, 0, dict[int, int]()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -20,17 +20,17 @@ from typing import NamedTuple
 
 import torch
 
+from moecore.base.options.fsdp import FSDPOptions
 from moecore.kernels.common import meta_as
 from moecore.models import Decoder
 from moecore.models.size import num_params
 from moecore.parallel.mesh import build_meshes
-from moecore.parallel.pipeline.layout import Stage
 from moecore.parallelize import parallelize_moe
 from moecore.planning.costs import CostTable
 from moecore.planning.foldings import Folding, SearchRequest, levers_of, run_of, rungs_of
 from moecore.planning.gpus import NODE
 from moecore.planning.levers import Levers
-from moecore.planning.pieces import MIDDLE, Pieces, passes_of, timed_layers, timed_stages
+from moecore.planning.pieces import MIDDLE, passes_of, timed_layers, timed_stages
 from moecore.planning.record import PASSES, Pass, Work
 from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quiet
 from moecore.planning.stored import state_bytes
@@ -84,8 +84,11 @@ class Promise:
         self._more, self._pinned = (defaultdict[int, float](lambda: 1.0) for _ in range(2))
         # Least planned over estimated seconds; of those that have no plan it is the least known.
         self._slower = defaultdict[Folding, float](lambda: FASTER)
-        self._kept, self._pieces = cache(self._kept_by), cache(self._pieces_of)
+        self._pieces = cache(lambda rung: passes_of(self._node(rung, MIDDLE)))
         self._part, self._share = cache(self._seconds_of), cache(self._share_of)
+        self._stage, self._parts = cache(self._seconds_of_stage), cache(self._parts_of)
+        self._kept = cache(self._kept_by)
+        self.seconds, self.num_bytes = cache(self._seconds_of_step), cache(self._bytes_of)
 
     def key(self, folding: Folding) -> tuple[float, ...]:
         """Return the sort key: foldings that seem to fit first, by seconds; others by bytes."""
@@ -118,7 +121,7 @@ class Promise:
         own, kin = self.seconds(folding, levers), _kin(folding)
         self._slower[kin] = min(self._slower.get(kin, math.inf), SPREAD * seconds / own)
 
-    def num_bytes(self, folding: Folding, rung: Levers | None = None) -> float:
+    def _bytes_of(self, folding: Folding, rung: Levers | None = None) -> float:
         """Return the estimated bytes of the largest rank with the levers of a rung; None = all."""
         # Sum of: weights as gathered and fp32 gradients of the parameters that are whole in a step;
         # weights, gradients and state of the rank's shards; and saved activations of a micro-batch
@@ -150,7 +153,7 @@ class Promise:
         rows = folding.batch_size / (folding.tp * folding.cp)
         return min(NODE, num_gpus) * (in_flight * away * rows + state / num_gpus)
 
-    def seconds(self, folding: Folding, rung: Levers) -> float:
+    def _seconds_of_step(self, folding: Folding, rung: Levers) -> float:
         """Return the estimated seconds of a step without clipping and the optimizer."""
         # The pipeline rank with most work runs all micro-batches, and waits while the pipeline
         # fills. That work hides all-gathers and reductions of weights, and offload; in pairs of a
@@ -158,7 +161,9 @@ class Promise:
         # one after the other.
         run = run_of(self._request, folding, rung)
         like, pp = self._choices[rung is not self._base], folding.pp
-        passes = [self._stage(stage, folding, like) for stage in timed_stages(run)]
+        degrees = folding._replace(pp=1, chunks=1)
+        stages = self._parts(folding._replace(ep=1, etp=1), like)
+        passes = [self._stage(parts, degrees, like) for parts in stages]
         across = folding.ep * folding.etp > self._request.gpus_per_node
         is_paired = across and folding.chunks > 1 and run.nvlink is None
         hides = self._table.pairs_hide if is_paired else 0.0
@@ -216,11 +221,16 @@ class Promise:
         copy = Work("copy to host", "copy", 0, num_bytes, (), "uint8")
         return self._table.seconds(copy) if num_bytes else 0.0
 
-    def _stage(self, stage: Stage, folding: Folding, rung: Levers) -> _Seconds:
+    def _parts_of(self, folding: Folding, rung: Levers) -> list[tuple[tuple[str, Pass], ...]]:
+        """Return the parts of each stage's passes."""
+        pieces, stages = self._pieces(rung), timed_stages(run_of(self._request, folding, rung))
+        return [tuple((p, of) for of in PASSES for p in pieces.parts(s, of)) for s in stages]
+
+    def _seconds_of_stage(
+        self, parts: Iterable[tuple[str, Pass]], folding: Folding, rung: Levers
+    ) -> _Seconds:
         """Return the seconds of a micro-batch's passes through a stage."""
-        pieces, degrees = self._pieces(rung), folding._replace(pp=1, chunks=1)
-        parts = ((part, of) for of in PASSES for part in pieces.parts(stage, of))
-        found = [self._part(*part, degrees, rung) for part in parts]
+        found = [self._part(*part, folding, rung) for part in parts]
         return _Seconds(*map(sum, zip(*found, strict=True)))
 
     def _seconds_of(self, part: str, of: Pass, folding: Folding, rung: Levers) -> _Seconds:
@@ -273,13 +283,11 @@ class Promise:
     def _kept_by(self, rung: Levers) -> tuple[int, int]:
         """Return the bytes that a micro-batch saves for backward: on the device, on the host."""
         small, like = timed_layers(self._node(rung, 1), 1)
-        found = _kept_of(replace(small, optimizer=OptimizerOptions()))
+        whole = FSDPOptions(param_dtype=rung.fsdp.param_dtype)  # shards save as much
+        found = _kept_of(replace(small, optimizer=OptimizerOptions(), fsdp=whole))
         blocks = [found.blocks[i] for i in like["F"]] + [*found.blocks[small.model.num_layers :]]
         away = sum(sum(block.host.values()) for block in blocks)
         return sum(block.num_bytes for block in (*blocks, found.outside)), away
-
-    def _pieces_of(self, rung: Levers) -> Pieces:
-        return passes_of(self._node(rung, MIDDLE))
 
     def _node(self, rung: Levers, num_micro_batches: int) -> TrainingRun:
         """Return a run on one node, whose number of ranks divides the number of experts."""

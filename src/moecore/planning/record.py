@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache, partial
 from math import prod
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -40,7 +41,7 @@ from moecore.base.torch_names import (
 from moecore.kernels.ops import PLAIN_TYPES
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
 from moecore.planning.gpus import NODE
-from moecore.train.memory.on_meta import tensors_of
+from moecore.train.memory.on_meta import META, PLAIN_VALUES, tensors_of
 
 Kind = Literal["product", "grouped product", "attention", "rows", "collective", "copy"]
 Many = Annotated[int, Bound(">=", 0), Bound("<", 2**63)]
@@ -162,8 +163,8 @@ def work_of_kernel(name: str, args: Args) -> Work:
         return _attention(name, tensors, name.endswith("bwd"))
     if name in PRODUCTS:
         return _product(name, args, tensors)
-    if name in GROUPED:
-        return _grouped(name, GROUPED[name](args), tensors)
+    if (shape := _grouped_shape(name, args)) is not None:
+        return _grouped(name, shape, tensors)
     dtype = _dtype(tensors[0]) if tensors else "uint8"
     kind: Kind = "copy" if name in HOST_COPIES else "rows"
     return Work(name, kind, 0, _bytes(tensors), (), dtype)
@@ -201,59 +202,36 @@ def _grouped(name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tens
     return Work(name, "grouped product", flops, _bytes(tensors), shape, dtype)
 
 
-def _cooperative(args: Args) -> tuple[int, int, int, int]:
-    a, b, h, out = args[0], args[1], args[4], args[6]
-    (R, K), N = a.shape, (out if h is None else h).shape[1]
-    return prod(b.shape) // (N * K), R, N, K
-
-
-def _activation_bwd(args: Args) -> tuple[int, int, int, int]:
-    R, D, F = args[-3:]
-    return prod(args[2].shape) // (D * F), R, F, D
-
-
-def _wgrad(args: Args) -> tuple[int, int, int, int]:
-    y_RN, (e, M, N) = args[2], args[7:10]
-    return e, y_RN.shape[0], N, M
-
-
-def _fp8(args: Args) -> tuple[int, int, int, int]:
-    b, out_RN, K, N = args[1], args[5], *args[7:9]
-    return prod(b.shape) // (N * K), out_RN.shape[0], N, K
-
-
-def _fp8_wgrad(args: Args) -> tuple[int, int, int, int]:
-    x, (e, M, N) = args[0], args[7:10]
-    return e, prod(x.shape) // M, N, M
-
-
-def _gemm(args: Args) -> tuple[int, int, int, int]:
-    out_RN, (e, N, K) = args[5], args[6:9]
-    return e, out_RN.shape[0], N, K
-
-
-def _gemm_activation(args: Args) -> tuple[int, int, int, int]:
-    h_RC, (e, _, D) = args[5], args[7:10]
-    return e, *h_RC.shape, D
-
-
-def _grouped_mm(args: Args) -> tuple[int, int, int, int]:
-    a_RK, b_eKN, _ = args
-    e, K, N = b_eKN.shape
-    return e, a_RK.shape[0], N, K
-
-
-# Kernel -> (e, R, N, K) of the arguments that its launcher gives it.
-GROUPED: dict[str, Callable[[Args], tuple[int, int, int, int]]] = {
-    "sm90_bf16_grouped_kernel": _cooperative,
-    "sm90_bf16_grouped_nn_act_bwd_kernel": _activation_bwd,
-    "sm90_bf16_grouped_wgrad_kernel": _wgrad,
-    "sm90_fp8_grouped_nt_kernel": _fp8,
-    "sm90_fp8_grouped_wgrad_kernel": _fp8_wgrad,
-    "_grouped_gemm_fwd_kernel": _gemm,
-    "_grouped_gemm_activation_fwd_kernel": _gemm_activation,
-    "grouped_mm": _grouped_mm,
-}
+def _grouped_shape(name: str, args: Args) -> tuple[int, int, int, int] | None:
+    """Return (e, R, N, K) of the arguments that a kernel's launcher gives it; None of others."""
+    match name:
+        case "sm90_bf16_grouped_kernel":
+            a, b, h, out = args[0], args[1], args[4], args[6]
+            (R, K), N = a.shape, (out if h is None else h).shape[1]
+            return prod(b.shape) // (N * K), R, N, K
+        case "sm90_bf16_grouped_nn_act_bwd_kernel":
+            R, D, F = args[-3:]
+            return prod(args[2].shape) // (D * F), R, F, D
+        case "sm90_bf16_grouped_wgrad_kernel":
+            y_RN, (e, M, N) = args[2], args[7:10]
+            return e, y_RN.shape[0], N, M
+        case "sm90_fp8_grouped_nt_kernel":
+            b, out_RN, K, N = args[1], args[5], *args[7:9]
+            return prod(b.shape) // (N * K), out_RN.shape[0], N, K
+        case "sm90_fp8_grouped_wgrad_kernel":
+            x, (e, M, N) = args[0], args[7:10]
+            return e, prod(x.shape) // M, N, M
+        case "_grouped_gemm_fwd_kernel":
+            out_RN, (e, N, K) = args[5], args[6:9]
+            return e, out_RN.shape[0], N, K
+        case "_grouped_gemm_activation_fwd_kernel":
+            h_RC, (e, _, D) = args[5], args[7:10]
+            return e, *h_RC.shape, D
+        case "grouped_mm":
+            a_RK, b_eKN, _ = args
+            e, K, N = b_eKN.shape
+            return e, a_RK.shape[0], N, K
+    return None
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
@@ -303,6 +281,7 @@ class WorkRecorder(DispatchMode):
         self.params: list[Tensor] = []  # their gradients are a kind of their own
         self._first = 0
         self._sizes: dict[int, tuple[int, str]] = {}  # bytes and kind
+        self._ended: dict[Any, Any] = {}  # collective -> its result
 
     def mark(self) -> None:
         """Begin anew: nothing is queued, and the peak is what is allocated now."""
@@ -404,12 +383,20 @@ class WorkRecorder(DispatchMode):
             wait_on_host()
             return 0  # what a host reads: no gradient overflows, and nothing is skipped
         is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
-        out = None if is_foreach else func(*args, **kwargs)
+        try:
+            known = _known_of(func, _form([*args, *kwargs.items()], {}))
+        except TypeError:  # of arguments that are no plain tensors and numbers
+            known = []
+        makes, work = known or (None, None)
+        out = makes(args) if makes else None if is_foreach else func(*args, **kwargs)
         for tensor in tensors_of(out):
             if type(tensor) in PLAIN_TYPES and tensor.is_meta:
                 changes |= self.take(tensor)
-        work = work_of_operation(name, args, kwargs, out, changes=changes)
-        if work is not None:
+        if makes is None:
+            work = work_of_operation(name, args, kwargs, out, changes=changes)
+            if changes and (makes := _makes(func, args, out)) is not None:
+                known += makes, work
+        if work is not None and changes:
             self._queue(work)
         return out
 
@@ -420,9 +407,43 @@ class WorkRecorder(DispatchMode):
         node = dist.get_rank() // NODE
         here = [rank for rank in ranks if rank // NODE == node]
         self._queue(work_of_collective(name, args, len(ranks)), len(here))
-        args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
-        args = [[] if isinstance(x, list) and x and isinstance(x[0], int) else x for x in args]
-        return func(*args, **kwargs)
+        if func not in self._ended:  # one result that has ended stands for all
+            args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
+            args = [[] if isinstance(x, list) and x and isinstance(x[0], int) else x for x in args]
+            self._ended[func] = func(*args, **kwargs)
+        return self._ended[func]
+
+
+def _makes(func: Any, args: Args, out: Any) -> Callable[[Args], Any] | None:
+    """Return how to make the result of an operation again: its first argument, or new memory."""
+    if torch.Tag.inplace_view in func.tags:
+        return None
+    if args and out is args[0]:
+        return itemgetter(0)
+    if type(out) is not Tensor or not out.is_meta:
+        return None
+    make = partial(torch.empty_strided, out.shape, out.stride(), dtype=out.dtype, device=META)
+    is_whole = make().untyped_storage().nbytes() == out.untyped_storage().nbytes()
+    is_new = storage_key(out) not in map(storage_key, tensors_of(args))
+    return (lambda _: make()) if is_whole and is_new else None
+
+
+VALUES = PLAIN_VALUES | {torch.memory_format, torch.layout}
+_known_of = lru_cache(maxsize=1 << 14)(lambda *_: list[Any]())  # by operation and form
+
+
+def _form(value: Any, storages: dict[int, int]) -> tuple[Any, ...]:
+    """Return what decides what an operation does on meta: of tensors, all but their memory."""
+    kind = type(value)
+    if kind in PLAIN_TYPES:
+        number = storages.setdefault(storage_key(value), len(storages))
+        place = value.storage_offset(), number, value.device
+        return value.shape, value.stride(), value.dtype, place
+    if kind in (list, tuple):
+        return kind, tuple([_form(each, storages) for each in value])
+    if kind not in VALUES:  # a key would keep what is no value, such as a storage
+        raise TypeError(f"an argument of type {kind}")
+    return kind, value
 
 
 @cache

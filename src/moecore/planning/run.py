@@ -316,12 +316,15 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def new_garbage() -> Iterator[None]:
-    """Return a context in which the garbage collector skips older objects, such as all modules."""
-    if gc.get_freeze_count():
-        yield
-        return
+    """Return a context in which garbage is collected by call alone, of what is new in it."""
+    is_frozen, is_on = gc.get_freeze_count() > 0, gc.isenabled()
+    if is_frozen:
+        gc.collect()  # of what is newer than that, such as earlier dry runs: none walks it again
     gc.freeze()
+    gc.disable()  # when it would run depends on what ran before
     try:
         yield
     finally:
-        gc.unfreeze()
+        (gc.enable if is_on else gc.disable)()
+        if not is_frozen:
+            gc.unfreeze()

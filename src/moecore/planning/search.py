@@ -34,7 +34,7 @@ from moecore.planning.foldings import (
 )
 from moecore.planning.gpus import GPUS, Gpu, gpu_of
 from moecore.planning.levers import LEAST, Levers
-from moecore.planning.memory import MemoryPlan, has_host_copies, plan_memory, plan_peak
+from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
 from moecore.planning.promise import Promise
 from moecore.planning.run import TrainingRun, lever_flags
 from moecore.planning.times import TimePlan, layouts_of, plan_time
@@ -327,7 +327,8 @@ def planned_with(
 ) -> Candidate:
     """Plan a folding with the levers of one rung, or with a run that differs from theirs."""
     run = run_of(request, folding, levers) if run is None else run
-    peaks, host = plan_peak(run), plan_memory(run).node_host_bytes if has_host_copies(run) else 0
+    pins = run.memory.offload or run.optimizer.offload_fraction
+    peaks, host = plan_peak(run), plan_memory(run).node_host_bytes if pins else 0
     return Candidate(
         folding=folding,
         run=run,

@@ -26,8 +26,6 @@ from moecore.planning.run import OptimizerOptions, TrainingRun, fake_world, quie
 from moecore.train.optim.adamw import AdamW
 
 WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
-
-
 FEW = 2  # layers from which on one more adds the same, beside those that are gathered ahead
 SAMPLE = 1 << 20  # elements whose optimizer state is counted
 

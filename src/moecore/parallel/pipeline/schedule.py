@@ -14,14 +14,7 @@ from itertools import chain
 
 from moecore.base.fields import Count, check_arguments
 from moecore.base.options.names import ScheduleName
-from moecore.parallel.pipeline.orders import (
-    RULES,
-    Action,
-    Item,
-    Shape,
-    actions_of,
-    in_turns,
-)
+from moecore.parallel.pipeline.orders import RULES, Action, Item, Shape, actions_of, in_turns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
