@@ -132,11 +132,12 @@ def logged(trainer: Trainer, *names: str) -> list[list[float]]:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all parameters, assembled. Collective."""
+    """Return copies of all parameters on the CPU, assembled. Collective."""
     found = {}
     for name, param in model.named_parameters():
         value = param.detach()
-        found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found[name] = whole.to("cpu", copy=True)
     return found
 
 
@@ -363,12 +364,9 @@ def exported(folder: str) -> dict[str, Any]:
         read = sharded(type(loaded)(loaded.config))
     read.to_empty(device=trainer.args.device)
     load_hf(folder, read)
-    found = {name: value.cpu() for name, value in whole(trainer.model).items()}
-    return {
-        "files": names,
-        "distance": furthest(whole(loaded), found),
-        "read": furthest({name: value.cpu() for name, value in whole(read).items()}, found),
-    }
+    found = whole(trainer.model)
+    distances = {"distance": furthest(whole(loaded), found), "read": furthest(whole(read), found)}
+    return {"files": names, **distances}
 
 
 def refused(folder: str) -> list[str]:
