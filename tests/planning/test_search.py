@@ -32,6 +32,7 @@ from moecore.planning import (
     search,
 )
 from moecore.planning.commands import MEASURED, _support
+from moecore.planning.estimate import Estimate
 from moecore.planning.flags import run_of_options
 from moecore.planning.foldings import (
     BATCH_SIZES,
@@ -44,7 +45,6 @@ from moecore.planning.foldings import (
     schedules_of,
 )
 from moecore.planning.gpus import GPUS
-from moecore.planning.promise import Promise
 from moecore.planning.run import flags_of
 from moecore.planning.search import Fitting, _changes, explained, fit, planned, planned_with
 from moecore.planning.stored import stages_of
@@ -240,17 +240,17 @@ def test_tokens_travel_by_stores_where_a_node_has_the_experts() -> None:
     )
 
 
-def test_what_promises_to_be_fast_is_planned_first() -> None:
-    """Of runs that differ, the order of promises is that of plans; bytes are about the plan's."""
+def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
+    """Of runs that differ, the order of estimates is that of plans; bytes are about the plan's."""
     model = replace(preset("qwen3-30b-a3b"), num_layers=6)
     request = SearchRequest(model=model, num_gpus=32, gpu="a100-80", nvlink=None)
     table = CostTable.of("a100-80")
-    promise = Promise(request, table)
+    estimate = Estimate(request, table)
     some = [f for f in foldings(32) if refuse(request, f) is None and max(f.tp, f.ep) >= 4]
-    plans = {f: fit(request, f, promise) for f in sorted(some, key=promise.key)[::14]}
+    plans = {f: fit(request, f, estimate) for f in sorted(some, key=estimate.key)[::14]}
     seconds = {f: plan_time(found.run, table).seconds for f, found in plans.items()}
     pairs = [(a, b) for a, b in combinations(plans, 2) if seconds[b] > 1.2 * seconds[a]]
-    right = [promise.key(a) < promise.key(b) for a, b in pairs]
+    right = [estimate.key(a) < estimate.key(b) for a, b in pairs]
     assert len(right) >= 8 and sum(right) >= 0.8 * len(right)
 
 

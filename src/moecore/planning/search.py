@@ -1,11 +1,11 @@
 """search: SearchRequest -> SearchResult, with the foldings of a model over GPUs, ranked by time.
 
-    divisors of the GPUs -> rules refuse some -> sorted by `Promise` -> the first few: levers are
+    divisors of the GPUs -> rules refuse some -> sorted by `Estimate` -> the first few: levers are
     added until the folding fits -> ranked by the time of a step
 
 A rule refuses a folding in microseconds, but a plan takes seconds. So only a few foldings are
-planned in full (`plan_memory`, `plan_time`), the most promising first, and the result counts the
-others. `foldings.py` has the rules, and the legend of a folding.
+planned in full (`plan_memory`, `plan_time`), the fastest by an estimate first, and the result
+counts the others. `foldings.py` has the rules, and the legend of a folding.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from moecore.base.fields import Count, check_arguments
 from moecore.base.tables import columns, shown_bytes
 from moecore.planning.costs import CostTable
+from moecore.planning.estimate import Estimate
 from moecore.planning.foldings import (
     ANY,
     Folding,
@@ -35,7 +36,6 @@ from moecore.planning.foldings import (
 from moecore.planning.gpus import GPUS, Gpu, gpu_of
 from moecore.planning.levers import LEAST, Levers
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
-from moecore.planning.promise import Promise
 from moecore.planning.run import TrainingRun, lever_flags
 from moecore.planning.times import TimePlan, layouts_of, plan_time
 
@@ -162,29 +162,29 @@ def search(
         else:
             refused[refusal.rule] += 1
     most_planned = PLANNED * wanted if most_planned is None else most_planned
-    promise = Promise(request, table)
-    waiting = [(promise.key(folding), folding) for folding in open_foldings]
+    estimate = Estimate(request, table)
+    waiting = [(estimate.key(folding), folding) for folding in open_foldings]
     heapify(waiting)
     planned = list[Candidate]()
     while waiting and len(planned) < most_planned:
         key, folding = waiting[0]
-        if (now := promise.key(folding)) > key:  # as plans have corrected it
+        if (now := estimate.key(folding)) > key:  # as plans have corrected it
             heapreplace(waiting, (now, folding))
             continue
         fitting = [found for found in planned if isinstance(found, Fitting)]
         least = min((found.time.seconds for found in fitting), default=math.inf)
-        if len(fitting) >= wanted and key >= (False, least):  # no promise is faster
+        if len(fitting) >= wanted and key >= (False, least):  # no estimate is faster
             break
         best = f", the best one takes {least:.3g} s" if fitting else ""
         progress(f"planning {folding}: at most {most_planned - len(planned)} foldings more{best}")
         try:
-            found = _planned_as_promised(request, folding, promise)
+            found = _planned_as_estimated(request, folding, estimate)
             if found is None:
                 continue
             heappop(waiting)
             if found.fits:
                 found = min(_orders(request, found, table), key=lambda each: each.time.seconds)
-                promise.learn_seconds(folding, found.levers, found.time.seconds)
+                estimate.learn_seconds(folding, found.levers, found.time.seconds)
             planned.append(found)
         except (ValueError, NotImplementedError):
             heappop(waiting)
@@ -192,7 +192,7 @@ def search(
     fitting = sorted((found for found in planned if isinstance(found, Fitting)), key=rank_by)
     for i, found in enumerate(fitting[:wanted]):
         progress(f"easing {found.folding}: {min(wanted, len(fitting)) - i} foldings are left")
-        fitting[i] = eased(request, found, table, promise)
+        fitting[i] = eased(request, found, table, estimate)
     if not fitting:
         progress("nothing fits: looking for the smallest change")
     return SearchResult(
@@ -205,7 +205,7 @@ def search(
     )
 
 
-def eased(request: SearchRequest, best: Fitting, table: CostTable, promise: Promise) -> Fitting:
+def eased(request: SearchRequest, best: Fitting, table: CostTable, estimate: Estimate) -> Fitting:
     """Return a candidate with balanced stages and fewer levers, where that is faster."""
     best = min(_layouts(request, best, table), key=lambda each: each.time.seconds)
     least, tried = best.time.seconds, set[Levers]()
@@ -217,8 +217,8 @@ def eased(request: SearchRequest, best: Fitting, table: CostTable, promise: Prom
 
     while (less := less_of(best)) is not None:
         tried.add(less)
-        about = promise.num_bytes(best.folding, less)
-        if about - promise.num_bytes(best.folding, best.levers) > best.headroom:
+        about = estimate.num_bytes(best.folding, less)
+        if about - estimate.num_bytes(best.folding, best.levers) > best.headroom:
             continue
         run = replace(run_of(request, best.folding, less), pipeline=best.run.pipeline)
         other = planned_with(request, best.folding, less, run)
@@ -270,12 +270,12 @@ def planned(request: SearchRequest, folding: Folding, table: CostTable) -> Refus
     refusal = refuse(request, folding)
     if refusal is not None:
         return refusal
-    promise = Promise(request, table)
-    found = fit(request, folding, promise)
+    estimate = Estimate(request, table)
+    found = fit(request, folding, estimate)
     if not found.fits:
         return found
     best = min(_orders(request, found, table), key=lambda each: each.time.seconds)
-    return eased(request, best, table, promise)
+    return eased(request, best, table, estimate)
 
 
 def explained(request: SearchRequest, folding: Folding, found: Refusal | Candidate) -> str:
@@ -297,22 +297,22 @@ def explained(request: SearchRequest, folding: Folding, found: Refusal | Candida
     )
 
 
-def fit(request: SearchRequest, folding: Folding, promise: Promise) -> Candidate:
-    """Plan a folding with levers that are promised to be fastest and that fit, or with all."""
-    while (found := _planned_as_promised(request, folding, promise)) is None:
+def fit(request: SearchRequest, folding: Folding, estimate: Estimate) -> Candidate:
+    """Plan a folding with levers whose estimate is fastest and that fit, or with all."""
+    while (found := _planned_as_estimated(request, folding, estimate)) is None:
         pass
     return found
 
 
-def _planned_as_promised(
-    request: SearchRequest, folding: Folding, promise: Promise
+def _planned_as_estimated(
+    request: SearchRequest, folding: Folding, estimate: Estimate
 ) -> Candidate | None:
-    """Plan a folding with the levers of its promise; None = too large, and the promise changed."""
-    levers = promise.levers(folding)
+    """Plan a folding with the levers of its estimate; None = too large, and that has changed."""
+    levers = estimate.levers(folding)
     found = planned_with(request, folding, levers or rungs_of(request)[-1])
     if levers is None or found.fits:
         return found
-    promise.learn(folding, levers, max(found.peaks), found.host)
+    estimate.learn(folding, levers, max(found.peaks), found.host)
     return None
 
 
@@ -344,7 +344,7 @@ def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
     """Return the cheapest change of a request with which a folding fits; None = none was found."""
     for text, changed in _changes(request):
         open_ones = [f for f in foldings(changed.num_gpus) if refuse(changed, f) is None]
-        about = Promise(changed, table).num_bytes
+        about = Estimate(changed, table).num_bytes
         for folding in sorted(open_ones, key=about)[:2]:
             last = rungs_of(changed)[-1]
             if about(folding) <= changed.limit and planned_with(changed, folding, last).fits:

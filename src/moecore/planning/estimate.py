@@ -1,4 +1,4 @@
-"""Promise: estimates of a folding's bytes and seconds, which decide which foldings are planned.
+"""Estimate: about the bytes and seconds of a folding, which decide which foldings are planned.
 
     a dry run of one node -> bytes of its activations -> estimated bytes of a rank, per folding
                           -> work of its parts        -> estimated seconds of a step, per folding
@@ -63,7 +63,7 @@ class _Seconds(NamedTuple):
     sent: float
 
 
-class Promise:
+class Estimate:
     """Estimates of the foldings of a request."""
 
     def __init__(self, request: SearchRequest, table: CostTable) -> None:
