@@ -197,7 +197,7 @@ def far_shift() -> Any:
     def shifted(x_BT: Tensor, steps: int, fill: int) -> Tensor:
         return x_BT.roll(-2, 1)
 
-    return patch("moecore.families.transformers.context.shift_left", shifted)
+    return patch("moecore.families.transformers.rows.shift_left", shifted)
 
 
 TAMPERS: dict[str, Callable[[], Any]] = {"labels": far_shift}
@@ -227,8 +227,19 @@ def refuse() -> None:
     )
 
 
+def without_labels() -> None:
+    """Raise unless the loss of rows in which no label counts is 0, and so are its gradients."""
+    case = Case(family="qwen3-moe", parallel={})
+    model = parallelize_moe(make(case), build_meshes(ParallelConfig(cp=4, ep=4), "cpu"))
+    ids = batch_of(case, 0, 0)["input_ids"]
+    loss = model(input_ids=ids, labels=torch.full_like(ids, -100), use_cache=False).loss
+    loss.backward()
+    assert loss == 0 and not any(g.any() for g in whole_gradients(model).values())
+
+
 def worker(rank: int, device: torch.device) -> dict[str, float]:
     refuse()
+    without_labels()
     errors = {}
     for name, case in (CASES | {f"tampered {n}": c for n, c in TAMPERED.items()}).items():
         meshes = build_meshes(ParallelConfig(**case.parallel), "cpu")
