@@ -37,12 +37,17 @@ WIDTHS = (8, 16, 24, 12)
 
 
 class Block(nn.Module):
+    """Adds to `x`; one that is dropped returns it."""
+
     def __init__(self, width: int, *, moe: bool) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(DIM, width), nn.Linear(width, DIM)
         self.moe = MoELayer(MOE) if moe else None
+        self.is_dropped = False
 
     def forward(self, x: Tensor, first: Tensor | None = None) -> Tensor:
+        if self.is_dropped:
+            return x
         x = x + self.down(torch.tanh(self.up(x))) + (0 if first is None else first)
         return x if self.moe is None else x + self.moe(x)
 
@@ -122,6 +127,14 @@ def reads_first(model: Model, x: Tensor, number: int) -> Tensor:
     return model.loss(x)
 
 
+def dropped(model: Model, x: Tensor, number: int) -> Tensor:
+    x = model.first(x)
+    for place, layer in enumerate(model.layers):
+        layer.is_dropped = (place + number) % 3 == 0  # type: ignore[assignment]
+        x = layer(x)
+    return model.loss(x)
+
+
 def recomputed(model: Model, x: Tensor, number: int, *, is_reentrant: bool) -> Tensor:
     x = model.first(x)
     one, two = (checkpoint(model.layers[i], x, use_reentrant=is_reentrant) for i in (1, 2))
@@ -171,6 +184,9 @@ CASES = {
     "twice": Case(twice),
     "reads the first value": Case(reads_first),
     "reads the first value, experts elsewhere": Case(reads_first, EXPERTS),
+    "dropped": Case(dropped),
+    "dropped, gathered once": Case(dropped, options=ONCE),
+    "dropped, experts elsewhere": Case(dropped, EXPERTS),
     "recomputed": Case(lambda *args: recomputed(*args, is_reentrant=False)),
     "recomputed, experts elsewhere": Case(
         lambda *args: recomputed(*args, is_reentrant=False), EXPERTS

@@ -257,14 +257,15 @@ class Engine:
         return _cast((args, kwargs), unit.options.cast_inputs)
 
     @torch.compiler.disable
-    def _after(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> None:
+    def _after(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> Any:
         is_again = is_recomputing()
         if not unit.runs[is_again]:  # the forward failed before its own hook
-            return
+            return output
         has_failed = output is None and sys.exc_info()[0] is not None
         run = unit.runs[is_again].pop()
         unit.forwards -= 1
         if run is not None:
+            output = self._own(output, run)
             for leaf in _leaves(output):
                 if _has_grad(leaf):
                     self._border(leaf).begins.append(run)
@@ -273,12 +274,13 @@ class Engine:
         if self._skipped is not None:
             self._skipped.leave(unit, module, is_again=is_again, has_failed=has_failed)
         if is_again:  # the backward of a recomputed forward follows and reshards the unit
-            return
+            return output
         if not (unit.in_use or unit.options.stays):
             unit.free()
         self._depth -= 1
         if not self._depth:
             self._end(module, has_failed=has_failed)
+        return output
 
     def _start(self) -> None:
         """Begin an outermost forward: read parameters that an optimizer or the caller changed."""
@@ -340,6 +342,18 @@ class Engine:
             leaf.register_hook(found)
             setattr(leaf, BORDER, found)
         return found
+
+    def _own(self, output: Any, run: ForwardRun) -> Any:
+        """Return outputs that are no inputs: else the run's backward would end before it begins."""
+
+        def own(leaf: Tensor) -> Tensor:
+            border: Border | None = getattr(leaf, BORDER, None)
+            return leaf if border is None or run not in border.ends else leaf.view_as(leaf)
+
+        leaves = _leaves(output)
+        if all(not isinstance(leaf, Tensor) or own(leaf) is leaf for leaf in leaves):
+            return output
+        return tree_map_only(Tensor, own, output)
 
     def begin(self, run: ForwardRun) -> None:
         """Begin the backward of a forward: the gradient of one of its outputs is computed."""
