@@ -116,6 +116,7 @@ WHOLE = dict(dense_strategy="no_shard", embedding_strategy="no_shard")
 # What the odd rank does, and what the line names.
 CASES: dict[str, tuple[Callable[[Rank], None], ParallelConfig, dict[str, Any], str]] = {
     "number set": (number_set, DATA, {}, "micro-batch in the all-gather of the model (1 of 2 on"),
+    "number set, whole": (number_set, DATA, WHOLE, "in the mean of 2 ranks) must be the same"),
     "evaluates": (evaluates, DATA, {}, "is_grad_enabled() in the all-gather of the model (True on"),
     "evaluates, whole": (evaluates, EXPERTS, WHOLE, "in the exchange of layers.0.moe (True on"),
     "in eval mode": (in_eval_mode, DATA, {}, "model.training in the all-gather of the model (True"),
