@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.failures import RankError
 from moecore.models import Decoder, DecoderConfig
 from tests.helpers.ranks import run_ranks
 
@@ -102,8 +104,19 @@ def run(layout: str, change: Change | None, *, steps: int = 1) -> tuple[str | No
     return None, loss
 
 
+def line_of_a_rank_that_compares_alone() -> str:
+    """Return the error of a comparison that other ranks, without new shapes, do not make."""
+    ended = RuntimeError("gloo timed out")
+    with patch("moecore.parallel.arguments.difference", side_effect=ended):
+        try:
+            run("tp", None)
+        except RankError as error:
+            return str(error)
+    return ""
+
+
 def worker(rank: int, _device: torch.device) -> Any:
-    found: dict[Any, Any] = {}
+    found: dict[Any, Any] = {"alone": line_of_a_rank_that_compares_alone()}
     for layout in LAYOUTS:
         found[layout, "first"] = {name: run(layout, how)[0] for name, (how, _) in CHANGES.items()}
         found[layout, "right"] = run(layout, None, steps=2)
@@ -115,7 +128,7 @@ def worker(rank: int, _device: torch.device) -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    return run_ranks(WORLD, worker)
+    return run_ranks(WORLD, worker, over_gloo=True)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -140,3 +153,7 @@ def test_a_forward_of_new_shapes_refuses_other_arguments(layout: str, found: Any
     for of_rank in found:
         error, loss = of_rank[layout, "longer"]
         assert loss is not None and "tokens_BT" in error
+
+
+def test_a_rank_that_compares_alone_names_the_rows(found: Any) -> None:
+    assert all("shapes of rows, which ranks take by meshes.data_rank" in f["alone"] for f in found)

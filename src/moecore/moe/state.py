@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.fields import Count, check_value
-from moecore.base.torch_names import foreach_add_
+from moecore.base.torch_names import foreach_add_, is_gloo
 from moecore.kernels.routing.entropy import UNIT
 from moecore.kernels.routing.margins import even_bias
 from moecore.moe.balance import BalanceGroups, LoadCounts
@@ -175,9 +175,12 @@ class MoEState:
             for found in (chosen, losses, entropies, kept, clones)
             if found
         ]
+        number = self.num_micro_batches
+        parts.append(parts[0].new_tensor([number, number**2]))
         packed = torch.cat(parts)
         if self.groups.global_batch is not None:
             dist.all_reduce(packed, group=self.groups.global_batch)
+            self._check_number(packed[-2:], self.groups.global_batch)
         all_chosen, all_losses, all_entropies, *others = packed.split([len(p) for p in parts])
         units_L, tokens_L = all_entropies.view(-1, 2).unbind(1)
         entropy_L = units_L * UNIT / tokens_L.clamp(min=1)
@@ -197,9 +200,26 @@ class MoEState:
             for name, n_E in _split(others[0].long(), kept).items():
                 metrics.dropped_per_expert[name] = metrics.tokens_per_expert[name] - n_E
         if clones:
-            for name, (number, forwards) in _split(others[-1], clones).items():
-                metrics.clones_per_rank[name] = number / forwards.clamp(min=1)
+            for name, (copies, forwards) in _split(others[-2], clones).items():
+                metrics.clones_per_rank[name] = copies / forwards.clamp(min=1)
         return metrics
+
+    def _check_number(self, sums_2: Tensor, group: dist.ProcessGroup) -> None:
+        """Raise on all ranks where they differ in the number of micro-batches.
+
+        `sums_2` has the sums of the numbers and of their squares. On a GPU nothing reads them: the
+        host would have to wait.
+        """
+        if sums_2.device.type != "cpu" or not is_gloo(group, "cpu"):
+            return
+        ranks = group.size()
+        total, squares = sums_2.tolist()
+        if squares * ranks != total**2:
+            raise ValueError(
+                f"num_micro_batches ({self.num_micro_batches} on rank {dist.get_rank()}, "
+                f"{total / ranks:g} in the mean of {ranks} ranks) must be the same on all ranks "
+                "that share it: set TrainStep.num_micro_batches to one number on every rank"
+            )
 
     def _move_biases(
         self,

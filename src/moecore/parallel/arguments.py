@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.agreement import comparable, difference, raise_on_others
+from moecore.base.failures import known_to_others
 from moecore.base.torch_names import is_inside, tree_leaves
 from moecore.parallel.attached import Attached
 
+COMPARED = "the comparison of new shapes of rows, which ranks take by meshes.data_rank"
 OF_OWN_TOKENS = ("hidden", "inputs_embeds")  # hidden states, which cp cuts before the model
 
 
@@ -53,7 +55,10 @@ class SharedArguments:
         values = {name: [comparable(x) for x in tree_leaves(v)] for name, v in arguments.items()}
         entries = {"names of arguments": list(arguments), "value": values}
         groups = [self._stages, self._groups.get(cp or 0, self._groups[0])]
-        found = [difference(entries, self._device_type, group=g) for g in groups if g is not None]
+        with known_to_others(COMPARED):  # ranks without new shapes compare nothing
+            found = [
+                difference(entries, self._device_type, group=g) for g in groups if g is not None
+            ]
         problem = next((one for one in found if one is not None), None)
         if problem is not None:
             problem += (

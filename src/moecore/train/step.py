@@ -255,6 +255,8 @@ class TrainStep:
                     "micro_batch() must scale its loss where a loss_scale is given: call "
                     "step.scale(loss).backward(), and drop() this step"
                 )
+            for engine in self._engines:
+                engine.end_forwards()
             progress.done += number
             if progress.done == self.num_micro_batches:
                 for engine in self._engines:

@@ -29,20 +29,21 @@ DATA, EXPERTS = ParallelConfig(), ParallelConfig(ep=2)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(DIM, DIM)
+        self.more = nn.Linear(DIM, width)  # which makes units of unequal size
         self.moe = MoELayer(MoEConfig(dim=DIM, hidden_dim=8, num_experts=4, top_k=2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.moe(torch.tanh(self.linear(x)))
+        return x + self.moe(torch.tanh(self.linear(x))) + self.more(x).sum(-1, keepdim=True)
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.layers = nn.Linear(DIM, DIM), nn.ModuleList(Block() for _ in range(3))
+        self.first, self.layers = nn.Linear(DIM, DIM), nn.ModuleList(map(Block, widths))
 
     def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> Tensor:
         x = self.first(x)
@@ -54,8 +55,8 @@ class Model(nn.Module):
 class Rank:
     """A model on one rank, which has trained a step of two micro-batches."""
 
-    def __init__(self, parallel: ParallelConfig, **options: Any) -> None:
-        self.is_odd, self.model = dist.get_rank() == ODD, Model()
+    def __init__(self, parallel: ParallelConfig, widths: tuple[int, ...], **options: Any) -> None:
+        self.is_odd, self.model = dist.get_rank() == ODD, Model(widths)
         fsdp = FSDPOptions(**options)
         parallelize_moe(self.model, build_meshes(parallel, "cpu"), fsdp=fsdp)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=False)
@@ -110,10 +111,12 @@ def other_order(rank: Rank) -> None:
     rank.train(order=(0, 2, 1) if rank.is_odd else (0, 1, 2))
 
 
+EQUAL = "other order"  # of units with equal sizes: others end the process
 WHOLE = dict(dense_strategy="no_shard", embedding_strategy="no_shard")
 # What the odd rank does, and what the line names.
 CASES: dict[str, tuple[Callable[[Rank], None], ParallelConfig, dict[str, Any], str]] = {
     "number set": (number_set, DATA, {}, "micro-batch in the all-gather of the model (1 of 2 on"),
+    "number set, whole": (number_set, DATA, WHOLE, "in the mean of 2 ranks) must be the same"),
     "evaluates": (evaluates, DATA, {}, "is_grad_enabled() in the all-gather of the model (True on"),
     "evaluates, whole": (evaluates, EXPERTS, WHOLE, "in the exchange of layers.0.moe (True on"),
     "in eval mode": (in_eval_mode, DATA, {}, "model.training in the all-gather of the model (True"),
@@ -130,7 +133,7 @@ CASES: dict[str, tuple[Callable[[Rank], None], ParallelConfig, dict[str, Any], s
         {},
         "the exchange of layers.1.moe (torch.float32 on rank 0",
     ),
-    "freezes": (freezes, DATA, {}, "requires_grad in the all-gather of layers.1 (3 parameters on"),
+    "freezes": (freezes, DATA, {}, "requires_grad in the all-gather of layers.1 (5 parameters on"),
     "freezes, whole": (freezes, DATA, WHOLE, "requires_grad of layers.1.linear.weight"),
     "freezes, replicas": (freezes, ParallelConfig(dp_replicate=2), {}, "layers.1.linear.weight"),
     "freezes all, whole": (freezes_all, DATA, WHOLE, "requires_grad of layers.1.moe.experts.w1"),
@@ -138,11 +141,14 @@ CASES: dict[str, tuple[Callable[[Rank], None], ParallelConfig, dict[str, Any], s
 }
 
 
-def worker(rank: int, _device: torch.device) -> list[dict[str, str]]:
+def worker(
+    rank: int, _device: torch.device, names: list[str], widths: tuple[int, ...]
+) -> list[dict[str, str]]:
     errors = {}
-    for name, (act, parallel, options, _) in CASES.items():
+    for name in names:
+        act, parallel, options, _ = CASES[name]
         try:
-            act(Rank(parallel, **options))
+            act(Rank(parallel, widths, **options))
         except ValueError as error:
             errors[name] = str(error)
     every: list[Any] = [None] * WORLD
@@ -151,15 +157,18 @@ def worker(rank: int, _device: torch.device) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, str]]:
-    errors: list[dict[str, str]] = run_ranks(WORLD, worker)
-    return errors
+def found() -> dict[str, list[dict[str, str]]]:
+    """Over gloo with units of unequal size, and where these differ in order with equal ones."""
+    names = [name for name in CASES if name != EQUAL]
+    unequal = run_ranks(WORLD, worker, names, (8, 24, 40), over_gloo=True)
+    equal = run_ranks(WORLD, worker, [EQUAL], (8, 8, 8), over_gloo=True)
+    return {name: equal if name == EQUAL else unequal for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_name_what_differs(name: str, found: list[dict[str, str]]) -> None:
+def test_all_ranks_name_what_differs(name: str, found: dict[str, list[dict[str, str]]]) -> None:
     """Before gloo gets collectives that differ: it would end the process, or hand out values."""
-    for of_rank in found:
+    for of_rank in found[name]:
         error = of_rank[name]
         assert CASES[name][-1] in error, error
         assert "must be the same on all ranks that share it: " in error and "\n" not in error

@@ -33,6 +33,7 @@ the unit is left. W reads no weight, so D reshards a unit as any backward does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -54,7 +55,7 @@ from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.notes import Notes
 from moecore.parallel.shard.progress import Progress
 from moecore.parallel.shard.runs import Border, ForwardRun
-from moecore.parallel.shard.skipped import Place, SkippedModules
+from moecore.parallel.shard.skipped import SkippedModules
 from moecore.parallel.shard.transport import UnitStreams
 from moecore.parallel.shard.unit import State, Unit
 from moecore.parallel.shard.weight_gradients import WeightGradients
@@ -82,9 +83,14 @@ class Engine:
         self._to_come = 0.0  # announced forwards with gradients that have not ended
         self._in_parts = False  # whether these run a part of the modules each
         self._is_paired = False  # whether a forward and a backward alternate
-        self._skipped = None if not joins else SkippedModules(root, units, self._use, self._settle)
+        self._forward = 0  # number of outermost forwards that have begun
         self._step = 0  # number of steps that have ended or were dropped
         self._active: list[ForwardRun] = []  # runs whose backward has begun
+        self._skipped: SkippedModules | None = None
+        if joins:
+            self._skipped = SkippedModules(
+                root, units, self._active, use=self._use, settle=self._settle, finish=self._finish
+            )
         self._in_backward = False  # stays True after a backward that failed
         self._left: list[WeightGradients] = []  # deferred products, in the order of their D's
         self.progress: Callable[[], Progress | None] = lambda: None  # of the model's `TrainStep`
@@ -129,6 +135,14 @@ class Engine:
             self._reduce(unit)
         self._streams.join()
         self.free()
+
+    def end_forwards(self) -> None:
+        """End a micro-batch: reduce zeros for forwards whose backward this rank lacks."""
+        runs = [] if self._skipped is None else self._skipped.without_backward()
+        for run in runs:
+            start = torch.zeros((), requires_grad=True)
+            start.register_hook(lambda _, run=run: self.begin(run))
+            start.backward()
 
     def end_step(self) -> None:
         """Reshard all units before weights change; backwards of earlier forwards raise."""
@@ -207,11 +221,15 @@ class Engine:
         if not self._depth and not is_again:
             self._start()
             args, kwargs = self._streams.on_device((args, kwargs))
-        run = ForwardRun(unit, module, self._step) if torch.is_grad_enabled() else None
-        if self._skipped is not None and not (is_again or self._in_parts):
-            visit = self._skipped.enter(unit, module)
-            if run is not None:
+        forward = self._active[-1].forward if is_again and self._active else self._forward
+        run = visit = None
+        if torch.is_grad_enabled():
+            run = ForwardRun(unit, module, step=self._step, forward=forward)
+        if self._skipped is not None and not self._in_parts:
+            visit = self._skipped.enter(unit, module, forward, is_again=is_again)
+            if run is not None and visit is not None:
                 run.visit = visit
+                visit.runs.append(run)
         if not is_again:
             if not self._depth:
                 self._outer = run
@@ -221,43 +239,54 @@ class Engine:
         is_first = module is unit.modules[0] and not is_again
         self._use(unit, unit.ahead_in_forward if is_first else ())
         # A recomputed forward belongs to a backward that runs, so it does not wait for one. In a
-        # reentrant checkpoint's forward gradients are off: the outermost run waits in its place.
-        waits = None if is_again else run or self._outer
+        # reentrant checkpoint's forward gradients are off: the visit, or else the outermost run,
+        # waits in its place.
+        waits = None if is_again else run or visit or self._outer
         if waits is not None:
             waits.wait_in(unit)
+        if run is None and visit is not None:
+            visit.has_inputs = any(_has_grad(leaf) for leaf in _leaves((args, kwargs)))
         if run is not None:
             run.versions = unit.versions()
             for leaf in _leaves((args, kwargs)):
                 if _has_grad(leaf) and not isinstance(leaf, nn.Parameter):  # these outlive steps
                     self._border(leaf).ends.append(run)
                     run.inputs += 1
+            if visit is not None and visit.is_cut and not is_again:
+                args, kwargs = visit.cut_inputs((args, kwargs))
         return _cast((args, kwargs), unit.options.cast_inputs)
 
     @torch.compiler.disable
-    def _after(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> None:
+    def _after(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> Any:
         is_again = is_recomputing()
         if not unit.runs[is_again]:  # the forward failed before its own hook
-            return
+            return output
+        has_failed = output is None and sys.exc_info()[0] is not None
         run = unit.runs[is_again].pop()
         unit.forwards -= 1
         if run is not None:
+            output = self._own(output, run)
             for leaf in _leaves(output):
                 if _has_grad(leaf):
                     self._border(leaf).begins.append(run)
-        if is_again:  # the backward of a recomputed forward follows and reshards the unit
-            return
+                    if run.visit is not None and not is_again:
+                        run.visit.keep_output(leaf)
         if self._skipped is not None:
-            self._skipped.leave(unit, has_failed=output is None)
+            self._skipped.leave(unit, module, is_again=is_again, has_failed=has_failed)
+        if is_again:  # the backward of a recomputed forward follows and reshards the unit
+            return output
         if not (unit.in_use or unit.options.stays):
             unit.free()
         self._depth -= 1
         if not self._depth:
-            self._end(module, has_failed=output is None)
+            self._end(module, has_failed=has_failed)
+        return output
 
     def _start(self) -> None:
         """Begin an outermost forward: read parameters that an optimizer or the caller changed."""
         forget_own()
         self._notes.start(self.progress())
+        self._forward += 1
         if not self._is_paired:
             self._check_whole()
         if not self._in_step:
@@ -314,6 +343,18 @@ class Engine:
             setattr(leaf, BORDER, found)
         return found
 
+    def _own(self, output: Any, run: ForwardRun) -> Any:
+        """Return outputs that are no inputs: else the run's backward would end before it begins."""
+
+        def own(leaf: Tensor) -> Tensor:
+            border: Border | None = getattr(leaf, BORDER, None)
+            return leaf if border is None or run not in border.ends else leaf.view_as(leaf)
+
+        leaves = _leaves(output)
+        if all(not isinstance(leaf, Tensor) or own(leaf) is leaf for leaf in leaves):
+            return output
+        return tree_map_only(Tensor, own, output)
+
     def begin(self, run: ForwardRun) -> None:
         """Begin the backward of a forward: the gradient of one of its outputs is computed."""
         if torch.is_grad_enabled() and continues():
@@ -335,6 +376,8 @@ class Engine:
             self._in_backward = True
             call_after_backward(self._end_backward)
         if self._skipped is not None and run.visit is not None:
+            for around in self._skipped.begin_around(run.visit):  # nobody has read what it returned
+                self.begin(around)
             self._skipped.begin_backward(run.visit)
         run.is_active, run.pending = True, run.inputs
         self._active.append(run)
@@ -345,37 +388,45 @@ class Engine:
     def end(self, run: ForwardRun) -> None:
         """End the backward of a forward, when the gradient of its last input is computed."""
         run.pending -= 1
-        if run.pending or not run.is_active:
-            return
-        self._active.remove(run)
-        self._close(run)
-        self._settle(run.unit)
+        if run.is_active and not run.pending:
+            self._finish(run)
 
-    def _settle(self, unit: Unit) -> None:
+    def _finish(self, run: ForwardRun) -> None:
+        """End the backward of a forward, or expect none."""
+        if not run.is_active:
+            run.end_waiting()
+            return
+        self._close(run)
+        self._settle(run.unit, run.forward)
+
+    def _settle(self, unit: Unit, forward: int) -> None:
         """Reduce and reshard a unit, one backward of which has ended, if no other is to come."""
         if unit.backwards or unit.runs[True]:
             return
-        skips = any(isinstance(waits, Place) for waits in unit.waiting)
         if not unit.options.stays:
-            if unit.gradients.are_complete(skips=skips):
+            if not unit.waits_for(forward) and unit.gradients.are_complete():
                 self._reduce(unit)
             if not unit.in_use:
                 unit.free()
-        elif not (unit.waiting or self._to_come) and unit.gradients.are_complete(skips=False):
+        elif not (unit.waiting or self._to_come) and unit.gradients.are_complete():
             self._reduce(unit)
             unit.free()
 
     def _close(self, run: ForwardRun) -> None:
         if self._skipped is not None and run.visit is not None:
-            self._skipped.end_backward(run.visit)
+            self._skipped.end_backward(run, run.visit)
+        self._active.remove(run)
         run.is_active = False
         run.unit.backwards -= 1
+        run.unit.gradients.is_expected = True
         run.end_waiting()
 
     def _end_backward(self) -> None:
-        for run in reversed(self._active):
+        while self._active:
+            run = self._active[-1]
             self._close(run)
-        self._active.clear()
+            if run.visit is not None and run.visit.outer is not None:
+                self._settle(run.unit, run.forward)
         *others, root = self.units
         for unit in (*reversed(others), root):  # ranks that skip a module join in this order
             self._reduce(unit)

@@ -71,7 +71,9 @@ class Gradients:
         self._left: set[int] = set()  # those whose gradients another part of this backward reduces
         self._filled: set[int] = set()  # those whose sums hold something
         self._divided: set[int] = set()  # of which a kernel has divided it
-        self._has_skipped = False  # whether others may have gradients where this rank has none
+        # Whether a backward of the unit's modules has ended. All ranks have it (`SkippedModules`),
+        # so others may have gradients where this rank has none.
+        self.is_expected = False
         self._sums: UnitViews | None = None  # while any do
         self._turns: UnitViews | None = None  # of the buffer
         self._num_flags = 3 * len(self._params)
@@ -160,7 +162,7 @@ class Gradients:
         elif param.sharded.grad is None or has_value_hooks(param.sharded):
             param.accumulate(grad.view(param.shard.shape))
 
-    def are_complete(self, *, skips: bool) -> bool:
+    def are_complete(self) -> bool:
         """Whether this backward has reached every trained parameter that it will reach."""
         return all(
             i in self._taken
@@ -168,17 +170,9 @@ class Gradients:
             or param.whole is None
             or not param.whole.requires_grad
             or param.whole.grad is not None
-            or not (skips or will_run(get_gradient_edge(param.whole).node))
+            or not will_run(get_gradient_edge(param.whole).node)
             for i, param in enumerate(self._params)
         )
-
-    def skip(self, module: nn.Module) -> None:
-        """Have no gradient of a module's parameters, which other ranks may have."""
-        inside = set(module.modules())
-        for i, param in enumerate(self._params):
-            if any(owner in inside for owner, _ in param.owners):
-                self._taken.add(i)
-        self._has_skipped = True
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -187,11 +181,15 @@ class Gradients:
         taken, self._taken = self._taken, set()
         left, self._left = self._left, set()
         if self._is_direct:
+            self.is_expected = False
             self._put(found, taken)
             return
         trained = self._trained()
         is_changed = self._trained_before not in (None, trained)  # on other ranks not, perhaps
-        if not (found or self._filled or is_changed or (self._has_skipped and trained)):
+        self.is_expected &= self.has_others and bool(trained - left)
+        if not (found or self._filled or is_changed or self.is_expected):
+            return
+        if not (found or self.reduces):
             return
         sums = self._take_sums() or self._new_sums()
         self._add(sums, found)
@@ -350,7 +348,7 @@ class Gradients:
         return [cut[2 * i + 1] for i in indices]
 
     def _release(self) -> None:
-        self._has_skipped = False
+        self.is_expected = False
         self._filled.clear()
         self._divided.clear()
         self._sums = None

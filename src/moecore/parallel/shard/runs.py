@@ -18,6 +18,7 @@ class ForwardRun:
 
     __slots__ = (
         "_waits_in",
+        "forward",
         "inputs",
         "is_active",
         "module",
@@ -28,11 +29,12 @@ class ForwardRun:
         "visit",
     )
 
-    def __init__(self, unit: Unit, module: nn.Module, step: int) -> None:
+    def __init__(self, unit: Unit, module: nn.Module, *, step: int, forward: int) -> None:
         self.unit, self.module = unit, module
         self.step = step  # of the engine, in which the forward ran
+        self.forward = forward  # number of the outermost forward
         self.is_active = False  # whether its backward has begun and not ended
-        self.visit: Visit | None = None  # modules in it that ran; None = not followed
+        self.visit: Visit | None = None  # None = not followed
         self.versions: list[int] = []  # of the unit, whose values the forward read
         self.inputs = self.pending = 0  # inputs with a gradient, and those not computed yet
         self._waits_in: list[Unit] = []

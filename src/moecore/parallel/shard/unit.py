@@ -84,7 +84,7 @@ class Unit:
         self.runs: tuple[list[Any], list[Any]] = ([], [])
         self.forwards = 0  # forwards of its modules that run
         self.backwards = 0  # backwards of its modules that run
-        self.waiting: set[Any] = set()  # runs whose backward has not ended
+        self.waiting: set[Any] = set()  # runs and visits whose backward has not ended
         self._streams = streams
         self._group = shard_group
         self._transport: UnitTransport | None = None
@@ -127,6 +127,24 @@ class Unit:
     def in_use(self) -> bool:
         """Whether a forward or a backward of its modules runs."""
         return bool(self.forwards or self.backwards)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return any(param.sharded.requires_grad for param in self.params)
+
+    def trained_wholes(self) -> list[Tensor]:
+        """Return the whole parameters that are trained."""
+        wholes = (param.whole for param in self.params)
+        return [x for x in wholes if x is not None and x.requires_grad]
+
+    def waits_for(self, forward: int) -> bool:
+        """Whether an outermost forward has used it, and one of these backwards has not ended."""
+        # A run may wait in units of modules in it as well, which are without gradients.
+        return any(
+            waits.forward == forward and getattr(waits, "unit", self) is self
+            for waits in self.waiting
+        )
 
     def versions(self) -> list[int]:
         """Return the counts of changes of the shards whose values modules get."""
