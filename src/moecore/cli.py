@@ -50,11 +50,7 @@ MOST_SHOWN = 400  # characters of a usage error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    Args:
-        argv: arguments without the program's name; None takes the process's own.
-    """
+    """Run a command and return its exit code; without arguments those of the process."""
     try:
         args = _parser().parse_args(argv)
         room, _, command = args.run.partition(":")  # what a command needs takes long to import

@@ -37,11 +37,8 @@ class RotaryTable:
         return self._turn(x_BTHd, neighbours=False)
 
     def rotate_pairs(self, x_BTHw: Tensor) -> Tensor:
-        """Turn each pair (2i, 2i + 1) of the last d dims (DeepSeek); earlier dims stay.
-
-        The result has the first of every pair, then the second of every pair: attention reads only
-        q . k, so q and k may have any common order of dims.
-        """
+        """Turn each pair (2i, 2i + 1) of the last d dims (DeepSeek); earlier dims stay."""
+        # The result has all firsts, then all seconds: q and k may have any common order of dims.
         return self._turn(x_BTHw, neighbours=True)
 
     def _turn(self, x_BTHw: Tensor, neighbours: bool) -> Tensor:

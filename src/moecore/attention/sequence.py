@@ -64,10 +64,8 @@ class Sequence:
         return x_BT if self.held is None else self.held.own(x_BT)
 
     def shift_left(self, x_BT: Tensor, steps: int, fill: int) -> Tensor:
-        """Return x of the token `steps` later in the document and `fill` where there is none.
-
-        Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
-        """
+        """Return x of the token `steps` later in the document and `fill` where there is none."""
+        # Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
         if self.positions_BT is None:
             return shift_left(x_BT, steps, fill)
         # A token of another document stands elsewhere in its own.
@@ -77,10 +75,8 @@ class Sequence:
 
 
 def shift_left(x_BT: Tensor, steps: int, fill: int) -> Tensor:
-    """Return x[:, i + steps] at position i and `fill` where there is none, same shape and dtype.
-
-    Example: shift_left([[1, 2, 3]], 2, 0) is [[3, 0, 0]].
-    """
+    """Return x[:, i + steps] at position i and `fill` where there is none, same shape and dtype."""
+    # Example: shift_left([[1, 2, 3]], 2, 0) is [[3, 0, 0]].
     end = x_BT.new_full((x_BT.shape[0], min(steps, x_BT.shape[1])), fill)
     return torch.cat((x_BT[:, steps:], end), dim=1)
 

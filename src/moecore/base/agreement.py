@@ -40,10 +40,8 @@ def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = N
 
 
 def difference(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> str | None:
-    """Return the beginning of an error for entries that differ, None for equal ones: `check_same`.
-
-    Collective over `group` alone, a host sync.
-    """
+    """Return an error's beginning for entries that differ, else None: `check_same`."""
+    # Collective over `group` alone, a host sync.
     names = _differing(entries, device_type, group)
     if not names:
         return None
@@ -62,12 +60,7 @@ def check_notes(
     shown: Mapping[str, Callable[[int], str]],
     group: dist.ProcessGroup,
 ) -> None:
-    """Raise when ranks of a group differ in notes that they have sent each other.
-
-    Args:
-        notes: of each rank of the group, a number for each entry of `shown`.
-        shown: what a number is, and how it is shown.
-    """
+    """Raise when ranks of a group differ in notes: of each rank a number per entry of `shown`."""
     for (name, show), values in zip(shown.items(), zip(*notes, strict=True), strict=True):
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
         if other is not None:

@@ -161,12 +161,10 @@ def _looks_like_moe(module: nn.Module) -> bool:
 
 
 def _routes_densely(module: nn.Module) -> bool:
-    """Whether a module is a router over feed-forward experts, by names and shapes.
-
-    A child named router or gate with a matrix [E, D], E >= 2, beside a ModuleList of E modules of
-    one class and of equal shapes, whose first matrix reads D and whose last one writes D. Or a
-    child named router beside stacks of E such matrices.
-    """
+    """Whether a module is a router over feed-forward experts, by names and shapes."""
+    # A child named router or gate with a matrix [E, D], E >= 2, beside a ModuleList of E modules of
+    # one class and of equal shapes, whose first matrix reads D and whose last one writes D. Or a
+    # child named router beside stacks of E such matrices.
     for name, child in module.named_children():
         if "router" in name or "gate" in name or "gating" in name:
             others = [m for m in module.children() if m is not child]

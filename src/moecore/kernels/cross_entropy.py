@@ -64,10 +64,8 @@ def cross_entropy_ref_(
 
 @cache
 def _tile(num_columns: int) -> dict[str, int]:
-    """Return the columns of one step, LANES of WIDTH neighbours, and the warps that share them.
-
-    Four fp32 neighbours are one load of 16 bytes, which rows of other lengths are not aligned to.
-    """
+    """Return the columns of one step, LANES of WIDTH neighbours, and the warps that share them."""
+    # Four fp32 neighbours are one load of 16 bytes, which rows of other lengths are not aligned to.
     width = 4 if num_columns % 4 == 0 else 1
     lanes = min(MAX_LANES, max(32, next_power_of_2(cdiv(num_columns, width))))
     return {"LANES": lanes, "WIDTH": width, "num_warps": max(1, lanes // (32 * THREAD_LANES))}

@@ -81,10 +81,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(kv_dim if full else d, eps, over_tp=full, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention's output, like x_BTD: normed, and under tp of this rank's tokens.
-
-        The sequence is of the whole rows, with their rotary table.
-        """
+        """Return the output of own tokens, normed; the sequence is of the whole rows."""
         assert sequence.rotary is not None, "a decoder's sequence has a rotary table"
         if self.tp is not None:
             x_BTD = self.tp.gather(x_BTD)
@@ -146,12 +143,10 @@ def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable:
 
 
 def _yarn_factors(head_dim: int, theta: float, yarn: YarnConfig, device: torch.device) -> Tensor:
-    """Return fp32 [d / 2], the factor on each frequency: 1 for fast ones, 1 / factor for slow ones.
-
-    Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
-    mix is linear in i, between the i that turns beta_fast times (rounded down) and the one that
-    turns beta_slow times (rounded up).
-    """
+    """Return fp32 [d / 2], the factor on each frequency: 1 for fast, 1 / factor for slow ones."""
+    # Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
+    # mix is linear in i, between the i that turns beta_fast times (rounded down) and the one that
+    # turns beta_slow times (rounded up).
 
     def index_of(turns: float) -> float:
         length = yarn.original_max_seq_len / (2 * math.pi * turns)

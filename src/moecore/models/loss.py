@@ -148,10 +148,8 @@ def _add_chunk_(
     d_weight_VD: Tensor | None,
     first: bool,
 ) -> Tensor:
-    """Return the chunk's summed loss; fill d_hidden and add to d_weight, which `first` fills.
-
-    What is as large as the logits is gone when this returns, before the next chunk's are made.
-    """
+    """Return the chunk's summed loss; fill d_hidden and add to d_weight, which `first` fills."""
+    # What is as large as the logits is gone when this returns, before the next chunk's are made.
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     want = d_hidden_CD is not None or d_weight_VD is not None
     logits_CV = _product(hidden_CD, weight_VD.t(), dtype)

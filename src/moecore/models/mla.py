@@ -57,10 +57,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(H * mla.v_head_dim, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention's output, like x_BTD; see `Attention.forward`.
-
-        The rotary table of the sequence is of `qk_rope_head_dim`.
-        """
+        """Return what `Attention.forward` does; the rotary table is of `qk_rope_head_dim`."""
         q_BTQ, c_BTC, k_BTr = self._latents(x_BTD)
         q_BTHq, k_BTHq, v_BTHv = self._heads(q_BTQ, c_BTC, k_BTr, sequence)
         if self.observe_scores is not None:

@@ -155,11 +155,9 @@ class LoadTracker:
     def attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y with the auxiliary losses and the counts riding on it; no host sync.
-
-        `bias_E` is the bias with which tokens chose. Without gradients nothing is counted; without
-        auxiliary losses nothing is launched here, and two kernels in backward.
-        """
+        """Return y with the auxiliary losses and the counts riding on it; no host sync."""
+        # `bias_E` is the bias with which tokens chose. Without gradients nothing is counted;
+        # without auxiliary losses nothing is launched here, and two kernels in backward.
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
         if torch.compiler.is_compiling():
@@ -382,15 +380,11 @@ def balance_losses(
     prior_counts_E: Tensor | None = None,
     sequences_T: Tensor | None = None,
 ) -> Tensor:
-    """Return this rank's parts of the auxiliary losses, fp32, in the order of `LOSS_NAMES`.
-
-    Ranks of `groups.micro_batch` each return the part of their own tokens; the parts add up to the
-    loss. Coefficients are applied. One small all-reduce per scope that needs one, and one of the
-    number of ranks with tokens; no host sync.
-
-    `ids_TK` are the choices, or best scores, that are counted; `prior_counts_E` is this rank's
-    counts of such ids in earlier micro-batches of the step.
-    """
+    """Return this rank's parts of the auxiliary losses, fp32, in the order of `LOSS_NAMES`."""
+    # The parts of the ranks of `groups.micro_batch` add up to the loss. Coefficients are applied.
+    # One small all-reduce per scope that needs one, and one of the number of ranks with tokens; no
+    # host sync. `ids_TK` are the choices, or best scores, that are counted; `prior_counts_E` are
+    # this rank's counts of such ids in earlier micro-batches of the step.
     assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
     balance, E, K = config.balance, config.num_experts, config.top_k
     # Only "sequence" separates sequences; to the other scopes the tokens are one.

@@ -175,12 +175,10 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return a rank's view of a plan: the expert in each place, rank by rank; -1 = empty.
-
-        Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
-        rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2, so its
-        order is [1, 0].
-        """
+        """Return a rank's view of a plan: the expert in each place, rank by rank; -1 = empty."""
+        # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
+        # rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2: its
+        # order is [1, 0].
         p, here = placement, dist.get_rank(group)
         ranks = range(p.ep)
         rows = [experts[q * p.num_clones : (q + 1) * p.num_clones] for q in ranks]
@@ -306,13 +304,9 @@ class KeptPlan:
             self._plan.experts_N.fill_(-1)
 
     def part_of(self, ids_TK: Tensor) -> ClonePlan:
-        """Return the plan of this rank's choices alone: the same shares of each expert's tokens.
-
-        No communication, no host sync.
-
-        Example, a clone has tokens 6 to 9 of the nine that expert 0 had: of three choices here the
-        last goes to it.
-        """
+        """Return the plan of this rank's choices alone: the same shares of each expert's tokens."""
+        # No communication, no host sync. Example, a clone has tokens 6 to 9 of the nine that expert
+        # 0 had: of three choices here the last goes to it.
         plan, loads_N = self._tensors(ids_TK.device)
         E = self._placement.num_experts
         mine_1E = torch.zeros(1, E, dtype=torch.int64, device=ids_TK.device)
@@ -324,10 +318,8 @@ class KeptPlan:
         return ClonePlan(plan.experts_N, starts_N, stops_N)
 
     def end_step(self, loads_E: Tensor, *, skipped: bool | Tensor) -> None:
-        """Make a plan of the step's loads, if it is time. Host sync only if `is_read`.
-
-        A skipped step changes nothing; a bool scalar on the device is not waited for.
-        """
+        """Make a plan of the step's loads, if it is time. Host sync only if `is_read`."""
+        # A skipped step changes nothing; a bool scalar on the device is not waited for.
         if skipped is True:
             return
         self._left -= 1

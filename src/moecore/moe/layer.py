@@ -116,10 +116,8 @@ class RoutedLayer(nn.Module):
         raise NotImplementedError
 
     def _routed(self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False) -> Tensor:
-        """Return the weighted sum over the chosen experts of each token, [T, L].
-
-        `rows_TL` have the dtype of the exchange; with `is_kept` another operation saves them.
-        """
+        """Return the weighted sum over the chosen experts of each token, [T, L]."""
+        # `rows_TL` have the dtype of the exchange; with `is_kept` another operation saves them.
         with mark("moecore::dispatch"):
             expert_input = self._dispatched(rows_TL, routing)
         rows = expert_input.rows

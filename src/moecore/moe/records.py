@@ -72,11 +72,8 @@ class ChoiceTape(Protocol):
     def given(
         self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
     ) -> Tensor | None:
-        """Return int32 [T, K] ids for this forward; None = the router chooses.
-
-        `own()` gives the router's choice, for ids that are not given; collective where the router
-        compares tokens.
-        """
+        """Return int32 [T, K] ids for this forward; None = the router chooses."""
+        # `own()` is the router's choice, for ids not given; collective where it compares tokens.
 
     def took(self, ids_TK: Tensor) -> None:
         """See the choice of this forward, before capacity."""

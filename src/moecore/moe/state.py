@@ -71,11 +71,9 @@ class MoEState:
 
     @torch.no_grad()
     def announce(self, have_tokens: Sequence[bool | Tensor]) -> None:
-        """Announce which micro-batches of a step have tokens on this rank.
-
-        Those without tokens on any rank then weigh nothing in auxiliary losses, until the end of
-        the step. With auxiliary losses it is collective: one small all-reduce, no host sync.
-        """
+        """Announce which micro-batches of a step have tokens on this rank."""
+        # Those without tokens on any rank then weigh nothing in auxiliary losses, until the end of
+        # the step. With auxiliary losses it is collective: one small all-reduce, no host sync.
         trackers = [layer.tracker for layer in self.layers.values()]
         trackers = [one for one in trackers if one.config.balance.needs_loss]
         if not trackers or len(have_tokens) == 1:
@@ -106,11 +104,9 @@ class MoEState:
             layer.tracker.loss_scale = self._loss_scale
 
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
-        """Reduce the step's counts, move the expert biases, and clear the counts.
-
-        `TrainStep.finish` does this in two parts. In a skipped step biases do not move; a bool
-        scalar on the device causes no host sync.
-        """
+        """Reduce the step's counts, move the expert biases, and clear the counts."""
+        # `TrainStep.finish` does this in two parts. In a skipped step biases do not move; a bool
+        # scalar on the device causes no host sync.
         self.check_step()
         return self.reduce_step(skipped=skipped)
 
@@ -243,10 +239,7 @@ def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _alike(layers: Mapping[str, Any]) -> list[list[str]]:
-    """Return lists of names of layers whose biases move; each list has equal options.
-
-    A frozen router's bias is frozen too.
-    """
+    """Return lists of names of layers of equal options whose biases move: no frozen router's."""
     groups: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         config = layer.config

@@ -262,10 +262,8 @@ class Fp8Products(LinearProducts):
 
 
 def why_not(weight: Tensor) -> str | None:
-    """Return why a weight's products cannot be in FP8, or None; the same on every rank.
-
-    The weight [N, K] is whole or cut by tensor parallelism, not yet over data ranks.
-    """
+    """Return why a weight's products cannot be in FP8, or None; the same on every rank."""
+    # The weight [N, K] is whole or cut by tensor parallelism, not yet over data ranks.
     sizes = list(weight.shape)
     if isinstance(weight, DTensor):
         for mesh_dim, placement in enumerate(weight.placements):

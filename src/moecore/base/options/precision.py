@@ -102,10 +102,8 @@ class Recipe:
         return WEIGHT_BLOCKS[self.scaling]
 
     def describe(self) -> str:
-        """Return one line: scaling, formats, scales, and what else differs from the defaults.
-
-        Example: "blockwise FP8: e4m3, 1x128 and weights 128x128, scales fp32 power of two".
-        """
+        """Return one line: scaling, formats, scales, and what else differs from the defaults."""
+        # Example: "blockwise FP8: e4m3, 1x128 and weights 128x128, scales fp32 power of two".
         formats = "e4m3" if self.grad_format == "e4m3" else "e4m3, gradients e5m2"
         blocks = {
             "blockwise": "1x128 and weights 128x128",
@@ -213,13 +211,9 @@ class Precision:
         )
 
     def recipe_of(self, name: str, role: Role | None) -> Recipe | None:
-        """Return the recipe of a module; None = it keeps its precision.
-
-        Args:
-            name: qualified name of the module, like "model.layers.3.mlp.experts", without what
-                wrappers add (`moe.params.clean_name`).
-            role: what it is; None = none of the roles, which no pattern changes.
-        """
+        """Return the recipe of a module by its clean name and its role; None = no quantisation."""
+        # The name is like "model.layers.3.mlp.experts", without what wrappers add. A role of None
+        # is none of the roles, which no pattern changes.
         if role is None:
             return None
         for pattern, recipe in self.overrides:

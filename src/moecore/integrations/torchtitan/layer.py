@@ -63,10 +63,7 @@ class TitanLayer(MoELayer):
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return the output for this rank's tokens, a plain tensor [B, t, D].
-
-        Under tp x is a DTensor cut along the sequence. torchtitan gives no other argument.
-        """
+        """Return this rank's output [B, t, D], plain; under tp x is cut along the sequence."""
         x_BtD = x.to_local() if isinstance(x, DTensor) else x
         return super().forward(x_BtD, padding_mask)
 

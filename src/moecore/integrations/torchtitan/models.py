@@ -80,13 +80,8 @@ class OwnDecoder(Decoder):
     def forward(  # type: ignore[override]
         self, tokens_BT: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
     ) -> Tensor:
-        """Return the cross-entropy summed over the labels that count, or the logits without labels.
-
-        Args:
-            tokens_BT: int64 ids.
-            positions: not used: tokens see earlier documents of their sequence.
-            labels: int64 [B, T], -100 where nothing counts.
-        """
+        """Return the loss summed over labels that count (not -100); without labels the logits."""
+        # `positions` are not used: tokens see earlier documents of their sequence.
         return super().forward(tokens_BT, labels, num_tokens=None if labels is None else 1)
 
 

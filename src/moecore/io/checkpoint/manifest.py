@@ -304,11 +304,9 @@ def _chunk(value: Any, num_dims: int, files: Mapping[str, Any], where: str) -> M
 
 
 def check_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
-    """Raise ValueError unless the chunks are a grid, which has each element once.
-
-    Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
-    refused: the cut of dim 1 at 3 must go through all rows. DTensor shards always are a grid.
-    """
+    """Raise ValueError unless the chunks are a grid, which has each element once."""
+    # Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
+    # refused: the cut of dim 1 at 3 must go through all rows. DTensor shards always are a grid.
     where = f"tensor {name!r:.120}"
     if math.prod(shape) == 0:
         _must(not chunks, f"{where} is empty and must have no chunks")

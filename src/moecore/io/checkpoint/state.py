@@ -297,10 +297,8 @@ def _shifted(placement: Placement, dim: int) -> Placement:
 
 
 def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return (buffer, value) of each buffer of a transformers module that no file holds.
-
-    Such buffers (rotary frequencies) follow from the config, and `to_empty` leaves them undefined.
-    """
+    """Return (buffer, value) of each buffer of a transformers module that no file holds."""
+    # Such buffers (rotary frequencies) follow from the config; `to_empty` leaves them undefined.
     found = []
     for path, module in model.named_modules():
         if not module._buffers or not type(module).__module__.startswith("transformers."):

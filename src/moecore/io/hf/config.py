@@ -357,12 +357,9 @@ def config_problems(
     *,
     skipped: Collection[str] = TRAINING,
 ) -> list[str]:
-    """Return the fields of a config.json that are not those of the model, one line each.
-
-    Where the native decoder can be both models, their native configs are compared, so it does not
-    matter how a config.json spells them. Other transformers models (such as gpt-oss) are compared
-    field by field where both name one.
-    """
+    """Return the fields of a config.json that are not those of the model, one line each."""
+    # Where the native decoder can be both models, their native configs are compared, however a
+    # config.json spells them. Other models (gpt-oss) are compared where both name a field.
     if isinstance(model, Mapping) and "model_type" in model:
         kind, wanted = values.get("model_type"), model["model_type"]
         if kind != wanted:

@@ -254,10 +254,8 @@ def _drop_copies(
 
 
 def _tie_again(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
-    """Undo what `to_empty` does to a plain transformers model with a tied head: two parameters.
-
-    In a sharded model the two become one again in the first forward, which sets all owners of one.
-    """
+    """Undo what `to_empty` does to a plain transformers model with a tied head: two parameters."""
+    # In a sharded model the first forward, which sets all owners of one, makes the two one again.
     copies = model_copies(model)
     if HEAD not in copies or HEAD not in targets or isinstance(targets[HEAD], DTensor):
         return

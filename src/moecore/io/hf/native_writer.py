@@ -70,11 +70,8 @@ def write_native(
     max_file_bytes: int,
     meter: Meter,
 ) -> Path:
-    """Write a checkpoint of the native decoder as the first of a run; return its directory.
-
-    A ValueError is raised when files and config differ, or the run has begun. After any error
-    `latest` is as before.
-    """
+    """Write a checkpoint of the native decoder as the first of a run; return its directory."""
+    # After any error `latest` is as before: files and config differ, or the run has begun.
     _check(origin, dtype)
     facts = ManifestFacts(
         step=step,

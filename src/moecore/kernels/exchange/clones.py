@@ -294,10 +294,8 @@ receive_grads = partial(_launch, _receive_grads_kernel, True)
 
 
 def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
-    """Return the clones' rows, [c, ...], of [e, ...] of any dtype; zeros where a place is empty.
-
-    No host sync. Every rank must call it at the same place in its order of operations.
-    """
+    """Return the clones' rows, [c, ...], of [e, ...] of any dtype; zeros where a place is empty."""
+    # No host sync. Every rank must call it at the same place in its order of operations.
     out = rows.new_empty(places.num_clones, *rows.shape[1:])
     rows_eW = _as_words(rows.contiguous())
     out_cW = _as_rows(out).view(rows_eW.dtype)

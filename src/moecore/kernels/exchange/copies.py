@@ -47,10 +47,8 @@ TRANSITIONS = {
 
 
 def copy_sums(buffer: SymmetricBuffer, sums_SD: Tensor) -> None:
-    """Copy the sums of all source rows, holes too, to the tokens' ranks. No host sync.
-
-    Rows are contiguous, of `row_bytes`, and must live until the `reduce`.
-    """
+    """Copy the sums of all source rows, holes too, to the tokens' ranks. No host sync."""
+    # Rows are contiguous, of `row_bytes`, and must live until the `reduce`.
     G = buffer.layout.num_ranks
     bytes_G = sums_SD.view(torch.uint8).view(G, -1)
     for i in range(1, G + 1):  # every rank begins with another peer

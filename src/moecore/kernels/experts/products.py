@@ -126,10 +126,8 @@ def make_products(
     weights: ExpertWeights,
     tiles: RowTiles | None = None,
 ) -> Products:
-    """Return the products of options whose name `choose_products` gave.
-
-    `tiles` are those of earlier products of the same options and index, if they have any.
-    """
+    """Return the products of options whose name `choose_products` gave."""
+    # `tiles` are those of earlier products of the same options and index, if they have any.
     known: dict[str, Any] = {} if tiles is None else {"tiles": tiles}
     if options.recipe is not None:
         of_recipe = OF_SCALING[options.recipe.scaling]

@@ -146,10 +146,8 @@ def _store(
     next_column,
     CONST: gl.constexpr,  # Constants
 ):
-    """The first half of h is on its way; each quarter read makes room for the one after the next.
-
-    Those are this tile's second half, then the next tile's first one.
-    """
+    """The first half of h is on its way; each quarter read makes room for that after the next."""
+    # Those are this tile's second half, then the next tile's first one.
     KIND: gl.constexpr = CONST.KIND
     da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty

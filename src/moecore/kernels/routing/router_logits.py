@@ -44,10 +44,8 @@ SPLIT_BLOCK = 4096  # elements of one program of _split_kernel
 def router_logits_ref(
     x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the logits [T, E] of a linear layer in `dtype`, inputs of any float dtype.
-
-    Gradients are in `dtype` too, also where backward runs under autocast; forward must not.
-    """
+    """Return the logits [T, E] of a linear layer in `dtype`, inputs of any float dtype."""
+    # Gradients are in `dtype` too, also where backward runs under autocast; forward must not.
     bias_E = None if bias_E is None else bias_E.to(dtype)
     x_TD, weight_ED = x_TD.to(dtype), weight_ED.to(dtype)
     # A compiled backward runs without autocast; forward-mode derivatives have none.
@@ -156,11 +154,9 @@ def _product_kernel(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Add x[m, k] * b[n, k] over k, one [BM, BN] tile, in accumulators of CHUNK terms.
-
-    Forward: m is a token, n an expert, k runs over D. Gradient: m is a column of D, n an expert, k
-    runs over the tokens of one split.
-    """
+    """Add x[m, k] * b[n, k] over k, one [BM, BN] tile, in accumulators of CHUNK terms."""
+    # Forward: m is a token, n an expert, k runs over D. Gradient: m is a column of D, n an expert,
+    # k runs over the tokens of one split.
     tiles_n: tl.constexpr = tl.cdiv(E, BN)
     m = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
     n = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)[None, :]
@@ -224,10 +220,8 @@ def _sum_splits_kernel(
 
 
 def _split(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Return parts of a matrix in bf16, one matrix: side by side, or below each other.
-
-    Each part is padded with zeros to a multiple of 8 in the stacked dim.
-    """
+    """Return parts of a matrix in bf16, one matrix: side by side, or below each other."""
+    # Each part is padded with zeros to a multiple of 8 in the stacked dim.
     rows, columns = v.shape
     out_rows, out_columns = rows, columns
     if side_by_side:

@@ -58,10 +58,8 @@ class PagePool:
     def make(
         cls, num_pages: int, page_bytes: int, device: torch.device, *, num_host_pages: int = 0
     ) -> "PagePool":
-        """Return a pool whose pages are all free. Not inside the capture of a CUDA graph.
-
-        At least one page, of a multiple of 16 bytes; host pages are pinned for a GPU.
-        """
+        """Return a pool whose pages are all free. Not inside the capture of a CUDA graph."""
+        # At least one page, of a multiple of 16 bytes; host pages are pinned for a GPU.
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
         state = torch.zeros(NUM_WORDS, dtype=torch.int32)
         state[FREE_WORD], state[HOST_FREE_WORD] = num_pages, num_host_pages

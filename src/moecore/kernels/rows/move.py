@@ -74,10 +74,8 @@ def sum_rows_ref(
 
 @cache
 def column_block(num_columns: int, itemsize: int) -> dict[str, int]:
-    """Return the columns of one program, and its warps for one 16-byte access per thread.
-
-    The most columns, up to 2048, that leave at most 1/8 idle.
-    """
+    """Return the columns of one program, and its warps for one 16-byte access per thread."""
+    # The most columns, up to 2048, that leave at most 1/8 idle.
     fits = (n for n in (2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block = next(fits, min(256, max(16, next_power_of_2(num_columns))))
     return {"BLOCK_D": block, "num_warps": max(2, min(8, block * itemsize // 512))}
@@ -276,10 +274,8 @@ def gather_rows(
 
 
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
-    """Return what `gather_rows` does, with rows from num_rows on uninitialised.
-
-    For kernels of this package: S > 0, a GPU, 16-bit floats or fp32. No autograd, no host sync.
-    """
+    """Return what `gather_rows` does, with rows from num_rows on uninitialised."""
+    # For kernels of this package: S > 0, a GPU, 16-bit floats or fp32. No autograd, no host sync.
     return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
 
 

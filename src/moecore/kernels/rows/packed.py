@@ -34,10 +34,7 @@ PACKED_COLUMNS = 16  # of which D is a multiple
 
 
 def packed_bytes(dim: int) -> int:
-    """Return W, the bytes of a packed row of `dim` columns.
-
-    Example: 2048 columns have 16 scales, which makes 2112 bytes.
-    """
+    """Return W, the bytes of a packed row of `dim` columns; 2048 have 16 scales, so 2112 bytes."""
     return cdiv(dim + 4 * cdiv(dim, SCALED), ROW_BYTES) * ROW_BYTES
 
 
@@ -68,10 +65,8 @@ def unpack_rows(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Ten
 
 @cache
 def _program(dim: int) -> dict[str, int]:
-    """Return the scales of one program, and its warps for 16 columns per thread.
-
-    The most scales, up to 16, that leave at most 1/8 idle.
-    """
+    """Return the scales of one program, and its warps for 16 columns per thread."""
+    # The most scales, up to 16, that leave at most 1/8 idle.
     B = cdiv(dim, SCALED)
     fits = (n for n in (16, 8, 4) if cdiv(B, n) * n * 8 <= B * 9)
     blocks = next(fits, min(4, next_power_of_2(B)))

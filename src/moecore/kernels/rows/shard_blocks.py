@@ -43,9 +43,9 @@ TRANSPOSE_WARPS = 4
 
 
 class PartOfMatrix(NamedTuple):
-    """Where a rank's part [r, c] lies in the whole matrix [R, C].
+    """A rank's part [r, c] of a matrix [R, C]; rows come in runs.
 
-    Rows come in runs: row i of the part is row (i // run) * period + first_row + i % run.
+    Row i of the part is (i // run) * period + first_row + i % run.
     """
 
     # R and C

@@ -29,10 +29,8 @@ class EqualSizes:
         self._is_first = True
 
     def check(self, num_tokens: int, device: torch.device) -> None:
-        """Compare with the other ranks; one tiny collective, and a host sync the first time only.
-
-        Later differences are asserted on the device, before rows travel.
-        """
+        """Compare with the other ranks; one tiny collective, the first time a host sync."""
+        # Later differences are asserted on the device, before rows travel.
         # At every forward: a rank that met its number before can not know that another did not, and
         # collectives of unequal sizes hang, abort or mix rows up.
         if device.type == "meta":
@@ -199,17 +197,12 @@ def gather_all(
 
 
 def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the C rows of every rank, in rank order: [G * C, ...]. Backward is `sum_ranks`.
-
-    Collective; every rank must bring the same number of rows.
-    """
+    """Return the C rows of every rank, equal on all, in rank order: [G * C, ...]. Collective."""
     return gather_all((x_C,), group)[0]
 
 
 def sum_ranks(y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None) -> Tensor:
-    """Return the sum over ranks of the g-th C rows to rank g: [S / G, ...]. Backward is a gather.
-
-    Added in fp32 and in rank order. An all-to-all carries as many bytes as a reduce-scatter, which
-    would round after every addition of a 16-bit dtype. Collective; pairs take turns.
-    """
+    """Return the sum over ranks of the g-th C rows to rank g: [S / G, ...]; gathered backward."""
+    # Added in fp32 and in rank order. An all-to-all carries as many bytes as a reduce-scatter,
+    # which would round after every addition of a 16-bit dtype. Collective; pairs take turns.
     return _SumRanks.apply(group, pairs, y_S)[0]

@@ -54,11 +54,9 @@ class ExchangeError(RuntimeError):
 
 
 def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[str]) -> None:
-    """Raise an `ExchangeError` for a late rank, if the report has reached the host. No host sync.
-
-    The error stays until `ExchangePool.close` and new buffers, because the operations that the late
-    rank missed are unknown. Until then no operation waits for any rank.
-    """
+    """Raise an `ExchangeError` for a late rank, if the report is on the host. No host sync."""
+    # The error stays until `ExchangePool.close` and new buffers, because the operations that the
+    # late rank missed are unknown. Until then no operation waits for any rank.
     error = int(buffer.report[ERROR_WORD])
     if not error:
         return
@@ -144,10 +142,8 @@ class Exchange:
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
-        """Start to copy sums to the tokens' ranks, on a stream of copies, by copy engines alone.
-
-        The sums must live until `finish_copies`.
-        """
+        """Start to copy sums, which must live until `finish_copies`, to the tokens' ranks."""
+        # Copy engines alone copy, on a stream of copies.
         self._enter(SlotEvent.COPY)
         with on_stream(self._stream_after(sums_SD)):
             self._copy(sums_SD)

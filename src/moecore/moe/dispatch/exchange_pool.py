@@ -97,10 +97,8 @@ class ExchangePool(Holder):
         )
 
     def get(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Return the exchange for these tokens; made, by all ranks together, at first use.
-
-        What cannot travel, and an earlier operation that failed, raise before anything is sent.
-        """
+        """Return the exchange for these tokens; made, by all ranks together, at first use."""
+        # What cannot travel, and an earlier operation that failed, raise before anything is sent.
         problem = find_row_problem(x_TD)
         if problem is not None:
             raise ValueError(problem)

@@ -293,15 +293,10 @@ def flat_layouts(
     recipes: Mapping[str, Recipe] | None = None,
     fp32: Set[str] = frozenset(),
 ) -> tuple[FlatLayout, ...]:
-    """Return the layouts of a unit: one for all parameters with equal dtypes and recipe.
-
-    Args:
-        gather_dtype: dtype in which floating parameters are all-gathered; None = the stored dtype.
-        reduce_dtype: dtype in which gradients are summed over ranks.
-        recipes: recipes by name, of the parameters that are all-gathered in FP8.
-        fp32: names of parameters that are all-gathered in their stored dtype in any case, and whose
-            gradients are summed in fp32.
-    """
+    """Return the layouts of a unit: one for all parameters with equal dtypes and recipe."""
+    # gather_dtype None = the stored one. `recipes`, by name, are of parameters gathered in FP8;
+    # those named in `fp32` are gathered as stored in any case, and their gradients are summed in
+    # fp32.
     alike: dict[tuple[str, str, str, Recipe | None], list[ParamPlan]] = {}
     for param in params:
         recipe, gathers = (recipes or {}).get(param.name), param.dtype

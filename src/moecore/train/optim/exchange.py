@@ -79,12 +79,8 @@ class Round:
     def exchange(
         self, like: Tensor, sources: Sequence[Tensor], *, back: bool, group: dist.ProcessGroup
     ) -> Tensor:
-        """Return what comes from all ranks, flat. Collective.
-
-        Args:
-            like: of the dtype and device of what travels; a rank may own nothing.
-            sources: tensors of all parameters, or, on the way back, the matrices of `owned`.
-        """
+        """Return what comes from all ranks, flat, in the dtype and device of `like`. Collective."""
+        # Sources are tensors of all parameters, or, on the way back, the matrices of `owned`.
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
         sent = torch.cat(pieces) if pieces else like.new_empty(0)
