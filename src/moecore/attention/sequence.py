@@ -84,14 +84,9 @@ def shift_left(x_BT: Tensor, steps: int, fill: int) -> Tensor:
 def packed_sequence(
     cu_seqlens: Tensor, max_seqlen: int | None, shape: tuple[int, int], device: torch.device
 ) -> Sequence:
-    """Return where tokens stand in packed documents.
-
-    Args:
-        cu_seqlens: int32 or int64 [n + 1]. Values are checked where it lies on the CPU.
-        max_seqlen: tokens of the longest document, or more; None = those of the longest where
-            `cu_seqlens` lies on the CPU, else B * T.
-        shape: B and T.
-    """
+    """Return where tokens stand in packed documents of rows of `shape`, B and T."""
+    # `cu_seqlens`, int32 or int64 [n + 1], is checked where it lies on the CPU. `max_seqlen` is
+    # that of the longest document, or more; None = the longest's on the CPU, else B * T.
     num_tokens = shape[0] * shape[1]
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(

@@ -24,14 +24,10 @@ DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)  # 
 
 
 def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
-    """Raise on every rank when an entry is not the same on all of them. Collective, a host sync.
-
-    Args:
-        entries: name -> value, equal where its `repr` is; every rank must bring the same names in
-            the same order. A mapping among the values is opened to name what in it differs: an
-            entry before it must have compared its keys.
-        group: the ranks that share the entries; every rank calls it with its own group.
-    """
+    """Raise on every rank of the group when an entry is not the same on all. A host sync."""
+    # Collective. Entries are equal where their `repr` is; every rank must bring the same names in
+    # the same order. A mapping among the values is opened to name what in it differs: an entry
+    # before it must have compared its keys.
     problem = difference(entries, device_type, group=group)
     if problem is not None:
         problem += f" on every rank{_of_stage(group)}: build the model and call moecore alike "

@@ -149,12 +149,7 @@ class Decoder(nn.Module):
         """Fill every parameter and buffer, the same on every layout. No communication.
 
         Matrices are N(0, 0.02^2), those that write into the residual stream are divided by
-        sqrt(2 * num_layers), norms are 1, biases are 0.
-
-        Args:
-            seed: different seeds give independent models.
-
-        Source: the scaled residual matrices are GPT-2's.
+        sqrt(2 * num_layers) as in GPT-2, norms are 1, biases are 0.
         """
         check_arguments(Decoder.init_weights, locals())
         scale = 1.0 / math.sqrt(2 * self.config.num_layers)
@@ -299,11 +294,9 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Return the loss of each multi-token prediction module, fp32, in a stage with the head.
-
-        The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
-        and mask are of the whole rows.
-        """
+        """Return the loss of each multi-token prediction module, fp32, in a stage with the head."""
+        # The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
+        # and mask are of the whole rows.
         losses = []
         for ahead, layer in enumerate(self.mtp, start=1):
             if ahead - 1 in stage.mtp:

@@ -18,14 +18,11 @@ SINKHORN_ITERATIONS = 32
 
 
 def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
-    """Return each token's best experts of the evened-out scores: int64 [N, K].
-
-    The scores are the matrix exp(logits) with rows and columns scaled in turn, so that every row
-    sums to 1 and every column to N / E. Padding has no part in the sums of columns. A token alone
-    (or among its own copies) likes all experts equally then, and rounding decides.
-
-    Source: BASE layers (arXiv:2103.16716) and Sinkhorn's iterations for it (arXiv:2202.01169).
-    """
+    """Return each token's best experts of the evened-out scores: int64 [N, K]."""
+    # The scores are the matrix exp(logits) with rows and columns scaled in turn, so that every row
+    # sums to 1 and every column to N / E: BASE layers (arXiv:2103.16716), Sinkhorn's iterations for
+    # it (arXiv:2202.01169). Padding has no part in the sums of columns. A token alone (or among its
+    # own copies) likes all experts equally then, and rounding decides.
     plan_NE = logits_NE.log_softmax(-1)
     if padding_mask_N is not None:
         plan_NE = plan_NE.masked_fill(padding_mask_N[:, None], -torch.inf)

@@ -49,11 +49,9 @@ class Family(Protocol):
         """Return whether a forward of these keyword arguments has any token but padding."""
 
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Refuse or warn of calls that a parallelized model cannot follow.
-
-        `wrapper` is the caller's module, of which `unwrapped` returned the model. `drops_cache`
-        tells whether keys and values that forwards cache defeat an option.
-        """
+        """Refuse or warn of calls that a parallelized model, `unwrapped`'s, cannot follow."""
+        # `wrapper` is the caller's module. `drops_cache`: whether cached keys and values defeat an
+        # option.
 
 
 @runtime_checkable

@@ -78,10 +78,7 @@ class ParallelConfig:
                 )
 
     def resolve(self, world_size: Count) -> ParallelConfig:
-        """Return the same config with every -1 replaced, checked against the world size.
-
-        Args:
-            world_size: number of ranks.
+        """Return the same config with every -1 replaced.
 
         Raises:
             ValueError: when a view's degrees do not multiply to `world_size`.

@@ -50,13 +50,12 @@ def role_of(name: str) -> Role | None:
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
-    """Let a model's linears compute in FP8, in place: each becomes a `ProductLinear`.
-
-    Parameters, their names, hooks and state dict stay what they are, on meta too. Call it after
-    tensor parallelism, whose cut must leave multiples of 16, and before sharding and compiling. To
-    call it once more replaces recipes and drops histories. Linears under one parent that get the
-    same input quantise it once. Names, those of the result too, are without wrappers' prefixes.
-    """
+    """Let a model's linears compute in FP8, in place: each becomes a `ProductLinear`."""
+    # Parameters, their names, hooks and state dict stay what they are, on meta too. Call it after
+    # tensor parallelism, whose cut must leave multiples of 16, and before sharding and compiling.
+    # To call it once more replaces recipes and drops histories. Linears under one parent that get
+    # the same input quantise it once. Names, those of the result too, are without wrappers'
+    # prefixes.
     linears, table = _linears(model), check_precision(model, precision)
     inputs: dict[tuple[str, int, Recipe], InputCast] = {}
     for name, module in linears.items():

@@ -367,12 +367,9 @@ _product_op = Op(
 
 
 def product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
-    """Return a [M, K] @ b [N, K]^T with their padded sizes. Not differentiable, no host sync.
-
-    It is summed in fp32 and rounded once, to bf16, fp16 or fp32. GPUs run torch's scaled product.
-
-    Source: cuBLASLt's "scaling factors layouts", as torch's `_scaled_mm_v2` checks them.
-    """
+    """Return a [M, K] @ b [N, K]^T with their padded sizes. Not differentiable, no host sync."""
+    # Summed in fp32, rounded once to bf16, fp16 or fp32. GPUs run torch's scaled product:
+    # cuBLASLt's "scaling factors layouts", as torch's `_scaled_mm_v2` checks them.
     sides = [(*_parts(side), side.kind, _format(side)) for side in (a, b)]
     return _product_op(*sides[0], *sides[1], dtype)
 

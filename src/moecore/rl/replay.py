@@ -180,13 +180,10 @@ class RouterReplay:
             raise error
 
     def select(self, forward: CountOrZero | None) -> None:
-        """Say which entry forwards use from now on, until `replay` ends; None = the next one.
+        """Use this entry of each layer's list in forwards until `replay` ends; None = the next one.
 
         For schedules that run forwards in another order than they were recorded, or repeat one. A
         recompute whose forward autograd cannot identify uses it too, else it is refused.
-
-        Args:
-            forward: index into each layer's list.
 
         Raises:
             ValueError: outside of `replay`, or for a negative index.

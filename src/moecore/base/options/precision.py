@@ -54,9 +54,6 @@ class Recipe:
         keep_hidden: how the experts keep FC1's output for backward: "wide", in the dtype of the
             products, or "fp8", in blocks of 1 x 128 ("blockwise").
 
-    Raises:
-        ValueError: when a field or a combination of fields is not possible.
-
     Source: blocks of 1 x 128 and 128 x 128 are DeepSeek-V3's (arXiv:2412.19437); e5m2 for gradients
     and delayed scaling are those of "FP8 formats for deep learning" (arXiv:2209.05433).
     """

@@ -258,14 +258,11 @@ def _half_view(dim: int | None) -> StoredView:
 
 
 def split_halves(tensor: Tensor, dim: int) -> Tensor:
-    """Return a view of a tensor with `dim`, all of gate and then all of up, split into (2, half).
-
-    An expert tensor parallel rank has a piece of both halves, which is one block in the view only.
-    Whole tensors are split too, so that any folding loads what another saved.
-
-    Example: [E, 8, D] over etp=2, placed _StridedShard(1, split_factor=2): rank 1 holds rows
-    2 3 6 7. The view is [E, 2, 4, D], placed Shard(2): rank 1 holds the block [:, :, 2:4].
-    """
+    """Return a view of a tensor with `dim`, all of gate, then all of up, split into (2, half)."""
+    # An expert tensor parallel rank has a piece of both halves, which is one block in the view
+    # only. Whole tensors are split too, so that any folding loads what another saved. Example: [E,
+    # 8, D] over etp=2, placed _StridedShard(1, split_factor=2): rank 1 holds rows 2 3 6 7. The view
+    # is [E, 2, 4, D], placed Shard(2): rank 1 holds the block [:, :, 2:4].
     if not isinstance(tensor, DTensor):
         return tensor.unflatten(dim, (2, tensor.shape[dim] // 2))
     local = tensor.to_local()

@@ -131,10 +131,8 @@ def written_plan(reader: nn.Module | None, shapes: Shapes, layout: str) -> dict[
 def trace(
     reader: nn.Module, files: Shapes, wanted: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Return name (of `wanted`) -> pieces of file tensors, or why they do not make it.
-
-    What transformers would find no tensors for is left out.
-    """
+    """Return name -> pieces of file tensors, or why they do not make it."""
+    # What transformers would find no tensors for is left out.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,

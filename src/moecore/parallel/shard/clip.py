@@ -121,14 +121,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
 def unscale_and_clip_(
     model: nn.Module, max_norm: float, loss_scale: Tensor | None, *, is_wrong: Tensor | None = None
 ) -> GradientNorm:
-    """Do what `clip_grad_norm_` does, with gradients that are first divided by the loss scale.
-
-    Args:
-        loss_scale: fp32 scalar on the device; None = 1. With one an overflow is part of training,
-            so no warning names the parameters: `GradientNorm.non_finite` does.
-        is_wrong: bool on the device: whether this rank's gradients are none; None = they are right.
-            Where any are none the norm is nan on every rank.
-    """
+    """Do what `clip_grad_norm_` does, with gradients that are first divided by the loss scale."""
+    # The scale is an fp32 scalar on the device; None = 1. With one an overflow is part of training,
+    # so no warning names the parameters: `GradientNorm.non_finite` does. `is_wrong`, a bool on the
+    # device, is whether this rank's gradients are none: where any are none the norm is nan on every
+    # rank.
     refuse_added(model)
     owner, stages = find_stages(model)
     params = _trained(owner)

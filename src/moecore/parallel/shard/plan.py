@@ -74,11 +74,7 @@ class ParamPlan:
         return next(found, None)
 
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
-        """Return the shape of a rank's part; by default the first rank's part, which is largest.
-
-        Args:
-            coordinate: coordinate of the rank, from `ShardPlan.coordinate`.
-        """
+        """Return the shape of a part, at `ShardPlan.coordinate`; by default the first rank's."""
         return _local_shape(self.shape, self.placements, coordinate or {})
 
     def computed_shape(self) -> tuple[int, ...]:

@@ -146,10 +146,9 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MatrixAssignment:
-    """Which parameters Muon steps, as which matrices, and which are left to AdamW; prints as table.
+    """Which parameters Muon steps, as which matrices, and which AdamW; prints as a table.
 
-    Attributes:
-        decisions: name -> parameter, its `MatrixLayout` or None, and the reason.
+    `decisions` are by name: parameter, its `MatrixLayout` or None, and the reason.
     """
 
     decisions: dict[str, Decision]
