@@ -45,5 +45,4 @@ class RotaryTable:
         if self.is_shared:
             return rotary(x_BTHw, self.cos_Td, self.sin_Td, neighbours=neighbours)
         one_row = x_BTHw.flatten(0, 1)[None]
-        turned = rotary(one_row, self.cos_Td, self.sin_Td, neighbours=neighbours)
-        return turned.view(x_BTHw.shape)
+        return rotary(one_row, self.cos_Td, self.sin_Td, neighbours=neighbours).view(x_BTHw.shape)

@@ -257,8 +257,7 @@ def will_run(node: Any) -> bool:
 
 def continues() -> bool:
     """Whether the running backward needs more than the gradient of the current node's inputs."""
-    behind = current_node().next_functions
-    return any(node is not None and will_run(node) for node, _ in behind)
+    return any(node is not None and will_run(node) for node, _ in current_node().next_functions)
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

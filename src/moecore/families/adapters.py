@@ -111,8 +111,7 @@ def _refuse_beside(dense: Sequence[str], inside: Sequence[str]) -> None:
         path = name.partition(" ")[0].split(".")
         # The outermost entry of a list that holds the look-alike and no known block.
         places = [i for i, part in enumerate(path) if part.isdecimal()]
-        alone = (i for i in places if not any(k[: i + 1] == path[: i + 1] for k in known))
-        i = next(alone, None)
+        i = next((i for i in places if not any(k[: i + 1] == path[: i + 1] for k in known)), None)
         beside = [k for k in known if i is not None and k[:i] == path[:i] and k[i].isdecimal()]
         if beside:
             raise ValueError(

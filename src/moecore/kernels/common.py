@@ -228,8 +228,7 @@ def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
         torch.bfloat16: gl.bfloat16,
         torch.float16: gl.float16,
     }
-    gluon_dtype = gluon_dtypes.get(dtype, gl.float32)
-    return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtype)
+    return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtypes.get(dtype, gl.float32))
 
 
 @gluon.jit

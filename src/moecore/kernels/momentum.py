@@ -31,8 +31,7 @@ def momentum_ref_(
     if found_inf is not None:  # a nan times 0 is a nan
         grad, new = (x.masked_fill(found_inf > 0, 0.0) for x in (grad, new))
     momentum.lerp_(grad, new)
-    found = grad.lerp(momentum, decay) if nesterov else momentum
-    return found.to(dtype, copy=True)
+    return (grad.lerp(momentum, decay) if nesterov else momentum).to(dtype, copy=True)
 
 
 @triton.jit

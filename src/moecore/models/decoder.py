@@ -330,8 +330,7 @@ class Decoder(nn.Module):
         It is [B, t, D] before the final norm, else [1 + k, B, t, D] after k multi-token prediction
         modules (0 where none runs); t = T / (cp * tp).
         """
-        predicts = self._predicts(inputs.get("labels_BT"))
-        num_states = self._num_states(stage, predicts=predicts)
+        num_states = self._num_states(stage, predicts=self._predicts(inputs.get("labels_BT")))
         return self._hidden_shape(num_states, inputs["tokens_BT"], inputs.get("cp"))
 
     def _hidden_shape(self, num_states: int, tokens_BT: Tensor, cp: int | None) -> tuple[int, ...]:
@@ -384,8 +383,7 @@ class Decoder(nn.Module):
         """
         check_arguments(Decoder.generate, locals())
         for _ in range(max_new_tokens):
-            window = tokens_BT[:, -self.config.max_seq_len :]
-            logits_BV = self._last_logits(window).float()
+            logits_BV = self._last_logits(tokens_BT[:, -self.config.max_seq_len :]).float()
             if temperature == 0:
                 next_B1 = logits_BV.argmax(-1, keepdim=True)
             else:

@@ -101,8 +101,7 @@ class LoadCounts:
 
     def tensors(self) -> list[Tensor]:
         """The tensors that exist."""
-        every = (getattr(self, f.name) for f in fields(self))
-        return [t for t in every if t is not None]
+        return [t for t in (getattr(self, f.name) for f in fields(self)) if t is not None]
 
 
 class LoadTracker:

@@ -220,8 +220,7 @@ class Clones:
         home = [grad[:number] for grad, number in zip(grads, e, strict=True)]
         for own, others in zip(home, came, strict=True):
             for expert in sorted(set(self.sent)):
-                wide = torch.promote_types(own.dtype, torch.float32)
-                total = own[expert].to(wide)
+                total = own[expert].to(torch.promote_types(own.dtype, torch.float32))
                 for part, of in zip(others, self.sent, strict=True):
                     if of == expert:
                         total = total + part

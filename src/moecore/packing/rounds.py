@@ -187,8 +187,7 @@ class _Search:
         # Few ranks and high limits first: they exchange least and make the fewest rounds.
         for fewest, limit in product(self.documents.cps, self._limits()):
             blocks = _fill(self.documents, self.left, limit, fewest)
-            taken = [i for block in blocks for i in block.documents]
-            work, tokens = self.documents.sums(taken)
+            work, tokens = self.documents.sums([i for block in blocks for i in block.documents])
             time = max(block.load for block in blocks) + self.documents.fixed
             share = (bound - self._bound(work, tokens)) / time
             self.left.put_back()
@@ -208,8 +207,7 @@ class _Search:
 
     def _bound(self, work: float, tokens: int) -> float:
         """Return the least time of what is left, when that much of it has just been taken."""
-        longest = self.left.first(0)
-        return self.documents.bound(longest, self._work - work, self._tokens - tokens)
+        return self.documents.bound(self.left.first(0), self._work - work, self._tokens - tokens)
 
     def _limits(self) -> list[float]:
         """Return limits of time, from that of the longest document on few ranks to that on many."""

@@ -161,8 +161,7 @@ class PackedBatchSampler:
             packed = pack_lengths(self._lengths[ids], self._bin_tokens)
             bins.extend(ids[numbers] for numbers in sorted(packed, key=lambda bin_: int(bin_[0])))
         bins = [bins[i] for i in self._order("bins", epoch, len(bins))]
-        offsets = np.cumsum([0, *map(len, bins)])
-        return Bins(np.concatenate(bins), offsets)
+        return Bins(np.concatenate(bins), np.cumsum([0, *map(len, bins)]))
 
     def _order(self, what: str, epoch: int, count: int) -> Integers:
         if not self._shuffle:

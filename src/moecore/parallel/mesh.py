@@ -294,8 +294,7 @@ def _dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
         return _trim(dense, "dp_replicate", "dp_shard")
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
     sizes = (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp)
-    view = _fold(dense.device_type, sizes, names)
-    return _trim(view, "dp_replicate", "dp_shard_cp")
+    return _trim(_fold(dense.device_type, sizes, names), "dp_replicate", "dp_shard_cp")
 
 
 def _joined_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:

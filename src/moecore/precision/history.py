@@ -77,8 +77,7 @@ class AmaxHistory:
         self.seen["weight"].copy_(max_over_cut(self.seen["weight"], weight))
         for operand in OPERANDS:
             seen, steps = self.seen[operand], self.steps[operand]
-            newest = torch.cat((seen, steps[:-1]))
-            steps.copy_(torch.where(seen > 0, newest, steps))
+            steps.copy_(torch.where(seen > 0, torch.cat((seen, steps[:-1])), steps))
             seen.zero_()
         self._has_step = True
 
@@ -90,6 +89,5 @@ def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
         for mesh_dim, placement in enumerate(weight.placements):
             if not placement.is_replicate():
                 value = value.clone()
-                group = weight.device_mesh.get_group(mesh_dim)
-                dist.all_reduce(value, dist.ReduceOp.MAX, group)
+                dist.all_reduce(value, dist.ReduceOp.MAX, weight.device_mesh.get_group(mesh_dim))
     return value

@@ -257,8 +257,7 @@ class Fp8Products(LinearProducts):
     @override
     @staticmethod
     def weight_grad(dy: Blocks, x: Blocks, dtype: torch.dtype, target: GradTarget) -> Tensor:
-        grad_NK = product(dy, x, dtype)
-        return put_grad(grad_NK, target.out, target.adds, target.dtype, target.scale)
+        return put_grad(product(dy, x, dtype), target.out, target.adds, target.dtype, target.scale)
 
 
 def why_not(weight: Tensor) -> str | None:

@@ -171,8 +171,7 @@ class RouterReplay:
         layer = next(iter(self.layers.values()))
         group = layer.tracker.groups.global_batch
         if group is not None:
-            device = layer.part("router").weight.device
-            failed = torch.tensor(int(error is not None), device=device)
+            failed = torch.tensor(int(error is not None), device=layer.part("router").weight.device)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
             if int(failed) and error is None:
                 raise ValueError("choices of another rank must fit its layers: see its error")

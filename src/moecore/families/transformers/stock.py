@@ -144,8 +144,7 @@ def is_stock(function: Any) -> bool:
 
 def _check_implementation(experts: nn.Module, kind: str) -> None:
     """Raise if transformers runs the experts by a function that a user has registered."""
-    config = getattr(experts, "config", None)
-    name = getattr(config, "_experts_implementation", None)
+    name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
     function = getattr(module, "ALL_EXPERTS_FUNCTIONS", {}).get(name)
     if function is not None and not is_stock(function):

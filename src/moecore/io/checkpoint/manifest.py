@@ -288,8 +288,7 @@ def _tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
             _must(place not in seen, f"{where}: {place!r:.200} is used twice")
             seen.add(place)
         found[name] = StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
-    used = {file for file, _ in seen}
-    _must(used == files.keys(), "files: every one must hold some tensor")
+    _must({file for file, _ in seen} == files.keys(), "files: every one must hold some tensor")
     return found
 
 

@@ -233,8 +233,7 @@ def _storable(value: Tensor, param: Tensor) -> bool:
 
 def _scalar_device(group: Mapping[str, Any], param: Tensor) -> torch.device:
     """Where torch's optimizers keep their step counts."""
-    on_device = group.get("fused") or group.get("capturable")
-    return param.device if on_device else torch.device("cpu")
+    return param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def _halved_dims(model: nn.Module) -> dict[int, int]:

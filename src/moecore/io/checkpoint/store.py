@@ -115,8 +115,7 @@ def save(
     snapshot = join_stages(snapshot)
     lock = RunLock(Path(root))
     try:
-        draft = begin(lock, step)
-        write(draft, snapshot, locals_of(snapshot), keep=keep, meter=Meter())
+        write(begin(lock, step), snapshot, locals_of(snapshot), keep=keep, meter=Meter())
     finally:
         lock.release()
     return directory_of(Path(root), step)

@@ -168,8 +168,7 @@ class RankCollector:
                 target.copy_(piece)
 
     def _boxes(self, item: _Part, holding: Holding) -> list[PieceOverlap]:
-        shape = self._recipes[item.source].shape
-        return list(overlaps(_indices(holding), item.piece, shape))
+        return list(overlaps(_indices(holding), item.piece, self._recipes[item.source].shape))
 
     def _message(self, item: _Part, numel: int) -> Tensor:
         """Return a flat tensor of so many elements, in memory that is there."""

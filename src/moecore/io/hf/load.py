@@ -209,8 +209,7 @@ def _make_plan(
         )
     targets = without_adapters(model, model_tensors(model))
     copies = model_copies(model)
-    shapes = {name: tuple(t.shape) for name, t in targets.items()}
-    recipes = _recipes(model, shapes, sources)
+    recipes = _recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
     if find_stages(model)[1] is not None:
         recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
     _drop_copies(targets, recipes, copies)

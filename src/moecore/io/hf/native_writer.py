@@ -88,8 +88,7 @@ def write_native(
         check_unused(root)  # reading took time
         draft = new_draft(root, step)
         try:
-            manifest = _write_files(draft, facts, origin, dtype, max_file_bytes, meter)
-            publish(draft, manifest, keep=0)
+            publish(draft, _write_files(draft, facts, origin, dtype, max_file_bytes, meter), keep=0)
         except BaseException:
             discard(draft)
             raise

@@ -105,8 +105,7 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
         raise ValueError(f"path ({path / METADATA}) must exist: it is not there") from None
     try:
         _check_memo(raw)
-        metadata = _Unpickler(io.BytesIO(raw)).load()
-        return _tensors(path, metadata)
+        return _tensors(path, _Unpickler(io.BytesIO(raw)).load())
     except _WrongError as error:
         message = str(error)
     except Exception as error:  # of any kind: bytes that are no pickle raise what they like

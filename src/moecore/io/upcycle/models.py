@@ -301,8 +301,7 @@ def _check_same_output(
     """Raise unless the MLP computes what its tensors and the activation give."""
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
-    generator = torch.Generator().manual_seed(0)
-    x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=generator).to(w1)
+    x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=torch.Generator().manual_seed(0)).to(w1)
     x_TD = x_TD * (PROBE_STD / F.linear(x_TD, w1).std().clamp(min=1e-3))
     hidden_TF = activation(F.linear(x_TD, w1, b1), activation_options(config)).to(x_TD.dtype)
     expected_TD = F.linear(hidden_TF, w2_DF, dense.get("b2"))

@@ -352,8 +352,7 @@ def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tens
     """Return the offsets cut at `num_rows`, and record the most that was wanted."""
     needed = int(offsets_e.max())
     if needed > num_rows:
-        most = max(needed, int(state[NEEDED_WORD]))
-        state[NEEDED_WORD] = report[NEEDED_WORD] = most
+        state[NEEDED_WORD] = report[NEEDED_WORD] = max(needed, int(state[NEEDED_WORD]))
     return offsets_e.clamp(max=num_rows)
 
 

@@ -15,8 +15,7 @@ NUM_WARPS = 8
 
 def scaled_cast_ref(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Return what `scaled_cast` returns, in plain PyTorch."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) * scale).to(dtype)
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) * scale).to(dtype)
 
 
 @triton.jit

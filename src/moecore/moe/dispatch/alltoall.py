@@ -104,8 +104,7 @@ class AllToAllDispatcher(Dispatcher):
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
             T, K = routing.expert_ids_TK.shape
-            source = p.group.size() * p.balanced_tokens(T, K)
-            balanced = BalancedRows(source, p.balanced_rows(T, K))
+            balanced = BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
         return ExpertInput(Rows(rows_SD), index, plan, balanced=balanced)
 
     def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:

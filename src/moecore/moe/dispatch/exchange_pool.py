@@ -261,8 +261,7 @@ class TokenCapacity(Holder):
         if self.watch != "reruns":
             return False
         if self._wanted is None:
-            state = self._pool.entries[0].buffer.state
-            words = torch.zeros_like(state[:1])
+            words = torch.zeros_like(self._pool.entries[0].buffer.state[:1])
             report = torch.zeros(1, dtype=torch.int32, device="cpu")
             self._wanted = Shortage(words, report, even=1.0)
         most = max(num_tokens, self._wanted.num_seen)

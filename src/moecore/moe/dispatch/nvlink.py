@@ -265,8 +265,7 @@ class _Sender:
         dweights_R = sent.dweights_R
         if dweights_R is None:
             dweights_R = sent.drows_RD.new_zeros(sent.drows_RD.shape[0], dtype=torch.float32)
-        choices = (dweights_R, slots_SK)
-        return self._exchange.finish_copies(sent.sums_SD, peers_T, places_S, choices)
+        return self._exchange.finish_copies(sent.sums_SD, peers_T, places_S, (dweights_R, slots_SK))
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -345,5 +344,4 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         peers_T, places_S, slots_SN = ctx.saved_tensors
-        dy_RD = ctx.exchange.spread(grads[0], peers_T, places_S, slots_SN, ctx.num_rows)
-        return dy_RD, None, None
+        return ctx.exchange.spread(grads[0], peers_T, places_S, slots_SN, ctx.num_rows), None, None

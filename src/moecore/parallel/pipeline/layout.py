@@ -147,8 +147,7 @@ def parse_layout(text: str, *, num_layers: Few, num_mtp_layers: FewOrNone = 0) -
         modules = f"num_mtp_layers ({num_mtp_layers})"
         problem = f"have one m per MTP module, found {found['m']} for {modules}"
     if problem:
-        num_stages = letters.count("|") + 1
-        even = _even(num_layers, num_mtp_layers, num_stages)
+        even = _even(num_layers, num_mtp_layers, letters.count("|") + 1)
         raise ValueError(f"layout ({shown(text)}) must {problem}: use {even!r}")
     return _of_letters(letters.split("|"))
 
@@ -176,8 +175,7 @@ def balanced_layout(costs: LayoutCosts, *, num_stages: Few) -> PipelineLayout:
     letters = "E" + "t" * len(costs.layers) + "m" * len(costs.mtp) + "L"
     sums = [0.0, *accumulate([costs.embedding, *costs.layers, *costs.mtp, costs.loss])]
     most = _least_most(sums, num_stages) * (1 + 1e-9)  # sums of equal costs differ in the last bit
-    borders = _borders(sums, num_stages, most)
-    return _of_letters([letters[i:j] for i, j in pairwise(borders)])
+    return _of_letters([letters[i:j] for i, j in pairwise(_borders(sums, num_stages, most))])
 
 
 def _expanded(text: str) -> str:

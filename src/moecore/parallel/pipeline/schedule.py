@@ -42,8 +42,7 @@ class Schedule:
             return [Action("F", stage - 1, micro_batch)] if stage else []
         if kind == "W":
             return [Action("D", stage, micro_batch)]
-        last = stage == self.num_stages - 1
-        after = [] if last else [Action("D", stage + 1, micro_batch)]
+        after = [] if stage == self.num_stages - 1 else [Action("D", stage + 1, micro_batch)]
         return [Action("F", stage, micro_batch), *after]
 
     def in_time(self) -> Iterator[tuple[int, Item]]:

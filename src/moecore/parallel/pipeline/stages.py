@@ -122,8 +122,7 @@ def num_parts(model: StagedModel) -> tuple[int, int]:
 
 def loss_of(output: Any) -> Tensor:
     """Return the loss in what a model's forward returns: itself, or transformers' `.loss`."""
-    loss = output if isinstance(output, Tensor) else output.loss
-    return cast(Tensor, loss)
+    return cast(Tensor, output if isinstance(output, Tensor) else output.loss)
 
 
 def runs_norm(stage: Stage, num_mtp: int) -> bool:

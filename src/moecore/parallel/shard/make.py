@@ -57,8 +57,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     cut_model(twin, twins, request.meshes)
     found = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in found.items() if linear.recipe}
-    recipes = gathered_recipes(twin, twins, linears, request)
-    maker = _Maker(twin, twins, request, recipes, fp32)
+    maker = _Maker(twin, twins, request, gathered_recipes(twin, twins, linears, request), fp32)
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
         model=type(model).__name__,

@@ -70,8 +70,7 @@ class ParamPlan:
     @property
     def data_placement(self) -> AxisPlacement | None:
         """The placement that cuts over data ranks; None = each data rank has the whole."""
-        found = (p for p in self.placements if p.axis in DATA_AXES and p.dim is not None)
-        return next(found, None)
+        return next((p for p in self.placements if p.axis in DATA_AXES and p.dim is not None), None)
 
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
         """Return the shape of a part, at `ShardPlan.coordinate`; by default the first rank's."""
@@ -79,8 +78,7 @@ class ParamPlan:
 
     def computed_shape(self) -> tuple[int, ...]:
         """Return the shape that a rank computes with, all-gathered over data ranks."""
-        inner = [p for p in self.placements if p.axis not in DATA_AXES]
-        return _local_shape(self.shape, inner, {})
+        return _local_shape(self.shape, [p for p in self.placements if p.axis not in DATA_AXES], {})
 
     def num_bytes(self, coordinate: Coordinate | None = None) -> int:
         """Return the bytes of a rank's part, whose shape is `local_shape`."""

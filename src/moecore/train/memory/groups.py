@@ -79,8 +79,7 @@ class HostCopy:
         """Return whether `data` is a tensor's storage, with the tensor's values."""
         if self.data is None or self.is_back:
             return False
-        is_whole = self.size == tensor.untyped_storage().nbytes()
-        return is_whole and self.version == version(tensor)
+        return self.size == tensor.untyped_storage().nbytes() and self.version == version(tensor)
 
     def free(self) -> None:
         """Free the device memory, after `home` has been made to wait for a running copy."""

@@ -225,5 +225,4 @@ class HostCopies:
 
 def _slab_with(slabs: Slabs, size: int, left: int) -> Slab:
     """Return a slab with `size` free bytes; a new slab has `left` bytes, up to `SLAB_BYTES`."""
-    found = slabs.fitting(size)
-    return found or slabs.add(power_of_two(max(size, min(left, SLAB_BYTES))))
+    return slabs.fitting(size) or slabs.add(power_of_two(max(size, min(left, SLAB_BYTES))))

@@ -195,8 +195,7 @@ class Offload(SavedStorages):
         if layer is None or not torch.is_grad_enabled() or is_recomputing():
             yield
             return
-        number = sum(other == name for other, _ in layer.groups)
-        key = (name, number)
+        key = (name, sum(other == name for other, _ in layer.groups))
         if self._streams.current() == layer.stream:
             with self._locked():
                 self._retire(lambda group: group.layer is not layer and group.key == key)

@@ -270,8 +270,7 @@ def _round(members: list[_Member], owners: Owners, rank: int) -> Round:
             found.owned.append((own.numel(), *shape))
             for holder in range(num_ranks):
                 part = held[holder][number]
-                here = part.batch[owner_of[part.batch] == rank]
-                places = torch.searchsorted(own, here)
+                places = torch.searchsorted(own, part.batch[owner_of[part.batch] == rank])
                 block = _block(place, places, part.of_rows, part.of_columns, number, member.device)
                 if block is not None:
                     found.returns[holder].append(block)
