@@ -187,9 +187,7 @@ _cross_entropy_op = Op(
 def cross_entropy_(
     logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of all rows and, in `dtype`, the gradient of that sum.
-
-    Not differentiable. No host sync; the same bits in every run.
+    """Return all rows' summed loss and, in `dtype`, its gradient; no host sync, the same bits.
 
     Args:
         logits_CV: any float dtype; used up, as the gradient may lie in its memory. Copied when not

@@ -72,9 +72,7 @@ def momentum_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Move momentum towards a gradient, in place: m <- decay * m + (1 - decay) * g; return it.
-
-    The result is a new tensor. No host sync.
+    """Move momentum to a gradient, in place: m <- decay * m + (1 - decay) * g; return a copy.
 
     Args:
         momentum: same shape, fp32 or fp64.

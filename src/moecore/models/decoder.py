@@ -53,11 +53,7 @@ INIT_STD = 0.02
 
 
 class Head(nn.Module):
-    """The output matrix, and the loss on top of it. Without a weight of its own when tied.
-
-    Attributes:
-        is_fsdp_head: nothing but its own forward reads its weight: see `find_heads`.
-    """
+    """The output matrix, and the loss on top of it. Without a weight of its own when tied."""
 
     is_fsdp_head = True
 

@@ -58,9 +58,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary embedding.
 
-    Attributes:
-        observe_scores: gets turned queries and keys, the sequence and the scale in every forward;
-            None = off.
+    `observe_scores`, or None, gets turned queries and keys, sequence and scale in every forward.
     """
 
     observe_scores: ScoreObserver | None = None
@@ -128,10 +126,7 @@ class MLP(nn.Module):
 
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable:
-    """Return the table that a decoder's attention reads, of positions as `RotaryTable` takes them.
-
-    Source: RoFormer (arXiv:2104.09864); YaRN (arXiv:2309.00071).
-    """
+    """Return the table of positions that a decoder's attention reads: RoPE (2104.09864), YaRN."""
     mla = config.mla
     head_dim = config.head_dim if mla is None else mla.qk_rope_head_dim
     half = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)

@@ -327,10 +327,7 @@ def _is_capturing(x: Tensor) -> bool:
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on y; backward gives the losses their gradient and commits the counts once.
-
-    It saves the ids, not their counts: backward counts straight into the tracker, in one launch.
-    """
+    """Identity on y; backward gives the losses their gradient, and counts the saved ids once."""
 
     @staticmethod
     def forward(

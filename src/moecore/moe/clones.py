@@ -45,10 +45,8 @@ from moecore.moe.records import ExpertInput, Routing
 class Cloner:
     """Plans the clones of a layer's forwards.
 
-    Args:
-        placement: of the layer's experts, with room for clones.
-        group: ranks of the dispatch group that have this rank's part of their experts, in order.
-        exchanges: of dispatcher "nvlink"; None with any other.
+    The group has the dispatch group's ranks with this rank's part of their experts, in order;
+    exchanges are those of dispatcher "nvlink", None with any other.
     """
 
     def __init__(
@@ -207,10 +205,8 @@ class Clones:
 
     @torch.no_grad()
     def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Add the clones' gradients to those of their experts, in place; return these, [e, ...].
-
-        Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
-        """
+        """Add the clones' gradients to those of their experts, in place; return these, [e, ...]."""
+        # Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
         e = [grad.shape[0] - self.num_here for grad in grads]
         outward = [grad[number:] for grad, number in zip(grads, e, strict=True)]
         if not self._is_in_order:

@@ -33,10 +33,7 @@ T = TypeVar("T")
 
 
 class Pairs:
-    """Runs pairs of a forward and a backward.
-
-    `resume` functions are called when a side gets the baton back, with True for the backward.
-    """
+    """Runs pairs of a forward and a backward."""
 
     def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
         self._resume = resume

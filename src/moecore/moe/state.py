@@ -31,10 +31,7 @@ NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer st
 class MoEState:
     """The balance record that a parallelized model owns: `moe_state(model)`.
 
-    Args:
-        layers: every RoutedLayer of the model by name.
-        loss: "mean" or "sum", the loss convention of `parallelize_moe`.
-        check_parameters: function that raises if gradients were not reduced over all ranks.
+    `check_parameters` raises if gradients were not reduced over all ranks.
     """
 
     def __init__(
@@ -56,10 +53,8 @@ class MoEState:
             layer.tracker.has_steps = False
 
     def set_num_micro_batches(self, num_micro_batches: int) -> None:
-        """Set how many micro-batches a step accumulates, which divides auxiliary losses.
-
-        No other factor of the main loss applies to auxiliary losses, except `set_loss_scale`.
-        """
+        """Set how many micro-batches a step accumulates, which divides auxiliary losses."""
+        # No other factor of the main loss applies to auxiliary losses, except `set_loss_scale`.
         check_value("num_micro_batches", num_micro_batches, NumMicroBatches)
         self.num_micro_batches = num_micro_batches
         scale = 1.0 / num_micro_batches

@@ -56,11 +56,8 @@ class HeldTokens:
 
     `shape` is B and T; documents are over all rows, on the device of the tokens; None = rows.
 
-    Attributes:
-        layout: of the tokens on all of them.
-        a2a_layout: of the tokens of an all-to-all's ranks on these.
-
-    Rows must be multiples of 2 * cp; `check_documents` is for documents.
+    `layout` is of the tokens on all of them, `a2a_layout` of an all-to-all's ranks' on these. Rows
+    must be multiples of 2 * cp; `check_documents` is for documents.
     """
 
     def __init__(

@@ -186,12 +186,8 @@ class Precision:
     def of(cls, precision: Precision | Recipe | str | None) -> Precision | None:
         """Return the record that an argument stands for; None = nothing is quantised.
 
-        Args:
-            precision: "auto", which is blockwise for routed experts where that is faster;
-                "blockwise", "rowwise", "tensorwise" or a recipe for all roles; or a record.
-
-        Raises:
-            ValueError: for anything else.
+        "auto" is blockwise for routed experts where that is faster; the name of a scaling, or a
+        recipe, is for all roles. A ValueError is raised for anything else.
         """
         if precision is None or isinstance(precision, Precision):
             return precision

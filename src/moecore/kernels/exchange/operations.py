@@ -262,11 +262,8 @@ def spread(
 ) -> Tensor:
     """Send rows where `spread_choices` sent their tokens; return a copy for each slot, [R, D].
 
-    No host sync. Rows that no slot names are uninitialised.
-
-    Args:
-        peers_T, places_S: who needs which rows, from `spread_choices`.
-        slots_SN: int32, contiguous, the rows that become copies of each source row, -1 = none.
+    `spread_choices` gave peers_T and places_S. slots_SN, int32, contiguous, has the rows that
+    become copies of each source row, -1 = none; others are uninitialised. No host sync.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     ptrs = Ptrs(as_words(x_TD), peers_T, places_S, slots_SN, as_words(out_RD))
@@ -306,9 +303,7 @@ def reduce(
     copied: bool = False,
     half: Half = "both",
 ) -> tuple[Tensor, Tensor | None]:
-    """Add the rows of each source row, send the sums home, add those in rank order. No host sync.
-
-    Both in fp32; a sum travels in the dtype of the rows.
+    """Add each source row's rows, send sums in their dtype, add those in rank order, in fp32.
 
     Args:
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`; those that no slot names are not

@@ -306,9 +306,7 @@ def grouped_gemm_activation(
     offsets_e: Tensor,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return FC1's output and the weighted activation of it, in one pass over the source rows.
-
-    No autograd, no host sync.
+    """Return FC1's output and its weighted activation, in one pass. No autograd, no host sync.
 
     Args:
         x_SD: source rows, bf16 or fp16, contiguous.

@@ -36,12 +36,9 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(offsets_e: Tensor, num_rows: int) -> PaddedRows:
-    """Return where padded rows lie, in plain PyTorch. No host sync.
-
-    Every expert has rows there: torch's product leaves what has none uninitialised.
-
-    Example, experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.
-    """
+    """Return where padded rows lie, in plain PyTorch. No host sync."""
+    # Every expert has rows there: torch's product leaves what has none uninitialised. Example,
+    # experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.
     e = offsets_e.shape[0]
     counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
     padded_e = (counts_e.clamp(min=1) + ALIGNED - 1) // ALIGNED * ALIGNED
@@ -78,11 +75,9 @@ def scaled_weights(w_eNK: Tensor, *, per_row: bool, power_of_two: bool) -> Both:
 def scaled_columns(
     x_RC: Tensor, padded: PaddedRows, *, per_row: bool, power_of_two: bool
 ) -> Blocks:
-    """Return columns in FP8, with a scale per expert and column or one for all. No host sync.
-
-    Rows are in expert order; those past the last one in use must be finite. `per_row` is of the
-    operand: a column of every expert.
-    """
+    """Return columns in FP8, with a scale per expert and column or one for all. No host sync."""
+    # Rows are in expert order; those past the last one in use must be finite. `per_row` is of the
+    # operand: a column of every expert.
     C, e = x_RC.shape[1], padded.offsets_e.shape[0]
     x_RC = x_RC.float()
     amax_RC = magnitude_ref(x_RC)

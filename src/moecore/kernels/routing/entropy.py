@@ -78,9 +78,7 @@ def _add_entropy_kernel(
 def add_entropy_(
     total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None = None
 ) -> None:
-    """Add the entropy of some tokens and their number, in place. One launch, no host sync.
-
-    A token with a NaN adds 0 to the entropy.
+    """Add some tokens' entropy, of NaN 0, and their number, in place. One launch, no host sync.
 
     Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
 

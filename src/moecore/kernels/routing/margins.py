@@ -115,9 +115,7 @@ def add_margins_(
     score_function: str,
     padding_mask_T: Tensor | None = None,
 ) -> None:
-    """Add the margins of some tokens to their experts' histograms, in place. No host sync.
-
-    A margin that is NaN counts in bin 0.
+    """Add tokens' margins, NaN in bin 0, to their experts' histograms, in place. No host sync.
 
     Args:
         histogram_EX: int64, contiguous.

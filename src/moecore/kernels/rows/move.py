@@ -256,9 +256,7 @@ _sum_rows: Op = Op(
 def gather_rows(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Return the source row of each expert row.
-
-    Differentiable in x_SD; the gradient is `sum_rows` of the output's. No host sync.
+    """Return each expert row's source row; the gradient is `sum_rows` of its own. No host sync.
 
     Args:
         x_SD: source rows, any float dtype; copied when not contiguous.

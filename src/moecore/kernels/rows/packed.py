@@ -126,12 +126,10 @@ def _gather_packed_rows_kernel(
 
 
 def pack_rows(x_SD: Tensor) -> Tensor:
-    """Return rows as FP8 with their scales.
+    """Return rows as FP8 with their scales. No autograd, no host sync.
 
-    Infinity makes its 128 columns NaN, NaN stays what it is. No autograd, no host sync.
-
-    Args:
-        x_SD: bf16, fp16 or fp32, contiguous; D a multiple of `PACKED_COLUMNS`.
+    Infinity makes its 128 columns NaN, NaN stays what it is. x_SD is bf16, fp16 or fp32,
+    contiguous; D is a multiple of `PACKED_COLUMNS`.
 
     Returns:
         uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, then nothing of meaning up to
@@ -155,12 +153,10 @@ def gather_packed_rows(
     slots_SK: Tensor,
     num_rows: Tensor,
 ) -> Tensor:
-    """Return each expert row's wide source row, [R, D]; rows that no slot names are uninitialised.
+    """Return each expert row's wide source row, [R, D]. No autograd, no host sync.
 
-    No autograd, no host sync.
-
-    Values and scales are `packed_views`; holes, which no slot names, may hold anything. The index
-    is as for `gather_rows`.
+    Values and scales are `packed_views`; holes, which no slot names, may hold anything, and give
+    uninitialised rows. The index is as for `gather_rows`.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not use_kernel(values_SD):

@@ -37,9 +37,7 @@ def _scaled_cast_kernel(
 def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Return x * scale in another dtype, contiguous; in fp32, or fp64 for fp64. No gradient.
 
-    Args:
-        x: any float dtype and shape; made contiguous.
-        scale: rounded to fp32 (fp64 for fp64 tensors); a tensor [] is read on its device.
+    The scale is rounded to fp32 (fp64 for fp64 tensors); a tensor [] is read on its device.
     """
     if not use_kernel(x) or torch.float64 in (x.dtype, dtype) or torch.compiler.is_compiling():
         return scaled_cast_ref(x, dtype, scale)

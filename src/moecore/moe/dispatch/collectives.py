@@ -56,9 +56,7 @@ class EqualSizes:
 class Attendance:
     """What ranks that exchange tokens must have in common: a number that travels with their counts.
 
-    Attributes:
-        joins: whether this rank skips the layer, and takes part for the others.
-        is_skipped: whether all ranks did so in the last dispatch.
+    `joins`: this rank skips the layer, and takes part for others; `is_skipped`: all ranks did last.
     """
 
     def __init__(self, placement: ExpertPlacement) -> None:

@@ -123,11 +123,9 @@ class Exchange:
         slots_SN: Tensor,
         choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Add the rows of each source row's slots; return sums over ranks to the tokens' ranks.
-
-        `choices` are the weight gradient of each expert row [R], and slots_SK. Returns the sums
-        [T, D], and with `choices` the gradients of the routing weights [T, K].
-        """
+        """Add the rows of each source row's slots; return sums over ranks to the tokens' ranks."""
+        # `choices` are the weight gradient of each expert row [R], and slots_SK. Returned are the
+        # sums [T, D], and with `choices` the gradients of the routing weights [T, K].
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
         where = (peers_T, places_S, slots_SN)

@@ -57,10 +57,7 @@ class NVLinkPlan:
 
 
 class NVLinkDispatcher(Dispatcher):
-    """Sends each token once to every rank that owns at least one of its experts, by stores.
-
-    The layers of a model share the pool of exchanges.
-    """
+    """Sends each token once to every rank that owns at least one of its experts, by stores."""
 
     waits_on_host = False  # with row_factor "exact" it waits, but then `_count_rows` refuses graphs
 

@@ -72,13 +72,9 @@ class StagedModel(Protocol):
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run the forward of one stage.
 
-        Args:
-            hidden: this rank's tokens, as the stage before returned them; None with the embedding.
-            inputs: arguments of the model's forward by name, the same in every stage. Stages that
-                compute a loss read the labels.
-
-        Returns:
-            Hidden states for the next stage; with the head the loss, or the logits without labels.
+        `hidden` has this rank's tokens, as the stage before returned them, None with the embedding;
+        `inputs` are arguments of the model's forward by name, the same in every stage. It returns
+        hidden states for the next stage; with the head the loss, or the logits without labels.
         """
 
 

@@ -185,12 +185,8 @@ class Offload(SavedStorages):
 
     @contextmanager
     def part(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Return the context of a part's forward; outside of a block it does nothing.
-
-        Args:
-            name: the part's name, equal in all layers.
-            module: the part; its weights and buffers are not offloaded.
-        """
+        """Return the context of a part's forward; outside of a block it does nothing."""
+        # Its name is equal in all layers. Weights and buffers of `module` are not offloaded.
         layer = self._layer
         if layer is None or not torch.is_grad_enabled() or is_recomputing():
             yield
