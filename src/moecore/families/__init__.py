@@ -5,10 +5,4 @@ from moecore.families.transformers.attention import use_causal_attention
 from moecore.moe.routed import RoutedExperts
 from moecore.parallel.family import Adapter
 
-__all__ = [
-    "Adapter",
-    "RoutedExperts",
-    "adopt",
-    "adopt_experts",
-    "use_causal_attention",
-]
+__all__ = ["Adapter", "RoutedExperts", "adopt", "adopt_experts", "use_causal_attention"]

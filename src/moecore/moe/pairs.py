@@ -36,7 +36,7 @@ class Pairs:
     """Runs pairs of a forward and a backward."""
 
     def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
-        self._resume = resume
+        self._resume = resume  # called when a side gets the baton back, True for the backward
         self._pair: _Pair | None = None
         self._ahead: torch.cuda.Stream | None = None
 

@@ -40,23 +40,12 @@ FORMAT = 3
 FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
+    torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MAX_DEPTH = 100  # of JSON: what reads it may recurse
 _MAX_BYTES = 2**62

@@ -30,15 +30,9 @@ NONE, MISSING = -1, -2  # entries of a table without a page: not needed, and not
 # most that were WANTED; MISSED in all.
 NUM_WORDS = 8
 (
-    LOCK_WORD,
-    HEAD_WORD,
-    FREE_WORD,
-    HOST_HEAD_WORD,
-    HOST_FREE_WORD,
-    WANTED_WORD,
-    MOST_WORD,
-    MISSED_WORD,
-) = range(NUM_WORDS)
+    LOCK_WORD, HEAD_WORD, FREE_WORD, HOST_HEAD_WORD,
+    HOST_FREE_WORD, WANTED_WORD, MOST_WORD, MISSED_WORD,
+) = range(NUM_WORDS)  # fmt: skip
 LOCK, HEAD, FREE, HOST_HEAD, HOST_FREE, WANTED, MOST, MISSED = map(tl.constexpr, range(NUM_WORDS))
 NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
