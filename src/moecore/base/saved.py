@@ -140,9 +140,7 @@ def used_rows(tensor: Tensor) -> UsedRows | None:
 def is_packing() -> bool:
     """Whether saved tensors are asked about: a packer is on, and no hooks of the caller's own."""
     hooks = saved_tensor_hooks()
-    if hooks is None:
-        return bool(_here.first or _here.inner)
-    return hooks[0] is keep
+    return bool(_here.first or _here.inner) if hooks is None else hooks[0] is keep
 
 
 def keep(tensor: Tensor) -> Handle:

@@ -198,9 +198,7 @@ def in_forward_mode() -> bool:
 
 def have_tangents(*tensors: Tensor) -> bool:
     """Whether one of the tensors carries a forward-mode derivative."""
-    if not in_forward_mode():
-        return False
-    return any(_unpack(t).tangent is not None for t in tensors)
+    return in_forward_mode() and any(_unpack(t).tangent is not None for t in tensors)
 
 
 def mark(name: str) -> AbstractContextManager[Any]:

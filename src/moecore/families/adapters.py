@@ -79,7 +79,7 @@ def _find_blocks(
                 f"MoE block {name} ({type(module).__name__}) must have stacked matrices that "
                 f"moecore can take: {why_refused(module)}; pass an adapter, see docs/adapters.md"
             )
-        elif _looks_like_moe(module):
+        elif any(name in ("experts", "expert") for name, _ in module.named_children()):
             unknown.append(f"{name or 'the model'} ({type(module).__name__})")
         elif _routes_densely(module):
             dense.append(f"{name or 'the model'} ({type(module).__name__})")
@@ -153,10 +153,6 @@ def _keep_order(layer: RoutedLayer, block: nn.Module) -> None:
     order = [name for name in block._modules if name in layer._modules]
     for name in [*order, *(n for n in layer._modules if n not in order)]:
         layer._modules[name] = layer._modules.pop(name)
-
-
-def _looks_like_moe(module: nn.Module) -> bool:
-    return any(name in ("experts", "expert") for name, _ in module.named_children())
 
 
 def _routes_densely(module: nn.Module) -> bool:

@@ -45,9 +45,8 @@ class LatentAttention(nn.Module):
         if mla.q_lora_rank:
             self.q_a_proj = Linear(D, mla.q_lora_rank, dtype=dtype)
             self.q_a_layernorm = RMSNorm(mla.q_lora_rank, mla.norm_eps, dtype=dtype)
-            self.q_b_proj = Linear(
-                mla.q_lora_rank, H * mla.qk_head_dim, tp_shard_dim=0, dtype=dtype
-            )
+            queries = H * mla.qk_head_dim
+            self.q_b_proj = Linear(mla.q_lora_rank, queries, tp_shard_dim=0, dtype=dtype)
         else:
             self.q_proj = Linear(D, H * mla.qk_head_dim, tp_shard_dim=0, dtype=dtype)
         self.kv_a_proj_with_mqa = Linear(D, C + mla.qk_rope_head_dim, dtype=dtype)

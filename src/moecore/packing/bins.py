@@ -77,9 +77,8 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
     check_fits(lengths_N, bin_tokens)
     by_length = np.argsort(-lengths_N, kind="stable")
     values, counts = np.unique(-lengths_N, return_counts=True)
-    opened = _Rooms(
-        bin_tokens, most=min(len(lengths_N), 2 * int(lengths_N.sum()) // bin_tokens + 1)
-    )
+    most = min(len(lengths_N), 2 * int(lengths_N.sum()) // bin_tokens + 1)
+    opened = _Rooms(bin_tokens, most=most)
     bins: list[int] = []
     numbers: list[int] = []
     for length, count in zip((-values).tolist(), counts.tolist(), strict=True):

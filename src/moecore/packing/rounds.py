@@ -115,9 +115,8 @@ class Documents:
 
     def loads(self, index: int) -> list[float]:
         """Return the cost of a document on each number of ranks that can hold it."""
-        return [
-            self.cost[cp][index] for cp in self.cps if self.tokens[cp][index] <= self.max_tokens
-        ]
+        fitting = (cp for cp in self.cps if self.tokens[cp][index] <= self.max_tokens)
+        return [self.cost[cp][index] for cp in fitting]
 
     def first_within(self, cp: int, load: float, tokens: int) -> int:
         """Return the longest document of at most that cost and that many tokens on cp ranks."""

@@ -65,9 +65,7 @@ class Reruns:
 
     def is_short(self) -> Tensor | None:
         """Return a bool on the device: whether rows of this rank did not fit. None = no limit."""
-        if not self._asks:
-            return None
-        return self._needed_here().amax() > 0
+        return self._needed_here().amax() > 0 if self._asks else None
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:

@@ -178,8 +178,7 @@ class RankCollector:
     def _largest_messages(self, items: Iterable[Item], world: int) -> dict[torch.device, int]:
         """Return device -> bytes that no message of tensors on it exceeds; equal on all ranks."""
         largest: dict[torch.device, int] = {}
-        parts = (_Part(*part, item.dtype) for item in items for part in item.parts)
-        for item in parts:
+        for item in (_Part(*part, one.dtype) for one in items for part in one.parts):
             holders = self._holders[item.source]
             if any(len(ranks) == world for ranks in holders.values()):
                 continue  # nothing is sent

@@ -167,10 +167,9 @@ def hf_to_native(
     config = decoder_config_from_hf(path)
     with HFFiles(path) as files:
         sources, problems = find_sources(files, read_json(path / CONFIG).get("quantization_config"))
-        plan = hf_plan(config, find_layout(sources))
         return write_native(
             root,
-            Origin(path, files, sources, plan, config, problems),
+            Origin(path, files, sources, hf_plan(config, find_layout(sources)), config, problems),
             step=step,
             dtype=dtype,
             max_file_bytes=max_file_bytes,

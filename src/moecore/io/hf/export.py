@@ -128,10 +128,8 @@ def export_hf(
         tensors |= shared_of_no_size(base, values, tensors)
         recipes = _complete_plan(base, tensors, values, names_of(layout, values))
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        items = list(
-            make_items(dtypes, recipes, model_copies(base), dtype, keeps_fp32(base, dtype))
-        )
-        return tensors, recipes, fill_shards(items, max_shard_bytes), values
+        items = make_items(dtypes, recipes, model_copies(base), dtype, keeps_fp32(base, dtype))
+        return tensors, recipes, fill_shards(list(items), max_shard_bytes), values
 
     tensors, recipes, shards, values = on_every_rank(planned)
     collector = RankCollector(tensors, recipes, itertools.chain(*shards))

@@ -211,9 +211,8 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
     named: dict[str, Tensor] = get_peft_model_state_dict(
         model, state_dict=own, adapter_name=adapter, save_embedding_layers=False
     )
-    stored = {
-        clean_name(n): StoredAdapter(t, tuple(t.shape), _same, _same) for n, t in named.items()
-    }
+    as_is = (_same, _same)
+    stored = {clean_name(n): StoredAdapter(t, tuple(t.shape), *as_is) for n, t in named.items()}
     updates: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LowRank)}
     for path, update in updates.items():
         path = clean_name(path)

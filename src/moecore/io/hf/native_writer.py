@@ -153,9 +153,8 @@ def _write_files(
         layout, ordered = in_file_order(shard)
         with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
             for item in ordered:
-                _add(
-                    writer, plan[item.name.removeprefix(PREFIX)], sources, origin.files, item.dtype
-                )
+                recipe = plan[item.name.removeprefix(PREFIX)]
+                _add(writer, recipe, sources, origin.files, item.dtype)
             stored[file] = writer.finish()
         for item in shard:
             key, shape = item.name, item.shape

@@ -110,10 +110,6 @@ def _turn(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward:
     return y
 
 
-def _rotary_backward(ctx, dy):  # type: ignore[no-untyped-def]
-    return _rotary_bwd(dy, *ctx.saved_tensors, *ctx.others), None, None, None
-
-
 _SCHEMA = "(Tensor {}, Tensor cos_Td, Tensor sin_Td, bool neighbours) -> Tensor"
 _rotary_bwd = Op(
     "rotary_bwd",
@@ -126,7 +122,7 @@ _rotary = Op(
     lambda x, cos, sin, neighbours: _turn(x, cos, sin, neighbours, False),
     lambda x, *_: x.new_empty(x.shape),
     save=keep(slice(1, 3), slice(3, 4)),
-    backward=_rotary_backward,
+    backward=lambda ctx, dy: (_rotary_bwd(dy, *ctx.saved_tensors, *ctx.others), None, None, None),
     schema=_SCHEMA.format("x"),
 )
 

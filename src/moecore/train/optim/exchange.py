@@ -282,8 +282,7 @@ def _round(members: list[_Member], owners: Owners, rank: int) -> Round:
 def _index(index: Tensor, device: torch.device) -> Index:
     """Return an index as a slice where its steps are equal."""
     first, step = int(index[0]), int(index[1] - index[0]) if index.numel() > 1 else 1
-    regular = torch.arange(index.numel()) * step + first
-    if step > 0 and torch.equal(index, regular):
+    if step > 0 and torch.equal(index, torch.arange(index.numel()) * step + first):
         return slice(first, int(index[-1]) + 1, step)
     return index.to(device)
 

@@ -88,9 +88,7 @@ class MatrixLayout:
     def view(self, local: Tensor) -> Tensor:
         """Return a rank's part of the parameter as [batch, rows, columns]; shares memory."""
         first, *middle, last = local.shape
-        if local.ndim == 2:
-            return local[None]
-        return local.view(first, math.prod(middle), last)
+        return local[None] if local.ndim == 2 else local.view(first, math.prod(middle), last)
 
     def parts(self, param: Tensor, coordinate: Sequence[int] | None = None) -> list[MatrixPart]:
         """Return what a rank of the mesh, None = this one, holds of each part."""
