@@ -49,10 +49,7 @@ def held_tokens(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
 
     No host sync: lengths that are no multiples of 2 * size are not found out.
 
-    Args:
-        cu_seqlens: whole numbers [n + 1], borders of documents, each a multiple of 2 * size;
-            documents without tokens are allowed.
-        num_tokens: of all documents, a Python number.
+    cu_seqlens are borders [n + 1] of documents, each a multiple of 2 * size, maybe without tokens.
     """
     num_held = num_tokens // size
     cu_seqlens = cu_seqlens.long()

@@ -167,11 +167,7 @@ class Decoder(nn.Module):
         Call it before `parallelize_moe`, on a meta model or with the same values on every
         rank. Routed experts are left alone: they live on the expert mesh.
 
-        Args:
-            tp_mesh: one dim; a tp of one rank changes nothing.
-
-        Returns:
-            self.
+        The mesh has one dim; a tp of one rank changes nothing. Returns self.
 
         Raises:
             ValueError: when heads or hidden dims do not divide, or parameters are sharded already.
@@ -368,14 +364,8 @@ class Decoder(nn.Module):
         Under FSDP, EP, CP or TP every rank calls it with the same tokens and an equally seeded
         generator. There is no cache: for trying a model out, not for serving.
 
-        Args:
-            tokens_BT: int64 prompt, at least one token.
-            max_new_tokens: how many to add.
-            temperature: divides the logits; 0 takes the best token.
-            generator: on the device of the tokens.
-
-        Returns:
-            int64 [B, T + max_new_tokens].
+        The prompt, int64, has at least one token, and the generator is on its device. The
+        temperature divides the logits; 0 takes the best token.
         """
         check_arguments(Decoder.generate, locals())
         for _ in range(max_new_tokens):

@@ -65,10 +65,6 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
 
     Deterministic; O(N log b): a million documents take seconds.
 
-    Args:
-        lengths: tokens of each document.
-        bin_tokens: of a bin.
-
     Raises:
         ValueError: for a document longer than a bin.
     """

@@ -31,8 +31,7 @@ class PackedBatchSampler:
         epoch: that the next iteration begins with, or goes on in.
 
     Args:
-        lengths: tokens of each document, rounded up where the collator does
-            (`padded_lengths`).
+        lengths: tokens of each document, rounded up where the collator does (`padded_lengths`).
         bin_tokens: of a bin, the collator's `row_tokens`.
         rows: bins of a batch, the collator's `rows`.
         data_rank: this one; ranks with the same data share it.

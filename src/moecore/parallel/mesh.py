@@ -184,9 +184,6 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
         parallel: the degrees; -1 takes what is left.
         device_type: "cuda" or "cpu"; default: cuda when available.
 
-    Returns:
-        The frozen record that every other room takes its groups from.
-
     Raises:
         ValueError: when the degrees do not multiply to the world size, or differ between ranks.
     """

@@ -193,7 +193,7 @@ class RouterReplay:
         self._replaying.selected = forward
 
     def from_engine(self, indices: Any, layer_names: Sequence[str | None] | None = None) -> Choices:
-        """Return the choices of an inference engine as this model's, for this rank. No collective.
+        """Return an engine's choices as this model's, int32, for this rank. No collective.
 
         Row (b, s) are the experts of the token that the model reads at position s of sequence b.
         Each tp rank takes its slice of every sequence.
@@ -203,9 +203,6 @@ class RouterReplay:
                 data rank's sequences. A list of them: one per forward.
             layer_names: this model's name of each of the engine's layers, None for a layer to skip
                 (a dense one); None = the engine has the layers of `layer_names`, in this order.
-
-        Returns:
-            int32 tensors on the device of the indices.
 
         Raises:
             ValueError: for wrong shapes, dtypes or ids, layers that are not named exactly once, or

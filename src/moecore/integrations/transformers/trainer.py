@@ -119,10 +119,7 @@ class MoETrainer(Trainer):
     ) -> TrainOutput:
         """Train, and return what Trainer returns. Collective.
 
-        Args:
-            resume_from_checkpoint: a checkpoint of `output_dir/checkpoints`; True takes the newest.
-            args: more of Trainer's.
-            kwargs: more of Trainer's.
+        It resumes from a checkpoint of `output_dir/checkpoints`; True takes the newest.
 
         Raises:
             ValueError: when there is no checkpoint to resume from, or one and `None` is given.

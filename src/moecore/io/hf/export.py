@@ -96,9 +96,6 @@ def export_hf(
             `save_pretrained` writes; "fused" is how transformers holds them.
         progress: called with (bytes done, bytes expected) of this rank.
 
-    Returns:
-        What was written.
-
     Raises:
         ValueError: for a wrong argument, a directory that is there, a config of another model, a
             transformers model without all parameters of its class or with others (a part of one,

@@ -65,13 +65,11 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
-        seed: different seeds give independent adapters.
+        seed: different seeds give independent adapters, and CPU and CUDA different values.
 
     Raises:
         ValueError: for a model without adapters, for adapters that are filled from base weights
             (pissa, eva), and for more parameters than A and B (DoRA).
-
-    Note: CPU and CUDA draw different values from the same seed.
     """
     check_arguments(init_adapters, locals())
     for adapter, config in _configs(model).items():

@@ -174,7 +174,7 @@ def upcycle_modules(
     names: MLPNames | None = None,
     **moe_fields: Any,
 ) -> nn.Module:
-    """Replace dense MLPs of any model by MoE layers with the same output, in place.
+    """Replace dense MLPs of any model, which is returned, by MoE layers with the same output.
 
     Each MLP is first run on random tokens and compared with `names` and the activation: a wrong
     activation, a missed matrix or a factor in its forward is an error, not another model. An MLP
@@ -188,9 +188,6 @@ def upcycle_modules(
         names: child modules of an MLP.
         **moe_fields: fields of `MoEConfig` besides dims, experts, top_k and the biases of the
             experts, which are those of the MLP.
-
-    Returns:
-        `model`.
 
     Raises:
         ValueError: when an MLP is not found, has another form than `names` and the activation,

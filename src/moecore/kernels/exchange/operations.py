@@ -374,11 +374,9 @@ def _limit_rows_kernel(
 def limit_rows(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
     """Return the offsets cut at R rows; a larger need is recorded. No host sync.
 
-    Args:
-        offsets_e: int32 running sum of rows per expert.
-        state: int32 [NUM_WORDS] on the device of the offsets; word NEEDED_ROWS becomes the most
-            rows that were ever wanted, when that is more than R.
-        report: the same words in memory that the host sees too.
+    Offsets are an int32 running sum of rows per expert. Word NEEDED_ROWS of the state, int32
+    [NUM_WORDS] on their device, becomes the most rows that were ever wanted, when that is more than
+    R; the report has the same words in memory that the host sees too.
     """
     if not use_kernel(offsets_e):
         return limit_rows_ref(offsets_e, num_rows, state, report)

@@ -82,10 +82,8 @@ def add_entropy_(
 
     Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
 
-    Args:
-        total_2: int64, contiguous: units of 2^-24 nats, and tokens.
-        logits_TE: of the router.
-        padding_mask_T: bool, True = not counted; None = no padding.
+    total_2 is int64, contiguous: units of 2^-24 nats, and tokens. padding_mask_T is True where a
+    token is not counted; None = no padding.
     """
     if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))

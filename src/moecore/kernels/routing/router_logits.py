@@ -403,9 +403,8 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     """Return x @ weight.T + bias in fp32, with the error of an fp32 product.
 
     bf16 tokens with a bf16 or fp32 weight run on tensor cores, and no setting of torch changes
-    their precision. Any other dtype, and any CPU tensor, is widened to fp32 and multiplied by
-    torch (on CUDA: by `torch.backends.cuda.matmul.allow_tf32`). No host sync; bit-identical
-    between runs.
+    their precision. Any other dtype, and any CPU tensor, is widened to fp32 and multiplied by torch
+    (on CUDA: by `torch.backends.cuda.matmul.allow_tf32`). No host sync; bit-identical between runs.
 
     Args:
         x_TD: [T, D], any float dtype; copied if not contiguous.

@@ -325,10 +325,8 @@ def _copy_used_kernel(
 def copy_used(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
     """Copy the first rows of a matrix; what lies past them in the target stays as it is.
 
-    Args:
-        target_RB, source_RB: uint8, contiguous; on the GPU or in pinned host memory, like the
-            source.
-        num_rows: 0-dim int32 on the GPU; more than R count as R.
+    Both are uint8, contiguous, on the GPU or in pinned host memory. num_rows is 0-dim int32 on the
+    GPU; more than R count as R.
     """
     row_bytes = source_RB.shape[1]
     if not use_kernel(num_rows) or row_bytes % 4:

@@ -214,10 +214,9 @@ def transpose_values_kernel(
 def block_amax_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
     """Write a part's largest magnitude, but NaN, in each block of the whole. No host sync.
 
-    Args:
-        part: bf16 or fp32, contiguous, of r * c elements; maybe of none.
-        amax: fp32 of `place.scales_shape`, out; 0 where the part has nothing. What fills its rows
-            up to a multiple of 4 is not written.
+    The part is bf16 or fp32, contiguous, of r * c elements, maybe none. amax, fp32 of
+    `place.scales_shape`, is 0 where the part has nothing; what fills its rows up to a multiple of 4
+    is not written.
     """
     if not part.numel():
         amax[:, : cdiv(place.columns, BLOCK)].zero_()

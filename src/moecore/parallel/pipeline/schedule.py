@@ -143,12 +143,6 @@ def make_schedule(
     | zbv | 2 | min(s, 2 pp - 1 - s) | zero bubble, stages in a V |
     | dualpipe-v | 2 | min(s, 2 pp - 1 - s) | zbv whose turns are `Overlap`s (DualPipeV) |
 
-    Args:
-        name: of the schedule.
-        pp: pipeline ranks.
-        chunks: stages per rank.
-        num_micro_batches: of a step, any number.
-
     Raises:
         ValueError: of one line, when the schedule does not take so many chunks.
 

@@ -78,10 +78,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     itself alone. So the pair takes the longest of: the computation of both, the exchange of both,
     and either action alone. Its two results leave at its end.
 
-    Args:
-        schedule: of `make_schedule`.
-        costs: of each of its stages.
-
     Raises:
         ValueError: when the costs are of another number of stages.
     """

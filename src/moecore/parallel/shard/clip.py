@@ -97,7 +97,7 @@ class GradientNorm:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
-    """Scale all gradients so that their global L2 norm is at most `max_norm`. One host sync.
+    """Scale gradients to a global L2 norm of `max_norm` at most; return it before. A host sync.
 
     A nan or inf anywhere sets all gradients to None on every rank, so that an optimizer changes
     nothing, and a warning names the parameters.
@@ -105,9 +105,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
     Args:
         model: parallelized or plain; the same on every rank.
         max_norm: > 0; None or `math.inf` only measures.
-
-    Returns:
-        The norm before clipping, the same on every rank.
 
     Raises:
         ValueError: when `max_norm` is not positive, or a parameter was added after
