@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.attention.function import attend
-from moecore.attention.rotary import RotaryTable
-from moecore.attention.sequence import Sequence
+from moecore.attention.sequence import RotaryTable, Sequence
 from moecore.models.config import DecoderConfig, YarnConfig
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.params import local_param

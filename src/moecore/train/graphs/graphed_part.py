@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from moecore.attention.rotary import RotaryTable
+from moecore.attention.sequence import RotaryTable
 from moecore.base.saved import Handle, Kept, is_packing, packing
 from moecore.base.torch_names import (
     autocast_dtype,
