@@ -63,7 +63,25 @@ class Collector(Protocol):
         """Raise what went wrong on this rank so far, if `collect` has not."""
 
 
-class RankCollector:
+class ErrorKeeper:
+    """Keeps the first error of this rank, of any kind: the others wait for what it sends."""
+
+    _error: Exception | None = None
+
+    @contextmanager
+    def _keep_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+
+    def check(self) -> None:
+        """Raise the first error of this rank."""
+        if self._error is not None:
+            raise self._error
+
+
+class RankCollector(ErrorKeeper):
     """Puts tensors together on their writers. Every rank calls it for the same items in order."""
 
     def __init__(
@@ -75,7 +93,6 @@ class RankCollector:
         self._held = self.peak_bytes = 0
         self._tensors, self._recipes = tensors, recipes
         self._rank, world = rank_and_world()
-        self._error: Exception | None = None
         self._holders: dict[str, dict[Holding, list[int]]] = {name: {} for name in recipes}
         mine = on_every_rank(lambda: {name: _holding(tensors[name]) for name in recipes})
         for rank, holdings in enumerate(gather(mine)):
@@ -131,11 +148,6 @@ class RankCollector:
         self._held += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._held)
 
-    def check(self) -> None:
-        """Raise the first error of this rank."""
-        if self._error is not None:
-            raise self._error
-
     def _copy(self, item: _Part, holding: Holding, whole: Tensor | None) -> None:
         """Bring what the writer itself holds into its tensor."""
         if whole is None:
@@ -188,13 +200,6 @@ class RankCollector:
             device = self._tensors[item.source].device
             largest[device] = max(largest.get(device, 0), size)
         return largest
-
-    @contextmanager
-    def _keep_error(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # of any kind: the others wait for what this rank sends
-            self._error = self._error or error
 
 
 def put(part: Tensor, piece: TensorPiece, whole: Tensor) -> None:

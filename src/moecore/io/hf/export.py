@@ -39,7 +39,7 @@ from moecore.io.checkpoint.ranks import (
     rank_and_world,
 )
 from moecore.io.checkpoint.shard_file import FileLayout, ShardWriter, layout_of
-from moecore.io.hf.collect import Collector, Item, RankCollector
+from moecore.io.hf.collect import Collector, ErrorKeeper, Item, RankCollector
 from moecore.io.hf.config import HFConfig
 from moecore.io.hf.export_check import check_tied, checked_reader
 from moecore.io.hf.export_config import export_config
@@ -267,12 +267,11 @@ def _write_shards(
         on_every_rank(output.check)
 
 
-class _ExportOutput:
+class _ExportOutput(ErrorKeeper):
     """This rank's shard, if any; after an error, which `check` raises, it drops tensors."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._error: Exception | None = None
         self._writer: ShardWriter | None = None
 
     def open(self, file: Path, layout: FileLayout) -> None:
@@ -285,10 +284,6 @@ class _ExportOutput:
             if self._writer is not None and whole is not None and self._error is None:
                 self._writer.add(whole)
 
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def __enter__(self) -> _ExportOutput:
         return self
 
@@ -298,13 +293,6 @@ class _ExportOutput:
         with self._keep_error(), self._writer:
             if kind is None and self._error is None:
                 self._writer.finish()
-
-    @contextmanager
-    def _keep_error(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # of any kind: the others wait for what this rank sends
-            self._error = self._error or error
 
 
 def in_file_order(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:
