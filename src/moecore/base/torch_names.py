@@ -334,8 +334,7 @@ def default_timeout() -> timedelta | None:
     """Return how long collectives of the default group wait; None = for ever, as fake ones do."""
     group = dist.group.WORLD
     assert group is not None, "asked for only with a process group"
-    device = next(iter(_backends(group)))
-    options = group._get_backend(torch.device(device)).options
+    options = group._get_backend(torch.device(next(iter(_backends(group))))).options
     return None if options is None else options._timeout
 
 

@@ -82,9 +82,8 @@ def linear_cross_entropy(
     )
     if num_tokens is None:
         num_tokens = count_labels(labels_N)
-    return total / (
-        num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
-    )
+    divisor = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
+    return total / divisor
 
 
 def count_labels(labels: Tensor) -> Tensor:

@@ -91,7 +91,6 @@ class LatentAttention(nn.Module):
             whole = held.gather(torch.cat((c_BTC, k_BT1r[:, :, 0]), dim=-1))
             c_BTC, k_BTr = whole.split((c_BTC.shape[-1], r), dim=-1)
             k_BT1r = k_BTr[:, :, None]
-        kv_BTHx = self.kv_b_proj(c_BTC).unflatten(-1, (-1, n + v))
-        k_BTHn, v_BTHv = kv_BTHx.split((n, v), dim=-1)
+        k_BTHn, v_BTHv = self.kv_b_proj(c_BTC).unflatten(-1, (-1, n + v)).split((n, v), dim=-1)
         k_BTHr = k_BT1r.expand(*k_BTHn.shape[:-1], r)
         return q_BTHq, torch.cat((k_BTHn, k_BTHr), dim=-1), v_BTHv

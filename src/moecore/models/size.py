@@ -24,10 +24,7 @@ def num_params(config: DecoderConfig) -> int:
 
 
 def active_params(config: DecoderConfig) -> int:
-    """Return the number of parameters that one token reads: K of the E experts, all of the rest.
-
-    The embedding table counts whole, as in the published "active" figures.
-    """
+    """Return how many parameters a token reads: K of E experts, all of embedding and others."""
     check_arguments(active_params, locals())
     total, idle = _params(config)
     return total - idle

@@ -243,9 +243,8 @@ class Experts(nn.Module):
         if torch.compiler.is_compiling() or w1_eCD.is_meta or self.updates:
             return None
         of_weights = (w1_eCD.dtype, w2_eDF.dtype, w1_eCD.device, w2_eDF.shape)
-        is_plain = weights.quantised is not None or (
-            w1_eCD.is_contiguous() and w2_eDF.is_contiguous()
-        )
+        lies_well = w1_eCD.is_contiguous() and w2_eDF.is_contiguous()
+        is_plain = weights.quantised is not None or lies_well
         how = (self.own_activation, self.backend, self.recompute_fc1, self.recipe)
         return (rows.dtype, is_plain, *of_weights, *how)
 

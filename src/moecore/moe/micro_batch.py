@@ -136,5 +136,4 @@ def capacity_of(
     most = math.ceil(num_tokens * per_token - ROUNDING)
     if padding_mask_N is None:
         return most, most
-    real = (~padding_mask_N).sum().double()
-    return most, torch.ceil(real * per_token - ROUNDING).long()
+    return most, torch.ceil((~padding_mask_N).sum().double() * per_token - ROUNDING).long()

@@ -214,8 +214,7 @@ def _draw(
     if local.numel() == 0:
         return
     indices = global_indices(param)
-    row_numel = max(1, math.prod(param.shape[1:]))
-    block_rows = max(1, BLOCK_NUMEL // row_numel)
+    block_rows = max(1, BLOCK_NUMEL // max(1, math.prod(param.shape[1:])))
     rows = indices[0]
     generator = torch.Generator(device=local.device)
     start = 0

@@ -92,11 +92,10 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
 
 
 class _Rooms:
-    """A tree of the free tokens of bins, all empty at first: `most` bins are enough.
+    """A tree of the free tokens of bins, all empty at first: `most` bins are enough."""
 
-    Of two bins that first fit has opened, the later holds nothing that fits the earlier, so at most
-    one bin is no more than half full.
-    """
+    # Of two bins that first fit has opened, the later holds nothing that fits the earlier, so at
+    # most one bin is no more than half full.
 
     def __init__(self, bin_tokens: int, most: int) -> None:
         self._leaves = 1 << max(most, 1).bit_length()

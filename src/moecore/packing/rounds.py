@@ -211,8 +211,7 @@ class _Search:
     def _limits(self) -> list[float]:
         """Return limits of time, from that of the longest document on few ranks to that on many."""
         documents, longest = self.documents, self.left.first(0)
-        rounds = documents.fewest_rounds(max(self._tokens, 1))
-        mean = self._work / (documents.ranks * rounds)
+        mean = self._work / (documents.ranks * documents.fewest_rounds(max(self._tokens, 1)))
         loads = documents.loads(longest)
         # They reach the mean time of the fewest rounds for what is left, and a quarter of it.
         low, high = max(mean / 4, min(loads)), max(*loads, mean) * 1.01

@@ -56,10 +56,7 @@ class Family(Protocol):
 
 @runtime_checkable
 class TensorParallelModel(Protocol):
-    """A model that cuts its own dense parameters: what tp > 1 needs.
-
-    A model whose parameters are DTensors over tp already needs no method.
-    """
+    """A model that cuts its own dense parameters: for tp > 1, unless they are DTensors already."""
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Any:
         """Cut everything but the routed experts over a mesh of one dim, in place."""

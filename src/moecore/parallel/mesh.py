@@ -146,10 +146,7 @@ class Meshes:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks with different data: dp_replicate * dp_shard.
-
-        cp and tp ranks hold parts of the same sequences, so they are not data ranks.
-        """
+        """Number of ranks with different sequences: cp and tp ranks hold parts of the same."""
         return self.parallel.dp_replicate * self.parallel.dp_shard
 
     @property
@@ -282,8 +279,7 @@ def _ensure_process_group(device_type: str) -> None:
 
 def _trim(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
     """Slice (replicate, shard), without the replicate dim when it is 1."""
-    names = (replicate, shard) if _size(mesh, replicate) > 1 else (shard,)
-    return mesh[names]
+    return mesh[(replicate, shard) if _size(mesh, replicate) > 1 else (shard,)]
 
 
 def _dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:

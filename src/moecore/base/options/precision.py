@@ -187,7 +187,7 @@ class Precision:
         """Return the record that an argument stands for; None = nothing is quantised.
 
         "auto" is blockwise for routed experts where that is faster; the name of a scaling, or a
-        recipe, is for all roles. A ValueError is raised for anything else.
+        recipe, is for all roles. Anything else raises a ValueError.
         """
         if precision is None or isinstance(precision, Precision):
             return precision

@@ -112,8 +112,7 @@ def optimizer_target(
         name = view.name_of(param)
         for slot, value in slots.items():
             key = f"{slot}.{name}"
-            stored = value if key in fit.scalars else view.view(name, value)
-            target[f"optimizer.{key}"] = stored
+            target[f"optimizer.{key}"] = value if key in fit.scalars else view.view(name, value)
     return states, target
 
 

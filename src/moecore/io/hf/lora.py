@@ -226,9 +226,8 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
 
 def _refuse_unwritten(model: nn.Module) -> None:
     """Raise for a trainable parameter that belongs to no adapter: the base model has another."""
-    tensors = [
-        one.tensor for name in _configs(model) for one in adapter_tensors(model, name).values()
-    ]
+    adapters = (adapter_tensors(model, name) for name in _configs(model))
+    tensors = [one.tensor for adapter in adapters for one in adapter.values()]
     written = set(map(id, tensors))
     left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in written]
     for name in left:

@@ -182,8 +182,7 @@ def _add(
     for piece in recipe.pieces:
         source = sources[piece.name]
         rows = piece.shape[0] if piece.shape else 1
-        row_bytes = max(1, math.prod(piece.shape[1:]) * 4)
-        step = max(1, CHUNK_BYTES // row_bytes)
+        step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))
         for first in range(0, rows, step):
             cut = (slice(first, min(first + step, rows)),) if piece.shape else ()
             box = (*cut, *(slice(0, n) for n in piece.shape[1:]))

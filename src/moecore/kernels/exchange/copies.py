@@ -8,10 +8,8 @@ In the i-th step each rank sends to the i-th rank after it, so that all links ar
 When the slot is free: `TRANSITIONS`. Between a read of it and the next copies there is an operation
 that does not read it. A rank that has ended that operation has seen flags of all ranks, raised
 after their reads. Copies are part of a backward pass, behind that of a combine, an operation: so
-what is captured into a CUDA graph, or replayed, comes before both or after both.
-
-Letters: as in `operations.py`. Copies move (G - 1) * C * D elements out and as many in, at about
-280 GB/s.
+what is captured into a CUDA graph, or replayed, comes before both or after both. Letters: as in
+`operations.py`. Copies move (G - 1) * C * D elements out and as many in, at about 280 GB/s.
 """
 
 from enum import Enum

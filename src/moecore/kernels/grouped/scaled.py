@@ -108,11 +108,9 @@ def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype)
 
 
 def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU.
-
-    Rows [R, K] are in expert order, matrices [e, N, K]; K and N are multiples of 16. A GPU gives
-    bf16. Rows past the last expert's hold nothing of meaning.
-    """
+    """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU."""
+    # Rows [R, K] are in expert order, matrices [e, N, K]; K and N are multiples of 16. A GPU gives
+    # bf16. Rows past the last expert's hold nothing of meaning.
     if is_reference(b.values):
         return scaled_gemm_ref(a, b, offsets_e, dtype)
     R, b_eKN = a.values.shape[0], b.values.transpose(1, 2)
@@ -132,10 +130,8 @@ def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype
 
 
 def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert's sum of outer products of x [M, P] and y [N, P], [e, M, N].
-
-    Zero for an expert without rows; a GPU gives bf16. No autograd; no host sync on a GPU.
-    """
+    """Return each expert's sum of outer products of x [M, P] and y [N, P], [e, M, N]."""
+    # Zero for an expert without rows; a GPU gives bf16. No autograd; no host sync on a GPU.
     if is_reference(offsets_e):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)
     scales = (x.scales.flatten(), y.scales.flatten())

@@ -258,8 +258,7 @@ def _padded(num_experts: int) -> int:
 @cache
 def _tile(num_experts: int, num_parts: int) -> dict[str, Any]:
     """BN is halved where a second accumulator needs the registers."""
-    most = 128 if num_parts == 1 else 64
-    BN = min(most, max(16, next_power_of_2(num_experts)))
+    BN = min(128 if num_parts == 1 else 64, max(16, next_power_of_2(num_experts)))
     return dict(BM=128, BN=BN, BK=64, CHUNK=CHUNK, WIDEN=INTERPRET, num_warps=8, num_stages=3)
 
 
@@ -330,8 +329,7 @@ def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
     P = 3 if dweight_ED.dtype == torch.float32 else 2
     tile = _tile(E, P)
     tiles = cdiv(D, tile["BM"]) * cdiv(E, tile["BN"])
-    wanted = cdiv(2 * num_sms(x_TD.device), tiles)
-    num_splits = max(1, min(wanted, T // SPLIT_TOKENS))
+    num_splits = max(1, min(cdiv(2 * num_sms(x_TD.device), tiles), T // SPLIT_TOKENS))
     split_size = cdiv(T, num_splits)
     splits = dweight_ED
     if num_splits > 1:

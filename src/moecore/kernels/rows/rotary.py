@@ -93,8 +93,7 @@ def _turn(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward:
     y = x.new_empty(x.shape)
     half = cos_Td.shape[-1]
     n = w - 2 * half
-    block = next_power_of_2(w)
-    rows = max(1, ELEMENTS // block)
+    rows = max(1, ELEMENTS // next_power_of_2(w))
     if y.numel():
         launch(
             _rotary_kernel,

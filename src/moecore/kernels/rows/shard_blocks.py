@@ -82,8 +82,7 @@ class PartOfMatrix(NamedTuple):
         row = torch.arange(part.numel() // max(self.part_columns, 1), device=part.device)
         if self.run:
             row = row // self.run * self.period + self.first_row + row % self.run
-        column = torch.arange(self.part_columns, device=part.device) + self.first_column
-        return row, column
+        return row, torch.arange(self.part_columns, device=part.device) + self.first_column
 
 
 def as_matrices(gathered: Blocks, shape: torch.Size) -> Both:

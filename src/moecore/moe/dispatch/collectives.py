@@ -106,8 +106,7 @@ class _GatherRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = needed(grads, ctx.needs_input_grad[2:])
-        return None, None, *_SumRanks.apply(*ctx.args, *wanted)
+        return None, None, *_SumRanks.apply(*ctx.args, *needed(grads, ctx.needs_input_grad[2:]))
 
 
 class _SumRanks(torch.autograd.Function):
@@ -183,8 +182,7 @@ def _sum_over_ranks(
 def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:
     """Return the sum of the parts of dim 0, added in fp32 and in their order."""
     parts_GC = x_S.unflatten(0, (num_parts, x_S.shape[0] // num_parts))
-    dtype = torch.promote_types(x_S.dtype, torch.float32)
-    return parts_GC.sum(0, dtype=dtype).to(x_S.dtype)
+    return parts_GC.sum(0, dtype=torch.promote_types(x_S.dtype, torch.float32)).to(x_S.dtype)
 
 
 def gather_all(

@@ -74,9 +74,7 @@ class Exchange:
 
     All ranks of the group run the same operations in the same order. On one rank streams order the
     operations: one stream, or streams that wait for each other. No operation syncs.
-
-    Args:
-        balanced_rows: expert rows of a rank with even loads and C tokens on every rank.
+    `balanced_rows` are those of a rank with even loads and C tokens on every rank.
     """
 
     def __init__(
@@ -203,8 +201,7 @@ class MetaExchange(Exchange):
     ) -> kernels.SpreadChoices:
         """Return S source rows."""
         T, K = ids_TK.shape
-        num_experts = num_local * self.layout.num_ranks // etp
-        self._num_sent = balanced_tokens(T, K, num_experts, num_local)
+        self._num_sent = balanced_tokens(T, K, num_local * self.layout.num_ranks // etp, num_local)
         self._operate(SPREAD, x_TD)
         return kernels.SpreadChoices.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
 

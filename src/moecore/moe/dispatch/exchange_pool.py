@@ -39,13 +39,10 @@ FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 class ExchangePool(Holder):
     """The exchanges of a model, which owns their buffers.
 
-    Args:
-        group: the ranks among which tokens travel.
-        ep: number of expert blocks of the group.
-        programs: of one operation, of which half push and half receive; None = one per
-            multiprocessor.
-        is_required: whether tokens that stores can not carry are an error; else all-to-all carries
-            them, and all that is not part of a step which runs again or of a CUDA graph.
+    Tokens travel among the ranks of the group, which has `ep` expert blocks. Of the programs of one
+    operation half push and half receive; None = one per multiprocessor. With `is_required` tokens
+    that stores can not carry are an error; else all-to-all carries them, and all that is not part
+    of a step which runs again or of a CUDA graph.
     """
 
     option = "NVLinkOptions.row_factor"

@@ -24,8 +24,7 @@ def make_buffer(
 ) -> SymmetricBuffer:
     """Return this rank's buffer of an exchange of rows. Collective."""
     peers, how = _connect(layout, group, device, timeout_s)
-    targets = peers if layout.sums_slot else []
-    slots = tuple(layout.sums_at(peer, how["rank"]) for peer in targets)
+    slots = tuple(layout.sums_at(peer, how["rank"]) for peer in (peers if layout.sums_slot else []))
     return SymmetricBuffer(layout=layout, sums_slots=slots, **how)
 
 

@@ -106,8 +106,7 @@ def spans_of(
         before = spans[rank][-1].end if spans[rank] else 0.0
         actions = actions_of(item)
         arrivals = (done[i] for action in actions for i in schedule.inputs_of(action))
-        arrived = (end + transfer * (source != rank) for source, end in arrivals)
-        start = max(before, *arrived, 0.0)
+        start = max(before, *(end + transfer * (source != rank) for source, end in arrivals), 0.0)
         end = start + duration(item)
         spans[rank].append(Span(start, end, item))
         for action in actions:

@@ -298,8 +298,7 @@ def flat_layouts(
         if recipe is not None:
             gathers = "float8_e4m3fn"
         elif gather_dtype is not None and param.name not in fp32:
-            is_float = getattr(torch, param.dtype).is_floating_point
-            gathers = gather_dtype if is_float else param.dtype
+            gathers = gather_dtype if getattr(torch, param.dtype).is_floating_point else param.dtype
         alike.setdefault((param.dtype, gathers, reduces, recipe), []).append(param)
     return tuple(flat_layout(*how, params, ranks) for how, params in alike.items())
 

@@ -133,8 +133,7 @@ class Layer:
             if key in others:
                 group.before.append(others.pop(key))
         # Parts that this layer lacks are copied back after the part whose backward comes first.
-        first_in_backward = next(reversed(self.groups.values()))
-        first_in_backward.before += others.values()
+        next(reversed(self.groups.values())).before += others.values()
 
 
 @dataclass(eq=False, slots=True)

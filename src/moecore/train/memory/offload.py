@@ -46,13 +46,11 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 class Offload(SavedStorages):
     """Offloads saved tensors of a model's blocks to host memory. Gradients keep their bits.
 
-    A deep copy of an `Offload`, or of a model with one, has the same options and no copies.
-
-    Args:
-        device: the model's device; tensors on other devices stay. On meta bytes are only counted.
-        fraction: the most of the bytes of all layers but the last that is offloaded, in the order
-            in which parts end. Copies that compute does not hide make steps slower.
-        max_host_bytes: the limit of pinned memory; storages beyond it stay. None = no limit.
+    A deep copy of an `Offload`, or of a model with one, has the same options and no copies. Tensors
+    on other devices than the model's stay; on meta bytes are only counted. `fraction` is the most
+    of the bytes of all layers but the last that is offloaded, in the order in which parts end:
+    copies that compute does not hide make steps slower. Storages beyond `max_host_bytes` of pinned
+    memory stay; None = no limit.
     """
 
     _rows_alone = False  # True: only matrices whose used rows are counted are offloaded
