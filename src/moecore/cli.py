@@ -50,11 +50,7 @@ MOST_SHOWN = 400  # characters of a usage error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    Args:
-        argv: arguments without the program's name; None takes the process's own.
-    """
+    """Run a command and return its exit code; without arguments those of the process."""
     try:
         args = _parser().parse_args(argv)
         room, _, command = args.run.partition(":")  # what a command needs takes long to import
@@ -235,9 +231,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, required=True, help="ranks of the world")
     add("--gpu", default="h100-80", choices=get_args(GpuName), help="its kind")
     add("--seq-len", type=int, default=4096, help="tokens of a row")
-    add(
-        "--batch-size", type=int, help="rows of a data rank's micro-batch; with degrees; default: 1"
-    )
+    help = "rows of a data rank's micro-batch; with degrees; default: 1"
+    add("--batch-size", type=int, help=help)
     add("--micro-batches", type=int, help="of a step, on a data rank; with degrees; default: 1")
     for name in DEGREES:
         add(f"--{name.replace('_', '-')}", type=int, help="degree; default: search")

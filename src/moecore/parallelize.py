@@ -170,10 +170,8 @@ def _request(arguments: Mapping[str, Any]) -> Request:
 def _plan(
     model: nn.Module, request: Request, adapters: Mapping[type, Adapter], *, in_place: bool
 ) -> tuple[Attached, dict[str, Any]]:
-    """Raise what one rank can know; return what phases begin with, and what ranks compare.
-
-    Blocks are swapped and other ranks' stages taken out, `in_place` or in a copy on meta.
-    """
+    """Raise what one rank can know; return what phases begin with, and what ranks compare."""
+    # Blocks are swapped and other ranks' stages taken out, `in_place` or in a copy on meta.
     check_request(model, request)
     if not in_place:
         model = copy_modules(model, on_meta)[model]

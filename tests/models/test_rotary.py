@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moecore.attention.rotary import RotaryTable
-from moecore.attention.sequence import Sequence
+from moecore.attention.sequence import RotaryTable, Sequence
 from moecore.models import MLAConfig, YarnConfig, preset
 from moecore.models.layers import rotary_table
 

@@ -44,11 +44,8 @@ def attend(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return o_BTHv: each token attends to itself and to those before it in its document.
-
-    Heads are of one float dtype, H a multiple of h. `window` counts the token itself; None = all.
-    `sinks_H` are the scores of the heads' sinks, in any float dtype.
-    """
+    """Return o_BTHv: each token attends to itself and to those before it in its document."""
+    # `window` counts the token itself, None = all; `sinks_H` are the scores of the heads' sinks.
     is_plain = sequence.cu_seqlens is None and window is None and sinks_H is None
     if is_plain and sequence.held is None:
         o_BHTv = F.scaled_dot_product_attention(

@@ -1,6 +1,6 @@
-"""Sequence: where the tokens of a micro-batch stand, and which documents they belong to.
+"""Sequence: where the tokens of a micro-batch stand, their documents, and their angles.
 
-Legend: B rows, T tokens of a row, n documents.
+Legend: B rows, T tokens of a row, n documents, H heads, d rotated dims of a head.
 
 Rows are documents, or documents are packed into rows, one after the other:
 
@@ -20,9 +20,47 @@ import torch
 from torch import Tensor
 
 from moecore.attention.context_parallel.held import HeldTokens
-from moecore.attention.rotary import RotaryTable
 from moecore.kernels.attention import AttentionMask
+from moecore.kernels.rows.rotary import rotary
 from moecore.kernels.zigzag import positions_of
+
+
+class RotaryTable:
+    """cos and sin of every position and frequency, made once per forward.
+
+    It is no tuple or dataclass, because FSDP's mixed precision casts floating tensors of a block's
+    arguments, also those in tuples and dataclasses, and 16 bits are too few for an angle's sine.
+
+    Args:
+        positions: whole numbers, [T] for all rows, or [B, T] for each token: then T is B * T.
+        frequencies_d: fp32 [d / 2], radians from one position to the next.
+        scale: factor on cos and sin.
+
+    Source: RoFormer (arXiv:2104.09864).
+    """
+
+    def __init__(self, positions: Tensor, frequencies_d: Tensor, scale: float = 1.0) -> None:
+        self.is_shared = positions.ndim == 1
+        angles_Td = positions.flatten().to(frequencies_d.dtype).outer(frequencies_d)
+        self.cos_Td, self.sin_Td = angles_Td.cos(), angles_Td.sin()
+        if scale != 1.0:
+            self.cos_Td *= scale
+            self.sin_Td *= scale
+
+    def rotate(self, x_BTHd: Tensor) -> Tensor:
+        """Turn each pair (i, i + d / 2) of the last dim (Llama); fp32 inside, rounded once."""
+        return self._turn(x_BTHd, neighbours=False)
+
+    def rotate_pairs(self, x_BTHw: Tensor) -> Tensor:
+        """Turn each pair (2i, 2i + 1) of the last d dims (DeepSeek); earlier dims stay."""
+        # The result has all firsts, then all seconds: q and k may have any common order of dims.
+        return self._turn(x_BTHw, neighbours=True)
+
+    def _turn(self, x_BTHw: Tensor, neighbours: bool) -> Tensor:
+        if self.is_shared:
+            return rotary(x_BTHw, self.cos_Td, self.sin_Td, neighbours=neighbours)
+        one_row = x_BTHw.flatten(0, 1)[None]
+        return rotary(one_row, self.cos_Td, self.sin_Td, neighbours=neighbours).view(x_BTHw.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,10 +102,8 @@ class Sequence:
         return x_BT if self.held is None else self.held.own(x_BT)
 
     def shift_left(self, x_BT: Tensor, steps: int, fill: int) -> Tensor:
-        """Return x of the token `steps` later in the document and `fill` where there is none.
-
-        Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
-        """
+        """Return x of the token `steps` later in the document and `fill` where there is none."""
+        # Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
         if self.positions_BT is None:
             return shift_left(x_BT, steps, fill)
         # A token of another document stands elsewhere in its own.
@@ -77,10 +113,8 @@ class Sequence:
 
 
 def shift_left(x_BT: Tensor, steps: int, fill: int) -> Tensor:
-    """Return x[:, i + steps] at position i and `fill` where there is none, same shape and dtype.
-
-    Example: shift_left([[1, 2, 3]], 2, 0) is [[3, 0, 0]].
-    """
+    """Return x[:, i + steps] at position i and `fill` where there is none, same shape and dtype."""
+    # Example: shift_left([[1, 2, 3]], 2, 0) is [[3, 0, 0]].
     end = x_BT.new_full((x_BT.shape[0], min(steps, x_BT.shape[1])), fill)
     return torch.cat((x_BT[:, steps:], end), dim=1)
 
@@ -88,14 +122,9 @@ def shift_left(x_BT: Tensor, steps: int, fill: int) -> Tensor:
 def packed_sequence(
     cu_seqlens: Tensor, max_seqlen: int | None, shape: tuple[int, int], device: torch.device
 ) -> Sequence:
-    """Return where tokens stand in packed documents.
-
-    Args:
-        cu_seqlens: int32 or int64 [n + 1]. Values are checked where it lies on the CPU.
-        max_seqlen: tokens of the longest document, or more; None = those of the longest where
-            `cu_seqlens` lies on the CPU, else B * T.
-        shape: B and T.
-    """
+    """Return where tokens stand in packed documents of rows of `shape`, B and T."""
+    # `cu_seqlens`, int32 or int64 [n + 1], is checked where it lies on the CPU. `max_seqlen` is
+    # that of the longest document, or more; None = the longest's on the CPU, else B * T.
     num_tokens = shape[0] * shape[1]
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(

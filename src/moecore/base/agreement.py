@@ -24,14 +24,10 @@ DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)  # 
 
 
 def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> None:
-    """Raise on every rank when an entry is not the same on all of them. Collective, a host sync.
-
-    Args:
-        entries: name -> value, equal where its `repr` is; every rank must bring the same names in
-            the same order. A mapping among the values is opened to name what in it differs: an
-            entry before it must have compared its keys.
-        group: the ranks that share the entries; every rank calls it with its own group.
-    """
+    """Raise on every rank of the group when an entry is not the same on all. A host sync."""
+    # Collective. Entries are equal where their `repr` is; every rank must bring the same names in
+    # the same order. A mapping among the values is opened to name what in it differs: an entry
+    # before it must have compared its keys.
     problem = difference(entries, device_type, group=group)
     if problem is not None:
         problem += f" on every rank{_of_stage(group)}: build the model and call moecore alike "
@@ -40,10 +36,8 @@ def check_same(entries: Mapping[str, Any], device_type: str, *, group: Group = N
 
 
 def difference(entries: Mapping[str, Any], device_type: str, *, group: Group = None) -> str | None:
-    """Return the beginning of an error for entries that differ, None for equal ones: `check_same`.
-
-    Collective over `group` alone, a host sync.
-    """
+    """Return an error's beginning for entries that differ, else None: `check_same`."""
+    # Collective over `group` alone, a host sync.
     names = _differing(entries, device_type, group)
     if not names:
         return None
@@ -62,12 +56,7 @@ def check_notes(
     shown: Mapping[str, Callable[[int], str]],
     group: dist.ProcessGroup,
 ) -> None:
-    """Raise when ranks of a group differ in notes that they have sent each other.
-
-    Args:
-        notes: of each rank of the group, a number for each entry of `shown`.
-        shown: what a number is, and how it is shown.
-    """
+    """Raise when ranks of a group differ in notes: of each rank a number per entry of `shown`."""
     for (name, show), values in zip(shown.items(), zip(*notes, strict=True), strict=True):
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
         if other is not None:

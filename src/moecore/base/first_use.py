@@ -5,8 +5,9 @@ from importlib import import_module
 from typing import Any
 
 
-def first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: `homes` has the module of each name, from there."""
+def first_use(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package: `names` has each module's, with blanks in between."""
+    homes = {name: module for module, found in names.items() for name in found.split()}
 
     def find(name: str) -> Any:
         if name in homes:

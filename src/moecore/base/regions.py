@@ -71,9 +71,7 @@ class _FindProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None and _here.region is not None:
             _here.region.draw(kwargs["generator"])
-        if func not in PRODUCTS:
-            return func(*args, **kwargs)
-        return as_product(func, *args, **kwargs)
+        return as_product(func, *args, **kwargs) if func in PRODUCTS else func(*args, **kwargs)
 
 
 def as_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

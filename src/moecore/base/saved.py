@@ -91,13 +91,10 @@ _here = _Packers()
 
 @contextmanager
 def packing(packer: Packer, *, is_first: bool = False, rows_alone: bool = False) -> Iterator[None]:
-    """Within, ask a packer about each tensor that an operation saves.
-
-    Args:
-        is_first: ask it before all that are on within, too; else inner ones are asked before it.
-        rows_alone: it takes nothing but what is saved within `counting_rows`: elsewhere nobody is
-            asked because of it, which would take the host longer.
-    """
+    """Within, ask a packer about each tensor that an operation saves."""
+    # With `is_first` it is asked before all that are on, else inner ones are asked before it. With
+    # `rows_alone` it takes nothing but what is saved within `counting_rows`: elsewhere nobody is
+    # asked because of it, which would take the host longer.
     hooks = saved_tensor_hooks()
     if hooks is not None and hooks[0] is not keep:
         yield
@@ -143,9 +140,7 @@ def used_rows(tensor: Tensor) -> UsedRows | None:
 def is_packing() -> bool:
     """Whether saved tensors are asked about: a packer is on, and no hooks of the caller's own."""
     hooks = saved_tensor_hooks()
-    if hooks is None:
-        return bool(_here.first or _here.inner)
-    return hooks[0] is keep
+    return bool(_here.first or _here.inner) if hooks is None else hooks[0] is keep
 
 
 def keep(tensor: Tensor) -> Handle:

@@ -59,9 +59,7 @@ def folded(rows: Iterable[TableRow]) -> list[TableRow]:
 def columns(lines: list[tuple[str, ...]]) -> list[str]:
     """Return the cells in columns; the first line is their header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = (
-        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
-    )
+    padded = ([cell.ljust(n) for cell, n in zip(line, widths, strict=True)] for line in lines)
     return ["  ".join(line).rstrip() for line in padded]
 
 

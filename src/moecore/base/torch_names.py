@@ -198,9 +198,7 @@ def in_forward_mode() -> bool:
 
 def have_tangents(*tensors: Tensor) -> bool:
     """Whether one of the tensors carries a forward-mode derivative."""
-    if not in_forward_mode():
-        return False
-    return any(_unpack(t).tangent is not None for t in tensors)
+    return in_forward_mode() and any(_unpack(t).tangent is not None for t in tensors)
 
 
 def mark(name: str) -> AbstractContextManager[Any]:
@@ -257,8 +255,7 @@ def will_run(node: Any) -> bool:
 
 def continues() -> bool:
     """Whether the running backward needs more than the gradient of the current node's inputs."""
-    behind = current_node().next_functions
-    return any(node is not None and will_run(node) for node, _ in behind)
+    return any(node is not None and will_run(node) for node, _ in current_node().next_functions)
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -337,8 +334,7 @@ def default_timeout() -> timedelta | None:
     """Return how long collectives of the default group wait; None = for ever, as fake ones do."""
     group = dist.group.WORLD
     assert group is not None, "asked for only with a process group"
-    device = next(iter(_backends(group)))
-    options = group._get_backend(torch.device(device)).options
+    options = group._get_backend(torch.device(next(iter(_backends(group))))).options
     return None if options is None else options._timeout
 
 

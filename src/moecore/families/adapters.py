@@ -79,7 +79,7 @@ def _find_blocks(
                 f"MoE block {name} ({type(module).__name__}) must have stacked matrices that "
                 f"moecore can take: {why_refused(module)}; pass an adapter, see docs/adapters.md"
             )
-        elif _looks_like_moe(module):
+        elif any(name in ("experts", "expert") for name, _ in module.named_children()):
             unknown.append(f"{name or 'the model'} ({type(module).__name__})")
         elif _routes_densely(module):
             dense.append(f"{name or 'the model'} ({type(module).__name__})")
@@ -111,8 +111,7 @@ def _refuse_beside(dense: Sequence[str], inside: Sequence[str]) -> None:
         path = name.partition(" ")[0].split(".")
         # The outermost entry of a list that holds the look-alike and no known block.
         places = [i for i, part in enumerate(path) if part.isdecimal()]
-        alone = (i for i in places if not any(k[: i + 1] == path[: i + 1] for k in known))
-        i = next(alone, None)
+        i = next((i for i in places if not any(k[: i + 1] == path[: i + 1] for k in known)), None)
         beside = [k for k in known if i is not None and k[:i] == path[:i] and k[i].isdecimal()]
         if beside:
             raise ValueError(
@@ -156,17 +155,11 @@ def _keep_order(layer: RoutedLayer, block: nn.Module) -> None:
         layer._modules[name] = layer._modules.pop(name)
 
 
-def _looks_like_moe(module: nn.Module) -> bool:
-    return any(name in ("experts", "expert") for name, _ in module.named_children())
-
-
 def _routes_densely(module: nn.Module) -> bool:
-    """Whether a module is a router over feed-forward experts, by names and shapes.
-
-    A child named router or gate with a matrix [E, D], E >= 2, beside a ModuleList of E modules of
-    one class and of equal shapes, whose first matrix reads D and whose last one writes D. Or a
-    child named router beside stacks of E such matrices.
-    """
+    """Whether a module is a router over feed-forward experts, by names and shapes."""
+    # A child named router or gate with a matrix [E, D], E >= 2, beside a ModuleList of E modules of
+    # one class and of equal shapes, whose first matrix reads D and whose last one writes D. Or a
+    # child named router beside stacks of E such matrices.
     for name, child in module.named_children():
         if "router" in name or "gate" in name or "gating" in name:
             others = [m for m in module.children() if m is not child]

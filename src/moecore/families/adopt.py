@@ -89,11 +89,7 @@ def adopt_experts(
 ) -> RoutedExperts:
     """Return RoutedExperts that hold the given parameters themselves, not copies.
 
-    Args:
-        config: sizes, activation and biases; see `RoutedExperts`.
-        layout: the names under which the model knows the parameters.
-        experts: parameter name -> stacked tensor, by `expert_shapes(config, layout)`.
-        own_activation: see `Experts`.
+    Arguments are those of `adopt`; of `config` sizes, activation and biases count.
 
     Raises:
         ValueError: when a tensor is missing or has another shape than the config's.

@@ -6,36 +6,19 @@ model without Hugging Face does not.
 
 from moecore.base.first_use import first_use
 
-_HOMES = {
-    "LoadReport": "hf.load",
-    "MLPNames": "upcycle.models",
-    "Manifest": "checkpoint.manifest",
-    "Saver": "checkpoint.saver",
-    "UpcycleOptions": "upcycle.upcycle",
-    "dcp_to_native": "interchange.convert",
-    "decoder_config_from_hf": "hf.config",
-    "export_hf": "hf.export",
-    "hf_to_native": "hf.convert",
-    "init_adapters": "hf.lora",
-    "init_hf": "hf.load",
-    "latest": "checkpoint.directory",
-    "load": "checkpoint.store",
-    "load_adapters": "hf.lora",
-    "load_hf": "hf.load",
-    "merge_adapters": "hf.lora",
-    "native_to_dcp": "interchange.convert",
-    "native_to_hf": "hf.convert",
-    "prune": "checkpoint.directory",
-    "read_manifest": "checkpoint.manifest",
-    "save": "checkpoint.store",
-    "save_adapters": "hf.lora",
-    "set_latest": "checkpoint.directory",
-    "upcycle_config": "upcycle.models",
-    "upcycle_decoder": "upcycle.models",
-    "upcycle_mlp": "upcycle.upcycle",
-    "upcycle_modules": "upcycle.models",
-    "upcycle_state_dict": "upcycle.models",
-    "verify": "checkpoint.store",
+_NAMES = {
+    "checkpoint.directory": "latest prune set_latest",
+    "checkpoint.manifest": "Manifest read_manifest",
+    "checkpoint.saver": "Saver",
+    "checkpoint.store": "load save verify",
+    "hf.config": "decoder_config_from_hf",
+    "hf.convert": "hf_to_native native_to_hf",
+    "hf.export": "export_hf",
+    "hf.load": "LoadReport init_hf load_hf",
+    "hf.lora": "init_adapters load_adapters merge_adapters save_adapters",
+    "interchange.convert": "dcp_to_native native_to_dcp",
+    "upcycle.models": "MLPNames upcycle_config upcycle_decoder upcycle_modules upcycle_state_dict",
+    "upcycle.upcycle": "UpcycleOptions upcycle_mlp",
 }
-__all__ = list(_HOMES)
-__getattr__ = first_use(__name__, _HOMES)
+__all__ = [name for names in _NAMES.values() for name in names.split()]
+__getattr__ = first_use(__name__, _NAMES)

@@ -429,8 +429,7 @@ def _table(tensors: AdamWTensors) -> tuple[Tensor, int]:
     rows, num_programs = [], 0
     for number, row in zip(tensors.numbers, tensors.rows(), strict=True):
         numel = row.weight.numel()
-        addresses = (0 if t is None else t.data_ptr() for t in row)
-        rows.append([*addresses, numel, num_programs, number])
+        rows.append([*(0 if t is None else t.data_ptr() for t in row), numel, num_programs, number])
         num_programs += cdiv(numel, BLOCK * NUM_BLOCKS)
     device = tensors.weights[0].device
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")

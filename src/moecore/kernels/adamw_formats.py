@@ -91,14 +91,9 @@ def encode_moments_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return both moments in one byte each; see the note "moments of one byte".
 
-    Args:
-        m: fp32 [N].
-        v: fp32 [N], >= 0.
-        noise: int64 [N], the low 16 bits for the first moment, the next 16 for the second; as it
-            is, both are rounded to nearest.
-
-    Returns:
-        uint8 [N], uint8 [N], and exponents uint8 [ceil(N / 128), 2]: scales are 2^(exponent - 127).
+    m and v >= 0 are fp32 [N]. Of the noise, int64 [N], the low 16 bits are for the first moment,
+    the next 16 for the second; the default rounds both to nearest. Returned are uint8 [N] twice,
+    and exponents uint8 [ceil(N / 128), 2]: scales are 2^(exponent - 127).
     """
     noise = torch.as_tensor(noise, device=m.device)
     first, m_scales = _scales_ref(m, FIRST_BIAS)

@@ -92,11 +92,9 @@ def meta_is_gpu() -> bool:
 
 @contextmanager
 def launches_on_meta(launched: Launched) -> Iterator[None]:
-    """Within, meta stands for a Hopper GPU: the host's code runs, and kernels' names are recorded.
-
-    Modes see what operations allocate, as if each were its kernels. `launched` is called in place
-    of each kernel of this package.
-    """
+    """Within, meta stands for a Hopper GPU: host code runs, and kernels' names are recorded."""
+    # Modes see what operations allocate, as if each were its kernels. `launched` is called in place
+    # of each kernel of this package.
     before, _meta.launched = _meta.launched, launched
     with meta_as("cuda"), inside_operations(), _launches_recorded():
         try:
@@ -132,10 +130,8 @@ def _launches_recorded() -> Iterator[None]:
 
 
 def use_kernel(*tensors: Tensor) -> bool:
-    """Return whether Triton kernels can run on these tensors.
-
-    On meta none can, but an operation that autograd records has a form without one.
-    """
+    """Return whether Triton kernels can run on these tensors."""
+    # On meta none can, but an operation that autograd records has a form without one.
     if tensors[0].is_meta:
         return _meta.is_gpu and (torch.is_grad_enabled() or _meta.launched is not None)
     return HAS_TRITON and (INTERPRET or all(t.is_cuda for t in tensors))
@@ -220,10 +216,8 @@ def next_power_of_2(n: int) -> int:
 
 
 def gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """Return how TMA reads or writes an FP8, bf16, fp16 or fp32 tensor in blocks.
-
-    Leading dims that the block does not have are as one. Only for launches while the tensor lives.
-    """
+    """Return how TMA reads or writes an FP8, bf16, fp16 or fp32 tensor in blocks."""
+    # Leading dims that the block does not have are as one. Only for launches while it lives.
     return descriptor(x, block, _shared_layout)
 
 
@@ -234,8 +228,7 @@ def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
         torch.bfloat16: gl.bfloat16,
         torch.float16: gl.float16,
     }
-    gluon_dtype = gluon_dtypes.get(dtype, gl.float32)
-    return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtype)
+    return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtypes.get(dtype, gl.float32))
 
 
 @gluon.jit

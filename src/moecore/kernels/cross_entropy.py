@@ -64,10 +64,8 @@ def cross_entropy_ref_(
 
 @cache
 def _tile(num_columns: int) -> dict[str, int]:
-    """Return the columns of one step, LANES of WIDTH neighbours, and the warps that share them.
-
-    Four fp32 neighbours are one load of 16 bytes, which rows of other lengths are not aligned to.
-    """
+    """Return the columns of one step, LANES of WIDTH neighbours, and the warps that share them."""
+    # Four fp32 neighbours are one load of 16 bytes, which rows of other lengths are not aligned to.
     width = 4 if num_columns % 4 == 0 else 1
     lanes = min(MAX_LANES, max(32, next_power_of_2(cdiv(num_columns, width))))
     return {"LANES": lanes, "WIDTH": width, "num_warps": max(1, lanes // (32 * THREAD_LANES))}
@@ -189,9 +187,7 @@ _cross_entropy_op = Op(
 def cross_entropy_(
     logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of all rows and, in `dtype`, the gradient of that sum.
-
-    Not differentiable. No host sync; the same bits in every run.
+    """Return all rows' summed loss and, in `dtype`, its gradient; no host sync, the same bits.
 
     Args:
         logits_CV: any float dtype; used up, as the gradient may lie in its memory. Copied when not

@@ -31,8 +31,7 @@ def momentum_ref_(
     if found_inf is not None:  # a nan times 0 is a nan
         grad, new = (x.masked_fill(found_inf > 0, 0.0) for x in (grad, new))
     momentum.lerp_(grad, new)
-    found = grad.lerp(momentum, decay) if nesterov else momentum
-    return found.to(dtype, copy=True)
+    return (grad.lerp(momentum, decay) if nesterov else momentum).to(dtype, copy=True)
 
 
 @triton.jit
@@ -73,9 +72,7 @@ def momentum_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Move momentum towards a gradient, in place: m <- decay * m + (1 - decay) * g; return it.
-
-    The result is a new tensor. No host sync.
+    """Move momentum to a gradient, in place: m <- decay * m + (1 - decay) * g; return a copy.
 
     Args:
         momentum: same shape, fp32 or fp64.

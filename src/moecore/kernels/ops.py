@@ -96,11 +96,9 @@ def _function(
     save: Callable[..., None] | None,
     backward: Callable[..., Any],
 ) -> type[torch.autograd.Function]:
-    """Return the operation for autograd, under the custom op's name in profiles.
-
-    Forward sets up the context too: with a `setup_context` of its own, torch binds the arguments to
-    the signature anew at every call.
-    """
+    """Return the operation for autograd, under the custom op's name in profiles."""
+    # Forward sets up the context too: with a `setup_context` of its own, torch binds the arguments
+    # to the signature anew at every call.
 
     def forward_and_save(ctx: Any, *args: Any) -> Any:
         output = forward(*args)

@@ -25,19 +25,15 @@ from torch import Tensor
 
 
 def documents_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return int64 [num_tokens], the document of each token. No host sync.
-
-    Example: cu_seqlens [0, 2, 3, 3] gives [0, 0, 1].
-    """
+    """Return int64 [num_tokens], the document of each token. No host sync."""
+    # Example: cu_seqlens [0, 2, 3, 3] gives [0, 0, 1].
     tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
 
 
 def positions_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return int64 [num_tokens], the place of each token in its document. No host sync.
-
-    Example: cu_seqlens [0, 2, 3, 3] gives [0, 1, 0].
-    """
+    """Return int64 [num_tokens], the place of each token in its document. No host sync."""
+    # Example: cu_seqlens [0, 2, 3, 3] gives [0, 1, 0].
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     return tokens - cu_seqlens[documents_of(cu_seqlens, num_tokens)]
 
@@ -53,10 +49,7 @@ def held_tokens(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
 
     No host sync: lengths that are no multiples of 2 * size are not found out.
 
-    Args:
-        cu_seqlens: whole numbers [n + 1], borders of documents, each a multiple of 2 * size;
-            documents without tokens are allowed.
-        num_tokens: of all documents, a Python number.
+    cu_seqlens are borders [n + 1] of documents, each a multiple of 2 * size, maybe without tokens.
     """
     num_held = num_tokens // size
     cu_seqlens = cu_seqlens.long()

@@ -7,14 +7,6 @@ from moecore.models.presets import PRESETS, preset
 from moecore.models.size import active_params, flops_per_token, num_params
 
 __all__ = [
-    "PRESETS",
-    "Decoder",
-    "DecoderConfig",
-    "MLAConfig",
-    "YarnConfig",
-    "active_params",
-    "flops_per_token",
-    "linear_cross_entropy",
-    "num_params",
-    "preset",
-]
+    "PRESETS", "Decoder", "DecoderConfig", "MLAConfig", "YarnConfig", "active_params",
+    "flops_per_token", "linear_cross_entropy", "num_params", "preset",
+]  # fmt: skip

@@ -63,10 +63,7 @@ class Backbone(nn.Module):
         hidden: Tensor | None = None,
         stage: Stage | None = None,
     ) -> Tensor:
-        """Return x_BTD; under cp and tp only this rank's tokens of each row.
-
-        `hidden` is the residual stream that enters a stage without the embedding.
-        """
+        """Return x_BTD, this rank's tokens; `hidden` enters a stage without the embedding."""
         stage = self.whole if stage is None else stage
         if sequence is None:
             sequence = self.sequence_of(tokens_BT)

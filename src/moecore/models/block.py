@@ -35,10 +35,7 @@ class Block(nn.Module):
             self.mlp = MoELayer(config.moe, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the residual stream after this layer; under tp x_BTD holds this rank's tokens.
-
-        No expert sees the padding of the sequence; attention and a dense MLP do.
-        """
+        """Return the residual stream of own tokens after this layer; no expert sees padding."""
         x_BTD = self.attend(x_BTD, sequence)
         y_BTD = self.post_attention_layernorm(x_BTD)
         if self.is_dense:
@@ -57,10 +54,8 @@ class Block(nn.Module):
 
     @property
     def compile_regions(self) -> tuple[str, ...]:
-        """Methods without an MoE layer inside: see `train/graphs/regions.py`.
-
-        The norm before an MoE layer stays outside: its output is what `MemoryOptions` drops.
-        """
+        """Methods without an MoE layer inside: see `train/graphs/regions.py`."""
+        # The norm before an MoE layer stays outside: its output is what `MemoryOptions` drops.
         return ("forward",) if self.is_dense else ("attend",)
 
     @property
@@ -103,9 +98,7 @@ class MTPLayer(nn.Module):
         self.norm = RMSNorm(D, eps, dtype=dtype)
 
     def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the normed h_k of h_(k-1) and embeddings k positions later; under tp own tokens.
-
-        The sequence's padding has the tokens without a target.
-        """
+        """Return the normed h_k of h_(k-1) and embeddings k positions later, of own tokens."""
+        # The sequence's padding has the tokens without a target.
         joined = torch.cat((self.enorm(e_BTD), self.hnorm(h_BTD)), dim=-1)
         return self.norm(self.block(self.eh_proj(joined), sequence))

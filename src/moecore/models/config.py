@@ -38,9 +38,6 @@ class YarnConfig:
         mscale_all_dim: ... divided by (0.1 * mscale_all_dim * ln(factor) + 1); attention scores are
             multiplied by the square of this.
 
-    Raises:
-        ValueError: when a field or a combination of fields is not possible.
-
     Source: arXiv:2309.00071; the two mscales are DeepSeek-V2's (arXiv:2405.04434).
     """
 
@@ -84,9 +81,6 @@ class MLAConfig:
         q_lora_rank: dim of the latent of the queries; 0 = queries are projected directly.
         norm_eps: of the norms of the latents, whatever the decoder's own.
         yarn: longer sequences than in pretraining; None = off.
-
-    Raises:
-        ValueError: when a field or a combination of fields is not possible.
 
     Source: DeepSeek-V2 (arXiv:2405.04434).
     """
@@ -143,9 +137,6 @@ class DecoderConfig:
         tie_embeddings: the output head reads the embedding table.
         max_seq_len: longest sequence in tokens.
         ce_chunk_tokens: tokens whose logits exist at once in the loss.
-
-    Raises:
-        ValueError: when a field or a combination of fields is not possible.
     """
 
     vocab_size: Count

@@ -53,11 +53,7 @@ INIT_STD = 0.02
 
 
 class Head(nn.Module):
-    """The output matrix, and the loss on top of it. Without a weight of its own when tied.
-
-    Attributes:
-        is_fsdp_head: nothing but its own forward reads its weight: see `find_heads`.
-    """
+    """The output matrix, and the loss on top of it. Without a weight of its own when tied."""
 
     is_fsdp_head = True
 
@@ -149,12 +145,7 @@ class Decoder(nn.Module):
         """Fill every parameter and buffer, the same on every layout. No communication.
 
         Matrices are N(0, 0.02^2), those that write into the residual stream are divided by
-        sqrt(2 * num_layers), norms are 1, biases are 0.
-
-        Args:
-            seed: different seeds give independent models.
-
-        Source: the scaled residual matrices are GPT-2's.
+        sqrt(2 * num_layers) as in GPT-2, norms are 1, biases are 0.
         """
         check_arguments(Decoder.init_weights, locals())
         scale = 1.0 / math.sqrt(2 * self.config.num_layers)
@@ -176,11 +167,7 @@ class Decoder(nn.Module):
         Call it before `parallelize_moe`, on a meta model or with the same values on every
         rank. Routed experts are left alone: they live on the expert mesh.
 
-        Args:
-            tp_mesh: one dim; a tp of one rank changes nothing.
-
-        Returns:
-            self.
+        The mesh has one dim; a tp of one rank changes nothing. Returns self.
 
         Raises:
             ValueError: when heads or hidden dims do not divide, or parameters are sharded already.
@@ -299,11 +286,9 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor,
         sequence: Sequence,
     ) -> list[Tensor]:
-        """Return the loss of each multi-token prediction module, fp32, in a stage with the head.
-
-        The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
-        and mask are of the whole rows.
-        """
+        """Return the loss of each multi-token prediction module, fp32, in a stage with the head."""
+        # The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
+        # and mask are of the whole rows.
         losses = []
         for ahead, layer in enumerate(self.mtp, start=1):
             if ahead - 1 in stage.mtp:
@@ -337,8 +322,7 @@ class Decoder(nn.Module):
         It is [B, t, D] before the final norm, else [1 + k, B, t, D] after k multi-token prediction
         modules (0 where none runs); t = T / (cp * tp).
         """
-        predicts = self._predicts(inputs.get("labels_BT"))
-        num_states = self._num_states(stage, predicts=predicts)
+        num_states = self._num_states(stage, predicts=self._predicts(inputs.get("labels_BT")))
         return self._hidden_shape(num_states, inputs["tokens_BT"], inputs.get("cp"))
 
     def _hidden_shape(self, num_states: int, tokens_BT: Tensor, cp: int | None) -> tuple[int, ...]:
@@ -380,19 +364,12 @@ class Decoder(nn.Module):
         Under FSDP, EP, CP or TP every rank calls it with the same tokens and an equally seeded
         generator. There is no cache: for trying a model out, not for serving.
 
-        Args:
-            tokens_BT: int64 prompt, at least one token.
-            max_new_tokens: how many to add.
-            temperature: divides the logits; 0 takes the best token.
-            generator: on the device of the tokens.
-
-        Returns:
-            int64 [B, T + max_new_tokens].
+        The prompt, int64, has at least one token, and the generator is on its device. The
+        temperature divides the logits; 0 takes the best token.
         """
         check_arguments(Decoder.generate, locals())
         for _ in range(max_new_tokens):
-            window = tokens_BT[:, -self.config.max_seq_len :]
-            logits_BV = self._last_logits(window).float()
+            logits_BV = self._last_logits(tokens_BT[:, -self.config.max_seq_len :]).float()
             if temperature == 0:
                 next_B1 = logits_BV.argmax(-1, keepdim=True)
             else:

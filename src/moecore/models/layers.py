@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.attention.function import attend
-from moecore.attention.rotary import RotaryTable
-from moecore.attention.sequence import Sequence
+from moecore.attention.sequence import RotaryTable, Sequence
 from moecore.models.config import DecoderConfig, YarnConfig
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.params import local_param
@@ -58,9 +57,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary embedding.
 
-    Attributes:
-        observe_scores: gets turned queries and keys, the sequence and the scale in every forward;
-            None = off.
+    `observe_scores`, or None, gets turned queries and keys, sequence and scale in every forward.
     """
 
     observe_scores: ScoreObserver | None = None
@@ -81,10 +78,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(kv_dim if full else d, eps, over_tp=full, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention's output, like x_BTD: normed, and under tp of this rank's tokens.
-
-        The sequence is of the whole rows, with their rotary table.
-        """
+        """Return the output of own tokens, normed; the sequence is of the whole rows."""
         assert sequence.rotary is not None, "a decoder's sequence has a rotary table"
         if self.tp is not None:
             x_BTD = self.tp.gather(x_BTD)
@@ -131,10 +125,7 @@ class MLP(nn.Module):
 
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable:
-    """Return the table that a decoder's attention reads, of positions as `RotaryTable` takes them.
-
-    Source: RoFormer (arXiv:2104.09864); YaRN (arXiv:2309.00071).
-    """
+    """Return the table of positions that a decoder's attention reads: RoPE (2104.09864), YaRN."""
     mla = config.mla
     head_dim = config.head_dim if mla is None else mla.qk_rope_head_dim
     half = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
@@ -146,12 +137,10 @@ def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable:
 
 
 def _yarn_factors(head_dim: int, theta: float, yarn: YarnConfig, device: torch.device) -> Tensor:
-    """Return fp32 [d / 2], the factor on each frequency: 1 for fast ones, 1 / factor for slow ones.
-
-    Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
-    mix is linear in i, between the i that turns beta_fast times (rounded down) and the one that
-    turns beta_slow times (rounded up).
-    """
+    """Return fp32 [d / 2], the factor on each frequency: 1 for fast, 1 / factor for slow ones."""
+    # Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
+    # mix is linear in i, between the i that turns beta_fast times (rounded down) and the one that
+    # turns beta_slow times (rounded up).
 
     def index_of(turns: float) -> float:
         length = yarn.original_max_seq_len / (2 * math.pi * turns)

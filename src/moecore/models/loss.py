@@ -82,9 +82,8 @@ def linear_cross_entropy(
     )
     if num_tokens is None:
         num_tokens = count_labels(labels_N)
-    return total / (
-        num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
-    )
+    divisor = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
+    return total / divisor
 
 
 def count_labels(labels: Tensor) -> Tensor:
@@ -148,10 +147,8 @@ def _add_chunk_(
     d_weight_VD: Tensor | None,
     first: bool,
 ) -> Tensor:
-    """Return the chunk's summed loss; fill d_hidden and add to d_weight, which `first` fills.
-
-    What is as large as the logits is gone when this returns, before the next chunk's are made.
-    """
+    """Return the chunk's summed loss; fill d_hidden and add to d_weight, which `first` fills."""
+    # What is as large as the logits is gone when this returns, before the next chunk's are made.
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     want = d_hidden_CD is not None or d_weight_VD is not None
     logits_CV = _product(hidden_CD, weight_VD.t(), dtype)

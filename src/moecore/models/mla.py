@@ -45,9 +45,8 @@ class LatentAttention(nn.Module):
         if mla.q_lora_rank:
             self.q_a_proj = Linear(D, mla.q_lora_rank, dtype=dtype)
             self.q_a_layernorm = RMSNorm(mla.q_lora_rank, mla.norm_eps, dtype=dtype)
-            self.q_b_proj = Linear(
-                mla.q_lora_rank, H * mla.qk_head_dim, tp_shard_dim=0, dtype=dtype
-            )
+            queries = H * mla.qk_head_dim
+            self.q_b_proj = Linear(mla.q_lora_rank, queries, tp_shard_dim=0, dtype=dtype)
         else:
             self.q_proj = Linear(D, H * mla.qk_head_dim, tp_shard_dim=0, dtype=dtype)
         self.kv_a_proj_with_mqa = Linear(D, C + mla.qk_rope_head_dim, dtype=dtype)
@@ -57,10 +56,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(H * mla.v_head_dim, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention's output, like x_BTD; see `Attention.forward`.
-
-        The rotary table of the sequence is of `qk_rope_head_dim`.
-        """
+        """Return what `Attention.forward` does; the rotary table is of `qk_rope_head_dim`."""
         q_BTQ, c_BTC, k_BTr = self._latents(x_BTD)
         q_BTHq, k_BTHq, v_BTHv = self._heads(q_BTQ, c_BTC, k_BTr, sequence)
         if self.observe_scores is not None:
@@ -95,7 +91,6 @@ class LatentAttention(nn.Module):
             whole = held.gather(torch.cat((c_BTC, k_BT1r[:, :, 0]), dim=-1))
             c_BTC, k_BTr = whole.split((c_BTC.shape[-1], r), dim=-1)
             k_BT1r = k_BTr[:, :, None]
-        kv_BTHx = self.kv_b_proj(c_BTC).unflatten(-1, (-1, n + v))
-        k_BTHn, v_BTHv = kv_BTHx.split((n, v), dim=-1)
+        k_BTHn, v_BTHv = self.kv_b_proj(c_BTC).unflatten(-1, (-1, n + v)).split((n, v), dim=-1)
         k_BTHr = k_BT1r.expand(*k_BTHn.shape[:-1], r)
         return q_BTHq, torch.cat((k_BTHn, k_BTHr), dim=-1), v_BTHv

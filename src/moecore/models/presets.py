@@ -22,14 +22,7 @@ from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 
 
 def preset(name: str) -> DecoderConfig:
-    """Return the config of this name; change it with `dataclasses.replace`.
-
-    Args:
-        name: a key of `PRESETS`.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
+    """Return the config of a key of `PRESETS`; change it with `dataclasses.replace`."""
     check_arguments(preset, locals())
     if name not in PRESETS:
         raise ValueError(f"preset ({name!r}) must be one of {', '.join(PRESETS)}")

@@ -24,10 +24,7 @@ def num_params(config: DecoderConfig) -> int:
 
 
 def active_params(config: DecoderConfig) -> int:
-    """Return the number of parameters that one token reads: K of the E experts, all of the rest.
-
-    The embedding table counts whole, as in the published "active" figures.
-    """
+    """Return how many parameters a token reads: K of E experts, all of embedding and others."""
     check_arguments(active_params, locals())
     total, idle = _params(config)
     return total - idle
@@ -42,11 +39,7 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     for every module of multi-token prediction more): 2 FLOPs per parameter in forward, 4 in
     backward. Attention's two products are 2 * H * d and 2 * H * v FLOPs per query and key in
     forward; three times that with backward, and half of it because causal attention sees T / 2
-    keys on average. A module of multi-token prediction has one layer.
-
-    Args:
-        config: the decoder.
-        seq_len: tokens per sequence T.
+    keys of `seq_len` T on average. A module of multi-token prediction has one layer.
     """
     check_arguments(flops_per_token, locals())
     table = config.vocab_size * config.dim

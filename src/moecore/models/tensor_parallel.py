@@ -67,17 +67,11 @@ class TensorParallel:
         return once(_scatter_sum, y_BTD, self.group)
 
     def gather_whole(self, x_BtD: Tensor) -> Tensor:
-        """Return x_BTD for a result that every rank then treats alike.
-
-        Unlike `gather`, backward takes this rank's slice of one gradient, equal on all ranks.
-        """
+        """Return x_BTD for a result equal on all ranks; backward takes this rank's slice of it."""
         return once(exchanged, x_BtD, partial(_gather, group=self.group), self.own)
 
     def sum_shared(self, value: Tensor) -> Tensor:
-        """Return the sum over ranks of something that every rank then uses in its own way.
-
-        Backward adds the ranks' gradients.
-        """
+        """Return the sum over ranks, which each uses in its own way; backward adds gradients."""
         add = partial(_all_reduce, group=self.group)
         return once(exchanged, value, add, add)
 
@@ -90,13 +84,10 @@ def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:
-    """Cut the dense parameters of a decoder over tp, in place. No communication.
-
-    A module that names its cut (`tp_shard_dim`) has its weight sharded on that dim; every other
-    parameter becomes a replicated DTensor, except those of routed experts, which live on the expert
-    mesh. Modules with a `tp` attribute get the record that they exchange through. A tp of one rank
-    changes nothing.
-    """
+    """Cut the dense parameters of a decoder over tp, in place. No communication."""
+    # A module that names its cut (`tp_shard_dim`) has its weight sharded on that dim; every other
+    # parameter becomes a replicated DTensor, except those of routed experts, which live on the
+    # expert mesh. Modules with a `tp` attribute get the record that they exchange through.
     check_tensor_parallel(config, tp_mesh.size())
     if tp_mesh.size() == 1:
         return

@@ -18,14 +18,11 @@ SINKHORN_ITERATIONS = 32
 
 
 def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
-    """Return each token's best experts of the evened-out scores: int64 [N, K].
-
-    The scores are the matrix exp(logits) with rows and columns scaled in turn, so that every row
-    sums to 1 and every column to N / E. Padding has no part in the sums of columns. A token alone
-    (or among its own copies) likes all experts equally then, and rounding decides.
-
-    Source: BASE layers (arXiv:2103.16716) and Sinkhorn's iterations for it (arXiv:2202.01169).
-    """
+    """Return each token's best experts of the evened-out scores: int64 [N, K]."""
+    # The scores are the matrix exp(logits) with rows and columns scaled in turn, so that every row
+    # sums to 1 and every column to N / E: BASE layers (arXiv:2103.16716), Sinkhorn's iterations for
+    # it (arXiv:2202.01169). Padding has no part in the sums of columns. A token alone (or among its
+    # own copies) likes all experts equally then, and rounding decides.
     plan_NE = logits_NE.log_softmax(-1)
     if padding_mask_N is not None:
         plan_NE = plan_NE.masked_fill(padding_mask_N[:, None], -torch.inf)
@@ -40,14 +37,10 @@ def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -
 def expert_choice_ids(
     scores_NE: Tensor, capacity: Tensor | int, padding_mask_N: Tensor | None
 ) -> Tensor:
-    """Return int64 [N, E]: column e holds e where expert e takes the token, else -1.
-
-    Each expert takes `capacity` tokens, fewer where there are no more, and no padding.
-
-    Example, capacity 1: scores [[.9, .4], [.8, .6]] give [[0, -1], [-1, 1]].
-
-    Source: expert choice routing (arXiv:2202.09368).
-    """
+    """Return int64 [N, E]: column e holds e where expert e takes the token, else -1."""
+    # Each expert takes `capacity` tokens, fewer where there are no more, and no padding: expert
+    # choice routing (arXiv:2202.09368).
+    # Example, capacity 1: scores [[.9, .4], [.8, .6]] give [[0, -1], [-1, 1]].
     N, E = scores_NE.shape
     if padding_mask_N is not None:
         scores_NE = scores_NE.masked_fill(padding_mask_N[:, None], -torch.inf)
@@ -69,14 +62,11 @@ def within_capacity(
     drop: DropOrder,
     tokens_N: Tensor,
 ) -> Tensor:
-    """Return bool [N, K]: the choices that stay when each expert takes at most `capacity`.
-
-    `drop` "probability" keeps the highest weights, "position" the first of `tokens_N`, int64, whose
-    order decides among equal weights, too. No choice, -1, never stays.
-
-    Example, capacity 1, ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" keeps
-    tokens 1 and 2, "position" 0 and 2.
-    """
+    """Return bool [N, K]: the choices that stay when each expert takes at most `capacity`."""
+    # `drop` "probability" keeps the highest weights, "position" the first of `tokens_N`, int64,
+    # whose order decides among equal weights, too. No choice, -1, never stays. Example, capacity 1,
+    # ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" keeps tokens 1, 2, "position"
+    # 0, 2.
     K = ids_NK.shape[1]
     ids = ids_NK.flatten().long()
     expert = torch.where(ids < 0, num_experts, ids)

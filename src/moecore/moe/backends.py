@@ -56,10 +56,8 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
 
 
 def separate_computation(name: str, spec: ExpertSpec, *, has_more: bool) -> Computation | None:
-    """Return what computes the experts in place of `expert_mlp`; None = nothing does.
-
-    `has_more` tells of biases, low-rank updates or an activation of the model's own.
-    """
+    """Return what computes the experts in place of `expert_mlp`; None = nothing does."""
+    # `has_more`: they have biases, low-rank updates or an activation of the model's own.
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     if name == "auto" and spec.recipe is None and is_floating and (problem := spec.ungrouped()):
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
@@ -179,8 +177,6 @@ def gather_plain(x_SD: Tensor, ids_R: Tensor) -> Tensor:
 
 
 def sum_plain(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-    """Return out[s] = sum of y_RD[r] over ids_R[r] == s, added in fp32 and rounded once.
-
-    Not bit-reproducible on CUDA: the adds are atomic.
-    """
+    """Return out[s] = sum of y_RD[r] over ids_R[r] == s, added in fp32 and rounded once."""
+    # Not bit-reproducible on CUDA: the adds are atomic.
     return _SumRows.apply(y_RD, ids_R, num_rows)

@@ -101,8 +101,7 @@ class LoadCounts:
 
     def tensors(self) -> list[Tensor]:
         """The tensors that exist."""
-        every = (getattr(self, f.name) for f in fields(self))
-        return [t for t in every if t is not None]
+        return [t for t in (getattr(self, f.name) for f in fields(self)) if t is not None]
 
 
 class LoadTracker:
@@ -155,11 +154,9 @@ class LoadTracker:
     def attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
-        """Return y with the auxiliary losses and the counts riding on it; no host sync.
-
-        `bias_E` is the bias with which tokens chose. Without gradients nothing is counted; without
-        auxiliary losses nothing is launched here, and two kernels in backward.
-        """
+        """Return y with the auxiliary losses and the counts riding on it; no host sync."""
+        # `bias_E` is the bias with which tokens chose. Without gradients nothing is counted;
+        # without auxiliary losses nothing is launched here, and two kernels in backward.
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
         if torch.compiler.is_compiling():
@@ -330,10 +327,7 @@ def _is_capturing(x: Tensor) -> bool:
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on y; backward gives the losses their gradient and commits the counts once.
-
-    It saves the ids, not their counts: backward counts straight into the tracker, in one launch.
-    """
+    """Identity on y; backward gives the losses their gradient, and counts the saved ids once."""
 
     @staticmethod
     def forward(
@@ -382,15 +376,11 @@ def balance_losses(
     prior_counts_E: Tensor | None = None,
     sequences_T: Tensor | None = None,
 ) -> Tensor:
-    """Return this rank's parts of the auxiliary losses, fp32, in the order of `LOSS_NAMES`.
-
-    Ranks of `groups.micro_batch` each return the part of their own tokens; the parts add up to the
-    loss. Coefficients are applied. One small all-reduce per scope that needs one, and one of the
-    number of ranks with tokens; no host sync.
-
-    `ids_TK` are the choices, or best scores, that are counted; `prior_counts_E` is this rank's
-    counts of such ids in earlier micro-batches of the step.
-    """
+    """Return this rank's parts of the auxiliary losses, fp32, in the order of `LOSS_NAMES`."""
+    # The parts of the ranks of `groups.micro_batch` add up to the loss. Coefficients are applied.
+    # One small all-reduce per scope that needs one, and one of the number of ranks with tokens; no
+    # host sync. `ids_TK` are the choices, or best scores, that are counted; `prior_counts_E` are
+    # this rank's counts of such ids in earlier micro-batches of the step.
     assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
     balance, E, K = config.balance, config.num_experts, config.top_k
     # Only "sequence" separates sequences; to the other scopes the tokens are one.

@@ -143,8 +143,7 @@ class _HomeSink:
     def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
         """As of `GradSink`; collective. Sums in fp32."""
         wide = torch.promote_types(self._dtype, torch.float32)
-        total = compute(*operands, GradTarget(dtype=wide))
-        (home,) = self._clones.bring_home_([total])
+        (home,) = self._clones.bring_home_([compute(*operands, GradTarget(dtype=wide))])
         self._is_home = True
         found = self._sink.put(_put, home, self._dtype)
         if found is None:

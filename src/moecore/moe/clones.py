@@ -45,10 +45,8 @@ from moecore.moe.records import ExpertInput, Routing
 class Cloner:
     """Plans the clones of a layer's forwards.
 
-    Args:
-        placement: of the layer's experts, with room for clones.
-        group: ranks of the dispatch group that have this rank's part of their experts, in order.
-        exchanges: of dispatcher "nvlink"; None with any other.
+    The group has the dispatch group's ranks with this rank's part of their experts, in order;
+    exchanges are those of dispatcher "nvlink", None with any other.
     """
 
     def __init__(
@@ -175,12 +173,10 @@ class Clones:
         group: dist.ProcessGroup,
         pairs: Pairs | None = None,
     ) -> Clones:
-        """Return a rank's view of a plan: the expert in each place, rank by rank; -1 = empty.
-
-        Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
-        rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2, so its
-        order is [1, 0].
-        """
+        """Return a rank's view of a plan: the expert in each place, rank by rank; -1 = empty."""
+        # Example, three ranks of two experts and two places each, experts [4, 3, -1, -1, 2, 0]:
+        # rank 0 sends its expert 0 to rank 2. Rank 0 gets 3 of rank 1 and then 4 of rank 2: its
+        # order is [1, 0].
         p, here = placement, dist.get_rank(group)
         ranks = range(p.ep)
         rows = [experts[q * p.num_clones : (q + 1) * p.num_clones] for q in ranks]
@@ -209,10 +205,8 @@ class Clones:
 
     @torch.no_grad()
     def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Add the clones' gradients to those of their experts, in place; return these, [e, ...].
-
-        Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
-        """
+        """Add the clones' gradients to those of their experts, in place; return these, [e, ...]."""
+        # Gradients [e + n, ...] end with the clones'. Added in fp32, rounded once. Collective.
         e = [grad.shape[0] - self.num_here for grad in grads]
         outward = [grad[number:] for grad, number in zip(grads, e, strict=True)]
         if not self._is_in_order:
@@ -222,8 +216,7 @@ class Clones:
         home = [grad[:number] for grad, number in zip(grads, e, strict=True)]
         for own, others in zip(home, came, strict=True):
             for expert in sorted(set(self.sent)):
-                wide = torch.promote_types(own.dtype, torch.float32)
-                total = own[expert].to(wide)
+                total = own[expert].to(torch.promote_types(own.dtype, torch.float32))
                 for part, of in zip(others, self.sent, strict=True):
                     if of == expert:
                         total = total + part
@@ -306,13 +299,9 @@ class KeptPlan:
             self._plan.experts_N.fill_(-1)
 
     def part_of(self, ids_TK: Tensor) -> ClonePlan:
-        """Return the plan of this rank's choices alone: the same shares of each expert's tokens.
-
-        No communication, no host sync.
-
-        Example, a clone has tokens 6 to 9 of the nine that expert 0 had: of three choices here the
-        last goes to it.
-        """
+        """Return the plan of this rank's choices alone: the same shares of each expert's tokens."""
+        # No communication, no host sync. Example, a clone has tokens 6 to 9 of the nine that expert
+        # 0 had: of three choices here the last goes to it.
         plan, loads_N = self._tensors(ids_TK.device)
         E = self._placement.num_experts
         mine_1E = torch.zeros(1, E, dtype=torch.int64, device=ids_TK.device)
@@ -324,10 +313,8 @@ class KeptPlan:
         return ClonePlan(plan.experts_N, starts_N, stops_N)
 
     def end_step(self, loads_E: Tensor, *, skipped: bool | Tensor) -> None:
-        """Make a plan of the step's loads, if it is time. Host sync only if `is_read`.
-
-        A skipped step changes nothing; a bool scalar on the device is not waited for.
-        """
+        """Make a plan of the step's loads, if it is time. Host sync only if `is_read`."""
+        # A skipped step changes nothing; a bool scalar on the device is not waited for.
         if skipped is True:
             return
         self._left -= 1

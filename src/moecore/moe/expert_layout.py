@@ -26,9 +26,8 @@ class ExpertLayout:
             "concatenated" stores all of gate, then all of up, [E, 2F, D]; "interleaved" alternates
             columns, [E, 2F, D]; "separate" has two parameters, gate w1 and up w3, both [E, F, D],
             which are copied side by side in every forward (2F * D per local expert, kept for
-            backward), so biases of FC1 are not for it. With etp, "concatenated"
-            needs a strided placement, which torch 2.11 cannot gather with `full_tensor` and plain
-            DCP refuses.
+            backward), so biases of FC1 are not for it. With etp, "concatenated" needs a strided
+            placement, which torch 2.11 cannot gather with `full_tensor` and plain DCP refuses.
     """
 
     w1: str = "w1"

@@ -93,10 +93,8 @@ class Experts(nn.Module):
     def set_backend(
         self, backend: ExpertBackend, *, recompute_fc1: bool = False, recipe: Recipe | None = None
     ) -> None:
-        """Choose how the matrices are multiplied, by a name from `moe/backends.py`.
-
-        `recompute_fc1` saves X alone for backward, and not H; `recipe` None keeps the dtype.
-        """
+        """Choose how the matrices are multiplied, by a name from `moe/backends.py`."""
+        # `recompute_fc1` saves X alone for backward, and not H; `recipe` None keeps the dtype.
         self.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
         self.backend = backend
         self.recompute_fc1 = recompute_fc1
@@ -134,12 +132,10 @@ class Experts(nn.Module):
         self.lora[name] = update
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's experts (ep) and its part of each (etp), as DTensors. No communication.
-
-        ep cuts the expert dim; etp cuts the hidden dim of both matrices, so that the output of FC2
-        is a partial sum. b2 is cut along D instead, so that the sum over etp counts it once.
-        A dim of size 1 leaves no trace in the placements, except "ep" where both are of size 1.
-        """
+        """Keep this rank's experts (ep) and part of each (etp), as DTensors. No communication."""
+        # ep cuts the expert dim; etp cuts the hidden dim of both matrices, so that the output of
+        # FC2 is a partial sum. b2 is cut along D instead, so that the sum over etp counts it once.
+        # A dim of size 1 leaves no trace in the placements, except "ep" where both are of size 1.
         names = mesh.mesh_dim_names or ()
         kept = tuple(n for n in names if mesh.size(names.index(n)) > 1) or ("ep",)
         for role, dim in self._hidden_dims().items():
@@ -209,12 +205,9 @@ class Experts(nn.Module):
         )
 
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
-        """Return y_SD, the weighted sum over the local experts of each source row.
-
-        It has the dtype of `inp.rows`, is added in fp32 and rounded once, and is a partial sum
-        under ep and etp. Expert rows are not summed where `inp.unsummed` is set ("triton" and
-        "torch" without biases).
-        """
+        """Return y_SD, the weighted sum over the local experts of each source row."""
+        # It has the dtype of `inp.rows`, is added in fp32 and rounded once, and is a partial sum
+        # under ep and etp. Expert rows are not summed where `inp.unsummed` is set.
         with self.reader.reading():
             own = self._weights(inp.rows.dtype)
             with NOTHING if inp.clones is None else with_clones(own, inp.clones) as joined:
@@ -250,9 +243,8 @@ class Experts(nn.Module):
         if torch.compiler.is_compiling() or w1_eCD.is_meta or self.updates:
             return None
         of_weights = (w1_eCD.dtype, w2_eDF.dtype, w1_eCD.device, w2_eDF.shape)
-        is_plain = weights.quantised is not None or (
-            w1_eCD.is_contiguous() and w2_eDF.is_contiguous()
-        )
+        lies_well = w1_eCD.is_contiguous() and w2_eDF.is_contiguous()
+        is_plain = weights.quantised is not None or lies_well
         how = (self.own_activation, self.backend, self.recompute_fc1, self.recipe)
         return (rows.dtype, is_plain, *of_weights, *how)
 
@@ -380,10 +372,7 @@ class Experts(nn.Module):
 
 
 def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
-    """Return a context that marks the rows in use of saved matrices of R and S rows.
-
-    Only the device knows how many rows these are.
-    """
+    """Return a context that marks the rows in use, known to the device, of saved R and S rows."""
     # Lengths tell matrices apart. Where R is S the source rows are known by their storage, unless
     # experts save quantised rows instead.
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():

@@ -26,14 +26,11 @@ def force_even_load(model: nn.Module) -> None:
 
 
 def even_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
-    """Return int32 ids [T, K]: the j-th choice of all tokens is `j * step % E`.
-
-    The step is the first number from 2E / 3K on that has no divisor in common with E. A token's
-    experts then span two thirds of all, so it goes to about as many ranks as one with random
-    choices: E=128, K=8, 8 ranks: 5.5 and 5.3; 4 ranks: 3.4 and 3.6.
-
-    Example, E=8, K=2, step 3: [0, 3], [6, 1], [4, 7], [2, 5], and again.
-    """
+    """Return int32 ids [T, K]: the j-th choice of all tokens is `j * step % E`."""
+    # The step is the first number from 2E / 3K on that has no divisor in common with E. A token's
+    # experts then span two thirds of all, so it goes to about as many ranks as one with random
+    # choices: E=128, K=8, 8 ranks: 5.5 and 5.3; 4 ranks: 3.4 and 3.6.
+    # Example, E=8, K=2, step 3: [0, 3], [6, 1], [4, 7], [2, 5], and again.
     step = max(1, 2 * num_experts // (3 * top_k))
     while math.gcd(step, num_experts) > 1:
         step += 1

@@ -116,10 +116,8 @@ class RoutedLayer(nn.Module):
         raise NotImplementedError
 
     def _routed(self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False) -> Tensor:
-        """Return the weighted sum over the chosen experts of each token, [T, L].
-
-        `rows_TL` have the dtype of the exchange; with `is_kept` another operation saves them.
-        """
+        """Return the weighted sum over the chosen experts of each token, [T, L]."""
+        # `rows_TL` have the dtype of the exchange; with `is_kept` another operation saves them.
         with mark("moecore::dispatch"):
             expert_input = self._dispatched(rows_TL, routing)
         rows = expert_input.rows
@@ -196,13 +194,8 @@ class MoELayer(RoutedLayer):
     def init_weights(self, *, key: str, std: PositiveOrZero = 0.02, seed: Seed = 0) -> None:
         """Fill all parameters, the same on every layout. No communication.
 
-        Args:
-            key: name of this layer in its model; two layers with one key get the same weights.
-            std: standard deviation of the matrices; biases become 0.
-            seed: seed of the model.
-
-        Raises:
-            ValueError: when an adopted child (a model's own shared expert) cannot be filled.
+        Layers with one `key`, the name in the model, get the same weights; biases become 0. A
+        ValueError is raised where an adopted child (a model's own shared expert) cannot be filled.
         """
         check_arguments(MoELayer.init_weights, locals())
         for name, child in _held(self):

@@ -128,5 +128,4 @@ class PlainProducts(LinearProducts):
     @override
     @staticmethod
     def weight_grad(dy_TN: Tensor, x_TK: Tensor, target: GradTarget) -> Tensor:
-        grad_NK = dy_TN.t().mm(x_TK)
-        return put_grad(grad_NK, target.out, target.adds, target.dtype, target.scale)
+        return put_grad(dy_TN.t().mm(x_TK), target.out, target.adds, target.dtype, target.scale)

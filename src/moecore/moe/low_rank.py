@@ -40,11 +40,9 @@ class LowRank(nn.Module):
         return list(self.lora_A)
 
     def update(self, read: Read, *, inputs: OwnPart, outputs: OwnPart) -> LowRankUpdate | None:
-        """Return what forward adds on this rank; None = nothing.
-
-        `read` returns this rank's part of a parameter, `inputs` of [e, r, I] and `outputs` of
-        [e, O, r] what belongs to this rank's parts of I and O, all differentiably.
-        """
+        """Return what forward adds on this rank; None = nothing."""
+        # `read` returns this rank's part of a parameter, `inputs` of [e, r, I] and `outputs` of
+        # [e, O, r] what belongs to this rank's parts of I and O, all differentiably.
         pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
         if not pairs:
             return None

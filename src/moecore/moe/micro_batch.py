@@ -45,12 +45,9 @@ class MicroBatch:
         return 1 if self.group is None else self.group.size()
 
     def gather(self, x_TX: Tensor) -> Tensor:
-        """Return x_NX, the rows of all ranks in the order of one process; no gradient.
-
-        Collective over the group; every rank must bring the same number of rows.
-
-        Example, two ranks, B=2: rows a0 b0 on one and a1 b1 on the other give a0 a1 b0 b1.
-        """
+        """Return x_NX, all ranks' rows, equally many, in the order of one process; no gradient."""
+        # Collective. Example, two ranks, B=2: rows a0 b0 on one and a1 b1 on the other give a0 a1
+        # b0 b1.
         x_TX = x_TX.detach()
         if self.group is None:
             return x_TX
@@ -91,10 +88,8 @@ class MicroBatch:
         return self.gather(self.padding_mask_T.to(torch.uint8)).bool()
 
     def sequences(self, num_tokens: int) -> tuple[int, Tensor | None]:
-        """Return how many sequences there are, and int64 [T] the sequence of each own token.
-
-        The latter is None where sequences are consecutive tokens of equal number.
-        """
+        """Return how many sequences there are, and int64 [T] the sequence of each own token."""
+        # The latter is None where sequences are consecutive tokens of equal number.
         if self.cu_seqlens is None:
             return self.num_sequences, None
         documents_N = documents_of(self.cu_seqlens, num_tokens * self.num_ranks)
@@ -108,13 +103,10 @@ def position_order(
     device: torch.device,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return int64 [N], the tokens by position, those of one position by sequence.
-
-    A position counts the real tokens before it in its sequence; padding stands anywhere.
-    `cu_seqlens` replaces `num_sequences` of equal number.
-
-    Example, two sequences of two tokens: 0 2 1 3; with token 2 as padding 2 0 3 1.
-    """
+    """Return int64 [N], the tokens by position, those of one position by sequence."""
+    # A position counts the real tokens before it in its sequence; padding stands anywhere.
+    # `cu_seqlens` replaces `num_sequences` of equal number.
+    # Example, two sequences of two tokens: 0 2 1 3; with token 2 as padding 2 0 3 1.
     if cu_seqlens is not None:
         return _document_order(num_tokens, cu_seqlens, padding_mask_N)
     B = max(num_sequences, 1)
@@ -137,14 +129,11 @@ def _document_order(num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor 
 def capacity_of(
     factor: float, num_tokens: int, top_k: int, num_experts: int, padding_mask_N: Tensor | None
 ) -> tuple[int, Tensor | int]:
-    """Return the capacity of an expert: the most it can be, and what it is without the padding.
-
-    The first is ceil(factor * N * K / E), for buffers. The second has the real tokens as N: a 0-dim
-    int64 tensor with a mask (no host sync), else the same int.
-    """
+    """Return the capacity of an expert: the most it can be, and what it is without the padding."""
+    # The first is ceil(factor * N * K / E), for buffers. The second has the real tokens as N: a
+    # 0-dim int64 tensor with a mask (no host sync), else the same int.
     per_token = factor * top_k / num_experts
     most = math.ceil(num_tokens * per_token - ROUNDING)
     if padding_mask_N is None:
         return most, most
-    real = (~padding_mask_N).sum().double()
-    return most, torch.ceil(real * per_token - ROUNDING).long()
+    return most, torch.ceil((~padding_mask_N).sum().double() * per_token - ROUNDING).long()

@@ -33,13 +33,10 @@ T = TypeVar("T")
 
 
 class Pairs:
-    """Runs pairs of a forward and a backward.
-
-    `resume` functions are called when a side gets the baton back, with True for the backward.
-    """
+    """Runs pairs of a forward and a backward."""
 
     def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
-        self._resume = resume
+        self._resume = resume  # called when a side gets the baton back, True for the backward
         self._pair: _Pair | None = None
         self._ahead: torch.cuda.Stream | None = None
 
@@ -49,12 +46,10 @@ class Pairs:
         return None if torch.compiler.is_compiling() else self._pair
 
     def run(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
-        """Return the forward's value, when both have ended.
-
-        The forward begins, in this thread, and runs no backward. The backward of an existing graph
-        runs in another thread, without contexts of this thread, such as autocast. The first
-        exception of either side is raised; it ends the other side at its next exchange.
-        """
+        """Return the forward's value, when both have ended."""
+        # The forward begins, in this thread, and runs no backward. The backward of an existing
+        # graph runs in another thread, without contexts of this thread, such as autocast. The first
+        # exception of either side is raised; it ends the other side at its next exchange.
         # A dry run belongs to this thread, so one side follows the other and exchanges are waited
         # for. The forward saves all its tensors before the backward frees any: the recorded peak is
         # at least that of a pair.
@@ -155,11 +150,9 @@ class _Pair:
             self.hand_over()
 
     def hand_over(self, *, is_early: bool = False) -> None:
-        """Hand the baton over; return when the other side has handed it back, or has ended.
-
-        The caller holds the baton. With `is_early` it gets the baton back before the other side
-        starts an exchange.
-        """
+        """Hand the baton over; return when the other side has handed it back, or has ended."""
+        # The caller holds the baton. With `is_early` it comes back before the other's next
+        # exchange.
         side = self._holder
         other = self._other(side)
         with self._changing:
@@ -202,11 +195,9 @@ class _Pair:
 def exchange(
     starts: Sequence[Callable[..., Any]], pairs: Pairs | None = None, *, is_ahead: bool = False
 ) -> None:
-    """Run collectives that do not depend on each other; in a pair the other side runs meanwhile.
-
-    Each of `starts` takes `async_op` and returns its work. With `is_ahead` they read nothing that
-    was queued after the last `numbers_of`, and write memory allocated within `Pairs.ahead`.
-    """
+    """Run collectives that do not depend on each other; in a pair the other side runs meanwhile."""
+    # Each of `starts` takes `async_op` and returns its work. With `is_ahead` they read nothing that
+    # was queued after the last `numbers_of`, and write memory allocated within `Pairs.ahead`.
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
         for start in starts:
@@ -221,10 +212,8 @@ def exchange(
 
 
 def numbers_of(start: Callable[..., Any], numbers: Tensor, pairs: Pairs | None = None) -> Any:
-    """Return numbers that a collective writes, as a list on the host.
-
-    `start` is as of `exchange`. In a pair the other side runs until the numbers are on the host.
-    """
+    """Return numbers that a collective writes, as a list on the host."""
+    # `start` is as of `exchange`. In a pair the other side runs until the numbers are on the host.
     pair = None if pairs is None else pairs.open_pair
     if pairs is None or pair is None:
         start()

@@ -44,10 +44,8 @@ def clean_name(name: str) -> str:
 
 
 def local_param(param: Tensor, *, reads: bool = True) -> Tensor:
-    """Return this rank's part of a parameter as a plain tensor, differentiably.
-
-    `reads` is False where `gathered_blocks` are read in place of values: see `check_values`.
-    """
+    """Return this rank's part of a parameter as a plain tensor, differentiably."""
+    # `reads` is False where `gathered_blocks` are read in place of values: see `check_values`.
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
         local = param.to_local(grad_placements=grad_placements(param))
@@ -195,14 +193,11 @@ class ParamReader:
 
 
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
-    """Fill a parameter with N(0, std^2): the same global values on every layout.
-
-    The global tensor is cut along dim 0 into blocks of about `BLOCK_NUMEL` values, and block b is
-    drawn from a generator seeded by (seed, key, b). A rank draws only the blocks that its shard
-    touches, so a model larger than one rank's memory can be initialised. No communication.
-
-    Different keys give independent values, and CPU and CUDA draw different values from one seed.
-    """
+    """Fill a parameter with N(0, std^2): the same values on every layout. No communication."""
+    # The global tensor is cut along dim 0 into blocks of about `BLOCK_NUMEL` values, and block b is
+    # drawn from a generator seeded by (seed, key, b). A rank draws only the blocks that its shard
+    # touches, so a model larger than one rank's memory can be initialised. Different keys give
+    # independent values; CPU and CUDA draw different values from one seed.
     _draw(param, key, seed, lambda values, how: values.normal_(0.0, std, generator=how))
 
 
@@ -219,8 +214,7 @@ def _draw(
     if local.numel() == 0:
         return
     indices = global_indices(param)
-    row_numel = max(1, math.prod(param.shape[1:]))
-    block_rows = max(1, BLOCK_NUMEL // row_numel)
+    block_rows = max(1, BLOCK_NUMEL // max(1, math.prod(param.shape[1:])))
     rows = indices[0]
     generator = torch.Generator(device=local.device)
     start = 0
@@ -241,11 +235,9 @@ def _draw(
 
 
 def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
-    """Return, per dim, which global indices a rank's shard (None = this rank's) holds, in order.
-
-    Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
-    Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
-    """
+    """Return, per dim, which global indices a rank's shard (None = this rank's) holds, in order."""
+    # Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
+    # Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
     indices = [torch.arange(n) for n in param.shape]
     if not isinstance(param, DTensor):
         return indices
@@ -294,12 +286,10 @@ def seed_of(seed: int, key: str, block: int = 0) -> int:
 def shard_parameter(
     module: nn.Module, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> None:
-    """Replace a whole parameter by a DTensor that keeps this rank's part. No communication.
-
-    A real parameter must hold the same values on every rank; a meta one stays on meta. Sharded
-    dims must divide evenly. `_StridedShard(dim, split_factor=n)` cuts each of n equal parts of the
-    dim (gate and up of one expert) and keeps one piece of each.
-    """
+    """Replace a whole parameter by a DTensor that keeps this rank's part. No communication."""
+    # A real parameter must hold the same values on every rank; a meta one stays on meta. Sharded
+    # dims must divide evenly. `_StridedShard(dim, split_factor=n)` cuts each of n equal parts of
+    # the dim (gate and up of one expert) and keeps one piece of each.
     param = getattr(module, name)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh holds no shard"

@@ -21,10 +21,8 @@ from moecore.moe.records import Routing
 
 
 def balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
-    """Return how many tokens go to a rank of `num_local` experts when each chooses at random.
-
-    That is T times one minus the chance that no choice is among a rank's e of E experts, rounded.
-    """
+    """Return how many tokens go to a rank of `num_local` experts when each chooses at random."""
+    # That is T times one minus the chance that no choice is among a rank's e of E experts, rounded.
     E, e = num_experts, num_local
     return round(num_tokens * (1 - math.comb(E - e, top_k) / math.comb(E, top_k)))
 
@@ -60,11 +58,9 @@ class ExpertPlacement:
         return dist.get_rank(self.group) // self.etp * self.num_physical
 
     def physical_ids(self, ids_TK: Tensor) -> Tensor:
-        """Return the physical id of each expert on the rank that owns it; -1 stays.
-
-        Example, two ranks of two experts with room for one clone: [0, 1, 2, 3, -1] give
-        [0, 1, 3, 4, -1].
-        """
+        """Return the physical id of each expert on the rank that owns it; -1 stays."""
+        # Example, two ranks of two experts, room for one clone: [0, 1, 2, 3, -1] give [0, 1, 3, 4,
+        # -1].
         if not self.num_clones:
             return ids_TK
         block_TK = torch.div(ids_TK, self.num_local, rounding_mode="floor")

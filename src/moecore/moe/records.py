@@ -72,11 +72,8 @@ class ChoiceTape(Protocol):
     def given(
         self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
     ) -> Tensor | None:
-        """Return int32 [T, K] ids for this forward; None = the router chooses.
-
-        `own()` gives the router's choice, for ids that are not given; collective where the router
-        compares tokens.
-        """
+        """Return int32 [T, K] ids for this forward; None = the router chooses."""
+        # `own()` is the router's choice, for ids not given; collective where it compares tokens.
 
     def took(self, ids_TK: Tensor) -> None:
         """See the choice of this forward, before capacity."""
@@ -152,20 +149,16 @@ class Dispatcher(Protocol):
     pairs: Pairs | None = None
 
     def has_spare_rows(self, *, pads: bool) -> bool:
-        """Whether experts get room for more rows than come, and only the device knows how many.
-
-        `pads` is that of `Routing`. By default shapes are exact.
-        """
+        """Whether experts get room for more rows than come, a number that only the device knows."""
+        # `pads` is that of `Routing`. By default shapes are exact.
         return False
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring every token to each rank that owns at least one of its experts, once."""
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:
-        """Send each partial sum home once and add over ranks in fp32; returns y_TD.
-
-        y_SD is a tensor, or `UnsummedRows` where the experts' input was `unsummed`.
-        """
+        """Send each partial sum home once and add over ranks in fp32; returns y_TD."""
+        # y_SD is a tensor, or `UnsummedRows` where the experts' input was `unsummed`.
 
 
 class _HandleRows(torch.autograd.Function):

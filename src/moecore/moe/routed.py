@@ -98,5 +98,4 @@ class RoutedExperts(RoutedLayer, Experts):
             expert_ids_TK=ids_TK, weights_TK=top_k_weights.float(), chosen_ids_TK=ids_TK
         )
         y_TD = self._routed(autocast(x_TD), routing).to(x_TD.dtype)
-        micro_batch = MicroBatch(group=self.tracker.groups.micro_batch)
-        return self._counted(y_TD, routing, micro_batch, None)
+        return self._counted(y_TD, routing, MicroBatch(group=self.tracker.groups.micro_batch), None)

@@ -98,11 +98,9 @@ class Router(nn.Module):
                 nn.init.zeros_(tensor)
 
     def forward(self, x_TD: Tensor, micro_batch: MicroBatch | None = None) -> Routing:
-        """Return the routing of T tokens of any float dtype; no host sync.
-
-        Collective over `micro_batch.group` if tokens are compared: with a capacity, Sinkhorn,
-        expert choice, or a bias per micro-batch. None = one sequence on this rank alone.
-        """
+        """Return the routing of T tokens of any float dtype; no host sync."""
+        # Collective over `micro_batch.group` if tokens are compared: with a capacity, Sinkhorn,
+        # expert choice, or a bias per micro-batch. None = one sequence on this rank alone.
         micro_batch = micro_batch or MicroBatch()
         if self.config.router_jitter and self.training:
             x_TD = _jittered(x_TD, self.config.router_jitter)
@@ -234,11 +232,9 @@ def _jittered(x_TD: Tensor, width: float) -> Tensor:
 def bias_of_micro_batch(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
 ) -> Tensor:
-    """Return fp32 [E]: the bias that evens out the loads of one micro-batch without its padding.
-
-    The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One all-reduce
-    of their histogram where ranks share the micro-batch; no host sync.
-    """
+    """Return fp32 [E]: the bias that evens out the loads of one micro-batch without its padding."""
+    # The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One
+    # all-reduce of their histogram where ranks share the micro-batch; no host sync.
     histogram_EX = logits_TE.new_zeros(config.num_experts, NUM_BINS, dtype=torch.int64)
     how = (config.top_k, config.score_function)
     add_margins_(histogram_EX, logits_TE, bias_E, *how, micro_batch.padding_mask_T)
@@ -248,10 +244,8 @@ def bias_of_micro_batch(
 
 
 def best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
-    """Return int32 [T, K]: experts with each token's best scores, without bias and group limits.
-
-    Runs one kernel, and a second with padding, whose ids are -1. No gradient.
-    """
+    """Return int32 [T, K]: experts with each token's best scores, without bias and group limits."""
+    # Runs one kernel, and a second with padding, whose ids are -1. No gradient.
     options = replace(_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)
     return ids_TK if padding_mask_T is None else ids_TK.masked_fill(padding_mask_T[:, None], -1)

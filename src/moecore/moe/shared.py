@@ -107,10 +107,7 @@ class SharedRun:
 
 
 class Latent(_Matrices):
-    """`w_down` [L, D] before dispatch, `w_up` [D, L] after combine; L is `config.latent_dim`.
-
-    Source: LatentMoE, section 7.3 of the Megatron-Core MoE report (arXiv:2603.07685).
-    """
+    """`w_down` [L, D] before dispatch, `w_up` [D, L] after combine; LatentMoE (2603.07685)."""
 
     def __init__(
         self,

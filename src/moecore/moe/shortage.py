@@ -212,11 +212,9 @@ class Capacity:
             self.is_graphed = False
 
     def is_outgrown(self) -> bool:
-        """Whether steps of the captured graph were skipped because of a shortage of any rank.
-
-        The last step, whose end nobody waits for, does not count. Collective with a host sync after
-        a skipped step, else neither.
-        """
+        """Whether steps of the captured graph were skipped because of a shortage of any rank."""
+        # The last step, whose end nobody waits for, does not count. Collective with a host sync
+        # after a skipped step, else neither.
         holders = [holder for holder in self._found if holder.factor is not None]
         if self.graph_steps is None or not self.graph_steps.pop() or not holders:
             return False

@@ -31,10 +31,7 @@ NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer st
 class MoEState:
     """The balance record that a parallelized model owns: `moe_state(model)`.
 
-    Args:
-        layers: every RoutedLayer of the model by name.
-        loss: "mean" or "sum", the loss convention of `parallelize_moe`.
-        check_parameters: function that raises if gradients were not reduced over all ranks.
+    `check_parameters` raises if gradients were not reduced over all ranks.
     """
 
     def __init__(
@@ -56,10 +53,8 @@ class MoEState:
             layer.tracker.has_steps = False
 
     def set_num_micro_batches(self, num_micro_batches: int) -> None:
-        """Set how many micro-batches a step accumulates, which divides auxiliary losses.
-
-        No other factor of the main loss applies to auxiliary losses, except `set_loss_scale`.
-        """
+        """Set how many micro-batches a step accumulates, which divides auxiliary losses."""
+        # No other factor of the main loss applies to auxiliary losses, except `set_loss_scale`.
         check_value("num_micro_batches", num_micro_batches, NumMicroBatches)
         self.num_micro_batches = num_micro_batches
         scale = 1.0 / num_micro_batches
@@ -71,11 +66,9 @@ class MoEState:
 
     @torch.no_grad()
     def announce(self, have_tokens: Sequence[bool | Tensor]) -> None:
-        """Announce which micro-batches of a step have tokens on this rank.
-
-        Those without tokens on any rank then weigh nothing in auxiliary losses, until the end of
-        the step. With auxiliary losses it is collective: one small all-reduce, no host sync.
-        """
+        """Announce which micro-batches of a step have tokens on this rank."""
+        # Those without tokens on any rank then weigh nothing in auxiliary losses, until the end of
+        # the step. With auxiliary losses it is collective: one small all-reduce, no host sync.
         trackers = [layer.tracker for layer in self.layers.values()]
         trackers = [one for one in trackers if one.config.balance.needs_loss]
         if not trackers or len(have_tokens) == 1:
@@ -106,11 +99,9 @@ class MoEState:
             layer.tracker.loss_scale = self._loss_scale
 
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
-        """Reduce the step's counts, move the expert biases, and clear the counts.
-
-        `TrainStep.finish` does this in two parts. In a skipped step biases do not move; a bool
-        scalar on the device causes no host sync.
-        """
+        """Reduce the step's counts, move the expert biases, and clear the counts."""
+        # `TrainStep.finish` does this in two parts. In a skipped step biases do not move; a bool
+        # scalar on the device causes no host sync.
         self.check_step()
         return self.reduce_step(skipped=skipped)
 
@@ -263,10 +254,7 @@ def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _alike(layers: Mapping[str, Any]) -> list[list[str]]:
-    """Return lists of names of layers whose biases move; each list has equal options.
-
-    A frozen router's bias is frozen too.
-    """
+    """Return lists of names of layers of equal options whose biases move: no frozen router's."""
     groups: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         config = layer.config

@@ -12,21 +12,8 @@ from moecore.packing.schedule import DocumentGroup, DocumentSchedule, schedule_d
 from moecore.packing.split import indices_of, inverse_of, padded_lengths, part_of
 
 __all__ = [
-    "Bins",
-    "CutDocuments",
-    "DocumentCost",
-    "DocumentGroup",
-    "DocumentSchedule",
-    "MeasuredCost",
-    "PackedBatch",
-    "PackedBatchSampler",
-    "PackedCollator",
-    "indices_of",
-    "inverse_of",
-    "pack_documents",
-    "pack_lengths",
-    "padded_lengths",
-    "part_of",
-    "schedule_documents",
+    "Bins", "CutDocuments", "DocumentCost", "DocumentGroup", "DocumentSchedule", "MeasuredCost",
+    "PackedBatch", "PackedBatchSampler", "PackedCollator", "indices_of", "inverse_of",
+    "pack_documents", "pack_lengths", "padded_lengths", "part_of", "schedule_documents",
     "serpentine",
-]
+]  # fmt: skip

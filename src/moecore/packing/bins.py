@@ -65,10 +65,6 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
 
     Deterministic; O(N log b): a million documents take seconds.
 
-    Args:
-        lengths: tokens of each document.
-        bin_tokens: of a bin.
-
     Raises:
         ValueError: for a document longer than a bin.
     """
@@ -77,9 +73,8 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
     check_fits(lengths_N, bin_tokens)
     by_length = np.argsort(-lengths_N, kind="stable")
     values, counts = np.unique(-lengths_N, return_counts=True)
-    opened = _Rooms(
-        bin_tokens, most=min(len(lengths_N), 2 * int(lengths_N.sum()) // bin_tokens + 1)
-    )
+    most = min(len(lengths_N), 2 * int(lengths_N.sum()) // bin_tokens + 1)
+    opened = _Rooms(bin_tokens, most=most)
     bins: list[int] = []
     numbers: list[int] = []
     for length, count in zip((-values).tolist(), counts.tolist(), strict=True):
@@ -97,11 +92,10 @@ def pack_lengths(lengths: Lengths, bin_tokens: Count) -> Bins:
 
 
 class _Rooms:
-    """A tree of the free tokens of bins, all empty at first: `most` bins are enough.
+    """A tree of the free tokens of bins, all empty at first: `most` bins are enough."""
 
-    Of two bins that first fit has opened, the later holds nothing that fits the earlier, so at most
-    one bin is no more than half full.
-    """
+    # Of two bins that first fit has opened, the later holds nothing that fits the earlier, so at
+    # most one bin is no more than half full.
 
     def __init__(self, bin_tokens: int, most: int) -> None:
         self._leaves = 1 << max(most, 1).bit_length()

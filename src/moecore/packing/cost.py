@@ -84,8 +84,7 @@ class MeasuredCost:
     def _rules(self) -> Rules:
         if not self.lengths or any(a >= b for a, b in pairwise(self.lengths)):
             yield "lengths", "ascend, with at least one: sort the table"
-        powers = {1 << i for i in range(len(self.seconds))}
-        if not self.seconds or set(self.seconds) != powers:
+        if not self.seconds or set(self.seconds) != {1 << i for i in range(len(self.seconds))}:
             yield "seconds", "have the keys 1, 2, 4, ... without a gap: measure each cp"
         for cp, times in self.seconds.items():
             if len(times) != len(self.lengths) or any(a >= b for a, b in pairwise(times)):

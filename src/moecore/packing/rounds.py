@@ -115,9 +115,8 @@ class Documents:
 
     def loads(self, index: int) -> list[float]:
         """Return the cost of a document on each number of ranks that can hold it."""
-        return [
-            self.cost[cp][index] for cp in self.cps if self.tokens[cp][index] <= self.max_tokens
-        ]
+        fitting = (cp for cp in self.cps if self.tokens[cp][index] <= self.max_tokens)
+        return [self.cost[cp][index] for cp in fitting]
 
     def first_within(self, cp: int, load: float, tokens: int) -> int:
         """Return the longest document of at most that cost and that many tokens on cp ranks."""
@@ -187,8 +186,7 @@ class _Search:
         # Few ranks and high limits first: they exchange least and make the fewest rounds.
         for fewest, limit in product(self.documents.cps, self._limits()):
             blocks = _fill(self.documents, self.left, limit, fewest)
-            taken = [i for block in blocks for i in block.documents]
-            work, tokens = self.documents.sums(taken)
+            work, tokens = self.documents.sums([i for block in blocks for i in block.documents])
             time = max(block.load for block in blocks) + self.documents.fixed
             share = (bound - self._bound(work, tokens)) / time
             self.left.put_back()
@@ -208,14 +206,12 @@ class _Search:
 
     def _bound(self, work: float, tokens: int) -> float:
         """Return the least time of what is left, when that much of it has just been taken."""
-        longest = self.left.first(0)
-        return self.documents.bound(longest, self._work - work, self._tokens - tokens)
+        return self.documents.bound(self.left.first(0), self._work - work, self._tokens - tokens)
 
     def _limits(self) -> list[float]:
         """Return limits of time, from that of the longest document on few ranks to that on many."""
         documents, longest = self.documents, self.left.first(0)
-        rounds = documents.fewest_rounds(max(self._tokens, 1))
-        mean = self._work / (documents.ranks * rounds)
+        mean = self._work / (documents.ranks * documents.fewest_rounds(max(self._tokens, 1)))
         loads = documents.loads(longest)
         # They reach the mean time of the fewest rounds for what is left, and a quarter of it.
         low, high = max(mean / 4, min(loads)), max(*loads, mean) * 1.01

@@ -31,8 +31,7 @@ class PackedBatchSampler:
         epoch: that the next iteration begins with, or goes on in.
 
     Args:
-        lengths: tokens of each document, rounded up where the collator does
-            (`padded_lengths`).
+        lengths: tokens of each document, rounded up where the collator does (`padded_lengths`).
         bin_tokens: of a bin, the collator's `row_tokens`.
         rows: bins of a batch, the collator's `rows`.
         data_rank: this one; ranks with the same data share it.
@@ -161,8 +160,7 @@ class PackedBatchSampler:
             packed = pack_lengths(self._lengths[ids], self._bin_tokens)
             bins.extend(ids[numbers] for numbers in sorted(packed, key=lambda bin_: int(bin_[0])))
         bins = [bins[i] for i in self._order("bins", epoch, len(bins))]
-        offsets = np.cumsum([0, *map(len, bins)])
-        return Bins(np.concatenate(bins), offsets)
+        return Bins(np.concatenate(bins), np.cumsum([0, *map(len, bins)]))
 
     def _order(self, what: str, epoch: int, count: int) -> Integers:
         if not self._shuffle:

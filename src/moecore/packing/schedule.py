@@ -129,13 +129,8 @@ def schedule_documents(
 def serpentine(costs: Sequence[float]) -> list[int]:
     """Return an order of micro-batches in which costs rise to the largest, and fall.
 
-    Neighbours then have like costs, and the ends, where a pipeline is not full, the least.
-
-    Args:
-        costs: of each micro-batch, finite numbers; for attention, the sum of squared lengths.
-
-    Returns:
-        Numbers of micro-batches; [4, 1, 3, 2] gives [1, 2, 0, 3], whose costs are 1, 3, 4, 2.
+    Neighbours then have like costs, and the ends, where a pipeline is not full, the least. Costs
+    are finite numbers; for attention, sums of squared lengths. [4, 1, 3, 2] gives [1, 2, 0, 3].
     """
     check_arguments(serpentine, locals())
     rising = sorted(range(len(costs)), key=lambda i: (costs[i], i))

@@ -18,12 +18,7 @@ from moecore.packing.documents import Integers, Lengths, as_lengths
 
 
 def padded_lengths(lengths: Lengths, cp: Count) -> Integers:
-    """Return lengths rounded up to multiples of 2 * cp, or as they are without cp; int64 [n].
-
-    Args:
-        lengths: tokens of each document.
-        cp: context parallel ranks.
-    """
+    """Return lengths rounded up to multiples of 2 * cp, or as they are without cp; int64 [n]."""
     check_arguments(padded_lengths, locals())
     multiple = multiple_of(cp)
     return -(-as_lengths(lengths) // multiple) * multiple
@@ -58,13 +53,7 @@ def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
     """Return where each token lies among those of rank 0, rank 1, ... laid end to end, int64 [t].
 
     So `torch.cat([x[indices_of(cu, cp, r)] for r in range(cp)])[inverse_of(cu, cp)]` is x.
-
-    Args:
-        cu_seqlens: as in `indices_of`.
-        cp: context parallel ranks.
-
-    Raises:
-        ValueError: as `indices_of`.
+    Arguments and errors are those of `indices_of`.
     """
     check_arguments(inverse_of, locals())
     held = _held(cu_seqlens, cp).flatten()

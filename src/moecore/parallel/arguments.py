@@ -36,14 +36,9 @@ class SharedArguments:
         self._seen: set[str] = set()  # shapes of forwards that were compared
 
     def check(self, arguments: Mapping[str, Any], cp: int | None) -> None:
-        """Compare the arguments of one forward, or of all micro-batches of a pipeline.
-
-        Where shapes are new it is collective over the ranks that share the rows, and has host
-        syncs. The first time it is collective over the world, so that all ranks raise.
-
-        Raises:
-            ValueError: when a value, a shape or a name is not the same on these ranks.
-        """
+        """Raise where arguments of a forward, or of all micro-batches of a pipeline, differ."""
+        # Where shapes are new it is collective over the ranks that share the rows, and has host
+        # syncs. The first time it is collective over the world, so that all ranks raise.
         if is_inside() or not torch.is_grad_enabled():
             return
         shapes = repr({name: _shapes(value) for name, value in arguments.items()})

@@ -45,8 +45,7 @@ def check_request(model: nn.Module, request: Request) -> None:
 
 def check_stages(layout: PipelineLayout, rank_of: Sequence[int], request: Request) -> None:
     """Raise ValueError for a rank with nothing to train, or options of other stages."""
-    busy = {rank_of[stage.index] for stage in layout.stages if stage.letters}
-    idle = sorted(set(rank_of) - busy)
+    idle = sorted(set(rank_of) - {rank_of[stage.index] for stage in layout.stages if stage.letters})
     if idle:
         raise ValueError(
             f"layout ({shown(layout.text)}) must give each pp rank a part of the model, but rank "

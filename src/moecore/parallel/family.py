@@ -49,19 +49,14 @@ class Family(Protocol):
         """Return whether a forward of these keyword arguments has any token but padding."""
 
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
-        """Refuse or warn of calls that a parallelized model cannot follow.
-
-        `wrapper` is the caller's module, of which `unwrapped` returned the model. `drops_cache`
-        tells whether keys and values that forwards cache defeat an option.
-        """
+        """Refuse or warn of calls that a parallelized model, `unwrapped`'s, cannot follow."""
+        # `wrapper` is the caller's module. `drops_cache`: whether cached keys and values defeat an
+        # option.
 
 
 @runtime_checkable
 class TensorParallelModel(Protocol):
-    """A model that cuts its own dense parameters: what tp > 1 needs.
-
-    A model whose parameters are DTensors over tp already needs no method.
-    """
+    """A model that cuts its own dense parameters: for tp > 1, unless they are DTensors already."""
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Any:
         """Cut everything but the routed experts over a mesh of one dim, in place."""

@@ -78,10 +78,7 @@ class ParallelConfig:
                 )
 
     def resolve(self, world_size: Count) -> ParallelConfig:
-        """Return the same config with every -1 replaced, checked against the world size.
-
-        Args:
-            world_size: number of ranks.
+        """Return the same config with every -1 replaced.
 
         Raises:
             ValueError: when a view's degrees do not multiply to `world_size`.
@@ -149,10 +146,7 @@ class Meshes:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks with different data: dp_replicate * dp_shard.
-
-        cp and tp ranks hold parts of the same sequences, so they are not data ranks.
-        """
+        """Number of ranks with different sequences: cp and tp ranks hold parts of the same."""
         return self.parallel.dp_replicate * self.parallel.dp_shard
 
     @property
@@ -186,9 +180,6 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
     Args:
         parallel: the degrees; -1 takes what is left.
         device_type: "cuda" or "cpu"; default: cuda when available.
-
-    Returns:
-        The frozen record that every other room takes its groups from.
 
     Raises:
         ValueError: when the degrees do not multiply to the world size, or differ between ranks.
@@ -288,8 +279,7 @@ def _ensure_process_group(device_type: str) -> None:
 
 def _trim(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
     """Slice (replicate, shard), without the replicate dim when it is 1."""
-    names = (replicate, shard) if _size(mesh, replicate) > 1 else (shard,)
-    return mesh[names]
+    return mesh[(replicate, shard) if _size(mesh, replicate) > 1 else (shard,)]
 
 
 def _dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
@@ -297,8 +287,7 @@ def _dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
         return _trim(dense, "dp_replicate", "dp_shard")
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
     sizes = (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp)
-    view = _fold(dense.device_type, sizes, names)
-    return _trim(view, "dp_replicate", "dp_shard_cp")
+    return _trim(_fold(dense.device_type, sizes, names), "dp_replicate", "dp_shard_cp")
 
 
 def _joined_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:

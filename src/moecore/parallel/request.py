@@ -89,8 +89,7 @@ class Request:
 
     def config_of(self, layer: RoutedLayer) -> MoEConfig:
         """Return what a layer trains with; raises for what its own config does not allow."""
-        balance = self.balance or layer.config.balance
-        return replace(layer.config, **self.moe, balance=balance)
+        return replace(layer.config, **self.moe, balance=self.balance or layer.config.balance)
 
     def spec_of(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
         """Return what decides which products can compute a layer's experts on this rank."""

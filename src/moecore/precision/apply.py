@@ -50,13 +50,12 @@ def role_of(name: str) -> Role | None:
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
-    """Let a model's linears compute in FP8, in place: each becomes a `ProductLinear`.
-
-    Parameters, their names, hooks and state dict stay what they are, on meta too. Call it after
-    tensor parallelism, whose cut must leave multiples of 16, and before sharding and compiling. To
-    call it once more replaces recipes and drops histories. Linears under one parent that get the
-    same input quantise it once. Names, those of the result too, are without wrappers' prefixes.
-    """
+    """Let a model's linears compute in FP8, in place: each becomes a `ProductLinear`."""
+    # Parameters, their names, hooks and state dict stay what they are, on meta too. Call it after
+    # tensor parallelism, whose cut must leave multiples of 16, and before sharding and compiling.
+    # To call it once more replaces recipes and drops histories. Linears under one parent that get
+    # the same input quantise it once. Names, those of the result too, are without wrappers'
+    # prefixes.
     linears, table = _linears(model), check_precision(model, precision)
     inputs: dict[tuple[str, int, Recipe], InputCast] = {}
     for name, module in linears.items():
@@ -85,11 +84,9 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def defer_linears(model: nn.Module) -> None:
-    """Let linears, those in FP8 too, and moecore's shared experts defer weight gradients, in place.
-
-    Forwards, gradients and names stay. Linears with a forward of their own stay as they are. Call
-    it after `apply_precision`, and before `shard_model`, `compile_blocks` and `apply_memory`.
-    """
+    """Let linears, also in FP8, and moecore's shared experts defer weight gradients, in place."""
+    # Forwards, gradients and names stay. Linears with a forward of their own stay as they are. Call
+    # it after `apply_precision`, and before `shard_model`, `compile_blocks` and `apply_memory`.
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward in PLAIN_FORWARDS:
             set_products(module, PlainProducts())
@@ -114,11 +111,8 @@ def _histories(model: nn.Module) -> Iterator[tuple[nn.Linear, AmaxHistory]]:
 
 
 def advance_amax(model: nn.Module) -> None:
-    """Start the next step of delayed scaling; call it once after each optimizer step.
-
-    No host sync. A collective where weights are cut over ranks, so every rank calls it. It does
-    nothing where no recipe has an `amax_history`.
-    """
+    """Start the next step of delayed scaling, once after each optimizer step. No host sync."""
+    # A collective where a recipe has an `amax_history` and weights are cut over ranks.
     for module, history in _histories(model):
         history.advance(module.weight)
 

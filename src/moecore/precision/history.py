@@ -38,21 +38,17 @@ class AmaxHistory:
         self._has_step = False
 
     def amax(self, operand: OperandName) -> Tensor | None:
-        """Return fp32 [1], the largest of the steps; None before the first, when it is its own.
-
-        1 for an operand that no step had, like the gradient after forwards without backward.
-        """
+        """Return fp32 [1], the largest of the steps; None before the first, when it is its own."""
+        # 1 for an operand that no step had, like the gradient after forwards without backward.
         if not self._has_step:
             return None
         largest = self.steps[operand].amax().reshape(1)
         return torch.where(largest > 0, largest, 1.0)
 
     def record(self, device: torch.device) -> dict[OperandName, Tensor]:
-        """Return `seen`, to which a training forward and its backward add.
-
-        {} under torch.compile before there are tensors: a graph cannot make what its backward
-        writes to. The next `advance` makes them.
-        """
+        """Return `seen`, to which a training forward and its backward add."""
+        # {} under torch.compile before there are tensors: a graph cannot make what its backward
+        # writes to. The next `advance` makes them.
         if not self.seen:
             if torch.compiler.is_compiling():
                 return {}
@@ -72,10 +68,8 @@ class AmaxHistory:
 
     @torch.no_grad()
     def advance(self, weight: Tensor) -> None:
-        """Start the next step; operands that this one had not are left out. No host sync.
-
-        A collective for a weight that is a sharded DTensor.
-        """
+        """Start the next step; operands that this one had not are left out. No host sync."""
+        # A collective for a weight that is a sharded DTensor.
         if not self.seen:
             self._start(weight.device)
         if not self._has_recorded:
@@ -83,21 +77,17 @@ class AmaxHistory:
         self.seen["weight"].copy_(max_over_cut(self.seen["weight"], weight))
         for operand in OPERANDS:
             seen, steps = self.seen[operand], self.steps[operand]
-            newest = torch.cat((seen, steps[:-1]))
-            steps.copy_(torch.where(seen > 0, newest, steps))
+            steps.copy_(torch.where(seen > 0, torch.cat((seen, steps[:-1])), steps))
             seen.zero_()
         self._has_step = True
 
 
 def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
-    """Return the largest value of the ranks that a weight is cut over.
-
-    One all-reduce for each mesh dim that cuts it, none for a whole weight.
-    """
+    """Return the largest value of the ranks that a weight is cut over."""
+    # One all-reduce for each mesh dim that cuts it, none for a whole weight.
     if isinstance(weight, DTensor):
         for mesh_dim, placement in enumerate(weight.placements):
             if not placement.is_replicate():
                 value = value.clone()
-                group = weight.device_mesh.get_group(mesh_dim)
-                dist.all_reduce(value, dist.ReduceOp.MAX, group)
+                dist.all_reduce(value, dist.ReduceOp.MAX, weight.device_mesh.get_group(mesh_dim))
     return value

@@ -257,15 +257,12 @@ class Fp8Products(LinearProducts):
     @override
     @staticmethod
     def weight_grad(dy: Blocks, x: Blocks, dtype: torch.dtype, target: GradTarget) -> Tensor:
-        grad_NK = product(dy, x, dtype)
-        return put_grad(grad_NK, target.out, target.adds, target.dtype, target.scale)
+        return put_grad(product(dy, x, dtype), target.out, target.adds, target.dtype, target.scale)
 
 
 def why_not(weight: Tensor) -> str | None:
-    """Return why a weight's products cannot be in FP8, or None; the same on every rank.
-
-    The weight [N, K] is whole or cut by tensor parallelism, not yet over data ranks.
-    """
+    """Return why a weight's products cannot be in FP8, or None; the same on every rank."""
+    # The weight [N, K] is whole or cut by tensor parallelism, not yet over data ranks.
     sizes = list(weight.shape)
     if isinstance(weight, DTensor):
         for mesh_dim, placement in enumerate(weight.placements):
@@ -369,12 +366,9 @@ _product_op = Op(
 
 
 def product(a: Blocks, b: Blocks, dtype: torch.dtype) -> Tensor:
-    """Return a [M, K] @ b [N, K]^T with their padded sizes. Not differentiable, no host sync.
-
-    It is summed in fp32 and rounded once, to bf16, fp16 or fp32. GPUs run torch's scaled product.
-
-    Source: cuBLASLt's "scaling factors layouts", as torch's `_scaled_mm_v2` checks them.
-    """
+    """Return a [M, K] @ b [N, K]^T with their padded sizes. Not differentiable, no host sync."""
+    # Summed in fp32, rounded once to bf16, fp16 or fp32. GPUs run torch's scaled product:
+    # cuBLASLt's "scaling factors layouts", as torch's `_scaled_mm_v2` checks them.
     sides = [(*_parts(side), side.kind, _format(side)) for side in (a, b)]
     return _product_op(*sides[0], *sides[1], dtype)
 

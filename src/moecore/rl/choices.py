@@ -116,10 +116,8 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
 def own_choices(
     indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
 ) -> dict[str, Tensor]:
-    """Return layer name -> int32 [T, K], this rank's part of what an engine chose. No collective.
-
-    `engine_layers` has for each of the L layers its name, or None to skip it.
-    """
+    """Return layer name -> int32 [T, K], this rank's part of an engine's choices. No collective."""
+    # `engine_layers` has for each of the L layers its name, or None to skip it.
     try:
         ids_BSLK = torch.as_tensor(indices_BSLK)
     except (TypeError, ValueError, RuntimeError) as error:

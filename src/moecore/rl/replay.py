@@ -171,8 +171,7 @@ class RouterReplay:
         layer = next(iter(self.layers.values()))
         group = layer.tracker.groups.global_batch
         if group is not None:
-            device = layer.part("router").weight.device
-            failed = torch.tensor(int(error is not None), device=device)
+            failed = torch.tensor(int(error is not None), device=layer.part("router").weight.device)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
             if int(failed) and error is None:
                 raise ValueError("choices of another rank must fit its layers: see its error")
@@ -180,13 +179,10 @@ class RouterReplay:
             raise error
 
     def select(self, forward: CountOrZero | None) -> None:
-        """Say which entry forwards use from now on, until `replay` ends; None = the next one.
+        """Use this entry of each layer's list in forwards until `replay` ends; None = the next one.
 
         For schedules that run forwards in another order than they were recorded, or repeat one. A
         recompute whose forward autograd cannot identify uses it too, else it is refused.
-
-        Args:
-            forward: index into each layer's list.
 
         Raises:
             ValueError: outside of `replay`, or for a negative index.
@@ -197,7 +193,7 @@ class RouterReplay:
         self._replaying.selected = forward
 
     def from_engine(self, indices: Any, layer_names: Sequence[str | None] | None = None) -> Choices:
-        """Return the choices of an inference engine as this model's, for this rank. No collective.
+        """Return an engine's choices as this model's, int32, for this rank. No collective.
 
         Row (b, s) are the experts of the token that the model reads at position s of sequence b.
         Each tp rank takes its slice of every sequence.
@@ -207,9 +203,6 @@ class RouterReplay:
                 data rank's sequences. A list of them: one per forward.
             layer_names: this model's name of each of the engine's layers, None for a layer to skip
                 (a dense one); None = the engine has the layers of `layer_names`, in this order.
-
-        Returns:
-            int32 tensors on the device of the indices.
 
         Raises:
             ValueError: for wrong shapes, dtypes or ids, layers that are not named exactly once, or

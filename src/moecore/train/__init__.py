@@ -10,14 +10,6 @@ from moecore.train.optim.qk_clip import QKClip
 from moecore.train.optim.state_offload import StateOffload
 
 __all__ = [
-    "AdamW",
-    "Cut",
-    "GraphedForwardBackward",
-    "HostAdamW",
-    "MatrixAssignment",
-    "Muon",
-    "QKClip",
-    "StateOffload",
-    "assign_matrices",
-    "compile_blocks",
-]
+    "AdamW", "Cut", "GraphedForwardBackward", "HostAdamW", "MatrixAssignment", "Muon", "QKClip",
+    "StateOffload", "assign_matrices", "compile_blocks",
+]  # fmt: skip

@@ -16,8 +16,7 @@ def compile_dense(model: nn.Module, found: Attached) -> None:
     if not found.request.compile_dense:
         return
     blocks = found.blocks(model)
-    options = inductor_options(blocks, found.request.memory)
-    compile_blocks(blocks, options=options)
+    compile_blocks(blocks, options=inductor_options(blocks, found.request.memory))
     found.compiled = {module for block in blocks for module in compiled_modules(block)}
 
 

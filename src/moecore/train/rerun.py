@@ -42,11 +42,9 @@ class Reruns:
         self._asks = bool(flag.item())
 
     def run(self, run: Callable[[], T], drop: Callable[[], None], tapes: Sequence[ChoiceTape]) -> T:
-        """Return the result of the first run whose rows fit on every rank.
-
-        If any rank has a limited capacity, each run ends with one all-reduce and one host sync.
-        Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
-        """
+        """Return the result of the first run whose rows fit on every rank."""
+        # If any rank has a limited capacity, each run ends with one all-reduce and one host sync.
+        # Layers in CUDA graphs are not rerun and do neither. Recorded choices are rewound.
         if not self._asks or any(capacity.is_graphed for capacity in self._capacities):
             return run()
         rewinders = [tape.rewinder() for tape in tapes]
@@ -67,9 +65,7 @@ class Reruns:
 
     def is_short(self) -> Tensor | None:
         """Return a bool on the device: whether rows of this rank did not fit. None = no limit."""
-        if not self._asks:
-            return None
-        return self._needed_here().amax() > 0
+        return self._needed_here().amax() > 0 if self._asks else None
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:

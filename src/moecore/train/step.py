@@ -219,9 +219,7 @@ class TrainStep:
         resharded after each use ("optim_grads_params") are all-gathered once more whenever forward
         and backward need the same buffer.
 
-        Args:
-            forward: runs a micro-batch's forward, in this thread.
-            backward: runs an earlier micro-batch's backward, in another thread.
+        The forward runs in this thread, the earlier micro-batch's backward in another one.
 
         Raises:
             ValueError: when it is called outside of `micro_batches`.

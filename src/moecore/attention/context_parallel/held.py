@@ -56,11 +56,8 @@ class HeldTokens:
 
     `shape` is B and T; documents are over all rows, on the device of the tokens; None = rows.
 
-    Attributes:
-        layout: of the tokens on all of them.
-        a2a_layout: of the tokens of an all-to-all's ranks on these.
-
-    Rows must be multiples of 2 * cp; `check_documents` is for documents.
+    `layout` is of the tokens on all of them, `a2a_layout` of an all-to-all's ranks' on these. Rows
+    must be multiples of 2 * cp; `check_documents` is for documents.
     """
 
     def __init__(
@@ -94,18 +91,12 @@ class HeldTokens:
 
     @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
-        """Return x_BTX of all ranks in order; backward adds what all ranks did with this rank's.
-
-        Collective, as the next one.
-        """
+        """Return x_BTX of all ranks in order; backward adds all ranks' gradients. Collective."""
         gathered: Tensor = once(exchanged, x_BtX, self.gather_values, self.sum_values)
         return gathered
 
     def gather_whole(self, x_BtX: Tensor) -> Tensor:
-        """Return x_BTX for a result that every rank then treats alike.
-
-        Unlike `gather`, backward takes this rank's tokens of one gradient, equal on all ranks.
-        """
+        """Return x_BTX for a result equal on all ranks; backward takes this rank's tokens of it."""
         gathered: Tensor = once(exchanged, x_BtX, self.gather_values, self.own)
         return gathered
 
@@ -118,10 +109,8 @@ class HeldTokens:
         return self.layout.join(out.unflatten(0, (size, x_BtX.shape[0])))
 
     def sum_values(self, x_BTX: Tensor) -> Tensor:
-        """Return x_BtX, this rank's tokens of the sum over ranks, added in fp32. Collective.
-
-        An all-to-all carries as many bytes as a reduce-scatter, which would round at every rank.
-        """
+        """Return x_BtX, this rank's tokens of the sum over ranks, added in fp32. Collective."""
+        # A reduce-scatter carries as many bytes, and would round at every rank.
         sent = self.layout.split(x_BTX).contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.cp.group)

@@ -43,8 +43,7 @@ class ChunkLayout:
         """Return x_GBtX, the tokens of each rank."""
         G, (B, T) = self.size, x_BTX.shape[:2]
         if self._cu_seqlens is not None:
-            held = x_BTX.flatten(0, 1)[self._held.flatten()]
-            return held.view(G, B, T // G, *x_BTX.shape[2:])
+            return x_BTX.flatten(0, 1)[self._held.flatten()].view(G, B, T // G, *x_BTX.shape[2:])
         chunks = x_BTX.unflatten(1, (2 * G, T // (2 * G)))
         halves = torch.stack((chunks[:, :G], chunks[:, G:].flip(1)), dim=2)
         return halves.flatten(2, 3).transpose(0, 1)

@@ -60,14 +60,12 @@ def block_of(layout: ChunkLayout, rank: int, source: int) -> _RingBlock:
 
 
 def own_blocks(layout: ChunkLayout) -> tuple[list[_RingBlock], list[_RingBlock]]:
-    """Return what backward multiplies of a rank's own keys first, and what last.
-
-    The first covers the first step of the keys, the last covers the gradients on their way home.
-    Without a first, one of 3 * (G - 1) parts of what travels is not covered (a send of keys is 1,
-    one of gradients 2): 0.33 in a ring of 2, 0.11 of 4, 0.05 of 8. But three small blocks take
-    longer than one: a rank of 8 with 65,536 tokens computes 6% longer with three (H200). So rings
-    of up to 4 divide the block, longer ones do not.
-    """
+    """Return what backward multiplies of a rank's own keys first, and what last."""
+    # The first covers the first step of the keys, the last covers the gradients on their way home.
+    # Without a first, one of 3 * (G - 1) parts of what travels is not covered (a send of keys is 1,
+    # one of gradients 2): 0.33 in a ring of 2, 0.11 of 4, 0.05 of 8. But three small blocks take
+    # longer than one: a rank of 8 with 65,536 tokens computes 6% longer with three (H200). So rings
+    # of up to 4 divide the block, longer ones do not.
     if layout.size > 4:
         return [], [_RingBlock("all", "all", layout.mask(2, 2))]
     squares = [

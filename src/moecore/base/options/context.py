@@ -24,9 +24,6 @@ class ContextOptions:
         dynamic: each forward has its own cp: groups of 1, 2, 4, ... neighbouring data ranks share
             the rows of a micro-batch, as `packing.schedule_documents` plans them. With
             `ParallelConfig.cp` 1 and loss="sum". Each size of groups has its way.
-
-    Raises:
-        ValueError: for a field that is none of these.
     """
 
     way: Way | Literal["auto"] = "auto"
@@ -45,14 +42,8 @@ class ContextOptions:
     ) -> ContextOptions:
         """Return the options without "auto" and with the number of ranks of every all-to-all.
 
-        Args:
-            cp: context parallel ranks.
-            num_heads: query heads of a tp rank.
-            kv_heads: its key/value heads.
-            has_latents: whether keys and values come out of latents.
-
-        Raises:
-            ValueError: for a way that such heads and ranks cannot go.
+        `num_heads` and `kv_heads` are those of a tp rank. A ValueError names a way that such
+        heads and ranks cannot go.
         """
         way, ranks = self.way, self.a2a_ranks
         if way == "auto" and has_latents:

@@ -35,9 +35,6 @@ class FSDPOptions:
             Fewer, larger collectives and less host time, for the memory of as many gathered blocks.
         fp8_param_gather: gather weights that blockwise FP8 products read as FP8 of the trained
             shards: half the bytes of bf16, in collectives and while they are whole.
-
-    Raises:
-        ValueError: for a dtype or a number that is not among these.
     """
 
     param_dtype: (

@@ -182,9 +182,6 @@ class MoEConfig:
         num_shared_experts: shared experts that every token passes; they are added.
         shared_gate: multiply each shared expert's output by sigmoid(x @ g) with its own g.
         balance: load balancing.
-
-    Raises:
-        ValueError: when a field or a combination of fields is not possible.
     """
 
     dim: Count

@@ -8,16 +8,9 @@ from typing import Annotated, Literal, get_args
 from moecore.base.fields import Bound, Count, NumBytes, Positive, Rules, check_fields
 
 Recomputed = Literal[
-    "norm",
-    "activation",
-    "rope",
-    "qkv_proj",
-    "mla_up_proj",
-    "mlp",
-    "shared_experts",
-    "expert_fc1",
+    "norm", "activation", "rope", "qkv_proj", "mla_up_proj", "mlp", "shared_experts", "expert_fc1",
     "moe",
-]
+]  # fmt: skip
 RECOMPUTED: tuple[Recomputed, ...] = get_args(Recomputed)
 GEMM_LAST: tuple[Recomputed, ...] = ("norm", "activation", "rope")
 OF_MOE: tuple[Recomputed, ...] = ("shared_experts", "expert_fc1")

@@ -54,9 +54,6 @@ class Recipe:
         keep_hidden: how the experts keep FC1's output for backward: "wide", in the dtype of the
             products, or "fp8", in blocks of 1 x 128 ("blockwise").
 
-    Raises:
-        ValueError: when a field or a combination of fields is not possible.
-
     Source: blocks of 1 x 128 and 128 x 128 are DeepSeek-V3's (arXiv:2412.19437); e5m2 for gradients
     and delayed scaling are those of "FP8 formats for deep learning" (arXiv:2209.05433).
     """
@@ -102,10 +99,8 @@ class Recipe:
         return WEIGHT_BLOCKS[self.scaling]
 
     def describe(self) -> str:
-        """Return one line: scaling, formats, scales, and what else differs from the defaults.
-
-        Example: "blockwise FP8: e4m3, 1x128 and weights 128x128, scales fp32 power of two".
-        """
+        """Return one line: scaling, formats, scales, and what else differs from the defaults."""
+        # Example: "blockwise FP8: e4m3, 1x128 and weights 128x128, scales fp32 power of two".
         formats = "e4m3" if self.grad_format == "e4m3" else "e4m3, gradients e5m2"
         blocks = {
             "blockwise": "1x128 and weights 128x128",
@@ -191,12 +186,8 @@ class Precision:
     def of(cls, precision: Precision | Recipe | str | None) -> Precision | None:
         """Return the record that an argument stands for; None = nothing is quantised.
 
-        Args:
-            precision: "auto", which is blockwise for routed experts where that is faster;
-                "blockwise", "rowwise", "tensorwise" or a recipe for all roles; or a record.
-
-        Raises:
-            ValueError: for anything else.
+        "auto" is blockwise for routed experts where that is faster; the name of a scaling, or a
+        recipe, is for all roles. Anything else raises a ValueError.
         """
         if precision is None or isinstance(precision, Precision):
             return precision
@@ -213,13 +204,9 @@ class Precision:
         )
 
     def recipe_of(self, name: str, role: Role | None) -> Recipe | None:
-        """Return the recipe of a module; None = it keeps its precision.
-
-        Args:
-            name: qualified name of the module, like "model.layers.3.mlp.experts", without what
-                wrappers add (`moe.params.clean_name`).
-            role: what it is; None = none of the roles, which no pattern changes.
-        """
+        """Return the recipe of a module by its clean name and its role; None = no quantisation."""
+        # The name is like "model.layers.3.mlp.experts", without what wrappers add. A role of None
+        # is none of the roles, which no pattern changes.
         if role is None:
             return None
         for pattern, recipe in self.overrides:

@@ -89,8 +89,7 @@ def _causal_attention(
         window = None
     if kwargs.get("softcap") is not None:
         raise _unknown("softcap", kwargs["softcap"])
-    is_plain = sequence.cu_seqlens is None and window is None and sinks_H is None
-    if is_plain and held is None:
+    if held is None and sequence.cu_seqlens is None and window is None and sinks_H is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None:
         raise _unknown("attention_mask", tuple(attention_mask.shape))

@@ -145,8 +145,7 @@ def _adopt_stacked(
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    parameters = dict(module.named_parameters(recurse=False))
-    return parameters | dict(module.named_buffers(recurse=False))
+    return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
 
 
 def _deepseek_v2(block: Any, model: nn.Module) -> MoELayer:

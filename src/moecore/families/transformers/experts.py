@@ -49,8 +49,7 @@ class ReadExperts:
 
 def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], RoutedExperts] | None:
     """Return the adapter of an experts module on the common interface, or None for any other."""
-    has_flags = all(hasattr(module, flag) for flag in FLAGS)
-    is_known = has_flags or type(module).__name__ in UNFLAGGED
+    is_known = all(hasattr(module, flag) for flag in FLAGS) or type(module).__name__ in UNFLAGGED
     return route_experts if is_hf(module) and is_known else None
 
 

@@ -25,11 +25,8 @@ NATIVE = {
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:
-    """Make `save_pretrained` of transformers models raise on every rank alike.
-
-    It would read shards as whole tensors, and end on the rank that writes alone. It stays for a
-    `state_dict` of whole tensors and for transformers' own distributed checkpoints.
-    """
+    """Make `save_pretrained` raise on every rank: it would read shards as whole tensors."""
+    # It stays for a `state_dict` of whole tensors and for transformers' distributed checkpoints.
     for module in model.modules():
         if is_pretrained(module):
             hf: Any = module
@@ -72,11 +69,9 @@ def _check_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def warn_about_cache(model: nn.Module) -> None:
-    """Warn at training forwards that keep keys and values, in a model that must not.
-
-    A compiled layer is compiled anew for its place in the cache, up to torch's limit of 8; the
-    others run as they are. What the cache keeps is not computed again.
-    """
+    """Warn at training forwards that keep keys and values, in a model that must not."""
+    # A compiled layer is compiled anew for its place in the cache, up to torch's limit of 8; the
+    # others run as they are. What the cache keeps is not computed again.
     for module in model.modules():
         if is_hf(module) and getattr(module, "base_model", None) is module:
             module.register_forward_pre_hook(_check_cache, with_kwargs=True)

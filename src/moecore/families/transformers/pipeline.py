@@ -217,8 +217,7 @@ def _find_parts(model: Any) -> StageParts:
     lists = [name for name in owners if isinstance(model.get_submodule(name), nn.ModuleList)]
     if len(owners) != 1 or len(lists) != 1 or len(model.get_submodule(lists[0])) != len(blocks):
         raise _refusal(model, f"has its layers in {sorted(owners)}, not in one list")
-    base = model.get_submodule(lists[0].rpartition(".")[0])
-    behind = list(base.children())
+    behind = list(model.get_submodule(lists[0].rpartition(".")[0]).children())
     behind = behind[behind.index(model.get_submodule(lists[0])) + 1 :]
     norms = [module for module in behind if next(module.parameters(), None) is not None]
     if len(norms) != 1:

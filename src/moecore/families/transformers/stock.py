@@ -60,10 +60,7 @@ def has_stock_loss(model: nn.Module) -> bool:
 
 
 def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
-    """Raise a NotImplementedError that names a part of a block that is not transformers' own.
-
-    `layout` has the names of the children that the adapter takes over.
-    """
+    """Raise for a part of a block that is not stock; adapters take over the layout's children."""
     home = (type(block).__module__,)
     kind = type(block).__name__
     parts = (layout.router, layout.experts, layout.shared, layout.shared_gate)
@@ -84,10 +81,7 @@ def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
 
 
 def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> None:
-    """Raise a NotImplementedError that names what of an experts module is not transformers' own.
-
-    `children` are the names of submodules that are run as they are.
-    """
+    """Raise for what of an experts module is not stock; `children` are run as they are."""
     kind = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(
@@ -150,8 +144,7 @@ def is_stock(function: Any) -> bool:
 
 def _check_implementation(experts: nn.Module, kind: str) -> None:
     """Raise if transformers runs the experts by a function that a user has registered."""
-    config = getattr(experts, "config", None)
-    name = getattr(config, "_experts_implementation", None)
+    name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
     function = getattr(module, "ALL_EXPERTS_FUNCTIONS", {}).get(name)
     if function is not None and not is_stock(function):

@@ -63,12 +63,8 @@ class TitanLayer(MoELayer):
     def forward(  # type: ignore[override]  # a forward of torchtitan has no cp of its own
         self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return the output for this rank's tokens, a plain tensor [B, t, D].
-
-        Under tp x is a DTensor cut along the sequence. torchtitan gives no other argument.
-        """
-        x_BtD = x.to_local() if isinstance(x, DTensor) else x
-        return super().forward(x_BtD, padding_mask)
+        """Return this rank's output [B, t, D], plain; under tp x is cut along the sequence."""
+        return super().forward(x.to_local() if isinstance(x, DTensor) else x, padding_mask)
 
     @torch.no_grad()
     def fill(self, fills: Fills, fill_shared: Callable[[Any], Any]) -> None:
@@ -98,8 +94,7 @@ def titan_layer(
     names = layer_class.names
     router: dict[str, Tensor] = dict(block.router.gate.named_parameters(recurse=False))
     experts = dict(block.get_submodule(names.experts).named_parameters(recurse=False))
-    shape = experts[names.expert_layout.w1].shape
-    config = _block_config(block, shape, update_bias=update_bias)
+    config = _block_config(block, experts[names.expert_layout.w1].shape, update_bias=update_bias)
     if config.expert_bias:
         router[names.expert_bias] = getattr(block, names.expert_bias)
     adopted = adopt(

@@ -80,22 +80,13 @@ class OwnDecoder(Decoder):
     def forward(  # type: ignore[override]
         self, tokens_BT: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
     ) -> Tensor:
-        """Return the cross-entropy summed over the labels that count, or the logits without labels.
-
-        Args:
-            tokens_BT: int64 ids.
-            positions: not used: tokens see earlier documents of their sequence.
-            labels: int64 [B, T], -100 where nothing counts.
-        """
+        """Return the loss summed over labels that count (not -100); without labels the logits."""
+        # `positions` are not used: tokens see earlier documents of their sequence.
         return super().forward(tokens_BT, labels, num_tokens=None if labels is None else 1)
 
 
 class HFArgs:
-    """What torchtitan knows of a transformers model.
-
-    No dataclass: torchtitan 0.2 logs the fields of those as JSON, which a config of transformers is
-    not.
-    """
+    """What torchtitan knows of a transformers model: no dataclass, which 0.2 would log as JSON."""
 
     assets = "hf_assets_path"  # where a job has the directory
 
@@ -253,8 +244,7 @@ def _model_size(config: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
         if ".experts." in name:
             idle += param.numel() * (1 - config.num_experts_per_tok / param.shape[0])
     table = config.vocab_size * config.hidden_size
-    head_dim = getattr(config, "head_dim", None)
-    key_dim = head_dim or config.hidden_size // config.num_attention_heads
+    key_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     value_dim = getattr(config, "v_head_dim", key_dim)
     key_dim = getattr(config, "qk_head_dim", key_dim)
     heads = config.num_hidden_layers * config.num_attention_heads

@@ -151,8 +151,7 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         loss="sum",  # torchtitan's is a sum divided by the global number of tokens
     )
     if nvlink is not None:  # `finish_step` looks at shortages, which are errors
-        holders = capacity_of(model).holders
-        model.register_forward_pre_hook(partial(_watch, holders))
+        model.register_forward_pre_hook(partial(_watch, capacity_of(model).holders))
     local = job.training.local_batch_size * meshes.data_ranks
     moe_state(model).set_num_micro_batches(max(1, job.training.global_batch_size // local))
     return model

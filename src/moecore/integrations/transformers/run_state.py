@@ -78,8 +78,7 @@ def set_host_generators(state: Tensor) -> None:
     """Set Python's and numpy's generators to what `host_generators` returned."""
     values = state.tolist()
     has_cached, cached = values[_NUM_PYTHON : _NUM_PYTHON + 2]
-    words = tuple(map(int, values[:_NUM_PYTHON]))
-    random.setstate((3, words, cached if has_cached else None))
+    random.setstate((3, tuple(map(int, values[:_NUM_PYTHON])), cached if has_cached else None))
     *keys, position, has_cached, cached = values[_NUM_PYTHON + 2 :]
     np.random.set_state(
         ("MT19937", np.array(keys, dtype=np.uint32), int(position), int(has_cached), cached)

@@ -119,10 +119,7 @@ class MoETrainer(Trainer):
     ) -> TrainOutput:
         """Train, and return what Trainer returns. Collective.
 
-        Args:
-            resume_from_checkpoint: a checkpoint of `output_dir/checkpoints`; True takes the newest.
-            args: more of Trainer's.
-            kwargs: more of Trainer's.
+        It resumes from a checkpoint of `output_dir/checkpoints`; True takes the newest.
 
         Raises:
             ValueError: when there is no checkpoint to resume from, or one and `None` is given.
@@ -166,10 +163,7 @@ class MoETrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a Hugging Face directory, in place of what an earlier call wrote. Collective.
-
-        With adapters of peft that are not merged it is a directory of theirs.
-        """
+        """Write a Hugging Face directory, or one of peft's unmerged adapters anew. Collective."""
         folder = Path(output_dir or self.args.output_dir)
         export_into(self.model, folder)
         if self.is_world_process_zero():

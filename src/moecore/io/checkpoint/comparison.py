@@ -112,8 +112,7 @@ def optimizer_target(
         name = view.name_of(param)
         for slot, value in slots.items():
             key = f"{slot}.{name}"
-            stored = value if key in fit.scalars else view.view(name, value)
-            target[f"optimizer.{key}"] = stored
+            target[f"optimizer.{key}"] = value if key in fit.scalars else view.view(name, value)
     return states, target
 
 
@@ -168,8 +167,7 @@ def _compare_optimizers(
             f"({len(whole.groups)})"
         )
         return
-    joined = zip(present, whole.groups, strict=True)
-    named = [{**group, "params": names} for group, names in joined]
+    named = [{**group, "params": names} for group, names in zip(present, whole.groups, strict=True)]
     mine, saved = _owners(now, named), _owners(before, groups)
     both = [name for name in mine if name in saved and saved[name][0] == mine[name][0]]
     options = {name: option_problems(mine[name][1], saved[name][1]) for name in both}

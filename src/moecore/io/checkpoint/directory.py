@@ -49,14 +49,11 @@ logger = logging.getLogger("moecore.io")
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """Return the newest whole checkpoint under `root`, or None when there is none.
+    """Return the newest whole checkpoint under `root`, which `save` got; None if there is none.
 
     That is the one the pointer file names. When the file or what it names is gone, it is the whole
     directory of the highest step. Damage is never passed over: an older checkpoint is no answer to
     a question about the newest.
-
-    Args:
-        root: what `save` got; need not exist.
 
     Raises:
         ValueError: when the pointer file is damaged, or the manifest of what it names.
@@ -82,9 +79,6 @@ def set_latest(path: str | os.PathLike[str]) -> None:
     """Make a whole checkpoint the one that `latest` names, such as to roll a run back.
 
     Later steps stay until a save of the same step replaces them, or pruning removes them.
-
-    Args:
-        path: the checkpoint's directory.
 
     Raises:
         ValueError: when it is not a whole checkpoint.

@@ -40,23 +40,12 @@ FORMAT = 3
 FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
+    torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MAX_DEPTH = 100  # of JSON: what reads it may recurse
 _MAX_BYTES = 2**62
@@ -288,8 +277,7 @@ def _tensors(values: Any, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
             _must(place not in seen, f"{where}: {place!r:.200} is used twice")
             seen.add(place)
         found[name] = StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
-    used = {file for file, _ in seen}
-    _must(used == files.keys(), "files: every one must hold some tensor")
+    _must({file for file, _ in seen} == files.keys(), "files: every one must hold some tensor")
     return found
 
 
@@ -304,11 +292,9 @@ def _chunk(value: Any, num_dims: int, files: Mapping[str, Any], where: str) -> M
 
 
 def check_grid(name: str, shape: Sequence[int], chunks: Sequence[ManifestChunk]) -> None:
-    """Raise ValueError unless the chunks are a grid, which has each element once.
-
-    Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
-    refused: the cut of dim 1 at 3 must go through all rows. DTensor shards always are a grid.
-    """
+    """Raise ValueError unless the chunks are a grid, which has each element once."""
+    # Example: shape (4, 6) with blocks (2, 6) at (0, 0), (2, 3) at (2, 0) and (2, 3) at (2, 3) is
+    # refused: the cut of dim 1 at 3 must go through all rows. DTensor shards always are a grid.
     where = f"tensor {name!r:.120}"
     if math.prod(shape) == 0:
         _must(not chunks, f"{where} is empty and must have no chunks")

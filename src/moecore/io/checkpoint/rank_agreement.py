@@ -49,8 +49,7 @@ def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
     digests = gather(_hash(mine), group)
     if len(set(digests)) == 1:
         return
-    pp = 1 if snapshot.stages is None else snapshot.stages.pp
-    size = len(digests) // pp
+    size = len(digests) // (1 if snapshot.stages is None else snapshot.stages.pp)
     firsts = range(0, len(digests), size)
     if all(digest == digests[i // size * size] for i, digest in enumerate(digests)):
         hashes = gather(mine if dist.get_rank() % size == 0 else {}, group)

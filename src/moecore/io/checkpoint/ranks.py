@@ -50,8 +50,7 @@ def on_every_rank(action: Callable[[], T], group: Group = None) -> T:
         result = action()
     except Exception as caught:
         error = _sendable(caught)
-    errors = gather(error, group)
-    for first in errors:
+    for first in gather(error, group):
         if first is not None:
             raise first
     return result

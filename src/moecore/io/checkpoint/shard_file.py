@@ -68,8 +68,7 @@ class ShardWriter:
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        self._fd = os.open(path, flags, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         self._sha256, self._size, self._meter = hashlib.sha256(), 0, meter
         self._hasher = ThreadPoolExecutor(1)
         self._filled = 0
@@ -97,8 +96,7 @@ class ShardWriter:
                 self._flush()
             # Aligned, because wider dtypes come first and a flush starts at 0.
             end = self._filled + piece.nbytes
-            room = self._buffer[self._filled : end].view(piece.dtype).view(piece.shape)
-            room.copy_(piece)
+            self._buffer[self._filled : end].view(piece.dtype).view(piece.shape).copy_(piece)
             self._filled = end
 
     def finish(self) -> StoredFile:

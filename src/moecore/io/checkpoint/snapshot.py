@@ -179,8 +179,7 @@ def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, A
 
 def _rates(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what schedulers keep of learning rates, also of those in others."""
-    entries = value.items() if isinstance(value, dict) else ()
-    for name, entry in entries:
+    for name, entry in value.items() if isinstance(value, dict) else ():
         if name.endswith(("base_lrs", "_last_lr")):
             yield name, entry
         else:

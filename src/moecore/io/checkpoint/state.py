@@ -233,8 +233,7 @@ def _storable(value: Tensor, param: Tensor) -> bool:
 
 def _scalar_device(group: Mapping[str, Any], param: Tensor) -> torch.device:
     """Where torch's optimizers keep their step counts."""
-    on_device = group.get("fused") or group.get("capturable")
-    return param.device if on_device else torch.device("cpu")
+    return param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def _halved_dims(model: nn.Module) -> dict[int, int]:
@@ -258,14 +257,11 @@ def _half_view(dim: int | None) -> StoredView:
 
 
 def split_halves(tensor: Tensor, dim: int) -> Tensor:
-    """Return a view of a tensor with `dim`, all of gate and then all of up, split into (2, half).
-
-    An expert tensor parallel rank has a piece of both halves, which is one block in the view only.
-    Whole tensors are split too, so that any folding loads what another saved.
-
-    Example: [E, 8, D] over etp=2, placed _StridedShard(1, split_factor=2): rank 1 holds rows
-    2 3 6 7. The view is [E, 2, 4, D], placed Shard(2): rank 1 holds the block [:, :, 2:4].
-    """
+    """Return a view of a tensor with `dim`, all of gate, then all of up, split into (2, half)."""
+    # An expert tensor parallel rank has a piece of both halves, which is one block in the view
+    # only. Whole tensors are split too, so that any folding loads what another saved. Example: [E,
+    # 8, D] over etp=2, placed _StridedShard(1, split_factor=2): rank 1 holds rows 2 3 6 7. The view
+    # is [E, 2, 4, D], placed Shard(2): rank 1 holds the block [:, :, 2:4].
     if not isinstance(tensor, DTensor):
         return tensor.unflatten(dim, (2, tensor.shape[dim] // 2))
     local = tensor.to_local()
@@ -297,10 +293,8 @@ def _shifted(placement: Placement, dim: int) -> Placement:
 
 
 def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return (buffer, value) of each buffer of a transformers module that no file holds.
-
-    Such buffers (rotary frequencies) follow from the config, and `to_empty` leaves them undefined.
-    """
+    """Return (buffer, value) of each buffer of a transformers module that no file holds."""
+    # Such buffers (rotary frequencies) follow from the config; `to_empty` leaves them undefined.
     found = []
     for path, module in model.named_modules():
         if not module._buffers or not type(module).__module__.startswith("transformers."):

@@ -115,8 +115,7 @@ def save(
     snapshot = join_stages(snapshot)
     lock = RunLock(Path(root))
     try:
-        draft = begin(lock, step)
-        write(draft, snapshot, locals_of(snapshot), keep=keep, meter=Meter())
+        write(begin(lock, step), snapshot, locals_of(snapshot), keep=keep, meter=Meter())
     finally:
         lock.release()
     return directory_of(Path(root), step)
@@ -232,12 +231,8 @@ def write(
     meter: Meter,
     group: Group = None,
 ) -> None:
-    """Write a snapshot into a draft and publish it, or remove it. Collective over `group`.
-
-    Args:
-        snapshot: what to store; of its tensors only the layout is read.
-        locals_: name -> their contents on this rank.
-    """
+    """Write a snapshot into a draft and publish it, or remove it. Collective over `group`."""
+    # Of the snapshot's tensors only the layout is read; `locals_` has their contents on this rank.
     writer = Writer(draft, rank_and_world()[0], snapshot.facts, keep=keep, meter=meter)
     planner = SavePlannerOfLocals(locals_)
     try:

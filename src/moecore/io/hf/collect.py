@@ -63,7 +63,25 @@ class Collector(Protocol):
         """Raise what went wrong on this rank so far, if `collect` has not."""
 
 
-class RankCollector:
+class ErrorKeeper:
+    """Keeps the first error of this rank, of any kind: the others wait for what it sends."""
+
+    _error: Exception | None = None
+
+    @contextmanager
+    def _keep_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+
+    def check(self) -> None:
+        """Raise the first error of this rank."""
+        if self._error is not None:
+            raise self._error
+
+
+class RankCollector(ErrorKeeper):
     """Puts tensors together on their writers. Every rank calls it for the same items in order."""
 
     def __init__(
@@ -75,7 +93,6 @@ class RankCollector:
         self._held = self.peak_bytes = 0
         self._tensors, self._recipes = tensors, recipes
         self._rank, world = rank_and_world()
-        self._error: Exception | None = None
         self._holders: dict[str, dict[Holding, list[int]]] = {name: {} for name in recipes}
         mine = on_every_rank(lambda: {name: _holding(tensors[name]) for name in recipes})
         for rank, holdings in enumerate(gather(mine)):
@@ -131,11 +148,6 @@ class RankCollector:
         self._held += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._held)
 
-    def check(self) -> None:
-        """Raise the first error of this rank."""
-        if self._error is not None:
-            raise self._error
-
     def _copy(self, item: _Part, holding: Holding, whole: Tensor | None) -> None:
         """Bring what the writer itself holds into its tensor."""
         if whole is None:
@@ -168,8 +180,7 @@ class RankCollector:
                 target.copy_(piece)
 
     def _boxes(self, item: _Part, holding: Holding) -> list[PieceOverlap]:
-        shape = self._recipes[item.source].shape
-        return list(overlaps(_indices(holding), item.piece, shape))
+        return list(overlaps(_indices(holding), item.piece, self._recipes[item.source].shape))
 
     def _message(self, item: _Part, numel: int) -> Tensor:
         """Return a flat tensor of so many elements, in memory that is there."""
@@ -179,8 +190,7 @@ class RankCollector:
     def _largest_messages(self, items: Iterable[Item], world: int) -> dict[torch.device, int]:
         """Return device -> bytes that no message of tensors on it exceeds; equal on all ranks."""
         largest: dict[torch.device, int] = {}
-        parts = (_Part(*part, item.dtype) for item in items for part in item.parts)
-        for item in parts:
+        for item in (_Part(*part, one.dtype) for one in items for part in one.parts):
             holders = self._holders[item.source]
             if any(len(ranks) == world for ranks in holders.values()):
                 continue  # nothing is sent
@@ -190,13 +200,6 @@ class RankCollector:
             device = self._tensors[item.source].device
             largest[device] = max(largest.get(device, 0), size)
         return largest
-
-    @contextmanager
-    def _keep_error(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # of any kind: the others wait for what this rank sends
-            self._error = self._error or error
 
 
 def put(part: Tensor, piece: TensorPiece, whole: Tensor) -> None:

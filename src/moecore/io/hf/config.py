@@ -157,11 +157,9 @@ class Fields:
 
     def rope(self) -> dict[str, Any]:
         """Return the rotary options: rope_type, rope_theta and what belongs to the type."""
-        old = self.get("rope_scaling", {})
-        found = {"rope_theta": self.values.get("rope_theta"), **old}
+        found = {"rope_theta": self.values.get("rope_theta"), **self.get("rope_scaling", {})}
         found |= self.get("rope_parameters", {})
-        kind = found.pop("type", None)
-        found.setdefault("rope_type", kind)
+        found.setdefault("rope_type", found.pop("type", None))
         if found["rope_theta"] is None:
             found["rope_theta"] = self.need("rope_theta")
         for name, value in found.items():
@@ -357,12 +355,9 @@ def config_problems(
     *,
     skipped: Collection[str] = TRAINING,
 ) -> list[str]:
-    """Return the fields of a config.json that are not those of the model, one line each.
-
-    Where the native decoder can be both models, their native configs are compared, so it does not
-    matter how a config.json spells them. Other transformers models (such as gpt-oss) are compared
-    field by field where both name one.
-    """
+    """Return the fields of a config.json that are not those of the model, one line each."""
+    # Where the native decoder can be both models, their native configs are compared, however a
+    # config.json spells them. Other models (gpt-oss) are compared where both name a field.
     if isinstance(model, Mapping) and "model_type" in model:
         kind, wanted = values.get("model_type"), model["model_type"]
         if kind != wanted:
@@ -378,8 +373,7 @@ def config_problems(
         native = decoder_config_from_hf(values)
     except (NotImplementedError, ValueError) as error:
         return [str(error)]
-    found = differences(native, model, skipped=skipped)
-    return [_line(d.name, d.ours, d.theirs) for d in found]
+    return [_line(d.name, d.ours, d.theirs) for d in differences(native, model, skipped=skipped)]
 
 
 def _line(name: str, written: str, wanted: str) -> str:

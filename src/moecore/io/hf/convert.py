@@ -111,8 +111,7 @@ def open_native(
 ) -> StoredModel:
     """Return the model of a native checkpoint, verified and compared with its config.json."""
     manifest = verify(path)
-    prefix = PREFIX + _wrapper_of(below(PREFIX, manifest))
-    tensors = below(prefix, manifest)
+    tensors = below(PREFIX + _wrapper_of(below(PREFIX, manifest)), manifest)
     num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
     values = finish_config(read_config(config), num_mtp)
     plan = _plan_of(tensors, values, layout)
@@ -167,12 +166,10 @@ def hf_to_native(
     check_unused(root)
     config = decoder_config_from_hf(path)
     with HFFiles(path) as files:
-        quantization = read_json(path / CONFIG).get("quantization_config")
-        sources, problems = find_sources(files, quantization)
-        plan = hf_plan(config, find_layout(sources))
+        sources, problems = find_sources(files, read_json(path / CONFIG).get("quantization_config"))
         return write_native(
             root,
-            Origin(path, files, sources, plan, config, problems),
+            Origin(path, files, sources, hf_plan(config, find_layout(sources)), config, problems),
             step=step,
             dtype=dtype,
             max_file_bytes=max_file_bytes,

@@ -39,7 +39,7 @@ from moecore.io.checkpoint.ranks import (
     rank_and_world,
 )
 from moecore.io.checkpoint.shard_file import FileLayout, ShardWriter, layout_of
-from moecore.io.hf.collect import Collector, Item, RankCollector
+from moecore.io.hf.collect import Collector, ErrorKeeper, Item, RankCollector
 from moecore.io.hf.config import HFConfig
 from moecore.io.hf.export_check import check_tied, checked_reader
 from moecore.io.hf.export_config import export_config
@@ -96,9 +96,6 @@ def export_hf(
             `save_pretrained` writes; "fused" is how transformers holds them.
         progress: called with (bytes done, bytes expected) of this rank.
 
-    Returns:
-        What was written.
-
     Raises:
         ValueError: for a wrong argument, a directory that is there, a config of another model, a
             transformers model without all parameters of its class or with others (a part of one,
@@ -128,10 +125,8 @@ def export_hf(
         tensors |= shared_of_no_size(base, values, tensors)
         recipes = _complete_plan(base, tensors, values, names_of(layout, values))
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        items = list(
-            make_items(dtypes, recipes, model_copies(base), dtype, keeps_fp32(base, dtype))
-        )
-        return tensors, recipes, fill_shards(items, max_shard_bytes), values
+        items = make_items(dtypes, recipes, model_copies(base), dtype, keeps_fp32(base, dtype))
+        return tensors, recipes, fill_shards(list(items), max_shard_bytes), values
 
     tensors, recipes, shards, values = on_every_rank(planned)
     collector = RankCollector(tensors, recipes, itertools.chain(*shards))
@@ -272,12 +267,11 @@ def _write_shards(
         on_every_rank(output.check)
 
 
-class _ExportOutput:
+class _ExportOutput(ErrorKeeper):
     """This rank's shard, if any; after an error, which `check` raises, it drops tensors."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._error: Exception | None = None
         self._writer: ShardWriter | None = None
 
     def open(self, file: Path, layout: FileLayout) -> None:
@@ -290,10 +284,6 @@ class _ExportOutput:
             if self._writer is not None and whole is not None and self._error is None:
                 self._writer.add(whole)
 
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def __enter__(self) -> _ExportOutput:
         return self
 
@@ -303,13 +293,6 @@ class _ExportOutput:
         with self._keep_error(), self._writer:
             if kind is None and self._error is None:
                 self._writer.finish()
-
-    @contextmanager
-    def _keep_error(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # of any kind: the others wait for what this rank sends
-            self._error = self._error or error
 
 
 def in_file_order(shard: Sequence[Item]) -> tuple[FileLayout, list[Item]]:

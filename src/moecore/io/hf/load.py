@@ -94,9 +94,8 @@ def load_hf(
     are dequantised into the dtype of the parameter. Of a PeftModel the adapted model is filled, and
     the copies that `modules_to_save` trains; its adapters stay. Buffers that are in no file, such
     as transformers' rotary frequencies, are worked out anew, because `to_empty` leaves them
-    undefined.
-    What a half-done step has left is dropped (`TrainStep.drop`). Of pipeline stages each takes its
-    own tensors.
+    undefined. What a half-done step has left is dropped (`TrainStep.drop`). Of pipeline stages each
+    takes its own tensors.
 
     Args:
         path: a directory that every rank sees, with config.json and model.safetensors, or shards
@@ -110,9 +109,6 @@ def load_hf(
             stays an error.
         cast: round values to a parameter's dtype that does not hold them all (fp32 files into a
             bf16 model). Widening, and quantised values, need no leave.
-
-    Returns:
-        What was read on this rank.
 
     Raises:
         ValueError: on every rank, listing what does not fit, before anything is written.
@@ -209,8 +205,7 @@ def _make_plan(
         )
     targets = without_adapters(model, model_tensors(model))
     copies = model_copies(model)
-    shapes = {name: tuple(t.shape) for name, t in targets.items()}
-    recipes = _recipes(model, shapes, sources)
+    recipes = _recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
     if find_stages(model)[1] is not None:
         recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
     _drop_copies(targets, recipes, copies)
@@ -254,10 +249,8 @@ def _drop_copies(
 
 
 def _tie_again(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
-    """Undo what `to_empty` does to a plain transformers model with a tied head: two parameters.
-
-    In a sharded model the two become one again in the first forward, which sets all owners of one.
-    """
+    """Undo what `to_empty` does to a plain transformers model with a tied head: two parameters."""
+    # In a sharded model the first forward, which sets all owners of one, makes the two one again.
     copies = model_copies(model)
     if HEAD not in copies or HEAD not in targets or isinstance(targets[HEAD], DTensor):
         return
@@ -341,13 +334,11 @@ def init_hf(model: nn.Module, seed: Seed = 0) -> None:
 
     Args:
         model: plain or parallelized, with storage; has a `config`.
-        seed: different seeds give independent models.
+        seed: different seeds give independent models, and CPU and CUDA different values.
 
     Raises:
         ValueError: for a model that is not transformers'.
         NotImplementedError: when a module's buffers cannot be worked out from its config.
-
-    Note: CPU and CUDA draw different values from the same seed.
     """
     check_arguments(init_hf, locals())
     std = getattr(getattr(model, "config", None), "initializer_range", None)

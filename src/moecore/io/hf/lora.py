@@ -65,13 +65,11 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
 
     Args:
         model: a PeftModel, plain or parallelized, with storage.
-        seed: different seeds give independent adapters.
+        seed: different seeds give independent adapters, and CPU and CUDA different values.
 
     Raises:
         ValueError: for a model without adapters, for adapters that are filled from base weights
             (pissa, eva), and for more parameters than A and B (DoRA).
-
-    Note: CPU and CUDA draw different values from the same seed.
     """
     check_arguments(init_adapters, locals())
     for adapter, config in _configs(model).items():
@@ -211,9 +209,8 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
     named: dict[str, Tensor] = get_peft_model_state_dict(
         model, state_dict=own, adapter_name=adapter, save_embedding_layers=False
     )
-    stored = {
-        clean_name(n): StoredAdapter(t, tuple(t.shape), _same, _same) for n, t in named.items()
-    }
+    as_is = (_same, _same)
+    stored = {clean_name(n): StoredAdapter(t, tuple(t.shape), *as_is) for n, t in named.items()}
     updates: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LowRank)}
     for path, update in updates.items():
         path = clean_name(path)
@@ -229,9 +226,8 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
 
 def _refuse_unwritten(model: nn.Module) -> None:
     """Raise for a trainable parameter that belongs to no adapter: the base model has another."""
-    tensors = [
-        one.tensor for name in _configs(model) for one in adapter_tensors(model, name).values()
-    ]
+    adapters = (adapter_tensors(model, name) for name in _configs(model))
+    tensors = [one.tensor for adapter in adapters for one in adapter.values()]
     written = set(map(id, tensors))
     left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in written]
     for name in left:

@@ -59,10 +59,8 @@ class FileView:
 class TensorPiece:
     """One Hugging Face tensor, or elements of it, and the part of a native tensor that it is.
 
-    Attributes:
-        region: index into the native tensor; () = all of it.
-        shape: of the Hugging Face tensor, with the elements of the region in the same order.
-        view: which elements these are and their order, in `shape`; None = all in their own.
+    `region` indexes the native tensor, () = all of it; `shape` has the region's elements in the
+    same order; `view` has which elements these are and their order, in `shape`, None = all.
     """
 
     name: str

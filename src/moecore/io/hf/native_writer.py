@@ -70,11 +70,8 @@ def write_native(
     max_file_bytes: int,
     meter: Meter,
 ) -> Path:
-    """Write a checkpoint of the native decoder as the first of a run; return its directory.
-
-    A ValueError is raised when files and config differ, or the run has begun. After any error
-    `latest` is as before.
-    """
+    """Write a checkpoint of the native decoder as the first of a run; return its directory."""
+    # After any error `latest` is as before: files and config differ, or the run has begun.
     _check(origin, dtype)
     facts = ManifestFacts(
         step=step,
@@ -91,8 +88,7 @@ def write_native(
         check_unused(root)  # reading took time
         draft = new_draft(root, step)
         try:
-            manifest = _write_files(draft, facts, origin, dtype, max_file_bytes, meter)
-            publish(draft, manifest, keep=0)
+            publish(draft, _write_files(draft, facts, origin, dtype, max_file_bytes, meter), keep=0)
         except BaseException:
             discard(draft)
             raise
@@ -157,9 +153,8 @@ def _write_files(
         layout, ordered = in_file_order(shard)
         with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
             for item in ordered:
-                _add(
-                    writer, plan[item.name.removeprefix(PREFIX)], sources, origin.files, item.dtype
-                )
+                recipe = plan[item.name.removeprefix(PREFIX)]
+                _add(writer, recipe, sources, origin.files, item.dtype)
             stored[file] = writer.finish()
         for item in shard:
             key, shape = item.name, item.shape
@@ -187,8 +182,7 @@ def _add(
     for piece in recipe.pieces:
         source = sources[piece.name]
         rows = piece.shape[0] if piece.shape else 1
-        row_bytes = max(1, math.prod(piece.shape[1:]) * 4)
-        step = max(1, CHUNK_BYTES // row_bytes)
+        step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))
         for first in range(0, rows, step):
             cut = (slice(first, min(first + step, rows)),) if piece.shape else ()
             box = (*cut, *(slice(0, n) for n in piece.shape[1:]))

@@ -145,10 +145,8 @@ def dequantize_fp8(
     first_row: int = 0,
     first_col: int = 0,
 ) -> Tensor:
-    """Return fp32 [r, c]: a part of a matrix times the scales of the blocks that it touches.
-
-    Example: with block (2, 2), a matrix that starts at row 1 has its rows 0 | 1 2 in blocks 0 | 1.
-    """
+    """Return fp32 [r, c]: a part of a matrix times the scales of the blocks that it touches."""
+    # Example, block (2, 2): a matrix that starts at row 1 has its rows 0 | 1 2 in blocks 0 | 1.
     rows = torch.arange(first_row, first_row + values_rc.shape[0]) // block[0]
     cols = torch.arange(first_col, first_col + values_rc.shape[1]) // block[1]
     rows, cols = rows - first_row // block[0], cols - first_col // block[1]
@@ -156,10 +154,8 @@ def dequantize_fp8(
 
 
 def dequantize_mxfp4(blocks_ogb: Tensor, scales_og: Tensor) -> Tensor:
-    """Return bf16 [..., G * 32] of uint8 [..., G, 16] and [..., G]: E2M1 times 2^(scale - 127).
-
-    It is exact, or inf. Example: byte 0x91 holds 0.5 (low half, 1) and then -0.5 (high half, 9).
-    """
+    """Return bf16 [..., G * 32] of uint8 [..., G, 16] and [..., G]: E2M1 times 2^(scale - 127)."""
+    # It is exact, or inf. Example: byte 0x91 holds 0.5 (low half, 1) and then -0.5 (high half, 9).
     positive = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
     values = torch.cat((positive, -positive))
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # by byte

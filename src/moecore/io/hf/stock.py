@@ -39,11 +39,9 @@ def transformers_class(model_class: type) -> Any:
 
 
 def reader_of(values: Mapping[str, Any], model: nn.Module | None = None) -> nn.Module | None:
-    """Return the model on meta that transformers reads a directory into; None if it knows none.
-
-    `values` are those of config.json. Its class is that of `model`; where that is of another type,
-    and without it, the one that `values` name.
-    """
+    """Return the model on meta that transformers reads a directory into; None if it knows none."""
+    # `values` of config.json name its class, unless `model` is of their type: then it is that
+    # one's.
     import transformers
 
     own: Any = getattr(model, "config", None)
@@ -92,14 +90,8 @@ def held_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def stock_plan(reader: nn.Module | None, shapes: Shapes, *files: Shapes) -> dict[str, FileRecipe]:
-    """Return name (of `shapes`, a model's) -> recipe.
-
-    A NotImplementedError is raised for values that transformers computes while it loads.
-
-    Args:
-        reader: the model that transformers reads the files into, on meta; None = own names.
-        files: names and shapes of file tensors; the first that make a whole tensor are taken.
-    """
+    """Return name (of `shapes`, a model's) -> recipe; values computed while loading raise."""
+    # `reader` None = own names; of `files` the first names that make a whole tensor are taken.
     own = dict(zip(shapes, held_shapes(shapes), strict=True))
     wanted = {} if reader is None else shapes_of(reader.state_dict())
     recipes, refused = dict[str, FileRecipe](), dict[str, str]()
@@ -139,10 +131,8 @@ def written_plan(reader: nn.Module | None, shapes: Shapes, layout: str) -> dict[
 def trace(
     reader: nn.Module, files: Shapes, wanted: Collection[str]
 ) -> dict[str, tuple[TensorPiece, ...] | str]:
-    """Return name (of `wanted`) -> pieces of file tensors, or why they do not make it.
-
-    What transformers would find no tensors for is left out.
-    """
+    """Return name -> pieces of file tensors, or why they do not make it."""
+    # What transformers would find no tensors for is left out.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -213,10 +203,8 @@ def _piece(link: _Link, files: Shapes) -> TensorPiece:
 def _coordinates(
     view: Tensor, offset: int, shape: Sequence[int]
 ) -> tuple[list[int], list[ViewDim]]:
-    """Return where a view of a contiguous tensor begins, and its dims by the tensor's.
-
-    Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
-    """
+    """Return where a view of a contiguous tensor begins, and its dims by the tensor's."""
+    # Example: [3, 4] transposed has sizes (4, 3), strides (1, 4): [0, 0], [(1, 4, 1), (0, 3, 1)].
     rows = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     starts = [offset // row % max(1, n) for row, n in zip(rows, shape, strict=True)]
     dims = list[ViewDim]()

@@ -73,16 +73,11 @@ def local_part(tensor: Tensor) -> Tensor:
 def overlaps(
     indices: Sequence[Tensor], piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
 ) -> Iterator[PieceOverlap]:
-    """Yield the boxes that a shard and a piece have in common; together they are all of it.
-
-    Example: [E=4, 2, F=4, D=1] cut over F, this rank has columns 2 and 3; the piece "fused" is
-    [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0:1, 0:2, 0:1] and [0:4, 6:8, 0:1] ->
-    [0:4, 1:2, 0:2, 0:1].
-
-    Args:
-        indices: per dim of the tensor, which global indices the shard holds (`global_indices`).
-        max_numel: elements of a box at most, where its first dim allows it.
-    """
+    """Yield the boxes that a shard and a piece have in common; together they are all of it."""
+    # A box has at most `max_numel` elements, where its first dim allows it. Example: [E=4, 2, F=4,
+    # D=1] cut over F, this rank has columns 2 and 3 (`indices` per dim); the piece "fused" is [4,
+    # 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0:1, 0:2, 0:1] and [0:4, 6:8, 0:1] -> [0:4, 1:2,
+    # 0:2, 0:1].
     per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
     sizes: list[int] = []
     for index, part in zip(indices, piece.box_in(shape), strict=True):

@@ -105,8 +105,7 @@ def read_metadata(path: Path) -> dict[str, DCPTensor]:
         raise ValueError(f"path ({path / METADATA}) must exist: it is not there") from None
     try:
         _check_memo(raw)
-        metadata = _Unpickler(io.BytesIO(raw)).load()
-        return _tensors(path, metadata)
+        return _tensors(path, _Unpickler(io.BytesIO(raw)).load())
     except _WrongError as error:
         message = str(error)
     except Exception as error:  # of any kind: bytes that are no pickle raise what they like
@@ -162,11 +161,9 @@ def _tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTen
 
 
 def _tiles(blocks: Sequence[Block], shape: tuple[int, ...], dim: int = 0) -> bool:
-    """Whether blocks cover each element of a box once: so does each slab between their edges.
-
-    Example: [0:2, 0:1], [0:1, 1:3] and [1:2, 1:3] in (2, 3): dim 0 has the slabs 0:1 and 1:2, and
-    the first block is in both; in each slab dim 1 has the edges 0, 1 and 3 and one block between.
-    """
+    """Whether blocks cover each element of a box once: so does each slab between their edges."""
+    # Example: [0:2, 0:1], [0:1, 1:3] and [1:2, 1:3] in (2, 3): dim 0 has the slabs 0:1 and 1:2, and
+    # the first block is in both; in each slab dim 1 has the edges 0, 1 and 3 and one block between.
     if dim == len(shape):
         return len(blocks) == 1
     spans = [(offsets[dim], offsets[dim] + sizes[dim]) for offsets, sizes in blocks]

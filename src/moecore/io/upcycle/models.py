@@ -174,7 +174,7 @@ def upcycle_modules(
     names: MLPNames | None = None,
     **moe_fields: Any,
 ) -> nn.Module:
-    """Replace dense MLPs of any model by MoE layers with the same output, in place.
+    """Replace dense MLPs of any model, which is returned, by MoE layers with the same output.
 
     Each MLP is first run on random tokens and compared with `names` and the activation: a wrong
     activation, a missed matrix or a factor in its forward is an error, not another model. An MLP
@@ -188,9 +188,6 @@ def upcycle_modules(
         names: child modules of an MLP.
         **moe_fields: fields of `MoEConfig` besides dims, experts, top_k and the biases of the
             experts, which are those of the MLP.
-
-    Returns:
-        `model`.
 
     Raises:
         ValueError: when an MLP is not found, has another form than `names` and the activation,
@@ -301,8 +298,7 @@ def _check_same_output(
     """Raise unless the MLP computes what its tensors and the activation give."""
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
-    generator = torch.Generator().manual_seed(0)
-    x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=generator).to(w1)
+    x_TD = torch.randn(PROBE_TOKENS, config.dim, generator=torch.Generator().manual_seed(0)).to(w1)
     x_TD = x_TD * (PROBE_STD / F.linear(x_TD, w1).std().clamp(min=1e-3))
     hidden_TF = activation(F.linear(x_TD, w1, b1), activation_options(config)).to(x_TD.dtype)
     expected_TD = F.linear(hidden_TF, w2_DF, dense.get("b2"))

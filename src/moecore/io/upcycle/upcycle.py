@@ -67,9 +67,6 @@ class UpcycleOptions:
         router_std: std of the router's weights; None = 0.02 where any scores give the dense
             output, else the most that does: see Note [scale].
         seed: of the router's weights, the only random ones.
-
-    Raises:
-        ValueError: when a field or a combination of fields is not possible.
     """
 
     expansion: Count
@@ -98,16 +95,7 @@ class UpcycleOptions:
 
     @classmethod
     def parse(cls, name: str, *, router_std: float | None = None, seed: int = 0) -> UpcycleOptions:
-        """Return the options of a name such as "E8G2T4".
-
-        Args:
-            name: E expansion, G granularity, T top_k.
-            router_std: see the class.
-            seed: see the class.
-
-        Raises:
-            ValueError: for another form, or numbers that are not possible.
-        """
+        """Return the options of a name such as "E8G2T4"; a ValueError for other names."""
         match = NAME.fullmatch(name)
         if match is None:
             raise ValueError(f'upcycling name ({name!r}) must have the form "E8G2T4": write it so')
@@ -126,12 +114,7 @@ class UpcycleOptions:
         return self.expansion * self.granularity
 
     def moe_config(self, *, dim: Count, hidden_dim: Count, **moe_fields: Any) -> MoEConfig:
-        """Return the MoE layer that a dense MLP becomes.
-
-        Args:
-            dim: model dim D.
-            hidden_dim: hidden dim F of the dense MLP.
-            **moe_fields: any other field of `MoEConfig`: scores, activation, balance and so on.
+        """Return the MoE layer that a dense MLP [F, D] becomes, with these other fields.
 
         Raises:
             ValueError: when the layer can not give the dense output.

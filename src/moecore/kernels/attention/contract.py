@@ -37,10 +37,7 @@ from moecore.kernels.common import is_gpu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMask:
-    """Which keys a query sees; `AttentionMask()` is plain causal attention in every row.
-
-    Values of tensors are not checked.
-    """
+    """Which keys a query sees, unchecked; `AttentionMask()` is causal attention in each row."""
 
     causal: bool = True  # no key after the query: note "alignment"
     # so many keys at most, the query's own included (sliding window); None = all. Only with

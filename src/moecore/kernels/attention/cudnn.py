@@ -22,8 +22,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
     T, S = q.shape[1], k.shape[1]
     if mask.causal and T > S:
         return f"queries ({T}) must be at most as many as keys ({S}) for cuDNN, else some see none"
-    lengths = (T, S, S - T if mask.causal else S)
-    if 1 in lengths:
+    if 1 in (T, S, S - T if mask.causal else S):
         return f"queries ({T}) of keys ({S}) must not leave one token: some cuDNNs refuse it"
     dims = (q.shape[-1], v.shape[-1])
     if dims != (192, 128) and not dims[1] <= dims[0] <= 128:

@@ -22,10 +22,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
 
 
 def visible(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tensor | None:
-    """Return bool [T, S], which keys a query sees; None = all. Packed: T, S over all rows.
-
-    Example, causal, window 2, T = 2 queries at the end of S = 4 keys: [0 1 1 0], [0 0 1 1].
-    """
+    """Return bool [T, S], which keys a query sees; None = all. Packed: T, S over all rows."""
+    # Example, causal, window 2, T = 2 queries at the end of S = 4 keys: [0 1 1 0], [0 0 1 1].
     places_T1 = torch.arange(S - T, S, device=device)[:, None]
     places_S = torch.arange(S, device=device)
     seen_TS = None

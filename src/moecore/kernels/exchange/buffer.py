@@ -63,8 +63,7 @@ class ExchangeLayout:
     @property
     def chunk(self) -> int:
         """Tokens per flag."""
-        per_round = cdiv(self.max_tokens, self.rounds * self.num_push)
-        return min(64, max(8, next_power_of_2(per_round)))
+        return min(64, max(8, next_power_of_2(cdiv(self.max_tokens, self.rounds * self.num_push))))
 
     @property
     def num_chunks(self) -> int:

@@ -294,10 +294,8 @@ receive_grads = partial(_launch, _receive_grads_kernel, True)
 
 
 def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
-    """Return the clones' rows, [c, ...], of [e, ...] of any dtype; zeros where a place is empty.
-
-    No host sync. Every rank must call it at the same place in its order of operations.
-    """
+    """Return the clones' rows, [c, ...], of [e, ...] of any dtype; zeros where a place is empty."""
+    # No host sync. Every rank must call it at the same place in its order of operations.
     out = rows.new_empty(places.num_clones, *rows.shape[1:])
     rows_eW = _as_words(rows.contiguous())
     out_cW = _as_rows(out).view(rows_eW.dtype)
@@ -308,11 +306,9 @@ def fetch(buffer: CloneBuffer, rows: Tensor, places: Places) -> Tensor:
 
 
 def bring_home_(buffer: CloneBuffer, grads: Tensor, places: Places) -> Tensor:
-    """Add the clones' gradients to those of their experts, in place; return these, [e, ...].
-
-    grads [e + c, ...], contiguous, of `SUM_DTYPES`, are of this rank's experts and then its clones.
-    In fp32, in the order of places; rounded once. Otherwise as `fetch`.
-    """
+    """Add the clones' gradients to those of their experts, in place; return these, [e, ...]."""
+    # grads [e + c, ...], contiguous, of `SUM_DTYPES`, are of this rank's experts and then its
+    # clones. In fp32, in the order of places; rounded once. Otherwise as `fetch`.
     home_eW, clones_cW = _as_rows(grads).split((places.num_local, places.num_clones))
     for piece in pieces(buffer.layout, home_eW, places.num_clones):
         store_grads(buffer, clones_cW, places, piece)

@@ -8,10 +8,8 @@ In the i-th step each rank sends to the i-th rank after it, so that all links ar
 When the slot is free: `TRANSITIONS`. Between a read of it and the next copies there is an operation
 that does not read it. A rank that has ended that operation has seen flags of all ranks, raised
 after their reads. Copies are part of a backward pass, behind that of a combine, an operation: so
-what is captured into a CUDA graph, or replayed, comes before both or after both.
-
-Letters: as in `operations.py`. Copies move (G - 1) * C * D elements out and as many in, at about
-280 GB/s.
+what is captured into a CUDA graph, or replayed, comes before both or after both. Letters: as in
+`operations.py`. Copies move (G - 1) * C * D elements out and as many in, at about 280 GB/s.
 """
 
 from enum import Enum
@@ -47,10 +45,8 @@ TRANSITIONS = {
 
 
 def copy_sums(buffer: SymmetricBuffer, sums_SD: Tensor) -> None:
-    """Copy the sums of all source rows, holes too, to the tokens' ranks. No host sync.
-
-    Rows are contiguous, of `row_bytes`, and must live until the `reduce`.
-    """
+    """Copy the sums of all source rows, holes too, to the tokens' ranks. No host sync."""
+    # Rows are contiguous, of `row_bytes`, and must live until the `reduce`.
     G = buffer.layout.num_ranks
     bytes_G = sums_SD.view(torch.uint8).view(G, -1)
     for i in range(1, G + 1):  # every rank begins with another peer

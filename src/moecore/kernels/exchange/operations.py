@@ -262,11 +262,8 @@ def spread(
 ) -> Tensor:
     """Send rows where `spread_choices` sent their tokens; return a copy for each slot, [R, D].
 
-    No host sync. Rows that no slot names are uninitialised.
-
-    Args:
-        peers_T, places_S: who needs which rows, from `spread_choices`.
-        slots_SN: int32, contiguous, the rows that become copies of each source row, -1 = none.
+    `spread_choices` gave peers_T and places_S. slots_SN, int32, contiguous, has the rows that
+    become copies of each source row, -1 = none; others are uninitialised. No host sync.
     """
     out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     ptrs = Ptrs(as_words(x_TD), peers_T, places_S, slots_SN, as_words(out_RD))
@@ -306,9 +303,7 @@ def reduce(
     copied: bool = False,
     half: Half = "both",
 ) -> tuple[Tensor, Tensor | None]:
-    """Add the rows of each source row, send the sums home, add those in rank order. No host sync.
-
-    Both in fp32; a sum travels in the dtype of the rows.
+    """Add each source row's rows, send sums in their dtype, add those in rank order, in fp32.
 
     Args:
         y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`; those that no slot names are not
@@ -352,8 +347,7 @@ def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tens
     """Return the offsets cut at `num_rows`, and record the most that was wanted."""
     needed = int(offsets_e.max())
     if needed > num_rows:
-        most = max(needed, int(state[NEEDED_WORD]))
-        state[NEEDED_WORD] = report[NEEDED_WORD] = most
+        state[NEEDED_WORD] = report[NEEDED_WORD] = max(needed, int(state[NEEDED_WORD]))
     return offsets_e.clamp(max=num_rows)
 
 
@@ -380,11 +374,9 @@ def _limit_rows_kernel(
 def limit_rows(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:
     """Return the offsets cut at R rows; a larger need is recorded. No host sync.
 
-    Args:
-        offsets_e: int32 running sum of rows per expert.
-        state: int32 [NUM_WORDS] on the device of the offsets; word NEEDED_ROWS becomes the most
-            rows that were ever wanted, when that is more than R.
-        report: the same words in memory that the host sees too.
+    Offsets are an int32 running sum of rows per expert. Word NEEDED_ROWS of the state, int32
+    [NUM_WORDS] on their device, becomes the most rows that were ever wanted, when that is more than
+    R; the report has the same words in memory that the host sees too.
     """
     if not use_kernel(offsets_e):
         return limit_rows_ref(offsets_e, num_rows, state, report)

@@ -83,11 +83,9 @@ def _latest(
     expected,
     SPIN: tl.constexpr,
 ):
-    """Return a rank whose flag is not there yet, -1 when all are.
-
-    One flag per thread, and a maximum over all threads: every warp must see the same number, or
-    the warps would part before a barrier.
-    """
+    """Return a rank whose flag is not there yet, -1 when all are."""
+    # One flag per thread, and a maximum over all threads: every warp must see the same number, or
+    # the warps would part before a barrier.
     if SPIN:
         flags = tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b32 $0, [$1];",

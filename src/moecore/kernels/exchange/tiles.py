@@ -57,10 +57,8 @@ class ExchangeConstants(NamedTuple):
 
 
 def tiles_at_once(layout: ExchangeLayout, columns: Columns) -> int:
-    """Return the tiles that a program loads before it stores the first: 4 with few programs.
-
-    One for odd row sizes, whose masks take the registers.
-    """
+    """Return the tiles that a program loads before it stores the first: 4 with few programs."""
+    # One for odd row sizes, whose masks take the registers.
     bytes_in_flight = layout.num_push * layout.num_warps * TILE_BYTES_PER_WARP
     is_even = columns.count * columns.itemsize % 1024 == 0
     return 4 if bytes_in_flight < ENOUGH_BYTES and is_even else 1
@@ -69,11 +67,9 @@ def tiles_at_once(layout: ExchangeLayout, columns: Columns) -> int:
 def move_tile(
     layout: ExchangeLayout, columns: Columns, most_rows: int, least_rows: int = 1
 ) -> tuple[int, int]:
-    """Return rows and columns of one of the tiles that a program loads at once.
-
-    Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
-    rows of 128.
-    """
+    """Return rows and columns of one of the tiles that a program loads at once."""
+    # Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
+    # rows of 128.
     size = layout.num_warps * TILE_BYTES_PER_WARP
     if tiles_at_once(layout, columns) == 1:
         return _tile(columns, size, most_rows, least_rows)
@@ -87,10 +83,8 @@ def add_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
 
 
 def sum_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
-    """Return pairs and columns of a tile of which four slots are loaded at once, most of them none.
-
-    Example, bf16, 7168 columns: 16 rows of 1024.
-    """
+    """Return pairs and columns of a tile of which four slots, most of them none, load at once."""
+    # Example, bf16, 7168 columns: 16 rows of 1024.
     most = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
     return _tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, most, least_rows=8)
 

@@ -85,14 +85,10 @@ def differentiate(
     sinks: tuple[GradSink | None, GradSink | None] = (None, None),
     sender: GradientSender | None = None,
 ) -> Grads:
-    """Return the gradients of an output.
-
-    Args:
-        saved: rows are needed where FC1 runs again, and for the gradient of w1.
-        dy: contiguous [S, D], or of expert rows [R, D] when unsummed; dx comes back alike.
-        sinks: of w1 and w2: what may take their gradients; those that it takes come back as None.
-        sender: gets dx and dweights before those of w1 and w2 are computed.
-    """
+    """Return the gradients of an output."""
+    # Saved rows are needed where FC1 runs again, and for the gradient of w1. dy is contiguous [S,
+    # D], or of expert rows [R, D] when unsummed; dx comes back alike. Gradients that the sinks of
+    # w1 and w2 take come back as None. `sender` gets dx and dweights before those of w1 and w2.
     gradient = products.dy(dy, unsummed=unsummed)
     h = saved.h
     if h is None:

@@ -44,10 +44,8 @@ class GradSink(Protocol):
     """Takes a weight's gradient past autograd, where a backward allows that."""
 
     def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Let compute(*operands, target) put a gradient at a target: now, or once later.
-
-        Return the gradient where it goes to autograd; None where the sink has taken it, or will.
-        """
+        """Let compute(*operands, target) put a gradient at a target: now, or once later."""
+        # Return the gradient where it goes to autograd; None where the sink has taken it, or will.
 
     def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
         """Let it be computed later where the running backward defers; return whether it does."""

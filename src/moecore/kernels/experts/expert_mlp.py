@@ -8,7 +8,6 @@
     dw2[i] = sum of dy[row_ids[r]]^T a[r]      dw1[i] = sum of dh[r]^T x[row_ids[r]]
 
 The weight is applied before FC2, so FC2's output is not needed: dweight[r] = <da[r], act(h[r])>.
-
 Letters: as in `contract.py`. 18 * R * D * F floating-point operations forward and backward when
 gated. Plain eager code runs one `autograd.Function`; compilers, fake tensors and dispatch modes see
 the custom op of `traced.py`.

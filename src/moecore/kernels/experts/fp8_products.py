@@ -5,9 +5,7 @@
     all four  FP8 rows -> tiles, bytes transposed, where a weight gradient multiplies them
 
 H, dA and what is added per source row are in the dtype of the rows. Rows that travelled as FP8 are
-multiplied as they came.
-
-Letters: as in `contract.py`; t row tiles.
+multiplied as they came. Letters: as in `contract.py`; t row tiles.
 """
 
 from __future__ import annotations
@@ -155,8 +153,7 @@ class BlockwiseProducts(QuantisedProducts):
         return self._wgrad(dh.rows, x, target, self.dtypes[0])
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _OperandBlocks, target: GradTarget) -> Tensor:
-        row_ids_R = None if dy.is_unsummed else self.where[0]
-        dy_tiles = tile_tokens(dy.rows, row_ids_R, self.tiles)
+        dy_tiles = tile_tokens(dy.rows, None if dy.is_unsummed else self.where[0], self.tiles)
         return self._wgrad(dy_tiles, a.rows, target, self.dtypes[1])
 
     def _quantised(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:

@@ -6,9 +6,8 @@
     scaled_products.py   FP8 with a scale per row or per tensor: torch's grouped product, likewise
 
 A set of products is made for one index, one activation and the weights. Formats of what lies
-between two products are its own: what a verb returns goes to its other verbs alone.
-
-Letters: as in `contract.py`.
+between two products are its own: what a verb returns goes to its other verbs alone. Letters: as in
+`contract.py`.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ from moecore.kernels.rows.scaling import Both
 class Products(Protocol):
     """The six products of the two matrices, and the activation between them.
 
-    A class's `supports(spec)` returns why it cannot multiply some experts, in one line; None = it
-    can.
+    A class's `supports(spec)` returns, in one line, why it cannot multiply some experts, or None.
     """
 
     # row_ids_R, slots_SK and the number of used rows, as row movers take them
@@ -126,10 +124,8 @@ def make_products(
     weights: ExpertWeights,
     tiles: RowTiles | None = None,
 ) -> Products:
-    """Return the products of options whose name `choose_products` gave.
-
-    `tiles` are those of earlier products of the same options and index, if they have any.
-    """
+    """Return the products of options whose name `choose_products` gave."""
+    # `tiles` are those of earlier products of the same options and index, if they have any.
     known: dict[str, Any] = {} if tiles is None else {"tiles": tiles}
     if options.recipe is not None:
         of_recipe = OF_SCALING[options.recipe.scaling]

@@ -93,8 +93,7 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return y_SD, or y_RD with a handle, and H: values (empty unless kept), scales or empty."""
     args = _Inputs(*flat)
     products = make_products(_options(args), _index(args), _weights(args))
-    rows = products.as_kept(_rows(args.x_SD, args.x_scales, args.dtype))
-    h, a = products.fc1(rows)
+    h, a = products.fc1(products.as_kept(_rows(args.x_SD, args.x_scales, args.dtype)))
     none = args.x_SD.new_empty(0, dtype=args.dtype)
     kept = products.h_as_kept(h) if args.keep_h else Rows(none)
     y = products.fc2(a)
@@ -109,8 +108,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
     y = empty((S if args.handle_RD is None else R, D))
     if args.keep_hidden == "fp8":
-        scales = empty((R, C // BLOCK), dtype=torch.float32)
-        return y, empty((R, C), dtype=FP8), scales
+        return y, empty((R, C), dtype=FP8), empty((R, C // BLOCK), dtype=torch.float32)
     return y, empty((R, C) if args.keep_h else (0,)), empty((0,), dtype=torch.float32)
 
 
@@ -119,8 +117,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     args = _BackwardInputs(*flat)
     h_scales = args.h_scales if args.h_scales.ndim > 1 else None
     h = _rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
-    rows = _rows(args.x_SD, args.x_scales, args.dtype)
-    saved = Saved(rows, h, _weights(args), _index(args))
+    saved = Saved(_rows(args.x_SD, args.x_scales, args.dtype), h, _weights(args), _index(args))
     products = make_products(_options(args), saved.index, saved.weights)
     wants, dy = Wants(*args.wants), args.dy.contiguous()
     grads = differentiate(products, saved, dy, wants, unsummed=args.unsummed)

@@ -306,9 +306,7 @@ def grouped_gemm_activation(
     offsets_e: Tensor,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return FC1's output and the weighted activation of it, in one pass over the source rows.
-
-    No autograd, no host sync.
+    """Return FC1's output and its weighted activation, in one pass. No autograd, no host sync.
 
     Args:
         x_SD: source rows, bf16 or fp16, contiguous.
@@ -325,8 +323,7 @@ def grouped_gemm_activation(
     if not R or not x_SD.shape[0]:
         return h_RC, a_RF
     c = SMALL if INTERPRET else GATHERED
-    block = (2, c.block_n // 2, c.block_k)
-    w1_desc = descriptor(w1_eCD.view(2 * e, F, D), block)
+    w1_desc = descriptor(w1_eCD.view(2 * e, F, D), (2, c.block_n // 2, c.block_k))
     launch(
         _grouped_gemm_activation_fwd_kernel,
         num_sms(x_SD.device),

@@ -146,10 +146,8 @@ def _store(
     next_column,
     CONST: gl.constexpr,  # Constants
 ):
-    """The first half of h is on its way; each quarter read makes room for the one after the next.
-
-    Those are this tile's second half, then the next tile's first one.
-    """
+    """The first half of h is on its way; each quarter read makes room for that after the next."""
+    # Those are this tile's second half, then the next tile's first one.
     KIND: gl.constexpr = CONST.KIND
     da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -413,8 +411,7 @@ def pingpong_activation_bwd(
     h_desc = gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4))
     rows = (row_ids_R if gathers else tiles.map, tiles.map, weights_R, h_desc)
     args = (dy, dy_desc, w2_desc, *rows, a_RF, dh_RC, parts, R, D, F)
-    kernel = sm90_bf16_grouped_nn_act_bwd_kernel
-    launch(kernel, num_sms(dy.device), *args, CONST=const, num_warps=4)
+    launch(sm90_bf16_grouped_nn_act_bwd_kernel, num_sms(dy.device), *args, CONST=const, num_warps=4)
     ends = (parts, offsets_e, dweights_R, dh_RC, a_RF, offsets_e.shape[0], R, F, parts.shape[0])
     grid = CLEARED_ROWS + cdiv(R, ROWS_PER_SUM)
     launch(_finish_bwd_kernel, grid, *ends, CLEARED=CLEARED_ROWS, BLOCK=ROWS_PER_SUM)

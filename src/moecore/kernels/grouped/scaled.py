@@ -36,12 +36,9 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(offsets_e: Tensor, num_rows: int) -> PaddedRows:
-    """Return where padded rows lie, in plain PyTorch. No host sync.
-
-    Every expert has rows there: torch's product leaves what has none uninitialised.
-
-    Example, experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.
-    """
+    """Return where padded rows lie, in plain PyTorch. No host sync."""
+    # Every expert has rows there: torch's product leaves what has none uninitialised. Example,
+    # experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.
     e = offsets_e.shape[0]
     counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
     padded_e = (counts_e.clamp(min=1) + ALIGNED - 1) // ALIGNED * ALIGNED
@@ -78,11 +75,9 @@ def scaled_weights(w_eNK: Tensor, *, per_row: bool, power_of_two: bool) -> Both:
 def scaled_columns(
     x_RC: Tensor, padded: PaddedRows, *, per_row: bool, power_of_two: bool
 ) -> Blocks:
-    """Return columns in FP8, with a scale per expert and column or one for all. No host sync.
-
-    Rows are in expert order; those past the last one in use must be finite. `per_row` is of the
-    operand: a column of every expert.
-    """
+    """Return columns in FP8, with a scale per expert and column or one for all. No host sync."""
+    # Rows are in expert order; those past the last one in use must be finite. `per_row` is of the
+    # operand: a column of every expert.
     C, e = x_RC.shape[1], padded.offsets_e.shape[0]
     x_RC = x_RC.float()
     amax_RC = magnitude_ref(x_RC)
@@ -113,11 +108,9 @@ def scaled_gemm_ref(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype)
 
 
 def scaled_gemm(a: Blocks, b: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU.
-
-    Rows [R, K] are in expert order, matrices [e, N, K]; K and N are multiples of 16. A GPU gives
-    bf16. Rows past the last expert's hold nothing of meaning.
-    """
+    """Return each expert row times its expert's matrix, [R, N]. No autograd; no sync on a GPU."""
+    # Rows [R, K] are in expert order, matrices [e, N, K]; K and N are multiples of 16. A GPU gives
+    # bf16. Rows past the last expert's hold nothing of meaning.
     if is_reference(b.values):
         return scaled_gemm_ref(a, b, offsets_e, dtype)
     R, b_eKN = a.values.shape[0], b.values.transpose(1, 2)
@@ -137,10 +130,8 @@ def scaled_wgrad_ref(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype
 
 
 def scaled_wgrad(x: Blocks, y: Blocks, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each expert's sum of outer products of x [M, P] and y [N, P], [e, M, N].
-
-    Zero for an expert without rows; a GPU gives bf16. No autograd; no host sync on a GPU.
-    """
+    """Return each expert's sum of outer products of x [M, P] and y [N, P], [e, M, N]."""
+    # Zero for an expert without rows; a GPU gives bf16. No autograd; no host sync on a GPU.
     if is_reference(offsets_e):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)
     scales = (x.scales.flatten(), y.scales.flatten())

@@ -206,9 +206,7 @@ def physical_ids(
 ) -> Tensor:
     """Return where each choice is computed, int32 [T, K]. No host sync.
 
-    Args:
-        ids_TK: int32, expert ids; -1 = dropped, and stays.
-        before_E: int32, how many tokens of each expert are on ranks before this one.
+    ids_TK -1 = dropped, and stays. before_E, int32, has each expert's tokens on ranks before it.
 
     Example, the plan of `plan_clones`, all ten choices on one rank: of expert 0's six tokens the
     first three go to physical expert 0, the others to 5; expert 1 is 1, experts 2 and 3 are 3, 4.

@@ -94,11 +94,9 @@ _add_expert_counts = Op(
 
 
 def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
-    """Add the number of choices of each expert to `counts_BE` in place; one kernel.
+    """Add each expert's number of choices to `counts_BE`, int64, contiguous; one kernel.
 
-    Args:
-        counts_BE: int64 [B, E], contiguous.
-        ids_TK: int32 [T, K], expert ids; -1 = dropped, not counted. T is a multiple of B.
+    ids_TK are int32, -1 = dropped, not counted. T is a multiple of B.
     """
     E = counts_BE.shape[1]
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:

@@ -78,16 +78,12 @@ def _add_entropy_kernel(
 def add_entropy_(
     total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None = None
 ) -> None:
-    """Add the entropy of some tokens and their number, in place. One launch, no host sync.
-
-    A token with a NaN adds 0 to the entropy.
+    """Add some tokens' entropy, of NaN 0, and their number, in place. One launch, no host sync.
 
     Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
 
-    Args:
-        total_2: int64, contiguous: units of 2^-24 nats, and tokens.
-        logits_TE: of the router.
-        padding_mask_T: bool, True = not counted; None = no padding.
+    total_2 is int64, contiguous: units of 2^-24 nats, and tokens. padding_mask_T is True where a
+    token is not counted; None = no padding.
     """
     if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))

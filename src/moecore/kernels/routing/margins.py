@@ -115,16 +115,10 @@ def add_margins_(
     score_function: str,
     padding_mask_T: Tensor | None = None,
 ) -> None:
-    """Add the margins of some tokens to their experts' histograms, in place. No host sync.
+    """Add tokens' margins, NaN in bin 0, to their experts' histograms, in place. No host sync.
 
-    A margin that is NaN counts in bin 0.
-
-    Args:
-        histogram_EX: int64, contiguous.
-        logits_TE: fp32, of the router.
-        bias_E: fp32, the bias with which these tokens chose.
-        score_function: one of `SCORE_FUNCTIONS` whose scores lie in [0, 1].
-        padding_mask_T: bool, True = not counted; None = no padding.
+    The histogram is int64, contiguous; logits and bias_E, with which these tokens chose, are fp32.
+    Scores of the function lie in [0, 1]. padding_mask_T is True = not counted; None = no padding.
     """
     if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
         add_margins_ref(histogram_EX, logits_TE, bias_E, top_k, score_function, padding_mask_T)

@@ -57,11 +57,9 @@ class RouteOptions:
 def route_ref(
     logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return what `route` returns, in plain PyTorch; weights in the dtype of fp32 or fp64 logits.
-
-    Example, E=4, two groups, top_groups=1, K=2: scores [.1 .6 .5 .4] have group sums .7 and .9,
-    so the ids are [2, 3] although expert 1 has the best score.
-    """
+    """Return what `route` returns, in plain PyTorch; weights in the dtype of the logits or fp32."""
+    # Example, E=4, two groups, top_groups=1, K=2: scores [.1 .6 .5 .4] have group sums .7 and .9,
+    # so the ids are [2, 3] although expert 1 has the best score.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     if options.score_order == "post":
         ids_TK = _select(logits_TE.detach(), bias_E, options)

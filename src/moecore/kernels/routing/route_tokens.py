@@ -47,8 +47,7 @@ class _RouteTokens(torch.autograd.Function):
         if dlogits_TE is None:
             return (None,) * 5
         needs = ctx.needs_input_grad[:3]
-        found = products.gradients(needs, ctx.bias_dtype, dlogits_TE, x_TD, weight_ED)
-        return (*found, None, None)
+        return (*products.gradients(needs, ctx.bias_dtype, dlogits_TE, x_TD, weight_ED), None, None)
 
 
 _RouteTokens.__name__ = "moecore::route_tokens"  # in profiles, as the custom ops

@@ -44,10 +44,8 @@ SPLIT_BLOCK = 4096  # elements of one program of _split_kernel
 def router_logits_ref(
     x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the logits [T, E] of a linear layer in `dtype`, inputs of any float dtype.
-
-    Gradients are in `dtype` too, also where backward runs under autocast; forward must not.
-    """
+    """Return the logits [T, E] of a linear layer in `dtype`, inputs of any float dtype."""
+    # Gradients are in `dtype` too, also where backward runs under autocast; forward must not.
     bias_E = None if bias_E is None else bias_E.to(dtype)
     x_TD, weight_ED = x_TD.to(dtype), weight_ED.to(dtype)
     # A compiled backward runs without autocast; forward-mode derivatives have none.
@@ -156,11 +154,9 @@ def _product_kernel(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Add x[m, k] * b[n, k] over k, one [BM, BN] tile, in accumulators of CHUNK terms.
-
-    Forward: m is a token, n an expert, k runs over D. Gradient: m is a column of D, n an expert, k
-    runs over the tokens of one split.
-    """
+    """Add x[m, k] * b[n, k] over k, one [BM, BN] tile, in accumulators of CHUNK terms."""
+    # Forward: m is a token, n an expert, k runs over D. Gradient: m is a column of D, n an expert,
+    # k runs over the tokens of one split.
     tiles_n: tl.constexpr = tl.cdiv(E, BN)
     m = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
     n = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)[None, :]
@@ -224,10 +220,8 @@ def _sum_splits_kernel(
 
 
 def _split(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
-    """Return parts of a matrix in bf16, one matrix: side by side, or below each other.
-
-    Each part is padded with zeros to a multiple of 8 in the stacked dim.
-    """
+    """Return parts of a matrix in bf16, one matrix: side by side, or below each other."""
+    # Each part is padded with zeros to a multiple of 8 in the stacked dim.
     rows, columns = v.shape
     out_rows, out_columns = rows, columns
     if side_by_side:
@@ -264,8 +258,7 @@ def _padded(num_experts: int) -> int:
 @cache
 def _tile(num_experts: int, num_parts: int) -> dict[str, Any]:
     """BN is halved where a second accumulator needs the registers."""
-    most = 128 if num_parts == 1 else 64
-    BN = min(most, max(16, next_power_of_2(num_experts)))
+    BN = min(128 if num_parts == 1 else 64, max(16, next_power_of_2(num_experts)))
     return dict(BM=128, BN=BN, BK=64, CHUNK=CHUNK, WIDEN=INTERPRET, num_warps=8, num_stages=3)
 
 
@@ -336,8 +329,7 @@ def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
     P = 3 if dweight_ED.dtype == torch.float32 else 2
     tile = _tile(E, P)
     tiles = cdiv(D, tile["BM"]) * cdiv(E, tile["BN"])
-    wanted = cdiv(2 * num_sms(x_TD.device), tiles)
-    num_splits = max(1, min(wanted, T // SPLIT_TOKENS))
+    num_splits = max(1, min(cdiv(2 * num_sms(x_TD.device), tiles), T // SPLIT_TOKENS))
     split_size = cdiv(T, num_splits)
     splits = dweight_ED
     if num_splits > 1:
@@ -409,9 +401,8 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     """Return x @ weight.T + bias in fp32, with the error of an fp32 product.
 
     bf16 tokens with a bf16 or fp32 weight run on tensor cores, and no setting of torch changes
-    their precision. Any other dtype, and any CPU tensor, is widened to fp32 and multiplied by
-    torch (on CUDA: by `torch.backends.cuda.matmul.allow_tf32`). No host sync; bit-identical
-    between runs.
+    their precision. Any other dtype, and any CPU tensor, is widened to fp32 and multiplied by torch
+    (on CUDA: by `torch.backends.cuda.matmul.allow_tf32`). No host sync; bit-identical between runs.
 
     Args:
         x_TD: [T, D], any float dtype; copied if not contiguous.

@@ -49,10 +49,8 @@ def row_sums(x):
 
 @triton.jit
 def exp(x):
-    """Return e^x to 2 or 3 ulp, x <= 200: the rounding error of x * log2(e) is carried along.
-
-    exp(-200) is 0 in fp32; the clamp keeps -inf out of the error term, and lets a NaN through.
-    """
+    """Return e^x to 2 or 3 ulp, x <= 200: the rounding error of x * log2(e) is carried along."""
+    # exp(-200) is 0 in fp32; the clamp keeps -inf out of the error term, and lets a NaN through.
     x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)
     y = x * 1.4426950216293335
     error = tl.fma(x, 1.9259629911266175e-08, tl.fma(x, 1.4426950216293335, -y))

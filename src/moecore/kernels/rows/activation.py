@@ -256,10 +256,8 @@ def weighted_activation_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `weighted_activation`, and its output again, in one pass.
 
-    Not differentiable. No host sync; the same bits in every run.
-
-    da_RF is the gradient of the output, not read from num_rows on; the rest is as given to the
-    forward.
+    Not differentiable. No host sync; the same bits in every run. da_RF is the gradient of the
+    output, not read from num_rows on; the rest is as given to the forward.
 
     Returns:
         dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of a weight even when there were

@@ -263,8 +263,7 @@ def _amaxes(
         amax = _amax(x_TD) if amax is None else amax
         return amax, amax
     T, D = x_TD.shape
-    largest = torch.zeros(T + D, device=x_TD.device)
-    row_amax, column_amax = largest.split((T, D))
+    row_amax, column_amax = torch.zeros(T + D, device=x_TD.device).split((T, D))
     _launch_amax(x_TD, row_amax, column_amax, WHOLE=False, ROWS=rows, COLUMNS=columns)
     return row_amax, column_amax
 

@@ -29,11 +29,8 @@ INTERPRETED = tl.constexpr(INTERPRET)
 def block_scale_ref(
     amax: Tensor, power_of_two: bool, largest: float = MAX
 ) -> tuple[Tensor, Tensor]:
-    """Return the scales of blocks, and what their values are multiplied by, in plain PyTorch.
-
-    Both are fp32. Where amax is infinite so is the scale, and the factor is NaN. `largest` is that
-    of the format's values.
-    """
+    """Return the scales of blocks, and what their values are multiplied by, both fp32."""
+    # Where amax is infinite so is the scale, and the factor is NaN. `largest` is the format's.
     scales = amax / torch.full_like(amax, largest)  # a GPU multiplies by the reciprocal of a number
     if power_of_two:
         scales = (scales.view(torch.int32) + 0x007FFFFF & 0x7F800000).view(torch.float32)

@@ -30,15 +30,9 @@ NONE, MISSING = -1, -2  # entries of a table without a page: not needed, and not
 # most that were WANTED; MISSED in all.
 NUM_WORDS = 8
 (
-    LOCK_WORD,
-    HEAD_WORD,
-    FREE_WORD,
-    HOST_HEAD_WORD,
-    HOST_FREE_WORD,
-    WANTED_WORD,
-    MOST_WORD,
-    MISSED_WORD,
-) = range(NUM_WORDS)
+    LOCK_WORD, HEAD_WORD, FREE_WORD, HOST_HEAD_WORD,
+    HOST_FREE_WORD, WANTED_WORD, MOST_WORD, MISSED_WORD,
+) = range(NUM_WORDS)  # fmt: skip
 LOCK, HEAD, FREE, HOST_HEAD, HOST_FREE, WANTED, MOST, MISSED = map(tl.constexpr, range(NUM_WORDS))
 NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
@@ -58,10 +52,8 @@ class PagePool:
     def make(
         cls, num_pages: int, page_bytes: int, device: torch.device, *, num_host_pages: int = 0
     ) -> "PagePool":
-        """Return a pool whose pages are all free. Not inside the capture of a CUDA graph.
-
-        At least one page, of a multiple of 16 bytes; host pages are pinned for a GPU.
-        """
+        """Return a pool whose pages are all free. Not inside the capture of a CUDA graph."""
+        # At least one page, of a multiple of 16 bytes; host pages are pinned for a GPU.
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
         state = torch.zeros(NUM_WORDS, dtype=torch.int32)
         state[FREE_WORD], state[HOST_FREE_WORD] = num_pages, num_host_pages

@@ -74,10 +74,8 @@ def sum_rows_ref(
 
 @cache
 def column_block(num_columns: int, itemsize: int) -> dict[str, int]:
-    """Return the columns of one program, and its warps for one 16-byte access per thread.
-
-    The most columns, up to 2048, that leave at most 1/8 idle.
-    """
+    """Return the columns of one program, and its warps for one 16-byte access per thread."""
+    # The most columns, up to 2048, that leave at most 1/8 idle.
     fits = (n for n in (2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9)
     block = next(fits, min(256, max(16, next_power_of_2(num_columns))))
     return {"BLOCK_D": block, "num_warps": max(2, min(8, block * itemsize // 512))}
@@ -258,9 +256,7 @@ _sum_rows: Op = Op(
 def gather_rows(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
 ) -> Tensor:
-    """Return the source row of each expert row.
-
-    Differentiable in x_SD; the gradient is `sum_rows` of the output's. No host sync.
+    """Return each expert row's source row; the gradient is `sum_rows` of its own. No host sync.
 
     Args:
         x_SD: source rows, any float dtype; copied when not contiguous.
@@ -276,10 +272,8 @@ def gather_rows(
 
 
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
-    """Return what `gather_rows` does, with rows from num_rows on uninitialised.
-
-    For kernels of this package: S > 0, a GPU, 16-bit floats or fp32. No autograd, no host sync.
-    """
+    """Return what `gather_rows` does, with rows from num_rows on uninitialised."""
+    # For kernels of this package: S > 0, a GPU, 16-bit floats or fp32. No autograd, no host sync.
     return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
 
 
@@ -331,10 +325,8 @@ def _copy_used_kernel(
 def copy_used(target_RB: Tensor, source_RB: Tensor, num_rows: Tensor) -> None:
     """Copy the first rows of a matrix; what lies past them in the target stays as it is.
 
-    Args:
-        target_RB, source_RB: uint8, contiguous; on the GPU or in pinned host memory, like the
-            source.
-        num_rows: 0-dim int32 on the GPU; more than R count as R.
+    Both are uint8, contiguous, on the GPU or in pinned host memory. num_rows is 0-dim int32 on the
+    GPU; more than R count as R.
     """
     row_bytes = source_RB.shape[1]
     if not use_kernel(num_rows) or row_bytes % 4:

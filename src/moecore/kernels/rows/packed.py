@@ -34,10 +34,7 @@ PACKED_COLUMNS = 16  # of which D is a multiple
 
 
 def packed_bytes(dim: int) -> int:
-    """Return W, the bytes of a packed row of `dim` columns.
-
-    Example: 2048 columns have 16 scales, which makes 2112 bytes.
-    """
+    """Return W, the bytes of a packed row of `dim` columns; 2048 have 16 scales, so 2112 bytes."""
     return cdiv(dim + 4 * cdiv(dim, SCALED), ROW_BYTES) * ROW_BYTES
 
 
@@ -68,10 +65,8 @@ def unpack_rows(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Ten
 
 @cache
 def _program(dim: int) -> dict[str, int]:
-    """Return the scales of one program, and its warps for 16 columns per thread.
-
-    The most scales, up to 16, that leave at most 1/8 idle.
-    """
+    """Return the scales of one program, and its warps for 16 columns per thread."""
+    # The most scales, up to 16, that leave at most 1/8 idle.
     B = cdiv(dim, SCALED)
     fits = (n for n in (16, 8, 4) if cdiv(B, n) * n * 8 <= B * 9)
     blocks = next(fits, min(4, next_power_of_2(B)))
@@ -131,12 +126,10 @@ def _gather_packed_rows_kernel(
 
 
 def pack_rows(x_SD: Tensor) -> Tensor:
-    """Return rows as FP8 with their scales.
+    """Return rows as FP8 with their scales. No autograd, no host sync.
 
-    Infinity makes its 128 columns NaN, NaN stays what it is. No autograd, no host sync.
-
-    Args:
-        x_SD: bf16, fp16 or fp32, contiguous; D a multiple of `PACKED_COLUMNS`.
+    Infinity makes its 128 columns NaN, NaN stays what it is. x_SD is bf16, fp16 or fp32,
+    contiguous; D is a multiple of `PACKED_COLUMNS`.
 
     Returns:
         uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, then nothing of meaning up to
@@ -160,12 +153,10 @@ def gather_packed_rows(
     slots_SK: Tensor,
     num_rows: Tensor,
 ) -> Tensor:
-    """Return each expert row's wide source row, [R, D]; rows that no slot names are uninitialised.
+    """Return each expert row's wide source row, [R, D]. No autograd, no host sync.
 
-    No autograd, no host sync.
-
-    Values and scales are `packed_views`; holes, which no slot names, may hold anything. The index
-    is as for `gather_rows`.
+    Values and scales are `packed_views`; holes, which no slot names, may hold anything, and give
+    uninitialised rows. The index is as for `gather_rows`.
     """
     (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     if not use_kernel(values_SD):

@@ -72,7 +72,7 @@ class PageLayout:
         widths, has_list = zip(*matrices, strict=True)
         steps = [pool.page_bytes // width for width in widths]
         lengths = [source_rows if listed else expert_rows for listed in has_list]
-        words = [width // _word_bytes(width) for width in widths]
+        words = [width // (1 if width % 4 else 4) for width in widths]
         block_words = tuple(min(MOST_WORDS, next_power_of_2(n)) for n in words)
         block_rows = tuple(
             min(next_power_of_2(step), TILE_WORDS // block)
@@ -99,10 +99,6 @@ class PageLayout:
         num_listed = self.source_rows if any(self.has_list) else 0
         size = self.num_entries + 2 + num_listed
         return torch.full((size,), NONE, dtype=torch.int32, device=self.pool.pages.device)
-
-
-def _word_bytes(width: int) -> int:
-    return 4 if width % 4 == 0 else 1
 
 
 def take_rows_ref(

@@ -168,9 +168,7 @@ def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None =
 def gather_row_blocks(
     rows: Rows, row_ids_R: Tensor | None, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> Blocks:
-    """Return the FP8 source row of each expert row; bytes and scales move as they are.
-
-    No autograd, no host sync.
+    """Return the FP8 source row of each expert row, bit for bit. No autograd, no host sync.
 
     Args:
         rows: with scales; D a multiple of 128, rows maybe strided. Those that no slot names are not
@@ -250,10 +248,7 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
 def quantise_weights(w_eNK: Tensor, *, power_of_two: bool) -> Both:
     """Return matrices as FP8 in both layouts, one scale per 128 x 128 block, in one pass.
 
-    No autograd, no host sync.
-
-    Args:
-        w_eNK: bf16, fp16 or fp32, contiguous; N and K multiples of 128.
+    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. No autograd, no sync.
     """
     e, N, K = w_eNK.shape
     check_columns("N", N)

@@ -186,9 +186,7 @@ def quantised_activation(
     *,
     power_of_two: bool,
 ) -> Blocks:
-    """Return the activated rows times their weight, computed in fp32 and quantised from it.
-
-    No autograd, no host sync.
+    """Return activated rows times their weight, quantised from fp32. No autograd, no host sync.
 
     Args:
         h_RC: FC1's output, bf16, fp16 or fp32, contiguous: [R, 2F] with gate columns first for
@@ -220,12 +218,10 @@ def quantised_activation_bwd(
     *,
     power_of_two: bool,
 ) -> tuple[Blocks, Tensor, Blocks]:
-    """Return dh, dweights and the weighted activation again. The same bits in every run.
+    """Return dh, dweights and the weighted activation again. No autograd, no host sync.
 
-    No autograd, no host sync.
-
-    da_RF, the gradient of the output, is contiguous and in the dtype of h_RC; the rest is as given
-    to the forward.
+    The same bits in every run. da_RF, the gradient of the output, is contiguous and in the dtype of
+    h_RC; the rest is as given to the forward.
 
     Returns:
         dh [R, C], quantised from fp32 values; dweights_R fp32, zero from num_rows on; the forward's

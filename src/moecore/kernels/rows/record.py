@@ -73,10 +73,8 @@ def _widen_rows_kernel(
 def widen_rows(rows: Rows, num_rows: Tensor) -> Tensor:
     """Return rows in their wide dtype. No autograd, no host sync.
 
-    Args:
-        rows: with scales, both contiguous; C a multiple of 128.
-        num_rows: 0-dim int32 on the device, at most R: rows from there on are not read and
-            uninitialised in the result.
+    Rows and scales are contiguous, C a multiple of 128. num_rows is 0-dim int32 on the device, at
+    most R: rows from there on are not read and uninitialised in the result.
     """
     if rows.scales is None or not use_kernel(rows.values):
         return rows.widen()

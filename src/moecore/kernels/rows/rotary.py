@@ -93,8 +93,7 @@ def _turn(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward:
     y = x.new_empty(x.shape)
     half = cos_Td.shape[-1]
     n = w - 2 * half
-    block = next_power_of_2(w)
-    rows = max(1, ELEMENTS // block)
+    rows = max(1, ELEMENTS // next_power_of_2(w))
     if y.numel():
         launch(
             _rotary_kernel,
@@ -110,10 +109,6 @@ def _turn(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward:
     return y
 
 
-def _rotary_backward(ctx, dy):  # type: ignore[no-untyped-def]
-    return _rotary_bwd(dy, *ctx.saved_tensors, *ctx.others), None, None, None
-
-
 _SCHEMA = "(Tensor {}, Tensor cos_Td, Tensor sin_Td, bool neighbours) -> Tensor"
 _rotary_bwd = Op(
     "rotary_bwd",
@@ -126,7 +121,7 @@ _rotary = Op(
     lambda x, cos, sin, neighbours: _turn(x, cos, sin, neighbours, False),
     lambda x, *_: x.new_empty(x.shape),
     save=keep(slice(1, 3), slice(3, 4)),
-    backward=_rotary_backward,
+    backward=lambda ctx, dy: (_rotary_bwd(dy, *ctx.saved_tensors, *ctx.others), None, None, None),
     schema=_SCHEMA.format("x"),
 )
 

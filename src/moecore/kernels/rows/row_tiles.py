@@ -78,10 +78,8 @@ def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
 
 
 def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
-    """Return which rows of which expert each row tile covers, for all products of one index.
-
-    No host sync. `offsets_e` is the running sum of the experts' rows, `num_rows` R.
-    """
+    """Return which rows of which expert each row tile covers, for all products of one index."""
+    # No host sync. `offsets_e` is the running sum of the experts' rows, `num_rows` R.
     if not use_kernel(offsets_e):
         return map_row_tiles_ref(offsets_e, num_rows)
     e = offsets_e.shape[0]

@@ -15,8 +15,7 @@ NUM_WARPS = 8
 
 def scaled_cast_ref(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Return what `scaled_cast` returns, in plain PyTorch."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) * scale).to(dtype)
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) * scale).to(dtype)
 
 
 @triton.jit
@@ -38,9 +37,7 @@ def _scaled_cast_kernel(
 def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Return x * scale in another dtype, contiguous; in fp32, or fp64 for fp64. No gradient.
 
-    Args:
-        x: any float dtype and shape; made contiguous.
-        scale: rounded to fp32 (fp64 for fp64 tensors); a tensor [] is read on its device.
+    The scale is rounded to fp32 (fp64 for fp64 tensors); a tensor [] is read on its device.
     """
     if not use_kernel(x) or torch.float64 in (x.dtype, dtype) or torch.compiler.is_compiling():
         return scaled_cast_ref(x, dtype, scale)

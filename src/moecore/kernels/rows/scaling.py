@@ -168,6 +168,4 @@ def _expanded(scales: Tensor, kind: str, M: int, K: int) -> Tensor:
     """Return the scale of each element, [M, K]."""
     if kind == "block":
         scales = scales.repeat_interleave(BLOCK, 0)[:M]
-    if kind in BY_BLOCKS:
-        return scales.repeat_interleave(BLOCK, 1)
-    return scales.expand(M, K)
+    return scales.repeat_interleave(BLOCK, 1) if kind in BY_BLOCKS else scales.expand(M, K)

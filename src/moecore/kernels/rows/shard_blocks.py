@@ -43,9 +43,9 @@ TRANSPOSE_WARPS = 4
 
 
 class PartOfMatrix(NamedTuple):
-    """Where a rank's part [r, c] lies in the whole matrix [R, C].
+    """A rank's part [r, c] of a matrix [R, C]; rows come in runs.
 
-    Rows come in runs: row i of the part is row (i // run) * period + first_row + i % run.
+    Row i of the part is (i // run) * period + first_row + i % run.
     """
 
     # R and C
@@ -82,16 +82,13 @@ class PartOfMatrix(NamedTuple):
         row = torch.arange(part.numel() // max(self.part_columns, 1), device=part.device)
         if self.run:
             row = row // self.run * self.period + self.first_row + row % self.run
-        column = torch.arange(self.part_columns, device=part.device) + self.first_column
-        return row, column
+        return row, torch.arange(self.part_columns, device=part.device) + self.first_column
 
 
 def as_matrices(gathered: Blocks, shape: torch.Size) -> Both:
-    """Return one matrix of every expert, [e, N, K] of whole blocks; views.
-
-    Gathered values are contiguous, in the parameter's shape: the last dim are the columns. Scales
-    are of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
-    """
+    """Return one matrix of every expert, [e, N, K] of whole blocks; views."""
+    # Gathered values are contiguous, in the parameter's shape: the last dim are the columns. Scales
+    # are of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
     scales_BK = gathered.scales[:, : shape[2] // BLOCK]
     values_eNK, scales_eNK = gathered.values.view(shape), scales_BK.unflatten(0, (shape[0], -1))
     return Both(Blocks(values_eNK, scales_eNK, "block"), None)
@@ -214,14 +211,11 @@ def transpose_values_kernel(
 
 
 def block_amax_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
-    """Write the largest magnitude of a part in each block of the whole. NaN is left out.
+    """Write a part's largest magnitude, but NaN, in each block of the whole. No host sync.
 
-    No autograd, no host sync.
-
-    Args:
-        part: bf16 or fp32, contiguous, of r * c elements; maybe of none.
-        amax: fp32 of `place.scales_shape`, out; 0 where the part has nothing. What fills its rows
-            up to a multiple of 4 is not written.
+    The part is bf16 or fp32, contiguous, of r * c elements, maybe none. amax, fp32 of
+    `place.scales_shape`, is 0 where the part has nothing; what fills its rows up to a multiple of 4
+    is not written.
     """
     if not part.numel():
         amax[:, : cdiv(place.columns, BLOCK)].zero_()
@@ -258,10 +252,8 @@ def quantise_blocks_(
 
 
 def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
-    """Return float8 [e, N, K] as [e, K, N], contiguous, zeros up to a multiple of N (of 4, or 1).
-
-    N and K are multiples of 16. No autograd, no host sync.
-    """
+    """Return float8 [e, N, K] as [e, K, N], contiguous, zeros up to a multiple of N (4, or 1)."""
+    # N and K are multiples of 16. No autograd, no host sync.
     e, N, K = values_eNK.shape
     M = padded(N, multiple)
     bytes_eNK = values_eNK.view(torch.uint8)
@@ -275,10 +267,8 @@ def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
 
 
 def transpose_operand(weight: Blocks, columns: int) -> Blocks:
-    """Return a "block" operand [N, K] as the one [K, N] that is summed over N. No autograd.
-
-    K is padded to a multiple of 128; `columns` is K without padding, as N a multiple of 16.
-    """
+    """Return a "block" operand [N, K] as the one [K, N] that is summed over N. No autograd."""
+    # K is padded to a multiple of 128; `columns` is K without padding, as N a multiple of 16.
     values_KN = transpose_values(weight.values[None], BLOCK)[0, :columns]
     blocks = cdiv(columns, BLOCK), weight.scales.shape[0]
     scales = weight.scales.new_zeros(blocks[0], padded(blocks[1], SCALE_COLUMNS))

@@ -36,10 +36,7 @@ class AllGatherPlan:
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Gives every rank of the group all of its tokens.
-
-    Ranks with fewer tokens than the most pad with rows that no expert reads.
-    """
+    """Gives every rank of the group all tokens, padded with rows that no expert reads."""
 
     waits_on_host = True
 

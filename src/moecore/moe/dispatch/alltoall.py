@@ -68,11 +68,8 @@ class AllToAllDispatcher(Dispatcher):
         return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Bring tokens to their experts' ranks.
-
-        One host sync; 3 collectives. With `routing.pad` no host sync after the first call, and 3
-        collectives with equal splits.
-        """
+        """Bring tokens to their experts' ranks: one host sync, 3 collectives."""
+        # With `routing.pad` no host sync after the first call, and 3 collectives with equal splits.
         p, T, ids_TK = self.placement, x_TD.shape[0], routing.destinations_TK
         if routing.pad:
             self._sizes.check(T, x_TD.device)
@@ -107,8 +104,7 @@ class AllToAllDispatcher(Dispatcher):
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
             T, K = routing.expert_ids_TK.shape
-            source = p.group.size() * p.balanced_tokens(T, K)
-            balanced = BalancedRows(source, p.balanced_rows(T, K))
+            balanced = BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
         return ExpertInput(Rows(rows_SD), index, plan, balanced=balanced)
 
     def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
@@ -136,25 +132,17 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
-    """Return token_ids_M, 0 behind the last token, and slots_TG of an `AllToAllPlan`; no host sync.
-
-    `needs_GT` tells whether rank g needs token t; it has at most `num_sent` true entries.
-
-    Example, three tokens, two ranks, needs [[1, 0, 1], [0, 1, 1]]: token_ids_M [0, 2, 1, 2],
-    slots_TG [[0, -1], [-1, 2], [1, 3]].
-    """
+    """Return token_ids_M, 0 behind the last token, and slots_TG of an `AllToAllPlan`."""
+    # No host sync.
     slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(needs_GT.shape)
     return _order(needs_GT, slots_GT, num_sent, unused=0)
 
 
 def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order of `send_order` with `num_sent` rows for every rank, and the used rows.
-
-    M is G * num_sent, token_ids_M is 0 where unused, and used_M is bool.
-
-    Example, three tokens, two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M
-    [0, 2, 1, 0], slots_TG [[0, -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
-    """
+    """Return the order of `send_order` with `num_sent` rows for every rank, and the used rows."""
+    # M is G * num_sent, token_ids_M is 0 where unused, and used_M is bool. Example, three tokens,
+    # two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M [0, 2, 1, 0], slots_TG [[0,
+    # -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
     G = needs_GT.shape[0]
     starts_G1 = torch.arange(G, device=needs_GT.device)[:, None] * num_sent
     slots_GT = needs_GT.cumsum(1) - 1 + starts_G1
@@ -231,10 +219,9 @@ def _all_to_all(
     *,
     is_ahead: bool = False,
 ) -> list[Any]:
-    """Exchange the first rows of each tensor at one time; return `length` rows for each.
-
-    Returned rows behind the received ones have any value. `is_ahead` is an argument of `exchange`.
-    """
+    """Exchange the first rows of each tensor at one time; return `length` rows for each."""
+    # Returned rows behind the received ones have any value. `is_ahead` is an argument of
+    # `exchange`.
     is_ahead = is_ahead and pairs is not None and pairs.open_pair is not None
     with pairs.ahead() if is_ahead and pairs is not None else nullcontext():
         outs = [None if x is None else x.new_empty((length, *x.shape[1:])) for x in xs]
@@ -273,10 +260,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Sends rows in one collective, packed ids and weights in another; backward returns gradients.
-
-    The two collectives run at one time.
-    """
+    """Sends rows, and packed ids and weights, in two collectives at one time; differentiable."""
 
     @staticmethod
     def forward(

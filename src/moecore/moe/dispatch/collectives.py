@@ -29,10 +29,8 @@ class EqualSizes:
         self._is_first = True
 
     def check(self, num_tokens: int, device: torch.device) -> None:
-        """Compare with the other ranks; one tiny collective, and a host sync the first time only.
-
-        Later differences are asserted on the device, before rows travel.
-        """
+        """Compare with the other ranks; one tiny collective, the first time a host sync."""
+        # Later differences are asserted on the device, before rows travel.
         # At every forward: a rank that met its number before can not know that another did not, and
         # collectives of unequal sizes hang, abort or mix rows up.
         if device.type == "meta":
@@ -58,9 +56,7 @@ class EqualSizes:
 class Attendance:
     """What ranks that exchange tokens must have in common: a number that travels with their counts.
 
-    Attributes:
-        joins: whether this rank skips the layer, and takes part for the others.
-        is_skipped: whether all ranks did so in the last dispatch.
+    `joins`: this rank skips the layer, and takes part for others; `is_skipped`: all ranks did last.
     """
 
     def __init__(self, placement: ExpertPlacement) -> None:
@@ -110,8 +106,7 @@ class _GatherRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = needed(grads, ctx.needs_input_grad[2:])
-        return None, None, *_SumRanks.apply(*ctx.args, *wanted)
+        return None, None, *_SumRanks.apply(*ctx.args, *needed(grads, ctx.needs_input_grad[2:]))
 
 
 class _SumRanks(torch.autograd.Function):
@@ -187,8 +182,7 @@ def _sum_over_ranks(
 def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:
     """Return the sum of the parts of dim 0, added in fp32 and in their order."""
     parts_GC = x_S.unflatten(0, (num_parts, x_S.shape[0] // num_parts))
-    dtype = torch.promote_types(x_S.dtype, torch.float32)
-    return parts_GC.sum(0, dtype=dtype).to(x_S.dtype)
+    return parts_GC.sum(0, dtype=torch.promote_types(x_S.dtype, torch.float32)).to(x_S.dtype)
 
 
 def gather_all(
@@ -199,17 +193,12 @@ def gather_all(
 
 
 def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the C rows of every rank, in rank order: [G * C, ...]. Backward is `sum_ranks`.
-
-    Collective; every rank must bring the same number of rows.
-    """
+    """Return the C rows of every rank, equal on all, in rank order: [G * C, ...]. Collective."""
     return gather_all((x_C,), group)[0]
 
 
 def sum_ranks(y_S: Tensor, group: dist.ProcessGroup, pairs: Pairs | None = None) -> Tensor:
-    """Return the sum over ranks of the g-th C rows to rank g: [S / G, ...]. Backward is a gather.
-
-    Added in fp32 and in rank order. An all-to-all carries as many bytes as a reduce-scatter, which
-    would round after every addition of a 16-bit dtype. Collective; pairs take turns.
-    """
+    """Return the sum over ranks of the g-th C rows to rank g: [S / G, ...]; gathered backward."""
+    # Added in fp32 and in rank order. An all-to-all carries as many bytes as a reduce-scatter,
+    # which would round after every addition of a 16-bit dtype. Collective; pairs take turns.
     return _SumRanks.apply(group, pairs, y_S)[0]

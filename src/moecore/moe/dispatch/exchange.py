@@ -54,11 +54,9 @@ class ExchangeError(RuntimeError):
 
 
 def raise_if_late(buffer: PeerBuffer, group: dist.ProcessGroup, kinds: Sequence[str]) -> None:
-    """Raise an `ExchangeError` for a late rank, if the report has reached the host. No host sync.
-
-    The error stays until `ExchangePool.close` and new buffers, because the operations that the late
-    rank missed are unknown. Until then no operation waits for any rank.
-    """
+    """Raise an `ExchangeError` for a late rank, if the report is on the host. No host sync."""
+    # The error stays until `ExchangePool.close` and new buffers, because the operations that the
+    # late rank missed are unknown. Until then no operation waits for any rank.
     error = int(buffer.report[ERROR_WORD])
     if not error:
         return
@@ -76,9 +74,7 @@ class Exchange:
 
     All ranks of the group run the same operations in the same order. On one rank streams order the
     operations: one stream, or streams that wait for each other. No operation syncs.
-
-    Args:
-        balanced_rows: expert rows of a rank with even loads and C tokens on every rank.
+    `balanced_rows` are those of a rank with even loads and C tokens on every rank.
     """
 
     def __init__(
@@ -125,11 +121,9 @@ class Exchange:
         slots_SN: Tensor,
         choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Add the rows of each source row's slots; return sums over ranks to the tokens' ranks.
-
-        `choices` are the weight gradient of each expert row [R], and slots_SK. Returns the sums
-        [T, D], and with `choices` the gradients of the routing weights [T, K].
-        """
+        """Add the rows of each source row's slots; return sums over ranks to the tokens' ranks."""
+        # `choices` are the weight gradient of each expert row [R], and slots_SK. Returned are the
+        # sums [T, D], and with `choices` the gradients of the routing weights [T, K].
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
         where = (peers_T, places_S, slots_SN)
@@ -144,10 +138,8 @@ class Exchange:
         self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
-        """Start to copy sums to the tokens' ranks, on a stream of copies, by copy engines alone.
-
-        The sums must live until `finish_copies`.
-        """
+        """Start to copy sums, which must live until `finish_copies`, to the tokens' ranks."""
+        # Copy engines alone copy, on a stream of copies.
         self._enter(SlotEvent.COPY)
         with on_stream(self._stream_after(sums_SD)):
             self._copy(sums_SD)
@@ -209,8 +201,7 @@ class MetaExchange(Exchange):
     ) -> kernels.SpreadChoices:
         """Return S source rows."""
         T, K = ids_TK.shape
-        num_experts = num_local * self.layout.num_ranks // etp
-        self._num_sent = balanced_tokens(T, K, num_experts, num_local)
+        self._num_sent = balanced_tokens(T, K, num_local * self.layout.num_ranks // etp, num_local)
         self._operate(SPREAD, x_TD)
         return kernels.SpreadChoices.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
 

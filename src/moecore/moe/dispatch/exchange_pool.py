@@ -39,13 +39,10 @@ FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 class ExchangePool(Holder):
     """The exchanges of a model, which owns their buffers.
 
-    Args:
-        group: the ranks among which tokens travel.
-        ep: number of expert blocks of the group.
-        programs: of one operation, of which half push and half receive; None = one per
-            multiprocessor.
-        is_required: whether tokens that stores can not carry are an error; else all-to-all carries
-            them, and all that is not part of a step which runs again or of a CUDA graph.
+    Tokens travel among the ranks of the group, which has `ep` expert blocks. Of the programs of one
+    operation half push and half receive; None = one per multiprocessor. With `is_required` tokens
+    that stores can not carry are an error; else all-to-all carries them, and all that is not part
+    of a step which runs again or of a CUDA graph.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -97,10 +94,8 @@ class ExchangePool(Holder):
         )
 
     def get(self, x_TD: Tensor, top_k: int) -> Exchange:
-        """Return the exchange for these tokens; made, by all ranks together, at first use.
-
-        What cannot travel, and an earlier operation that failed, raise before anything is sent.
-        """
+        """Return the exchange for these tokens; made, by all ranks together, at first use."""
+        # What cannot travel, and an earlier operation that failed, raise before anything is sent.
         problem = find_row_problem(x_TD)
         if problem is not None:
             raise ValueError(problem)
@@ -263,8 +258,7 @@ class TokenCapacity(Holder):
         if self.watch != "reruns":
             return False
         if self._wanted is None:
-            state = self._pool.entries[0].buffer.state
-            words = torch.zeros_like(state[:1])
+            words = torch.zeros_like(self._pool.entries[0].buffer.state[:1])
             report = torch.zeros(1, dtype=torch.int32, device="cpu")
             self._wanted = Shortage(words, report, even=1.0)
         most = max(num_tokens, self._wanted.num_seen)

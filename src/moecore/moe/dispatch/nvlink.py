@@ -57,10 +57,7 @@ class NVLinkPlan:
 
 
 class NVLinkDispatcher(Dispatcher):
-    """Sends each token once to every rank that owns at least one of its experts, by stores.
-
-    The layers of a model share the pool of exchanges.
-    """
+    """Sends each token once to every rank that owns at least one of its experts, by stores."""
 
     waits_on_host = False  # with row_factor "exact" it waits, but then `_count_rows` refuses graphs
 
@@ -85,11 +82,9 @@ class NVLinkDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Bring tokens to their experts' ranks. No collective; no host sync after the first call.
-
-        With `NVLinkOptions.row_factor` "exact" each call has one host sync. Holes of the source
-        rows are uninitialised; no slot names them.
-        """
+        """Bring tokens to their experts' ranks. No collective; one host sync, at the first call."""
+        # With `NVLinkOptions.row_factor` "exact" each call has one host sync. Holes of the source
+        # rows are uninitialised; no slot names them.
         if self._goes_elsewhere(x_TD, routing):
             return self._elsewhere.dispatch(x_TD, routing)
         # On meta a plan of a step is made, so its capacity is limited.
@@ -122,12 +117,10 @@ class NVLinkDispatcher(Dispatcher):
         )
 
     def _goes_elsewhere(self, x_TD: Tensor, routing: Routing) -> bool:
-        """Whether all-to-all carries these tokens; the same on all ranks.
-
-        With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no step
-        reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or if the
-        forward is part of no step that is rerun and of no CUDA graph.
-        """
+        """Whether all-to-all carries these tokens; the same on all ranks."""
+        # With `ExchangePool.is_required` they go by all-to-all if the capacity is limited and no
+        # step reads shortages. Without it they go by all-to-all if stores cannot carry the rows, or
+        # if the forward is part of no step that is rerun and of no CUDA graph.
         pool, problem = self.exchanges, find_row_problem(x_TD)
         if routing.weights_TK.dtype != torch.float32:
             problem = (
@@ -150,10 +143,8 @@ class NVLinkDispatcher(Dispatcher):
 
     @torch.compiler.disable
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan | AllToAllPlan) -> Tensor:
-        """Return partial sums to the tokens' ranks; add them in fp32. No host sync, no collective.
-
-        y are sums of the source rows [S, D], or expert rows, which are added as they are sent.
-        """
+        """Return partial sums to the tokens' ranks; add them in fp32. No sync, no collective."""
+        # y are sums of the source rows [S, D], or expert rows, which are added as they are sent.
         if isinstance(plan, AllToAllPlan):
             assert isinstance(y, Tensor), "without a handle experts add their rows"
             return self._elsewhere.combine(y, plan)
@@ -243,10 +234,8 @@ class _Sender:
         slots_SK: Tensor,
         num_rows: Tensor,
     ) -> None:
-        """Add the gradients of each source row's expert rows; start copies to the tokens' ranks.
-
-        If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
-        """
+        """Add the gradients of each source row's expert rows; start copies to the tokens' ranks."""
+        # If `Exchange.can_copy` is False, it does nothing, and the dispatch's backward sends all.
         self._sent = None
         if self._exchange.can_copy():
             sums_SD = sum_rows_plain(drows_RD, row_ids_R, slots_SK, num_rows)
@@ -256,10 +245,9 @@ class _Sender:
     def finish(
         self, came: tuple[Tensor | None, Tensor | None], where: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the gradients of tokens and weights, [T, D] and [T, K]; None without copies.
-
-        `came` are the gradients of the expert rows and of their weights that were given to `start`.
-        """
+        """Return the gradients of tokens and weights, [T, D] and [T, K]; None without copies."""
+        # `came` are the gradients of the expert rows and of their weights that were given to
+        # `start`.
         sent, self._sent = self._sent, None
         if sent is None:
             return None
@@ -274,8 +262,7 @@ class _Sender:
         dweights_R = sent.dweights_R
         if dweights_R is None:
             dweights_R = sent.drows_RD.new_zeros(sent.drows_RD.shape[0], dtype=torch.float32)
-        choices = (dweights_R, slots_SK)
-        return self._exchange.finish_copies(sent.sums_SD, peers_T, places_S, choices)
+        return self._exchange.finish_copies(sent.sums_SD, peers_T, places_S, (dweights_R, slots_SK))
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -354,5 +341,4 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         peers_T, places_S, slots_SN = ctx.saved_tensors
-        dy_RD = ctx.exchange.spread(grads[0], peers_T, places_S, slots_SN, ctx.num_rows)
-        return dy_RD, None, None
+        return ctx.exchange.spread(grads[0], peers_T, places_S, slots_SN, ctx.num_rows), None, None

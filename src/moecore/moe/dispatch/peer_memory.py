@@ -24,8 +24,7 @@ def make_buffer(
 ) -> SymmetricBuffer:
     """Return this rank's buffer of an exchange of rows. Collective."""
     peers, how = _connect(layout, group, device, timeout_s)
-    targets = peers if layout.sums_slot else []
-    slots = tuple(layout.sums_at(peer, how["rank"]) for peer in targets)
+    slots = tuple(layout.sums_at(peer, how["rank"]) for peer in (peers if layout.sums_slot else []))
     return SymmetricBuffer(layout=layout, sums_slots=slots, **how)
 
 
@@ -64,10 +63,7 @@ def _connect(
 
 
 def find_known_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return what of `find_problem` one rank knows by itself. No communication.
-
-    Where meta stands for a GPU, the others of the group are taken to be on its host.
-    """
+    """Return what of `find_problem` one rank knows; on meta, peers count as on one host."""
     is_planned = meta_is_gpu()
     if device_type != "cuda" and not is_planned:
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
@@ -79,10 +75,8 @@ def find_known_problem(num_ranks: int, device_type: str) -> str | None:
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return why tokens of this group can not travel by stores into peers' memory; None = they can.
-
-    "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
-    """
+    """Return why tokens of this group cannot travel by stores to peers' memory; None = they can."""
+    # "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
     known = find_known_problem(group.size(), device_type)
     if known is not None or meta_is_gpu():
         return known

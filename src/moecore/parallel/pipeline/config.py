@@ -39,12 +39,7 @@ class PipelineConfig:
         return self.schedule in DEFERRING
 
     def stages(self, pp: int, num_layers: int, num_mtp_layers: int = 0) -> PipelineLayout:
-        """Return the stages of a model.
-
-        Args:
-            pp: ranks.
-            num_layers: of the model.
-            num_mtp_layers: likewise.
+        """Return the stages of a model over pp ranks.
 
         Raises:
             ValueError: when the layout is not one of this model.

@@ -83,9 +83,7 @@ class PipelineLayout:
     def picture(self, pp: Few, rank_of: Sequence[int] | None = None) -> str:
         """Return a table, a row per pp rank and a column per chunk, with the indices of layers.
 
-        Args:
-            pp: pipeline ranks.
-            rank_of: the rank of each stage, as `Schedule.rank_of`; None = stage s on rank s % pp.
+        `rank_of` has the rank of each stage, as `Schedule.rank_of`; None = stage s on rank s % pp.
 
         Raises:
             ValueError: when pp does not divide the number of stages.
@@ -127,12 +125,7 @@ class LayoutCosts:
 
 
 def parse_layout(text: str, *, num_layers: Few, num_mtp_layers: FewOrNone = 0) -> PipelineLayout:
-    """Return the stages of a layout string.
-
-    Args:
-        text: as "Et*3|(tt|)*29m|L"; spaces mean nothing.
-        num_layers: transformer layers of the model.
-        num_mtp_layers: multi-token prediction modules of the model.
+    """Return the stages of a layout string, as "Et*3|(tt|)*29m|L"; spaces mean nothing.
 
     Raises:
         ValueError: of one line, when the string cannot be read, or is not the model's.
@@ -154,8 +147,7 @@ def parse_layout(text: str, *, num_layers: Few, num_mtp_layers: FewOrNone = 0) -
         modules = f"num_mtp_layers ({num_mtp_layers})"
         problem = f"have one m per MTP module, found {found['m']} for {modules}"
     if problem:
-        num_stages = letters.count("|") + 1
-        even = _even(num_layers, num_mtp_layers, num_stages)
+        even = _even(num_layers, num_mtp_layers, letters.count("|") + 1)
         raise ValueError(f"layout ({shown(text)}) must {problem}: use {even!r}")
     return _of_letters(letters.split("|"))
 
@@ -163,10 +155,8 @@ def parse_layout(text: str, *, num_layers: Few, num_mtp_layers: FewOrNone = 0) -
 def even_layout(
     num_layers: Few, *, num_stages: Few, num_mtp_layers: FewOrNone = 0
 ) -> PipelineLayout:
-    """Return as many layers per stage, one more in the first ones where they do not divide.
-
-    The embedding is with the first stage; MTP modules, head and loss are with the last.
-    """
+    """Return as many layers per stage, one more in the first ones where they do not divide."""
+    # The embedding is with the first stage; MTP modules, head and loss are with the last.
     check_arguments(even_layout, locals())
     return parse_layout(
         _even(num_layers, num_mtp_layers, num_stages),
@@ -176,21 +166,16 @@ def even_layout(
 
 
 def balanced_layout(costs: LayoutCosts, *, num_stages: Few) -> PipelineLayout:
-    """Return the layout whose slowest stage costs least.
+    """Return the layout of pp times chunks stages whose slowest stage costs least.
 
     Of several, it has the fewest parts in the last stage, and then stages of like cost (the least
-    sum of squares).
-
-    Args:
-        costs: of each part of the model.
-        num_stages: pp times chunks.
+    sum of squares). Costs are those of each part of the model.
     """
     check_arguments(balanced_layout, locals())
     letters = "E" + "t" * len(costs.layers) + "m" * len(costs.mtp) + "L"
     sums = [0.0, *accumulate([costs.embedding, *costs.layers, *costs.mtp, costs.loss])]
     most = _least_most(sums, num_stages) * (1 + 1e-9)  # sums of equal costs differ in the last bit
-    borders = _borders(sums, num_stages, most)
-    return _of_letters([letters[i:j] for i, j in pairwise(borders)])
+    return _of_letters([letters[i:j] for i, j in pairwise(_borders(sums, num_stages, most))])
 
 
 def _expanded(text: str) -> str:

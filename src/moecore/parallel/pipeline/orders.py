@@ -122,14 +122,11 @@ def _gpipe(shape: Shape) -> Turns:
 
 
 def _interleaved(shape: Shape, *, hop: int, more: int = 0, **options: Any) -> Turns:
-    """Return 1F1B by rounds of at least pp: each rank is `hop` forwards ahead of the next one.
-
-    In the time of a turn a forward moves one rank on and a backward one rank back, so ranks are two
-    turns apart; with one chunk the forward of a turn comes soon enough with one.
-
-    A round must last until its first micro-batch has passed all ranks, so 11 micro-batches on 4
-    ranks are rounds of 6 and 5: shorter ones would wait, longer ones hold more.
-    """
+    """Return 1F1B by rounds of at least pp: each rank is `hop` forwards ahead of the next one."""
+    # In the time of a turn a forward moves one rank on and a backward one rank back, so ranks are
+    # two turns apart; with one chunk the forward of a turn comes soon enough with one. A round must
+    # last until its first micro-batch has passed all ranks, so 11 micro-batches on 4 ranks are
+    # rounds of 6 and 5: shorter ones would wait, longer ones hold more.
     rounds = max(1, shape.num_micro_batches // shape.pp)
     size, longer = divmod(shape.num_micro_batches, rounds)
     sizes = [size + (i < longer) for i in range(rounds)]

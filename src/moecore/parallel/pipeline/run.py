@@ -160,7 +160,7 @@ class _ScheduleRun:
             "F": self._forward,
             "B": self._backward,
             "D": self._backward_of_inputs,
-            "W": self._backward_of_weights,
+            "W": lambda action: self._later.pop((action.stage, action.micro_batch)).run(),
         }
 
     def all(self, items: Sequence[Item]) -> None:
@@ -253,9 +253,6 @@ class _ScheduleRun:
         later = self._later[action.stage, action.micro_batch] = WeightGradients()
         with self._engine.deferring(later):
             return self._backward(action)
-
-    def _backward_of_weights(self, action: Action) -> None:
-        self._later.pop((action.stage, action.micro_batch)).run()
 
     def _shape_of(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         """Return the shape of a stage's input; an empty stage has the input of the next stage."""

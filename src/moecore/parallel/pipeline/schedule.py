@@ -35,8 +35,7 @@ class Schedule:
             return [Action("F", stage - 1, micro_batch)] if stage else []
         if kind == "W":
             return [Action("D", stage, micro_batch)]
-        last = stage == self.num_stages - 1
-        after = [] if last else [Action("D", stage + 1, micro_batch)]
+        after = [] if stage == self.num_stages - 1 else [Action("D", stage + 1, micro_batch)]
         return [Action("F", stage, micro_batch), *after]
 
     def in_time(self) -> Iterator[tuple[int, Item]]:
@@ -136,12 +135,6 @@ def make_schedule(
     | zero-bubble | 1 | s | 1F1B with weight gradients that wait (ZB-H1) |
     | zbv | 2 | min(s, 2 pp - 1 - s) | zero bubble, stages in a V |
     | dualpipe-v | 2 | min(s, 2 pp - 1 - s) | zbv whose turns are `Overlap`s (DualPipeV) |
-
-    Args:
-        name: of the schedule.
-        pp: pipeline ranks.
-        chunks: stages per rank.
-        num_micro_batches: of a step, any number.
 
     Raises:
         ValueError: of one line, when the schedule does not take so many chunks.

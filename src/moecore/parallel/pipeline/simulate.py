@@ -78,10 +78,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     itself alone. So the pair takes the longest of: the computation of both, the exchange of both,
     and either action alone. Its two results leave at its end.
 
-    Args:
-        schedule: of `make_schedule`.
-        costs: of each of its stages.
-
     Raises:
         ValueError: when the costs are of another number of stages.
     """
@@ -110,8 +106,7 @@ def spans_of(
         before = spans[rank][-1].end if spans[rank] else 0.0
         actions = actions_of(item)
         arrivals = (done[i] for action in actions for i in schedule.inputs_of(action))
-        arrived = (end + transfer * (source != rank) for source, end in arrivals)
-        start = max(before, *arrived, 0.0)
+        start = max(before, *(end + transfer * (source != rank) for source, end in arrivals), 0.0)
         end = start + duration(item)
         spans[rank].append(Span(start, end, item))
         for action in actions:

@@ -72,13 +72,9 @@ class StagedModel(Protocol):
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run the forward of one stage.
 
-        Args:
-            hidden: this rank's tokens, as the stage before returned them; None with the embedding.
-            inputs: arguments of the model's forward by name, the same in every stage. Stages that
-                compute a loss read the labels.
-
-        Returns:
-            Hidden states for the next stage; with the head the loss, or the logits without labels.
+        `hidden` has this rank's tokens, as the stage before returned them, None with the embedding;
+        `inputs` are arguments of the model's forward by name, the same in every stage. It returns
+        hidden states for the next stage; with the head the loss, or the logits without labels.
         """
 
 
@@ -122,8 +118,7 @@ def num_parts(model: StagedModel) -> tuple[int, int]:
 
 def loss_of(output: Any) -> Tensor:
     """Return the loss in what a model's forward returns: itself, or transformers' `.loss`."""
-    loss = output if isinstance(output, Tensor) else output.loss
-    return cast(Tensor, loss)
+    return cast(Tensor, output if isinstance(output, Tensor) else output.loss)
 
 
 def runs_norm(stage: Stage, num_mtp: int) -> bool:

@@ -24,13 +24,11 @@ OWN = (Router, Experts, SharedExpert, Latent)  # modules of moecore that fill th
 
 
 def act_as_modules(model: nn.Module) -> None:
-    """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and its parts.
-
-    A copy has this rank's shards as parameters of its own, and no units: it can be averaged, saved,
-    exported and loaded from, and its forward raises. `AveragedModel` needs no more. A state dict
-    may hold whole tensors, of which each rank takes its part. `pickle` and `torch.save` of modules
-    raise.
-    """
+    """Make `copy.deepcopy` and `load_state_dict` work on a parallelized model and its parts."""
+    # A copy has this rank's shards as parameters of its own, and no units: it can be averaged,
+    # saved, exported and loaded from, and its forward raises. `AveragedModel` needs no more. A
+    # state dict may hold whole tensors, of which each rank takes its part. `pickle` and
+    # `torch.save` raise.
     for module in model.modules():  # of each one: wrappers have attributes of what they wrap
         vars(module)["__deepcopy__"] = partial(_copy, module)
         vars(module)["__reduce_ex__"] = partial(_reduced, module)

@@ -97,7 +97,7 @@ class GradientNorm:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
-    """Scale all gradients so that their global L2 norm is at most `max_norm`. One host sync.
+    """Scale gradients to a global L2 norm of `max_norm` at most; return it before. A host sync.
 
     A nan or inf anywhere sets all gradients to None on every rank, so that an optimizer changes
     nothing, and a warning names the parameters.
@@ -105,9 +105,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
     Args:
         model: parallelized or plain; the same on every rank.
         max_norm: > 0; None or `math.inf` only measures.
-
-    Returns:
-        The norm before clipping, the same on every rank.
 
     Raises:
         ValueError: when `max_norm` is not positive, or a parameter was added after
@@ -121,14 +118,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm | None) -> GradientNorm:
 def unscale_and_clip_(
     model: nn.Module, max_norm: float, loss_scale: Tensor | None, *, is_wrong: Tensor | None = None
 ) -> GradientNorm:
-    """Do what `clip_grad_norm_` does, with gradients that are first divided by the loss scale.
-
-    Args:
-        loss_scale: fp32 scalar on the device; None = 1. With one an overflow is part of training,
-            so no warning names the parameters: `GradientNorm.non_finite` does.
-        is_wrong: bool on the device: whether this rank's gradients are none; None = they are right.
-            Where any are none the norm is nan on every rank.
-    """
+    """Do what `clip_grad_norm_` does, with gradients that are first divided by the loss scale."""
+    # The scale is an fp32 scalar on the device; None = 1. With one an overflow is part of training,
+    # so no warning names the parameters: `GradientNorm.non_finite` does. `is_wrong`, a bool on the
+    # device, is whether this rank's gradients are none: where any are none the norm is nan on every
+    # rank.
     refuse_added(model)
     owner, stages = find_stages(model)
     params = _trained(owner)

@@ -30,11 +30,9 @@ REPLACED = "_moecore_replaced"  # attribute of a parameter that has left a model
 
 
 def refuse_added(model: nn.Module) -> None:
-    """Raise for trainable parameters whose gradients stay those of one rank.
-
-    Not where something else reduces them: FSDP2, DistributedDataParallel, or a hook of their own
-    (`register_post_accumulate_grad_hook`). A model without parallelized parts is not searched.
-    """
+    """Raise for trainable parameters whose gradients stay those of one rank."""
+    # Not where something else reduces them: FSDP2, DistributedDataParallel, or a hook of their own
+    # (`register_post_accumulate_grad_hook`). A model without parallelized parts is not searched.
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     plain = [

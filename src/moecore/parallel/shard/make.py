@@ -57,8 +57,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     cut_model(twin, twins, request.meshes)
     found = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in found.items() if linear.recipe}
-    recipes = gathered_recipes(twin, twins, linears, request)
-    maker = _Maker(twin, twins, request, recipes, fp32)
+    maker = _Maker(twin, twins, request, gathered_recipes(twin, twins, linears, request), fp32)
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
         model=type(model).__name__,
@@ -275,12 +274,11 @@ def check_parameters(name_of: Mapping[nn.Parameter, str]) -> None:
 
 
 def expert_dim(experts: Experts, param: nn.Parameter, meshes: Meshes) -> int:
-    """Return the dim over which data ranks cut an expert parameter.
-
-    Whole experts (dim 0) where the local count divides evenly. Otherwise the model dim: with fewer
-    experts than shards, sharding dim 0 would leave ranks empty. A strided w1 takes the model dim
-    too, because DTensor cannot gather two strided dims. Biases are small and shard dim 0.
-    """
+    """Return the dim over which data ranks cut an expert parameter."""
+    # Whole experts (dim 0) where the local count divides evenly. Otherwise the model dim: with
+    # fewer experts than shards, sharding dim 0 would leave ranks empty. A strided w1 takes the
+    # model dim too, because DTensor cannot gather two strided dims. Biases are small and shard dim
+    # 0.
     p, dim = meshes.parallel, experts.model_dim_of(param)
     strided = experts.is_strided and p.etp > 1
     whole_experts = (experts.config.num_experts // p.ep) % p.edp_shard == 0 and not strided

@@ -70,21 +70,15 @@ class ParamPlan:
     @property
     def data_placement(self) -> AxisPlacement | None:
         """The placement that cuts over data ranks; None = each data rank has the whole."""
-        found = (p for p in self.placements if p.axis in DATA_AXES and p.dim is not None)
-        return next(found, None)
+        return next((p for p in self.placements if p.axis in DATA_AXES and p.dim is not None), None)
 
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
-        """Return the shape of a rank's part; by default the first rank's part, which is largest.
-
-        Args:
-            coordinate: coordinate of the rank, from `ShardPlan.coordinate`.
-        """
+        """Return the shape of a part, at `ShardPlan.coordinate`; by default the first rank's."""
         return _local_shape(self.shape, self.placements, coordinate or {})
 
     def computed_shape(self) -> tuple[int, ...]:
         """Return the shape that a rank computes with, all-gathered over data ranks."""
-        inner = [p for p in self.placements if p.axis not in DATA_AXES]
-        return _local_shape(self.shape, inner, {})
+        return _local_shape(self.shape, [p for p in self.placements if p.axis not in DATA_AXES], {})
 
     def num_bytes(self, coordinate: Coordinate | None = None) -> int:
         """Return the bytes of a rank's part, whose shape is `local_shape`."""
@@ -293,15 +287,10 @@ def flat_layouts(
     recipes: Mapping[str, Recipe] | None = None,
     fp32: Set[str] = frozenset(),
 ) -> tuple[FlatLayout, ...]:
-    """Return the layouts of a unit: one for all parameters with equal dtypes and recipe.
-
-    Args:
-        gather_dtype: dtype in which floating parameters are all-gathered; None = the stored dtype.
-        reduce_dtype: dtype in which gradients are summed over ranks.
-        recipes: recipes by name, of the parameters that are all-gathered in FP8.
-        fp32: names of parameters that are all-gathered in their stored dtype in any case, and whose
-            gradients are summed in fp32.
-    """
+    """Return the layouts of a unit: one for all parameters with equal dtypes and recipe."""
+    # gather_dtype None = the stored one. `recipes`, by name, are of parameters gathered in FP8;
+    # those named in `fp32` are gathered as stored in any case, and their gradients are summed in
+    # fp32.
     alike: dict[tuple[str, str, str, Recipe | None], list[ParamPlan]] = {}
     for param in params:
         recipe, gathers = (recipes or {}).get(param.name), param.dtype
@@ -309,8 +298,7 @@ def flat_layouts(
         if recipe is not None:
             gathers = "float8_e4m3fn"
         elif gather_dtype is not None and param.name not in fp32:
-            is_float = getattr(torch, param.dtype).is_floating_point
-            gathers = gather_dtype if is_float else param.dtype
+            gathers = gather_dtype if getattr(torch, param.dtype).is_floating_point else param.dtype
         alike.setdefault((param.dtype, gathers, reduces, recipe), []).append(param)
     return tuple(flat_layout(*how, params, ranks) for how, params in alike.items())
 

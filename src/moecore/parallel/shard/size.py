@@ -48,10 +48,6 @@ class RankBytes:
 def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
     """Return the bytes on one rank; the first rank's parts are the largest.
 
-    Args:
-        plan: of the model.
-        rank: of the world.
-
     Raises:
         ValueError: for a rank that the world does not have.
     """

@@ -65,14 +65,12 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model, in order.
-
-    Blocks are the entries of each outermost ModuleList, ModuleDict or Sequential that contains a
-    MoELayer (a decoder's layers, dense ones included). In a model without MoE layers, entries of
-    every such container are blocks. A MoE layer outside of the containers is a block of its own. An
-    entry that shares a parameter with a module outside of it (an embedding tied to the head) is no
-    block and belongs to the root unit, because two units would train two copies.
-    """
+    """Return the blocks of a model, in order."""
+    # Blocks are the entries of each outermost ModuleList, ModuleDict or Sequential that contains a
+    # MoELayer (a decoder's layers, dense ones included). In a model without MoE layers, entries of
+    # every such container are blocks. A MoE layer outside of the containers is a block of its own.
+    # An entry that shares a parameter with a module outside of it (an embedding tied to the head)
+    # is no block and belongs to the root unit, because two units would train two copies.
     blocks: list[nn.Module] = []
     is_dense = not _layers([model])
 

@@ -67,11 +67,9 @@ class WeightGradients:
         return sum(storages.values())
 
     def run(self) -> None:
-        """Compute what is kept, and reduce its units; nothing where nothing is. Collective.
-
-        All ranks run those of the same micro-batches and stages in the same order, between
-        forwards and backwards, within the micro-batches of the model's `TrainStep`.
-        """
+        """Compute what is kept, and reduce its units; nothing where nothing is. Collective."""
+        # All ranks run those of the same micro-batches and stages in the same order, between
+        # forwards and backwards, within the micro-batches of the model's `TrainStep`.
         self._run()
 
     def drop(self) -> None:

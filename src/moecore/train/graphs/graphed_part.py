@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from moecore.attention.rotary import RotaryTable
+from moecore.attention.sequence import RotaryTable
 from moecore.base.saved import Handle, Kept, is_packing, packing
 from moecore.base.torch_names import (
     autocast_dtype,
@@ -289,8 +289,7 @@ class _GraphReplay(torch.autograd.Function):
         given = [g for g, x in zip(grads, pair.outputs, strict=True) if x.requires_grad]
         foreach_copy_(pair.output_grads, given)
         pair.backward()
-        own = [grad for grad in pair.grads if grad is not None]
-        found = iter(_copies(own))
+        found = iter(_copies([grad for grad in pair.grads if grad is not None]))
         own_grads = iter([None if grad is None else next(found) for grad in pair.grads])
         ctx.turn.has_ended = True
         return None, None, *(next(own_grads) if needs else None for needs in ctx.needs_gradient)
@@ -401,8 +400,7 @@ def _uncached_autocast() -> AbstractContextManager[Any]:
     """Return a context in which autocast caches no casts of weights: later work would read them."""
     if not torch.is_autocast_enabled("cuda"):
         return nullcontext()
-    dtype = torch.get_autocast_dtype("cuda")
-    return torch.autocast("cuda", dtype=dtype, cache_enabled=False)
+    return torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False)
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:

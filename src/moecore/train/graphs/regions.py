@@ -85,8 +85,7 @@ def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
 def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
     router, dispatcher = layer.part("router"), layer.dispatcher
     if isinstance(router, Router):
-        may_run = partial(_is_free, router)
-        _graph(f"{name}.router", router, "forward", [router], memory, may_run)
+        _graph(f"{name}.router", router, "forward", [router], memory, partial(_is_free, router))
     shared = layer.part("shared") if isinstance(layer, MoELayer) else None
     if shared is not None:
         beside = GraphMemory() if layer.shared_stream is not None else memory

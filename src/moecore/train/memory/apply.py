@@ -33,17 +33,11 @@ def apply_memory(
     compiled: Set[nn.Module] = frozenset(),
     stages: Mapping[int, Sequence[nn.Module]] | None = None,
 ) -> Offload | None:
-    """Recompute and offload parts of blocks, in place; return the offload, None for none.
-
-    Args:
-        blocks: modules that are called one after the other, such as a decoder's layers.
-        options: "expert_fc1" of them is the experts' own: see `Experts.set_backend`.
-        device: of the model when it runs.
-        compiled: modules inside of what is compiled already, with `inductor_options`: there the
-            compiler recomputes, and nothing is offloaded.
-        stages: of a pipeline: those of the blocks that are called one after the other, by index;
-            None = all blocks.
-    """
+    """Recompute and offload parts of blocks, in place; return the offload, None for none."""
+    # Blocks are called one after the other. "expert_fc1" of the options is the experts' own: see
+    # `Experts.set_backend`. `compiled` are modules inside of what is compiled already, with
+    # `inductor_options`: there the compiler recomputes, and nothing is offloaded. `stages` of a
+    # pipeline are indices of blocks that are called one after the other; None = all blocks.
     if stages is None and isinstance(options.offload_fraction, tuple):
         raise ValueError(
             f"MemoryOptions.offload_fraction ({shown(options.offload_fraction)}) must be one "

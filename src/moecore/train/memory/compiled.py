@@ -60,8 +60,7 @@ class Marks(CustomGraphPass):
 
     def uuid(self) -> str:
         """Return what Inductor's caches know these marks by."""
-        names = map(sorted, (self.parts, self.products))
-        return f"moecore.train.memory.compiled 1 {list(names)}"
+        return f"moecore.train.memory.compiled 1 {list(map(sorted, (self.parts, self.products)))}"
 
     def _is_dropped(self, node: Node) -> bool:
         modules = {_last(path) for path, _ in node.meta.get("nn_module_stack", {}).values()}

@@ -79,8 +79,7 @@ class HostCopy:
         """Return whether `data` is a tensor's storage, with the tensor's values."""
         if self.data is None or self.is_back:
             return False
-        is_whole = self.size == tensor.untyped_storage().nbytes()
-        return is_whole and self.version == version(tensor)
+        return self.size == tensor.untyped_storage().nbytes() and self.version == version(tensor)
 
     def free(self) -> None:
         """Free the device memory, after `home` has been made to wait for a running copy."""
@@ -134,8 +133,7 @@ class Layer:
             if key in others:
                 group.before.append(others.pop(key))
         # Parts that this layer lacks are copied back after the part whose backward comes first.
-        first_in_backward = next(reversed(self.groups.values()))
-        first_in_backward.before += others.values()
+        next(reversed(self.groups.values())).before += others.values()
 
 
 @dataclass(eq=False, slots=True)

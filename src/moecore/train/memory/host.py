@@ -185,11 +185,9 @@ class HostCopies:
         return {name: self._copies[name] for name in tensors}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name -> host copy of plain tensors, after the current streams' work so far.
-
-        One host sync waits for the copies and the work before them, so the tensors may change as
-        soon as this returns. Other streams go on. The copies are valid until the next `fill`.
-        """
+        """Return name -> host copy of plain tensors, after the current streams' work so far."""
+        # One host sync waits for the copies and the work before them, so the tensors may change as
+        # soon as this returns. Other streams go on. The copies are valid until the next `fill`.
         copies = self.reserve(tensors)
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         streams = {device: self._side_stream(device) for device in devices}
@@ -227,5 +225,4 @@ class HostCopies:
 
 def _slab_with(slabs: Slabs, size: int, left: int) -> Slab:
     """Return a slab with `size` free bytes; a new slab has `left` bytes, up to `SLAB_BYTES`."""
-    found = slabs.fitting(size)
-    return found or slabs.add(power_of_two(max(size, min(left, SLAB_BYTES))))
+    return slabs.fitting(size) or slabs.add(power_of_two(max(size, min(left, SLAB_BYTES))))

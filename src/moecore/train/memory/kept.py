@@ -73,12 +73,9 @@ def kept_bytes(
     Exact for what runs eagerly, up to what attention's kernel saves and how even loads are. A
     compiled region counts as if it were not: its compiler decides.
 
-    Args:
-        model: plain or parallelized, on any device; what it recomputes or offloads now is ignored.
-        blocks, compiled: as `apply_memory` takes them.
-        run: calls a copy of the model on meta. Tensors that it is given may be real.
-        device_type: where the model runs, "cuda" or "cpu".
-        dtype_of: parameter -> dtype in which it is computed with.
+    The model is plain or parallelized, on any device; what it recomputes or offloads now is
+    ignored. `apply_memory` takes the same blocks. `run` calls a copy of the model on meta, maybe
+    with real tensors. `dtype_of` returns the dtype in which a parameter is computed with.
     """
     copies = _copies(model, dtype_of)
     inner = [copies[block] for block in blocks]

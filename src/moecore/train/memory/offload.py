@@ -46,13 +46,11 @@ Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 class Offload(SavedStorages):
     """Offloads saved tensors of a model's blocks to host memory. Gradients keep their bits.
 
-    A deep copy of an `Offload`, or of a model with one, has the same options and no copies.
-
-    Args:
-        device: the model's device; tensors on other devices stay. On meta bytes are only counted.
-        fraction: the most of the bytes of all layers but the last that is offloaded, in the order
-            in which parts end. Copies that compute does not hide make steps slower.
-        max_host_bytes: the limit of pinned memory; storages beyond it stay. None = no limit.
+    A deep copy of an `Offload`, or of a model with one, has the same options and no copies. Tensors
+    on other devices than the model's stay; on meta bytes are only counted. `fraction` is the most
+    of the bytes of all layers but the last that is offloaded, in the order in which parts end:
+    copies that compute does not hide make steps slower. Storages beyond `max_host_bytes` of pinned
+    memory stay; None = no limit.
     """
 
     _rows_alone = False  # True: only matrices whose used rows are counted are offloaded
@@ -84,13 +82,9 @@ class Offload(SavedStorages):
         part_of: Callable[[nn.Module], str | None],
         fraction: Fraction | None = None,
     ) -> None:
-        """Wrap the forward of blocks and of their parts; stages are attached one by one.
-
-        Args:
-            part_of: module -> name of its part, or None. A block with a name of its own also
-                offloads tensors that it saves outside of parts.
-            fraction: the fraction for these blocks; None = `self.fraction`.
-        """
+        """Wrap the forward of blocks and of their parts; stages are attached one by one."""
+        # `part_of` names a module's part, or None. A block that it names also offloads tensors that
+        # it saves outside of parts. A fraction of None is `self.fraction`.
         for index, block in enumerate(blocks):
             for module in block.modules():
                 name = part_of(module)
@@ -106,10 +100,8 @@ class Offload(SavedStorages):
             self._unwrap.pop()()
 
     def close(self) -> None:
-        """Unwrap the forwards that `attach` has wrapped and free host memory. Host sync.
-
-        Call it after the backward of every forward, and after CUDA graphs with copies are freed.
-        """
+        """Unwrap the forwards that `attach` has wrapped and free host memory. Host sync."""
+        # Call it after the backward of every forward, and after CUDA graphs with copies are freed.
         self.detach()
         self._streams.synchronize()
         with self._locked():
@@ -119,12 +111,9 @@ class Offload(SavedStorages):
 
     @contextmanager
     def chunk(self, *, leaves_whole: bool, held: Tensor | None = None) -> Iterator[OffloadChunk]:
-        """Return the context of a forward of blocks whose backward `bring_back` announces.
-
-        Args:
-            leaves_whole: whether the last block is offloaded, too; `free` then frees its memory.
-            held: a tensor that stays, such as an input that the caller holds until backward.
-        """
+        """Return the context of a forward of blocks whose backward `bring_back` announces."""
+        # With `leaves_whole` the last block is offloaded, too; `free` then frees its memory. `held`
+        # stays, such as an input that the caller holds until backward.
         # Forwards and backwards of other stages run between forward and backward of a stage. Only
         # the pipeline has their order, so it announces the backward.
         chunk, is_done = OffloadChunk(leaves_whole), False
@@ -164,12 +153,9 @@ class Offload(SavedStorages):
         rest: nn.Module | None = None,
         fraction: Fraction | None = None,
     ) -> Iterator[None]:
-        """Return the context of the forward of block `index` of `num_layers`.
-
-        Args:
-            rest: the block, if tensors that it saves outside of parts are offloaded too, or None.
-            fraction: that of the forward, read from block 0; None = `self.fraction`.
-        """
+        """Return the context of the forward of block `index` of `num_layers`."""
+        # `rest` is the block, if tensors that it saves outside of parts are offloaded too, or None.
+        # The fraction is read from block 0; None = `self.fraction`.
         # Nothing is offloaded under no_grad, in a recomputed forward and in a compiler. Under the
         # caller's own hooks of saved tensors (activation checkpointing) `packing` does nothing.
         if not torch.is_grad_enabled() or is_recomputing() or torch.compiler.is_compiling():
@@ -197,18 +183,13 @@ class Offload(SavedStorages):
 
     @contextmanager
     def part(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Return the context of a part's forward; outside of a block it does nothing.
-
-        Args:
-            name: the part's name, equal in all layers.
-            module: the part; its weights and buffers are not offloaded.
-        """
+        """Return the context of a part's forward; outside of a block it does nothing."""
+        # Its name is equal in all layers. Weights and buffers of `module` are not offloaded.
         layer = self._layer
         if layer is None or not torch.is_grad_enabled() or is_recomputing():
             yield
             return
-        number = sum(other == name for other, _ in layer.groups)
-        key = (name, number)
+        key = (name, sum(other == name for other, _ in layer.groups))
         if self._streams.current() == layer.stream:
             with self._locked():
                 self._retire(lambda group: group.layer is not layer and group.key == key)

@@ -25,17 +25,9 @@ from moecore.kernels.common import record_launch
 
 META = torch.device("meta")
 ATTRIBUTES = {
-    Tensor.data_ptr,
-    Tensor.detach,
-    Tensor.is_contiguous,
-    Tensor.is_inference,
-    Tensor.is_neg,
-    Tensor.numel,
-    Tensor.storage_offset,
-    Tensor.stride,
-    Tensor.untyped_storage,
-    Tensor.view,
-}
+    Tensor.data_ptr, Tensor.detach, Tensor.is_contiguous, Tensor.is_inference, Tensor.is_neg,
+    Tensor.numel, Tensor.storage_offset, Tensor.stride, Tensor.untyped_storage, Tensor.view,
+}  # fmt: skip
 
 PLAIN_VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size}
 

@@ -367,13 +367,9 @@ def recompute(
     *,
     has_products: bool = True,
 ) -> Any:
-    """Return what a function returns; save its inputs and its products' results alone.
-
-    Args:
-        function: of tensors and others, in any nesting; random numbers are torch's.
-        has_products: False where the function has none, and draws from no generator of its own;
-            this saves host time.
-    """
+    """Return what a function returns; save its inputs and its products' results alone."""
+    # It takes tensors and others, in any nesting; random numbers are torch's. has_products is False
+    # for one without any, and without a generator of its own; this saves host time.
     kwargs = dict(kwargs or {})
     if is_in_region() or not _here.is_sharing or not is_packing():
         return function(*args, **kwargs)

@@ -196,8 +196,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
-        device = tensors.weights[0].device
-        grad_scale, found_inf = signals_of(self, device)
+        grad_scale, found_inf = signals_of(self, tensors.weights[0].device)
         steps = list(tensors.steps)
         if found_inf is None:
             foreach_add_(steps, 1)

@@ -79,12 +79,8 @@ class Round:
     def exchange(
         self, like: Tensor, sources: Sequence[Tensor], *, back: bool, group: dist.ProcessGroup
     ) -> Tensor:
-        """Return what comes from all ranks, flat. Collective.
-
-        Args:
-            like: of the dtype and device of what travels; a rank may own nothing.
-            sources: tensors of all parameters, or, on the way back, the matrices of `owned`.
-        """
+        """Return what comes from all ranks, flat, in the dtype and device of `like`. Collective."""
+        # Sources are tensors of all parameters, or, on the way back, the matrices of `owned`.
         out, into = (self.returns, self.results) if back else (self.sends, self.receives)
         pieces = [block.read(sources).reshape(-1) for blocks in out for block in blocks]
         sent = torch.cat(pieces) if pieces else like.new_empty(0)
@@ -274,8 +270,7 @@ def _round(members: list[_Member], owners: Owners, rank: int) -> Round:
             found.owned.append((own.numel(), *shape))
             for holder in range(num_ranks):
                 part = held[holder][number]
-                here = part.batch[owner_of[part.batch] == rank]
-                places = torch.searchsorted(own, here)
+                places = torch.searchsorted(own, part.batch[owner_of[part.batch] == rank])
                 block = _block(place, places, part.of_rows, part.of_columns, number, member.device)
                 if block is not None:
                     found.returns[holder].append(block)
@@ -287,8 +282,7 @@ def _round(members: list[_Member], owners: Owners, rank: int) -> Round:
 def _index(index: Tensor, device: torch.device) -> Index:
     """Return an index as a slice where its steps are equal."""
     first, step = int(index[0]), int(index[1] - index[0]) if index.numel() > 1 else 1
-    regular = torch.arange(index.numel()) * step + first
-    if step > 0 and torch.equal(index, regular):
+    if step > 0 and torch.equal(index, torch.arange(index.numel()) * step + first):
         return slice(first, int(index[-1]) + 1, step)
     return index.to(device)
 

@@ -88,9 +88,7 @@ class MatrixLayout:
     def view(self, local: Tensor) -> Tensor:
         """Return a rank's part of the parameter as [batch, rows, columns]; shares memory."""
         first, *middle, last = local.shape
-        if local.ndim == 2:
-            return local[None]
-        return local.view(first, math.prod(middle), last)
+        return local[None] if local.ndim == 2 else local.view(first, math.prod(middle), last)
 
     def parts(self, param: Tensor, coordinate: Sequence[int] | None = None) -> list[MatrixPart]:
         """Return what a rank of the mesh, None = this one, holds of each part."""
@@ -146,10 +144,9 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MatrixAssignment:
-    """Which parameters Muon steps, as which matrices, and which are left to AdamW; prints as table.
+    """Which parameters Muon steps, as which matrices, and which AdamW; prints as a table.
 
-    Attributes:
-        decisions: name -> parameter, its `MatrixLayout` or None, and the reason.
+    `decisions` are by name: parameter, its `MatrixLayout` or None, and the reason.
     """
 
     decisions: dict[str, Decision]

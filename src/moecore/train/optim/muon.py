@@ -295,14 +295,12 @@ def orthogonalize(
     coefficients: Sequence[float] = COEFFICIENTS,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Return x with its singular values moved to about 1, in its dtype; of zeros, zeros.
-
-    Newton-Schulz turns a matrix U S V^T into about U V^T with matrix products only. Each step is
-    X <- a X + (b A + c A A) X with A = X X^T, a square of the shorter side. The usual coefficients
-    are chosen for the steepest start, so singular values end between 0.7 and 1.2, not at 1. A step
-    takes 2 m^2 (2 l + m) flops, m the shorter side, l the longer. Products add in fp32 and round to
-    the dtype of x; eps is the least norm by which a matrix is divided.
-    """
+    """Return x with its singular values moved to about 1, in its dtype; of zeros, zeros."""
+    # Newton-Schulz turns a matrix U S V^T into about U V^T with matrix products only. Each step is
+    # X <- a X + (b A + c A A) X with A = X X^T, a square of the shorter side. The usual
+    # coefficients are chosen for the steepest start, so singular values end between 0.7 and 1.2,
+    # not at 1. A step takes 2 m^2 (2 l + m) flops, m the shorter side, l the longer. Products add
+    # in fp32 and round to the dtype of x; eps is the least norm by which a matrix is divided.
     a, b, c = coefficients
     is_tall = x_nRC.shape[1] > x_nRC.shape[2]
     x = x_nRC.mT if is_tall else x_nRC

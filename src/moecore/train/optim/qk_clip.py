@@ -200,8 +200,7 @@ class _Watched:
         if module.tp is not None:
             size = module.tp.size
             self.first = num_heads // size * module.tp.rank
-        device = self.queries.weight.device
-        self.max_H = torch.full((num_heads // size,), -torch.inf, device=device)
+        self.max_H = torch.full((num_heads // size,), -torch.inf, device=self.queries.weight.device)
 
     @classmethod
     def of(cls, name: str, module: Attention | LatentAttention) -> _Watched:

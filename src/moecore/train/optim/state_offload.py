@@ -190,9 +190,7 @@ class StateOffload:
         tensors = {name: tensor for name, tensor in movable.items() if name in chosen}
         if not tensors:  # before the first step
             return
-        flat = {
-            name: tensor.as_strided((tensor.numel(),), (1,)) for name, tensor in tensors.items()
-        }
+        flat = {name: t.as_strided((t.numel(),), (1,)) for name, t in tensors.items()}
         gib = sum(tensor.nbytes for tensor in flat.values()) / 2**30
         with of_host_memory(
             f"fraction ({self._fraction}) of the optimizer's state, {gib:.1f} GiB,"

@@ -41,11 +41,7 @@ from moecore.parallel.mesh import Meshes
 
 
 class MoETrainer(Trainer):
-    """torchtitan's trainer with a section `moecore`, whose parallelize_fn sees the whole job.
-
-    Args:
-        config: the job.
-    """
+    """torchtitan's trainer with a section `moecore`, whose parallelize_fn sees the whole job."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
