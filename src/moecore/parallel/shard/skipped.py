@@ -290,7 +290,9 @@ class SkippedModules:
 
     def _resume(self, place: Place) -> Visit | None:
         """Return the visit without gradients whose forward a reentrant checkpoint repeats."""
-        visits = (run.visit for run in reversed(self._active) if run.visit is not None)
+        visits = [run.visit for run in reversed(self._active) if run.visit is not None]
+        if visits and visits[0].place is place:  # its backward has begun: no reentrant checkpoint
+            return None
         outer = next((visit for visit in visits if visit.place is place.around), None)
         ahead = [] if outer is None else outer.children
         for i, visit in reversed(list(enumerate(ahead))):
