@@ -75,7 +75,13 @@ class EmptyRun(NamedTuple):
     is_skipped: bool  # by all ranks
 
 
-Output = tuple[GradientEdge, Tensor, torch.device]  # end, tensor of its shape on meta, device
+class Output(NamedTuple):
+    """The end of the graph of an output, without its values."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Visit:
@@ -143,8 +149,7 @@ class Visit:
         """Keep the end of the graph of an output, without its values."""
         self.needs_grad = True
         if self.place.is_cut and self.outer is not None:
-            end = get_gradient_edge(x), torch.empty_like(x, device="meta"), x.device
-            self.outputs.append(end)
+            self.outputs.append(Output(get_gradient_edge(x), x.shape, x.dtype, x.device))
 
     def drop_graph(self) -> None:
         """Drop what is kept of the graph, whose hooks refer to this visit."""
@@ -425,8 +430,8 @@ class SkippedModules:
         inputs: Sequence[GradientEdge],
     ) -> None:
         """Run a cut place's backward for the tokens of others; experts alone get a gradient."""
-        edges = [edge for edge, _, _ in outputs]
-        zeros = [torch.zeros_like(meta, device=device) for _, meta, device in outputs]
+        edges = [output.edge for output in outputs]
+        zeros = [torch.zeros(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
         experts, dense = list[Tensor](), list[Tensor]()
         for inner in place.walk():
             for unit in inner.units:
