@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from moecore.cli import main
 from moecore.planning import CostTable, plan_memory, plan_time
 from moecore.planning.gpus import GPUS
 from moecore.planning.search import Folding, SearchRequest, refuse
@@ -55,3 +57,15 @@ def test_the_guidelines_are_those_of_the_recipes() -> None:
             global_batch=recipe.rows,
         )
         assert refuse(request, Folding(pp, tp, cp, ep, 1, min(recipe.chunks, 4))) is None
+
+
+def test_what_a_search_finds_for_deepseek_v3_is_faster_than_the_reports_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The first row of `moecore plan --preset deepseek-v3 --gpus 1024`, which takes minutes."""
+    call = "plan --preset deepseek-v3 --gpus 1024 --pp 4 --tp 2 --ep 64 --schedule overlapped"
+    call += " --layout Et*5|(t*4|)*14mL --micro-batches 64 --precision blockwise --json"
+    call += " --fp8-param-gather --dense-strategy optim --recompute gemm_last"
+    assert main([*call.split(), "--offload", "attention", "experts", "mlp"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["tokens_per_second"] >= 1438
