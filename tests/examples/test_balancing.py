@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 80
@@ -22,7 +24,16 @@ def balancing() -> ModuleType:
     return balancing
 
 
-@pytest.mark.usefixtures("no_group_left")
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums of 80 steps, whose order other numbers of threads change, decide what is compared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("no_group_left", "one_thread")
 def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None:
     corpus = balancing.read_corpus([], seq_len=balancing.SHAPE.seq_len).text_N
     early, late = "the same per micro-batch", "bias, quantile"
