@@ -112,6 +112,13 @@ def test_all_levers_need_less_memory_than_none() -> None:
     assert least < 0.5 * whole
 
 
+def test_a_stage_without_weights_in_fp8_gathers_none() -> None:
+    """Of 32 stages the first has no MoE layer, and experts are on one rank each."""
+    rung = rungs_of(LARGE)[-1]
+    assert rung.fsdp.fp8_param_gather
+    assert planned_with(LARGE, Folding(pp=32, tp=4, ep=8), rung).peaks
+
+
 def test_few_rows_are_slow_where_the_host_is_the_wall() -> None:
     model = replace(preset("qwen3-30b-a3b"), num_layers=4)
     request = SearchRequest(model=model, num_gpus=8, gpu="h200-141")

@@ -55,8 +55,7 @@ def _fp8(run: TrainingRun) -> TrainingRun:
 
 
 def _fp8_gather(run: TrainingRun) -> TrainingRun:
-    is_blockwise = run.precision is not None and run.precision.recipe.scaling == "blockwise"
-    if not is_blockwise or run.resolved.edp_shard == 1:  # experts of one rank are not gathered
+    if run.precision is None or run.precision.recipe.scaling != "blockwise":
         return run
     return replace(run, fsdp=replace(run.fsdp, fp8_param_gather=True))
 
