@@ -4,8 +4,9 @@ r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: t
         --batch-size 2 --seq-len 4096 --row-factor 2
 
     transformers    each layer compiled and an FSDP2 unit; experts by transformers' grouped_mm
-    moecore         parallelize_moe(model, meshes, compile_dense=True, ...), experts over all ranks
-    moecore+loss    the same, head and loss by moecore's linear_cross_entropy
+    moecore         parallelize_moe(model, meshes, compile_dense=True, ...), experts over all ranks,
+                    with the model's own head and loss
+    moecore+loss    the same, head and loss in chunks: the default
     ...+graph       the same, forward and backward as one CUDA graph, with `use_causal_attention`;
                     GPUs only
 
@@ -47,10 +48,10 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.options.memory import MemoryOptions
 from moecore.families import use_causal_attention
 from moecore.io import init_hf
 from moecore.models import DecoderConfig, flops_per_token, preset
-from moecore.models.loss import linear_cross_entropy
 from moecore.train import AdamW, GraphedForwardBackward
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -59,28 +60,6 @@ from metrics import Moment
 
 Row = dict[str, Any]
 MAX_NORM = 1.0
-
-
-class WithLoss(nn.Module):
-    """A transformers model that returns its loss.
-
-    Args:
-        hf: the model.
-        chunked: head and loss by `linear_cross_entropy`; False = as the model has them.
-    """
-
-    def __init__(self, hf: nn.Module, *, chunked: bool) -> None:
-        super().__init__()
-        self.hf: Any = hf
-        self.chunked = chunked
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return the mean loss of predicting each token from those before it."""
-        if not self.chunked:
-            return self.hf(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
-        x_BTD = self.hf.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        x_ND, labels_N = x_BTD[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()
-        return linear_cross_entropy(x_ND, self.hf.get_output_embeddings().weight, labels_N)
 
 
 def main() -> int:
@@ -161,11 +140,11 @@ def qwen3_config(args: argparse.Namespace) -> Any:
     )
 
 
-def build_plain(args: argparse.Namespace, config: Any, meshes: Meshes) -> WithLoss:
+def build_plain(args: argparse.Namespace, config: Any, meshes: Meshes) -> Any:
     """Return the model as transformers has it, each layer compiled and an FSDP2 unit."""
-    model = WithLoss(on_meta(config), chunked=False)
+    model = on_meta(config)
     policy = MixedPrecisionPolicy(compute_dtype(meshes), torch.float32)
-    for layer in model.hf.base_model.layers:
+    for layer in model.base_model.layers:
         layer.compile(dynamic=False)
         fully_shard(layer, mesh=meshes.dense_fsdp, mp_policy=policy)
     fully_shard(model, mesh=meshes.dense_fsdp, mp_policy=policy)
@@ -179,16 +158,17 @@ def build_parallel(
     *,
     chunked: bool,
     causal: bool = False,
-) -> WithLoss:
+) -> Any:
     """Return the model after parallelize_moe."""
-    model = WithLoss(on_meta(config), chunked=chunked)
+    model = on_meta(config)
     if causal:
-        use_causal_attention(model.hf)
+        use_causal_attention(model)
     parallelize_moe(
         model,
         meshes,
         nvlink=NVLinkOptions(row_factor=args.row_factor),  # the GPUs of a host take it
         compile_dense=True,
+        memory=MemoryOptions(fused_loss=chunked),
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(meshes),
             dense_strategy="optim",
@@ -198,7 +178,7 @@ def build_parallel(
     return model
 
 
-Build = Callable[[argparse.Namespace, Any, Meshes], WithLoss]
+Build = Callable[[argparse.Namespace, Any, Meshes], Any]
 VARIANTS: dict[str, Build] = {
     "transformers": build_plain,
     "moecore": partial(build_parallel, chunked=False),
@@ -209,7 +189,7 @@ VARIANTS: dict[str, Build] = {
 DEFAULT_VARIANTS = ["transformers", "moecore", "moecore+loss"]
 
 
-def on_meta(config: Any) -> nn.Module:
+def on_meta(config: Any) -> Any:
     """Return the transformers model, fp32."""
     from transformers import AutoModelForCausalLM
 
@@ -239,7 +219,7 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
     device = torch.device(meshes.device_type)
     model = VARIANTS[name](args, qwen3_config(args), meshes)
     model.to_empty(device=device)
-    init_hf(model.hf)
+    init_hf(model)
     model.train()
     plain = name == "transformers"
     own = AdamW if not plain else partial(torch.optim.AdamW, fused=True)
@@ -252,7 +232,7 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
     moments, losses = [], []
     for _ in range(args.warm_up + args.timed):
         shape = (args.batch_size, args.seq_len)
-        tokens_BT = torch.randint(0, model.hf.config.vocab_size, shape, generator=generator)
+        tokens_BT = torch.randint(0, model.config.vocab_size, shape, generator=generator)
         if device.type == "cuda":
             tokens_BT = tokens_BT.pin_memory()
         loss = forward_backward(tokens_BT.to(device, non_blocking=True))
@@ -271,13 +251,13 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
 
 
 def make_forward_backward(
-    name: str, model: WithLoss, step: TrainStep | None
+    name: str, model: nn.Module, step: TrainStep | None
 ) -> Callable[[Tensor], Tensor]:
     """Return what runs forward and backward of a variant: its loss."""
 
     def forward_backward(tokens_BT: Tensor) -> Tensor:
         with step.micro_batch() if step is not None else nullcontext():
-            loss = model(tokens_BT)
+            loss = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
             loss.backward()
         return loss.detach()
 

@@ -39,10 +39,11 @@ from batches import digest_of, packed_examples, split_examples
 from chat import Example, Examples, read_examples
 from data import BatchShape, PackedSteps, StepBatch, to_device
 from hf_model import (
-    WithLoss,
     build_hf,
     export,
+    loss_of,
     num_experts,
+    packs,
     read_config,
     read_tokenizer,
     recompute,
@@ -74,20 +75,21 @@ class FineTuning(Job):
     """A model of a Hugging Face directory on chats.
 
     Attributes:
-        model: a `WithLoss`.
         examples, held_out: of all ranks.
         data: what the examples came from.
+        packs: whether rows may have several documents, which the model keeps apart.
     """
 
     examples: list[Example]
     held_out: list[Example]
     data: Examples
+    packs: bool
 
     saves_memory = "add --recompute, lower --seq-len"
 
     def begin(self) -> None:
         args, begin = self.args, begins(self, "from its weights")
-        data = f"{len(self.examples)} examples" + ("" if self.model.packs else ", not packed")
+        data = f"{len(self.examples)} examples" + ("" if self.packs else ", not packed")
         notes = {
             "held out": len(self.held_out),
             "cut": self.data.num_cut,
@@ -106,7 +108,7 @@ class FineTuning(Job):
         loss = torch.zeros((), device=self.device)
         for parts in micro_batches(self, batch):
             with self.owner.micro_batch():
-                part = self.model(num_labels, *parts)
+                part = loss_of(self.model, num_labels, *parts)
                 self.owner.scale(part).backward()
             loss += part.detach()
         return loss
@@ -119,12 +121,12 @@ class FineTuning(Job):
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         one = torch.ones((), dtype=torch.int64, device=self.device)
         shape = replace(self.shape, grad_accum=1)
-        steps = steps_of(self.held_out, shape, self.model, self.meshes, None)
+        steps = steps_of(self.held_out, shape, self.packs, self.meshes, None)
         self.model.eval()
         for _ in range(len(steps.sampler)):
             batch = steps.next()
             for parts in micro_batches(self, batch):
-                sums[0] += self.model(one, *parts)
+                sums[0] += loss_of(self.model, one, *parts)
             sums[1] += to_device(batch.num_labels, self.device)
         self.model.train()
         dist.all_reduce(sums)
@@ -137,25 +139,24 @@ class FineTuning(Job):
     def finish(self) -> None:
         target = self.args.run_dir / EXPORT
         if self.start < self.args.steps or not target.exists():
-            export(self.model.hf, self.args.model, target)
+            export(self.model, self.args.model, target)
         say(f"{target} is ready for from_pretrained")
 
 
 def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
     """Yield the tensors of each micro-batch, on the device."""
     for parts in zip(*batch.tensors(), strict=True):
-        if not job.model.packs:  # rows end with the longest of their documents
-            tokens_BT, labels_BT, padding_BT, _ = parts
-            T = int((~padding_BT).sum(1).max().clamp(min=1))
-            parts = (tokens_BT[:, :T], labels_BT[:, :T], padding_BT[:, :T])
+        if not job.packs:  # rows end with the longest of their documents
+            T = int((~parts[2]).sum(1).max().clamp(min=1))
+            parts = tuple(part[:, :T].contiguous() for part in parts[:3])
         yield [to_device(part, job.device) for part in parts]
 
 
 def steps_of(
-    examples: list[Example], shape: BatchShape, model: WithLoss, meshes: Meshes, seed: int | None
+    examples: list[Example], shape: BatchShape, packs: bool, meshes: Meshes, seed: int | None
 ) -> PackedSteps:
     """Return what this data rank reads, in the order of a seed or that of the examples."""
-    where = {"data_rank": meshes.data_rank, "packs": model.packs}
+    where = {"data_rank": meshes.data_rank, "packs": packs}
     return packed_examples(examples, shape, seed=seed, **where)
 
 
@@ -168,7 +169,7 @@ def build_job(args: argparse.Namespace) -> FineTuning:
     meshes = build_meshes(parallel_config(args, world_size, num_experts=num_experts(config)))
     shape = batch_shape(args, meshes)
     model = build_model(args, config, meshes)
-    packed = steps_of(examples, shape, model, meshes, args.seed)
+    packed = steps_of(examples, shape, packs(model), meshes, args.seed)
     args.steps = args.max_steps or args.epochs * len(packed.sampler)
     optimizer = AdamW(
         model.parameters(),
@@ -182,7 +183,7 @@ def build_job(args: argparse.Namespace) -> FineTuning:
         model=model,
         optimizers=[optimizer],
         shape=shape,
-        config=model.hf.config.to_dict(),
+        config=model.config.to_dict(),
         facts={
             "--seed": args.seed,
             "--model": args.model.resolve().name,
@@ -193,6 +194,7 @@ def build_job(args: argparse.Namespace) -> FineTuning:
         examples=examples,
         held_out=held_out,
         data=data,
+        packs=packs(model),
     )
 
 
@@ -217,12 +219,12 @@ def read_data(
     return data, examples, held_out
 
 
-def build_model(args: argparse.Namespace, config: object, meshes: Meshes) -> WithLoss:
+def build_model(args: argparse.Namespace, config: object, meshes: Meshes) -> Any:
     """Return this rank's shards of the model, with the weights of the directory."""
     device = torch.device(meshes.device_type)
-    model = WithLoss(build_hf(config, args.model))
+    model = build_hf(config, args.model)
     if args.recompute:
-        recompute(model.hf)
+        recompute(model)
     balance = BalanceConfig(micro_batch_coef=args.aux_loss) if args.aux_loss else None
     parallelize_moe(
         model,
@@ -233,9 +235,7 @@ def build_model(args: argparse.Namespace, config: object, meshes: Meshes) -> Wit
         fsdp=FSDPOptions(param_dtype=compute_dtype(args, device)),
     )
     model.to_empty(device=device)
-    load_hf(args.model, model.hf)
-    model.mask_padding()
-    model.choose_loss(device)
+    load_hf(args.model, model)
     return model
 
 

@@ -1,6 +1,6 @@
-"""A Hugging Face directory in and out: its tokenizer, the model with its loss, what is exported.
+"""A Hugging Face directory in and out: its tokenizer, the model, its loss, what is exported.
 
-Legend: B sequences, T tokens of each, D model dim, V vocabulary.
+Legend: B sequences, T tokens of each.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from batches import IGNORED
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from moecore import MoELayer
-from moecore.families import RoutedExperts, use_causal_attention
+from moecore.families import use_causal_attention
 from moecore.families.transformers.rows import why_whole
 from moecore.io import export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.models.loss import linear_cross_entropy
 
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")  # one of these at least
@@ -35,103 +31,30 @@ COPIED = (
 )
 
 
-class WithLoss(nn.Module):
-    """A transformers model and its loss in one module, as the head is gathered in its forward.
-
-    Padding is not routed: transformers gives MoE blocks no mask, so hooks do.
+def loss_of(
+    hf: nn.Module,
+    num_tokens: Tensor,
+    tokens_BT: Tensor,
+    labels_BT: Tensor,
+    padding_BT: Tensor,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Return the sum of the cross-entropy over labels, divided by a number of tokens.
 
     Args:
-        hf: a causal language model.
-
-    Attributes:
-        packs: whether rows may have several documents, which the model keeps apart.
+        hf: a causal language model after `parallelize_moe`.
+        num_tokens: int64 scalar.
+        tokens_BT: int64.
+        labels_BT: int64, the token that should follow, -100 where none does.
+        padding_BT: bool, True = padding, which is not routed; causal attention needs no mask.
+        cu_seqlens: borders of documents; None = every row is one.
     """
-
-    def __init__(self, hf: nn.Module) -> None:
-        super().__init__()
-        self.hf: Any = hf
-        self.in_chunks = False
-        self.packs = why_whole(hf) is None
-        if self.packs:
-            use_causal_attention(hf)
-        self.padding_BT: Tensor | None = None
-
-    def forward(
-        self,
-        num_tokens: Tensor,
-        tokens_BT: Tensor,
-        labels_BT: Tensor,
-        padding_BT: Tensor,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        """Return the sum of the cross-entropy over labels, divided by a number of tokens.
-
-        Args:
-            num_tokens: int64 scalar.
-            tokens_BT: int64.
-            labels_BT: int64, the token that should follow, -100 where none does.
-            padding_BT: bool, True = padding.
-            cu_seqlens: borders of documents; None = every row is one.
-        """
-        self.padding_BT = padding_BT
-        inputs = {"input_ids": tokens_BT, "use_cache": False}  # causal, so padding needs no mask
-        if self.packs and cu_seqlens is not None:
-            inputs |= {"cu_seqlens": cu_seqlens, "max_seqlen": tokens_BT.shape[1]}
-        labels_N = labels_BT.flatten()
-        if self.in_chunks:
-            x_ND = self.hf.base_model(**inputs).last_hidden_state.flatten(0, 1)
-            weight_VD = self.hf.get_output_embeddings().weight
-            return linear_cross_entropy(x_ND, weight_VD, labels_N, num_tokens=num_tokens)
-        logits_NV = self.hf(**inputs).logits.flatten(0, 1).float()
-        return F.cross_entropy(logits_NV, labels_N, reduction="sum") / num_tokens
-
-    def mask_padding(self) -> None:
-        """Let the MoE layers see the padding of the forward that runs; after `parallelize_moe`."""
-
-        def add_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return args, {**kwargs, "padding_mask": self.padding_BT}
-
-        def drop_choices(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            x_TD, ids_TK, *rest = args
-            return (x_TD, ids_TK.masked_fill(self.padding_BT.view(-1, 1), -1), *rest), kwargs
-
-        for layer in self.modules():
-            if isinstance(layer, MoELayer):
-                layer.register_forward_pre_hook(add_mask, with_kwargs=True)
-            elif isinstance(layer, RoutedExperts):  # behind a router of transformers' own
-                layer.register_forward_pre_hook(drop_choices, with_kwargs=True)
-
-    @torch.no_grad()
-    def choose_loss(self, device: torch.device) -> None:
-        """Compute head and loss in chunks where nothing but one matrix makes the logits.
-
-        Some models scale or cap logits. A forward shows it: the logits are then not what the head
-        returns, or the head does not read what the base model returns. Collective.
-        """
-        seen: dict[str, Any] = {}
-        head = self.hf.get_output_embeddings()
-        if self.hf.base_model is self.hf:  # such as Llama 4's, which has it under another name
-            return
-        hooks = [
-            head.register_forward_hook(lambda m, args, out: seen.update(read=args[0], made=out)),
-            self.hf.base_model.register_forward_hook(
-                lambda m, args, out: seen.update(hidden=out.last_hidden_state)
-            ),
-            self.hf.register_forward_hook(lambda m, args, out: seen.update(logits=out.logits)),
-        ]
-        self.eval()
-        tokens_BT = torch.ones(1, 2, dtype=torch.int64, device=device)
-        labels_BT = torch.full_like(tokens_BT, IGNORED)
-        self(tokens_BT.sum(), tokens_BT, labels_BT, tokens_BT == 0)
-        self.train()
-        for hook in hooks:
-            hook.remove()
-        self.in_chunks = (
-            isinstance(head, nn.Linear)
-            and head.bias is None
-            and seen["logits"].data_ptr() == seen["made"].data_ptr()
-            and seen["read"].data_ptr() == seen["hidden"].data_ptr()
-        )
+    inputs = {"input_ids": tokens_BT, "labels": labels_BT, "shift_labels": labels_BT}
+    inputs |= {"padding_mask": padding_BT, "num_tokens": num_tokens}
+    if cu_seqlens is not None:
+        inputs |= {"cu_seqlens": cu_seqlens, "max_seqlen": tokens_BT.shape[1]}
+    loss: Tensor = hf(**inputs, use_cache=False).loss
+    return loss
 
 
 def read_config(path: Path) -> Any:
@@ -171,11 +94,19 @@ def build_hf(config: Any, path: Path) -> nn.Module:
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise ValueError(
             f"--model ({path}) must be a causal language model of transformers: {_line(error)}"
         ) from None
+    if packs(hf):
+        use_causal_attention(hf)
+    return hf
+
+
+def packs(hf: nn.Module) -> bool:
+    """Return whether a model keeps several documents of a row apart."""
+    return why_whole(hf) is None
 
 
 def recompute(hf: Any) -> None:

@@ -230,6 +230,11 @@ def _shard(model: nn.Module, found: Attached) -> None:
     found.engine = shard_model(model, found.plan, found.request.meshes)
 
 
+def _fuse_loss(model: nn.Module, found: Attached) -> None:
+    if found.request.memory.fused_loss:
+        found.request.family.fuse_loss(model)
+
+
 PHASES: tuple[Callable[[nn.Module, Attached], None], ...] = (
     resolve_dispatcher,  # the plan is whole from here on
     _cut,  # what a rank owns of experts and over tp: layers and units read these shapes
@@ -241,6 +246,7 @@ PHASES: tuple[Callable[[nn.Module, Attached], None], ...] = (
     compile_dense,  # inside of the units' hooks
     save_less,  # around what is compiled
     graph_dense,  # around what saves less
+    _fuse_loss,  # after quantising, which changes heads that it finds
     apply_balance,  # after exchanges and pages, whose shortages it collects
     compare_arguments,  # before all other hooks of a forward
     apply_pipeline,  # last: copies of parameters are compared as they were sharded

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.families import use_causal_attention
 from moecore.packing import PackedBatchSampler
 from tests.examples.test_train import metrics, tensors
 from tests.families.transformers.family_models import tiny_model
@@ -266,11 +267,10 @@ def test_stock_transformers_reload_it_with_equal_logits(
     )["input_ids"]
     job = finetune.build_job(finetune.parse_arguments(arguments(folder, "straight", ONE_RANK)))
     seen: list[torch.Tensor] = []
-    job.model.hf.register_forward_hook(lambda m, args, out: seen.append(out.logits))
-    assert job.model.in_chunks
-    job.model.eval().in_chunks = False  # which would make no logits
+    job.model.register_forward_hook(lambda m, args, out: seen.append(out.logits))
+    job.model.eval()
     with torch.no_grad():
-        job.model(torch.ones((), dtype=torch.int64), ids, ids, ids < 0)
+        finetune.loss_of(job.model, torch.ones((), dtype=torch.int64), ids, ids, ids < 0)
         assert (seen[0] - reloaded(ids).logits).abs().max() < 1e-5 and job.start == STEPS
     _, held_out = examples_of(finetune, folder)
     wanted = metrics(folder / "straight")[-1]["eval_loss"]
@@ -306,29 +306,20 @@ def test_a_tuned_model_answers_its_chats(finetune: ModuleType, tmp_path: Path) -
             assert chat[i + 1]["content"] == messages[i + 1]["content"]
 
 
-@pytest.mark.parametrize(("scaling", "in_chunks"), [(1.0, False), (4.0, False), (None, True)])
-def test_the_loss_is_the_models_own(
-    scaling: float | None, in_chunks: bool, finetune: ModuleType
-) -> None:
-    """Granite divides its logits, so head and loss cannot be computed in chunks there."""
+def test_the_loss_is_the_models_own(finetune: ModuleType) -> None:
+    """Granite divides its logits."""
     sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=16, num_hidden_layers=1)
-    if scaling is None:
-        config = transformers.MixtralConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
-    else:
-        config = transformers.GraniteMoeConfig(
-            num_attention_heads=4, logits_scaling=scaling, **sizes
-        )
+    config = transformers.GraniteMoeConfig(num_attention_heads=4, logits_scaling=4.0, **sizes)
     torch.manual_seed(0)
-    model = finetune.WithLoss(transformers.AutoModelForCausalLM.from_config(config))
-    model.choose_loss(torch.device("cpu"))
-    assert model.in_chunks == in_chunks and model.training
+    model = transformers.AutoModelForCausalLM.from_config(config)
     tokens_BT = torch.randint(0, 61, (2, 9))
     labels_BT = tokens_BT.masked_fill(torch.rand(2, 9) < 0.3, -100)
     count = (labels_BT[:, 1:] != -100).sum()
-    wanted = model.hf(input_ids=tokens_BT, labels=labels_BT).loss
+    wanted = model(input_ids=tokens_BT, labels=labels_BT).loss
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), loss="sum")
     next_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
-    found = model(count, tokens_BT, next_BT, torch.zeros_like(tokens_BT, dtype=torch.bool))
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    given = tokens_BT, next_BT, torch.zeros_like(tokens_BT, dtype=torch.bool)
+    assert finetune.loss_of(model, count, *given).item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "llama4"])
@@ -341,25 +332,26 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
     from chat import Example
     from data import BatchShape
 
-    model = finetune.WithLoss(tiny_model(family))
-    assert model.packs == (family != "llama4")
+    model = tiny_model(family)
+    packs = finetune.packs(model)
+    assert packs == (family != "llama4")
+    if packs:
+        use_causal_attention(model)
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), loss="sum")
-    model.mask_padding()
-    model.choose_loss(torch.device("cpu"))
     examples = [
         Example(torch.randint(52, 61, (n,)).int(), torch.arange(n) % 3 > 0) for n in (10, 6)
     ]
-    job = SimpleNamespace(model=model, device=torch.device("cpu"))
+    job = SimpleNamespace(packs=packs, device=torch.device("cpu"))
 
     def run(groups: list[list[Any]], rows: int, tokens: int) -> Any:
         step, total = TrainStep(model, num_micro_batches=len(groups)), 0.0
         shape = BatchShape(data_ranks=1, grad_accum=1, batch_size=rows, seq_len=tokens)
-        where = {"seed": None, "data_rank": 0, "packs": model.packs}
+        where = {"seed": None, "data_rank": 0, "packs": packs}
         for group in groups:
             batch = packed_examples(group, shape, **where).next()
             for parts in finetune.micro_batches(job, batch):
                 with step.micro_batch():
-                    loss = model(torch.tensor(3), *parts)
+                    loss = finetune.loss_of(model, torch.tensor(3), *parts)
                     loss.backward()
                 total += float(loss.detach())
         grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
@@ -367,7 +359,7 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
         return total, grads, step.finish().metrics.tokens_per_expert
 
     alone = run([[example] for example in examples], 1, 10)
-    padded = run([examples], 1 if model.packs else 2, 18)
+    padded = run([examples], 1 if packs else 2, 18)
     assert padded[0] == pytest.approx(alone[0], rel=1e-5)
     for name, grad in alone[1].items():
         torch.testing.assert_close(padded[1][name], grad, rtol=1e-3, atol=1e-5)

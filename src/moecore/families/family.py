@@ -20,6 +20,7 @@ from moecore.families.transformers.guards import (
     refuse_save_pretrained,
     warn_about_cache,
 )
+from moecore.families.transformers.head import fuse_loss
 from moecore.families.transformers.lora import (
     adapt_experts,
     adapted,
@@ -75,6 +76,10 @@ class Plain(Family):
         return model
 
     @override
+    def fuse_loss(self, model: nn.Module) -> None:
+        pass
+
+    @override
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         refuse_accelerate(model)
 
@@ -122,6 +127,10 @@ class Transformers(Plain):
         needed = ("loss_function", "get_output_embeddings")
         is_causal = all(hasattr(type(model), name) for name in needed)
         return CausalContext(model) if is_causal else model
+
+    @override
+    def fuse_loss(self, model: nn.Module) -> None:
+        fuse_loss(model)
 
     @override
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:

@@ -48,6 +48,9 @@ class Family(Protocol):
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
         """Return whether a forward of these keyword arguments has any token but padding."""
 
+    def fuse_loss(self, model: nn.Module) -> None:
+        """Let a loss that reads logits of all tokens be computed in chunks of them, if one does."""
+
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         """Refuse or warn of calls that a parallelized model, `unwrapped`'s, cannot follow."""
         # `wrapper` is the caller's module. `drops_cache`: whether cached keys and values defeat an

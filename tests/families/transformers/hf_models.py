@@ -151,8 +151,8 @@ def run(model: nn.Module, mask: Tensor | None = None, **kwargs: Any) -> dict[str
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     labels = labels if mask is None else learned(labels, mask)
     out = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False, **kwargs)
-    out.loss.backward()
     found = {"logits": out.logits.detach()[real], "loss": out.loss.detach()}
+    out.loss.backward()
     if getattr(out, "aux_loss", None) is not None:
         found["aux_loss"] = out.aux_loss.detach()
         for i, logits_TE in enumerate(out.router_logits):

@@ -75,6 +75,8 @@ class MemoryOptions:
         stash: rows that routed experts keep (X and H) lie in pages between forward and backward,
             where dispatchers make room for the worst case ("nvlink", a padded capacity); the room
             is shared by all layers. None = each layer keeps it.
+        fused_loss: a transformers model computes head and loss in chunks of tokens when it trains
+            with labels, so their logits never exist; products accumulate in fp32.
 
     Raises:
         ValueError: for unknown parts, one that is there twice, or that "moe" holds, for a choice
@@ -86,6 +88,7 @@ class MemoryOptions:
     offload_fraction: Fractions = 1.0
     offload_host_bytes: NumBytes | None = None
     stash: StashOptions | None = None
+    fused_loss: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
@@ -32,7 +31,6 @@ from moecore.families.family import swap_blocks
 from moecore.integrations.torchtitan.options import moecore_options
 from moecore.integrations.torchtitan.parallelize import Version, parallelize_own_loss
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
-from moecore.models.loss import linear_cross_entropy
 from moecore.moe.forced import force_even_load
 
 LABELS = "labels"  # the keyword under which a model gets them
@@ -135,11 +133,13 @@ class HFModel(nn.Module):
         self, tokens_BT: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
     ) -> Tensor:
         """Return what `OwnDecoder.forward` returns."""
-        x_BTD = self.hf.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        weight_VD = self.hf.get_output_embeddings().weight
+        inputs = {"input_ids": tokens_BT, "use_cache": False}
         if labels is None:
-            return F.linear(x_BTD, weight_VD)
-        return linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, labels.flatten(), num_tokens=1)
+            logits_BTV: Tensor = self.hf(**inputs).logits
+            return logits_BTV
+        inputs |= {"labels": labels, "shift_labels": labels, "num_tokens": 1}
+        loss: Tensor = self.hf(**inputs).loss
+        return loss
 
 
 def _fill(model: nn.Module, hf_weights: str | None, from_seed: Callable[[int], Any]) -> None:

@@ -1,0 +1,211 @@
+"""The head of a causal language model of transformers, whose loss needs no logits of all tokens.
+
+In a training forward with labels the head returns `Logits`: hidden states and the head's weight,
+and no values. `F.cross_entropy`, by which transformers' loss ends, computes the loss of them in
+chunks (`models/loss.py`). All else that is done with them, such as a factor or a cap of a model,
+gets values, so a model computes what it did.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from moecore.base.torch_names import tree_map_only, version
+from moecore.families.transformers.stock import named, outermost
+from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
+
+# What says nothing of values.
+ABOUT = frozenset(
+    [getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")]
+    + [getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "is_cuda", "is_meta")]
+    + [getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__")]
+)
+_NOW = threading.local()
+
+
+@dataclass(eq=False)
+class Source:
+    """What logits are computed of."""
+
+    hidden: Tensor  # [..., D]
+    weight: Tensor  # [V, D], as the forward had it
+    version: int  # of its values
+    has_left: bool = False  # whether the model's forward has ended
+    is_over: bool = False  # whether the loss's backward has begun, after which weights change
+
+    def end(self, _grad: Tensor) -> None:
+        """Drop what is no longer computed of."""
+        self.is_over, self.hidden = True, self.hidden[:0]
+
+
+class Logits(Tensor):
+    """Logits [..., V] that are computed where their values are asked for; see the module's text."""
+
+    source: Source
+
+    @staticmethod
+    def of(source: Source, shape: torch.Size, dtype: torch.dtype) -> Logits:
+        """Return logits of a shape and dtype, whose last dim is V."""
+        device = source.hidden.device
+        found: Any = Tensor._make_wrapper_subclass(Logits, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        found.source = source
+        return found  # type: ignore[no-any-return]
+
+    def computed(self) -> Tensor:
+        """Return the values; inside of the model's forward with their gradient.
+
+        Raises:
+            ValueError: after the forward, where they would have no gradient, or the weight is gone.
+        """
+        source = self.source
+        is_gone = source.is_over or version(source.weight) != source.version
+        if source.has_left and (is_gone or torch.is_grad_enabled()):
+            raise ValueError(
+                "logits of a training forward with labels must be read before backward and under "
+                "torch.no_grad(), because the loss was computed without them: pass "
+                "parallelize_moe(memory=MemoryOptions(fused_loss=False))"
+            )
+        return F.linear(source.hidden, source.weight).to(self.dtype).view(self.shape)
+
+    @override
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Logits(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in WITHOUT_VALUES and (found := WITHOUT_VALUES[func](*args, **kwargs)) is not None:
+            return found
+        if func is Tensor.detach:  # as good as no_grad for who reads them
+            with torch.no_grad():
+                return args[0].computed()
+        values = tree_map_only(Logits, Logits.computed, (args, dict(kwargs)))
+        return func(*values[0], **values[1])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        """Refuse what has passed by `__torch_function__`, where gradients would be lost."""
+        raise NotImplementedError(
+            f"{func} of Logits must be called by torch's functions, which compute their values "
+            "first: pass parallelize_moe(memory=MemoryOptions(fused_loss=False))"
+        )
+
+
+def _float(logits: Logits) -> Logits:
+    return Logits.of(logits.source, logits.shape, torch.float32)
+
+
+def _view(logits: Logits, *shape: Any) -> Logits | None:
+    vocabulary = logits.shape[-1]
+    is_flat = shape == (-1, vocabulary) and logits.dtype == torch.float32
+    flat = torch.Size((logits.numel() // vocabulary, vocabulary))
+    return Logits.of(logits.source, flat, logits.dtype) if is_flat else None
+
+
+def _cross_entropy(
+    logits: Any,
+    labels_N: Tensor,
+    weight: None = None,
+    size_average: None = None,
+    ignore_index: int = IGNORE_INDEX,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """Return the loss of logits [N, V], or None for one that needs their values."""
+    others = (weight, size_average, reduce)
+    is_plain = all(other is None for other in others) and label_smoothing == 0.0
+    is_known = reduction in ("mean", "sum") and ignore_index == IGNORE_INDEX
+    is_logits = isinstance(logits, Logits) and logits.ndim == 2 and not logits.source.has_left
+    if not (is_plain and is_known and is_logits and labels_N.dtype == torch.int64):
+        return None
+    source = logits.source
+    num_tokens = 1 if reduction == "sum" else None
+    hidden_ND = source.hidden.flatten(0, -2)
+    loss = linear_cross_entropy(hidden_ND, source.weight, labels_N, num_tokens=num_tokens)
+    if loss.requires_grad:
+        loss.register_hook(source.end)
+    return loss
+
+
+WITHOUT_VALUES: Mapping[Any, Callable[..., Tensor | None]] = {
+    Tensor.float: _float,
+    Tensor.view: _view,
+    F.cross_entropy: _cross_entropy,
+}
+
+
+class Head(nn.Linear):
+    """A head without bias, which computes no logits in a training forward with labels."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        now = _forwards()
+        is_cut = isinstance(self.weight, DTensor)  # over tensor parallel ranks
+        if not now or now[-1].head is not self or is_cut or torch.compiler.is_compiling():
+            return super().forward(input)
+        source = Source(input, self.weight, version(self.weight))
+        now[-1].sources.append(source)
+        shape = torch.Size((*input.shape[:-1], self.weight.shape[0]))
+        return Logits.of(source, shape, input.dtype)
+
+
+@dataclass(eq=False)
+class Forward:
+    """A forward of a model that runs."""
+
+    model: nn.Module
+    head: nn.Module | None  # which makes no logits; None = every one does
+    sources: list[Source] = field(default_factory=list)
+
+
+def _forwards() -> list[Forward]:
+    """Return the forwards that run in this thread, outermost first."""
+    if not hasattr(_NOW, "forwards"):
+        _NOW.forwards = []
+    found: list[Forward] = _NOW.forwards
+    return found
+
+
+def fuse_loss(model: nn.Module) -> None:
+    """Let the models of transformers in a module train without logits of all tokens."""
+    for outer in outermost(model):
+        head = getattr(outer, "get_output_embeddings", lambda: None)()
+        # A subclass, such as an adapter's, may compute more.
+        if type(head) is nn.Linear and head.bias is None:
+            head.__class__ = Head
+            outer.register_forward_pre_hook(_enter, with_kwargs=True)
+            outer.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    has_labels = named(model, args, kwargs).get("labels") is not None
+    trains = has_labels and model.training and torch.is_grad_enabled()
+    _forwards().append(Forward(model, model.get_output_embeddings() if trains else None))
+
+
+def _leave(model: nn.Module, _args: Any, _output: Any) -> None:
+    now = _forwards()
+    if not now or now[-1].model is not model:
+        return  # another hook has refused the arguments
+    for source in now.pop().sources:
+        source.hidden, source.has_left = source.hidden.detach(), True
