@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
 from typing import Annotated, Any, get_args
 
 import torch
@@ -317,7 +318,7 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def new_garbage() -> Iterator[None]:
     """Return a context in which garbage is collected by call alone, of what is new in it."""
-    is_frozen, is_on = gc.get_freeze_count() > 0, gc.isenabled()
+    is_frozen, is_on = _is_frozen(), gc.isenabled()
     if is_frozen:
         gc.collect()  # of what is newer than that, such as earlier dry runs: none walks it again
     gc.freeze()
@@ -328,3 +329,9 @@ def new_garbage() -> Iterator[None]:
         (gc.enable if is_on else gc.disable)()
         if not is_frozen:
             gc.unfreeze()
+
+
+@cache
+def _is_frozen() -> bool:
+    """Whether the caller has frozen what it has imported; to ask walks all of that."""
+    return gc.get_freeze_count() > 0

@@ -8,6 +8,7 @@ gets values, so a model computes what it did.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -55,10 +56,11 @@ class Logits(Tensor):
     @staticmethod
     def of(source: Source, shape: torch.Size, dtype: torch.dtype) -> Logits:
         """Return logits of a shape and dtype, whose last dim is V."""
-        device = source.hidden.device
-        found: Any = Tensor._make_wrapper_subclass(Logits, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        # What torch's functions do not pass by finds nan everywhere.
+        memory = source.hidden.new_full((), math.nan, dtype=dtype, requires_grad=False)
+        found = memory.expand(shape).as_subclass(Logits)
         found.source = source
-        return found  # type: ignore[no-any-return]
+        return found
 
     def computed(self) -> Tensor:
         """Return the values; inside of the model's forward with their gradient.
@@ -91,7 +93,7 @@ class Logits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in ABOUT:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in WITHOUT_VALUES and (found := WITHOUT_VALUES[func](*args, **kwargs)) is not None:
             return found
@@ -100,14 +102,6 @@ class Logits(Tensor):
                 return args[0].computed()
         values = tree_map_only(Logits, Logits.computed, (args, dict(kwargs)))
         return func(*values[0], **values[1])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        """Refuse what has passed by `__torch_function__`, where gradients would be lost."""
-        raise NotImplementedError(
-            f"{func} of Logits must be called by torch's functions, which compute their values "
-            "first: pass parallelize_moe(memory=MemoryOptions(fused_loss=False))"
-        )
 
 
 def _float(logits: Logits) -> Logits:
@@ -154,7 +148,7 @@ WITHOUT_VALUES: Mapping[Any, Callable[..., Tensor | None]] = {
 }
 
 
-class Head(nn.Linear):
+class HeadWithoutLogits(nn.Linear):
     """A head without bias, which computes no logits in a training forward with labels."""
 
     @override
@@ -192,7 +186,7 @@ def fuse_loss(model: nn.Module) -> None:
         head = getattr(outer, "get_output_embeddings", lambda: None)()
         # A subclass, such as an adapter's, may compute more.
         if type(head) is nn.Linear and head.bias is None:
-            head.__class__ = Head
+            head.__class__ = HeadWithoutLogits
             outer.register_forward_pre_hook(_enter, with_kwargs=True)
             outer.register_forward_hook(_leave, always_call=True)
 
