@@ -159,6 +159,8 @@ def test_unknown_preset_lists_the_names():
         ("qwen3-235b-a22b", 235e9, 22e9, 1e9),
         ("mixtral-8x7b", 46.7e9, 12.9e9, 1e8),
         ("olmoe-1b-7b", 6.9e9, 1.3e9, 1e8),
+        # 15.29e9 and 2.24e9 in the report (arXiv:2502.16982), which leaves out embedding and head.
+        ("moonlight-16b-a3b", 15.96e9, 2.915e9, 1e7),
     ],
 )
 def test_published_sizes(name, total, active, unit):

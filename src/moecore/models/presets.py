@@ -6,7 +6,8 @@ sums over layers and its shares add up to 1: for the same gradient multiply by K
 DeepSeek-V3's losses and rates are those of its paper at the start of pretraining.
 
 Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B,
-mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924 and deepseek-ai/DeepSeek-V3 on Hugging Face;
+mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924, deepseek-ai/DeepSeek-V3 and
+moonshotai/Moonlight-16B-A3B on Hugging Face;
 DeepSeek-V3 (arXiv:2412.19437), section 4.2.
 """
 
@@ -48,13 +49,13 @@ def _softmax(coef: float) -> dict[str, Any]:
     return dict(balance=BalanceConfig(micro_batch_coef=coef))
 
 
-# DeepSeek-V3's router.
+# DeepSeek-V3's router, without its factor.
 _SIGMOID: Mapping[str, Any] = dict(
     score_function="sigmoid",
-    routed_scaling_factor=2.5,
     expert_bias=True,
     balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
 )
+_V3_FACTOR: Any = dict(routed_scaling_factor=2.5)
 
 
 def _qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> DecoderConfig:
@@ -81,7 +82,7 @@ _OLMOE_1B_7B = _decoder(
     max_seq_len=4096,
 )
 
-_V3_CHOICE: Any = dict(normalize_weights=True, num_groups=8, top_groups=4)
+_V3_CHOICE: Any = dict(normalize_weights=True, num_groups=8, top_groups=4, **_V3_FACTOR)
 _DEEPSEEK_V3 = _decoder(
     (129_280, 7168, 61),
     (128, 128, 192),
@@ -99,6 +100,19 @@ _DEEPSEEK_V3 = _decoder(
     mlp_hidden_dim=18_432,
     num_mtp_layers=1,
     mtp_loss_coef=0.3,
+)
+
+_MOONLIGHT_CHOICE: Any = dict(normalize_weights=True, routed_scaling_factor=2.446)
+_MOONLIGHT_16B_A3B = _decoder(
+    (163_840, 2048, 27),
+    (16, 16, 192),
+    _moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_MOONLIGHT_CHOICE, **_SIGMOID),
+    mla=MLAConfig(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    rope_theta=50_000.0,
+    norm_eps=1e-5,
+    max_seq_len=8192,
+    dense_layers=(0,),
+    mlp_hidden_dim=11_264,
 )
 
 # The CPU demo: bytes as tokens, small enough for a step of 4096 tokens in 0.25 s on two cores.
@@ -122,7 +136,7 @@ _TINY_QWEN3 = _decoder(
     **_SHORT,
 )
 
-_TINY_CHOICE: Any = dict(num_groups=4, top_groups=2)
+_TINY_CHOICE: Any = dict(num_groups=4, top_groups=2, **_V3_FACTOR)
 _TINY_SHARED = _decoder(
     (128, 64, 3),
     (4, 4, 16),
@@ -159,6 +173,7 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "mixtral-8x7b": _MIXTRAL_8X7B,
         "olmoe-1b-7b": _OLMOE_1B_7B,
         "deepseek-v3": _DEEPSEEK_V3,
+        "moonlight-16b-a3b": _MOONLIGHT_16B_A3B,
         "tiny": _TINY,
         "tiny-qwen3": _TINY_QWEN3,
         "tiny-shared": _TINY_SHARED,

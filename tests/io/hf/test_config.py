@@ -130,6 +130,30 @@ DEEPSEEK_V3: dict[str, Any] = dict(
     v_head_dim=128,
     vocab_size=129280,
 )
+MOONLIGHT: dict[str, Any] = DEEPSEEK_V3 | dict(
+    aux_loss_alpha=0.001,
+    first_k_dense_replace=1,
+    hidden_size=2048,
+    intermediate_size=11264,
+    max_position_embeddings=8192,
+    moe_intermediate_size=1408,
+    n_group=1,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    num_attention_heads=16,
+    num_experts_per_tok=6,
+    num_hidden_layers=27,
+    num_key_value_heads=16,
+    num_nextn_predict_layers=0,
+    q_lora_rank=None,
+    rms_norm_eps=1e-5,
+    rope_scaling=None,
+    rope_theta=50000.0,
+    routed_scaling_factor=2.446,
+    seq_aux=True,
+    topk_group=1,
+    vocab_size=163840,
+)
 # The config.json of the preset "tiny-deepseek-v3".
 TINY_JSON: dict[str, Any] = DEEPSEEK_V3 | dict(
     vocab_size=128,
@@ -158,6 +182,7 @@ PUBLISHED = {
     "mixtral-8x7b": MIXTRAL_8X7B,
     "olmoe-1b-7b": OLMOE_1B_7B,
     "deepseek-v3": DEEPSEEK_V3,
+    "moonlight-16b-a3b": MOONLIGHT,
 }
 
 

@@ -10,6 +10,6 @@ ScheduleName = Literal[
 ]
 GpuName = Literal["a100-80", "h100-80", "h200-141", "b200-180"]
 PresetName = Literal[
-    "qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "olmoe-1b-7b", "deepseek-v3", "tiny",
-    "tiny-qwen3", "tiny-shared", "tiny-deepseek-v3",
+    "qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "olmoe-1b-7b", "deepseek-v3",
+    "moonlight-16b-a3b", "tiny", "tiny-qwen3", "tiny-shared", "tiny-deepseek-v3",
 ]  # fmt: skip
