@@ -43,7 +43,7 @@ class AllGatherDispatcher(Dispatcher):
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
         self._sizes = EqualSizes(placement.group)
-        self.attendance = Attendance(placement)
+        self.attendance = Attendance(placement.group, placement.layer)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Gather all tokens; 4 collectives. One host sync, with `routing.pad` in the first call."""

@@ -53,6 +53,79 @@ class SendOrder(NamedTuple):
     counts_G3: Tensor  # int64, for each rank the number of tokens, of their choices there, a note
 
 
+class ReceivedRows(NamedTuple):
+    """The source rows that came, their K physical ids and weights, and how to send sums home."""
+
+    rows_SD: Tensor  # differentiable, as the weights are
+    ids_SK: Tensor
+    weights_SK: Tensor
+    plan: AllToAllPlan
+
+
+class TokenExchange:
+    """Sends each token once to every rank of a group that needs it, and brings sums home."""
+
+    def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str]) -> None:
+        self.group = group
+        self.attendance = Attendance(group, layer)
+        self._sizes = EqualSizes(group)
+
+    def send(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        order: SendOrder,
+        pairs: Pairs | None,
+        *,
+        even: tuple[int, int],
+    ) -> tuple[ReceivedRows, int]:
+        """Return the rows that came and the number of their choices here: one host sync.
+
+        `even` is both for even loads, of one peer and of all: on meta counts have no values.
+        """
+        # In a pair the rows are gathered before the other side computes. M stays the most rows:
+        # rows behind those that are sent have any value and are not read.
+        token_ids_M, slots_TG, counts_G3 = order
+        if pairs is not None:
+            sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
+        if x_TD.is_meta:
+            send_splits = receive_splits = [even[0]] * self.group.size()
+            num_choices = even[1]
+            wait_on_host()
+        else:
+            splits = _exchange_counts(counts_G3, self.group, self.attendance, pairs)
+            send_splits, receive_splits, num_choices = splits
+        if pairs is None:
+            token_ids_M = token_ids_M[: sum(send_splits)]
+            sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
+        plan = AllToAllPlan(token_ids_M, slots_TG, send_splits, receive_splits)
+        return self._send(sent, plan, pairs, is_ahead=True), num_choices
+
+    def send_static(
+        self, x_TD: Tensor, routing: Routing, needs_GT: Tensor, num_sent: int, pairs: Pairs | None
+    ) -> ReceivedRows:
+        """Return `num_sent` rows of every rank: no host sync after the first call."""
+        self._sizes.check(x_TD.shape[0], x_TD.device)
+        token_ids_M, slots_TG, used_M = static_send_order(needs_GT, num_sent)
+        splits = [num_sent] * self.group.size()
+        plan = AllToAllPlan(token_ids_M, slots_TG, splits, splits)
+        sent = _rows_of(x_TD, routing, token_ids_M, slots_TG, used_M)
+        return self._send(sent, plan, pairs, is_ahead=False)
+
+    def _send(
+        self, sent: _SentRows, plan: AllToAllPlan, pairs: Pairs | None, *, is_ahead: bool
+    ) -> ReceivedRows:
+        rows_SD, ids_SK, weights_SK = _Send.apply(*sent, plan, self.group, pairs, is_ahead)
+        return ReceivedRows(rows_SD, ids_SK, weights_SK, plan)
+
+    def bring_home(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
+        """Return the sum of what became of each token's rows, added in fp32: 1 collective."""
+        splits = (plan.send_splits, plan.receive_splits)
+        M, S = plan.token_ids_M.shape[0], y_SD.shape[0]
+        y_MD, _ = _AllToAll.apply(y_SD, None, (M, S), *splits, self.group, pairs)
+        return sum_rows(y_MD, plan.token_ids_M, plan.slots_TG)
+
+
 class AllToAllDispatcher(Dispatcher):
     """Sends each token once to every rank that owns at least one of its experts."""
 
@@ -60,8 +133,8 @@ class AllToAllDispatcher(Dispatcher):
 
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
-        self._sizes = EqualSizes(placement.group)
-        self.attendance = Attendance(placement)
+        self._exchange = TokenExchange(placement.group, placement.layer)
+        self.attendance = self._exchange.attendance
 
     def has_spare_rows(self, *, pads: bool) -> bool:
         """Return `pads`: only rows that are padded to a capacity may be unused."""
@@ -70,65 +143,57 @@ class AllToAllDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks: one host sync, 3 collectives."""
         # With `routing.pad` no host sync after the first call, and 3 collectives with equal splits.
-        p, T, ids_TK = self.placement, x_TD.shape[0], routing.destinations_TK
+        p, (T, K) = self.placement, routing.expert_ids_TK.shape
         if routing.pad:
-            self._sizes.check(T, x_TD.device)
             num_sent = min(T, p.num_physical * routing.most_rows_per_expert)
-            needs_GT = self._owned(ids_TK).any(-1).repeat_interleave(p.etp, 0)
-            token_ids_M, slots_TG, used_M = static_send_order(needs_GT, num_sent)
-            send_splits = receive_splits = [num_sent] * p.group.size()
+            needs_GT = self._owned(routing.destinations_TK).any(-1).repeat_interleave(p.etp, 0)
+            came = self._exchange.send_static(x_TD, routing, needs_GT, num_sent, self.pairs)
             num_rows = p.most_rows(routing)
-            sent = _rows_of(x_TD, routing, token_ids_M, slots_TG, used_M)
         else:
             # The order is queued before the host waits for splits, with M the most rows.
-            token_ids_M, slots_TG, counts_G3 = self.prepare(ids_TK, self.attendance.number(x_TD))
-            # In a pair the rows are gathered before the other side computes. M stays the most rows:
-            # rows behind those that are sent have any value and are not read.
-            if self.pairs is not None:
-                sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
-            if x_TD.is_meta:
-                splits = _balanced(p, *ids_TK.shape)
-                wait_on_host()
-            else:
-                splits = _exchange_counts(counts_G3, p.group, self.attendance, self.pairs)
-            send_splits, receive_splits, num_rows = splits
-            if self.pairs is None:
-                token_ids_M = token_ids_M[: sum(send_splits)]
-                sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
-        plan = AllToAllPlan(token_ids_M, slots_TG, send_splits, receive_splits)
-        is_ahead = not routing.pad
-        rows_SD, ids_SK, weights_SK = _Send.apply(*sent, plan, p.group, self.pairs, is_ahead)
+            order = self.prepare(routing.destinations_TK, self.attendance.number(x_TD))
+            even = p.balanced_tokens(T, K), p.balanced_rows(T, K)
+            came, num_rows = self._exchange.send(x_TD, routing, order, self.pairs, even=even)
         index = build_index(
-            ids_SK, weights_SK, first=p.first_physical, num_local=p.num_physical, length=num_rows
+            came.ids_SK,
+            came.weights_SK,
+            first=p.first_physical,
+            num_local=p.num_physical,
+            length=num_rows,
         )
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
-            T, K = routing.expert_ids_TK.shape
             balanced = BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
-        return ExpertInput(Rows(rows_SD), index, plan, balanced=balanced)
+        return ExpertInput(Rows(came.rows_SD), index, came.plan, balanced=balanced)
 
     def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
         """Return the rows to send, of physical ids, -1 = dropped. No host sync or communication."""
         p, (T, K) = self.placement, ids_TK.shape
         owned_PTK = self._owned(ids_TK)
-        needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
-        choices_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
-        order = send_order(needs_GT, T * min(p.ep, K) * p.etp)
-        notes_G = torch.full_like(choices_G, note)
-        return SendOrder(*order, torch.stack([needs_GT.sum(1), choices_G, notes_G], dim=1))
+        return send_to(owned_PTK, T * min(p.ep, K) * p.etp, note, repeats=p.etp)
 
     def _owned(self, ids_TK: Tensor) -> Tensor:
         """Return bool [P, T, K]: whether an expert block has the expert of a choice."""
-        p = self.placement
-        block_TK = torch.div(ids_TK, p.num_physical, rounding_mode="floor")
-        return block_TK == torch.arange(p.ep, device=ids_TK.device)[:, None, None]
+        return owned(ids_TK, self.placement.num_physical, self.placement.ep)
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Return each token's partial sums, added in fp32. No host sync; 1 collective."""
-        splits = (plan.send_splits, plan.receive_splits)
-        M, S = plan.token_ids_M.shape[0], y_SD.shape[0]
-        y_MD, _ = _AllToAll.apply(y_SD, None, (M, S), *splits, self.placement.group, self.pairs)
-        return sum_rows(y_MD, plan.token_ids_M, plan.slots_TG)
+        return self._exchange.bring_home(y_SD, plan, self.pairs)
+
+
+def owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:
+    """Return bool [P, T, K]: whether a block of so many physical experts has that of a choice."""
+    block_TK = torch.div(ids_TK, num_experts, rounding_mode="floor")
+    return block_TK == torch.arange(num_blocks, device=ids_TK.device)[:, None, None]
+
+
+def send_to(owned_PTK: Tensor, num_sent: int, note: int, *, repeats: int = 1) -> SendOrder:
+    """Return the order of at most `num_sent` rows to blocks of `repeats` ranks each."""
+    needs_GT = owned_PTK.any(-1).repeat_interleave(repeats, 0)
+    choices_G = owned_PTK.sum((1, 2)).repeat_interleave(repeats)
+    order = send_order(needs_GT, num_sent)
+    notes_G = torch.full_like(choices_G, note)
+    return SendOrder(*order, torch.stack([needs_GT.sum(1), choices_G, notes_G], dim=1))
 
 
 def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
@@ -201,12 +266,6 @@ def _exchange_counts(
     tokens, choices, notes = zip(*received, strict=True)
     attendance.check(notes)
     return [n for n, _, _ in sent], list(tokens), sum(choices)
-
-
-def _balanced(p: ExpertPlacement, T: int, K: int) -> tuple[list[int], list[int], int]:
-    """Return the result of `_exchange_counts` for even loads: on meta counts have no values."""
-    splits = [p.balanced_tokens(T, K)] * p.group.size()
-    return splits, splits, p.balanced_rows(T, K)
 
 
 def _all_to_all(

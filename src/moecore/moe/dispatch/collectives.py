@@ -18,7 +18,6 @@ from torch import Tensor
 from moecore.base.agreement import DTYPES, check_notes
 from moecore.base.torch_names import all_gather_single, assert_async, is_silent
 from moecore.moe.pairs import Pairs, exchange
-from moecore.moe.placement import ExpertPlacement
 
 
 class EqualSizes:
@@ -59,8 +58,8 @@ class Attendance:
     `joins`: this rank skips the layer, and takes part for others; `is_skipped`: all ranks did last.
     """
 
-    def __init__(self, placement: ExpertPlacement) -> None:
-        self._group, (self._layer, self._name) = placement.group, placement.layer
+    def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str]) -> None:
+        self._group, (self._layer, self._name) = group, layer
         self.joins = self.is_skipped = False
 
     def number(self, x_TD: Tensor) -> int:
