@@ -53,13 +53,20 @@ def case(world: int, dense: str, expert: str, **options: Any) -> Case:
     return Case(world=world, parallel=parallel, **options)
 
 
+
+
+def domains(world: int, dense: str, expert: str, domain: int, **options: Any) -> Case:
+    """Tokens travel in two levels, over domains of so many ranks."""
+    return case(world, dense, expert, dispatcher="hierarchical", domain=domain, **options)
+
+
 CASES = [
     case(8, "dp_shard=8", "ep=1 edp_shard=8", model="sigmoid", meta=True),
-    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="sigmoid", accumulate=2, clones=TWO),
+    domains(8, "dp_shard=8", "ep=4 edp_shard=2", 2, model="sigmoid", accumulate=2, clones=TWO),
     case(8, "dp_shard=8", "ep=2 etp=4 edp_shard=1", model="relu2", loss="sum", clones=TWO),
     case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="softmax", meta=True),
     case(8, "dp_shard=8", "etp=2 edp_shard=4", model="gated-shared", dispatcher="allgather"),
-    case(8, "dp_replicate=2 dp_shard=4", "ep=8 edp_shard=1", loss="sum", fsdp=TOGETHER),
+    domains(8, "dp_replicate=2 dp_shard=4", "ep=8 edp_shard=1", 2, loss="sum", fsdp=TOGETHER),
     case(8, "dp_replicate=4 dp_shard=2", "edp_replicate=2 edp_shard=2 ep=2", model="biases"),
     case(8, "dp_replicate=8 dp_shard=1", "edp_replicate=4 edp_shard=1 ep=2", frozen=True),
     case(8, "dp_shard=4 tp=2", "ep=8 edp_shard=1", model="gated-shared", recompute=True),
@@ -93,11 +100,12 @@ CASES = [
         fsdp=TOGETHER,
     ),
     case(6, "dp_shard=2 tp=3", "ep=3 edp_shard=2", model="expert-choice", dispatcher="allgather"),
-    case(6, "dp_shard=3 tp=2", "ep=6 edp_shard=1", model="top-1", loss="sum", clones=ONE),
-    case(
+    domains(6, "dp_shard=3 tp=2", "ep=6 edp_shard=1", 3, model="top-1", loss="sum", clones=ONE),
+    domains(
         6,
         "dp_shard=6",
         "ep=6 edp_shard=1",
+        2,
         model="biases",
         expert_backend="sequential",
         clones=TWO,
@@ -120,11 +128,18 @@ GATHER, HEADS, RING = (ContextOptions(way=way) for way in ("allgather", "a2a", "
 BOTH = ContextOptions(way="a2a+p2p", a2a_ranks=2)
 CASES += [
     case(8, "dp_shard=4 cp=2", "ep=4 edp_shard=2", model="sigmoid", context=HEADS),
-    case(8, "dp_shard=2 cp=4", "ep=8 edp_shard=1", model="latent-capacity", context=RING),
+    domains(8, "dp_shard=2 cp=4", "ep=8 edp_shard=1", 4, model="latent-capacity", context=RING),
     case(8, "dp_shard=2 cp=4", "ep=2 etp=2 edp_shard=2", context=BOTH, loss="sum", packed=True),
     case(8, "dp_shard=2 cp=2 tp=2", "ep=4 edp_shard=2", model="sinkhorn", context=GATHER),
     case(8, "dp_shard=1 cp=4 tp=2", "ep=8 edp_shard=1", context=BOTH, packed=True, recompute=True),
-    case(8, "dp_shard=2 cp=2 tp=2", "ep=4 etp=2 edp_shard=1", model="expert-choice", accumulate=2),
+    domains(
+        8,
+        "dp_shard=2 cp=2 tp=2",
+        "ep=4 etp=2 edp_shard=1",
+        4,
+        model="expert-choice",
+        accumulate=2,
+    ),
     case(
         8,
         "dp_replicate=2 dp_shard=2 cp=2",

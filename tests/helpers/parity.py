@@ -139,6 +139,7 @@ class Case:
     parallel: dict[str, int]
     model: str = "softmax"
     dispatcher: str = "alltoall"
+    domain: int | None = None  # ranks of one, with dispatcher "hierarchical"
     nvlink: NVLinkOptions | None = None  # with dispatcher "nvlink"
     clones: CloneOptions | None = None
     memory: MemoryOptions | None = None
@@ -174,6 +175,7 @@ class Case:
         extras += ["fp8"] if self.precision else []
         extras += [self.expert_backend] if self.expert_backend != "torch" else []
         extras += [f"accumulate_{self.accumulate}"] if self.accumulate > 1 else []
+        extras += [f"domains_of_{self.domain}"] if self.domain else []
         extras += _choices(self.nvlink) if self.nvlink else []
         extras += [f"clones_{self.clones.per_rank}"] if self.clones else []
         extras += ["stash"] if self.memory and self.memory.stash else []
@@ -195,7 +197,8 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     not overlap although it was asked to, or did without, is infinitely wrong.
     """
     torch.manual_seed(0)
-    meshes = build_meshes(ParallelConfig(**case.parallel), device.type)
+    parallel = ParallelConfig(**case.parallel)
+    meshes = build_meshes(parallel, device.type, ranks_per_domain=case.domain)
     config = decoder_config(case)
     initial = initial_state(case, config, device)
     if case.meta:

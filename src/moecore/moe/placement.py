@@ -22,9 +22,13 @@ from moecore.moe.records import Routing
 
 def balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
     """Return how many tokens go to a rank of `num_local` experts when each chooses at random."""
-    # That is T times one minus the chance that no choice is among a rank's e of E experts, rounded.
+    return round(num_tokens * _chance(top_k, num_experts, num_local))
+
+
+def _chance(top_k: int, num_experts: int, num_local: int) -> float:
+    """Return the chance that one of K random choices of E experts is among e of them."""
     E, e = num_experts, num_local
-    return round(num_tokens * (1 - math.comb(E - e, top_k) / math.comb(E, top_k)))
+    return 1 - math.comb(E - e, top_k) / math.comb(E, top_k)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,3 +83,56 @@ class ExpertPlacement:
         (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
         most = min(T * min(K, num_physical), num_physical * routing.most_rows_per_expert)
         return self.group.size() * most
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DomainPlacement(ExpertPlacement):
+    """Which ranks of one of H domains own which of its experts, for tokens that have come to it.
+
+    Group, experts and ep are those of the domain. Of A rows that have come to a rank each has one
+    of its K choices here at least.
+    """
+
+    num_domains: int  # H
+
+    @property
+    def num_in_domain(self) -> int:
+        """Physical experts of a domain."""
+        return self.num_physical * self.ep
+
+    def ids_inside(self, ids_AK: Tensor, domain: int) -> Tensor:
+        """Return physical ids of all domains as those of one; -1 = in none, or another."""
+        ids_AK = ids_AK - domain * self.num_in_domain
+        return ids_AK.masked_fill((ids_AK < 0) | (ids_AK >= self.num_in_domain), -1)
+
+    def balanced_arrivals(self, num_tokens: int, top_k: int) -> int:
+        """Return how many of T tokens go to one domain when each chooses at random."""
+        return round(num_tokens * self._reach(top_k, self.num_experts))
+
+    def balanced_rows(self, num_tokens: int, top_k: int) -> int:
+        """Return the expert rows of a rank when as many come to each: A is `num_tokens`."""
+        all_tokens = num_tokens / (self.num_domains * self._reach(top_k, self.num_experts))
+        return round(all_tokens * top_k * self.etp)
+
+    def balanced_tokens(self, num_tokens: int, top_k: int) -> int:
+        """Return how many of A tokens go to one rank of the domain."""
+        share = self._reach(top_k, self.num_local) / self._reach(top_k, self.num_experts)
+        return round(num_tokens * share)
+
+    def _reach(self, top_k: int, num_experts: int) -> float:
+        return _chance(top_k, self.num_domains * self.num_experts, num_experts)
+
+
+def domain_of(
+    placement: ExpertPlacement, inside: dist.ProcessGroup, num_domains: int
+) -> DomainPlacement:
+    """Return the placement of this rank's domain, one of several of a placement."""
+    return DomainPlacement(
+        group=inside,
+        num_experts=placement.num_experts // num_domains,
+        ep=placement.ep // num_domains,
+        etp=placement.etp,
+        num_clones=placement.num_clones,
+        layer=placement.layer,
+        num_domains=num_domains,
+    )

@@ -14,6 +14,7 @@ from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shortage import Capacity, Holder
 from moecore.moe.state import MoEState
+from moecore.parallel.mesh import DomainGroups
 from moecore.parallel.request import Request
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ class Attached:
     dtype: torch.dtype  # of the model's first parameter, before it was sharded
     layout: PipelineLayout | None  # None = no stages
     stages: Sequence[Stage]
-    exchanges: ExchangePool | None = None  # None with any dispatcher but "nvlink"
+    exchanges: ExchangePool | None = None  # None where no tokens travel by "nvlink"
+    stores_in: dist.ProcessGroup | None = None  # whose ranks store tokens into peers' memory
+    domains: DomainGroups | None = None  # None with any dispatcher but "hierarchical"
     # The ranks that share a micro-batch, by cp of dynamic context parallelism.
     shared_by: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     arguments: SharedArguments | None = None  # None = no ranks share rows

@@ -92,12 +92,12 @@ def _check_arguments(request: Request) -> None:
                 f"moe ({name!r}) must name one of {', '.join(map(repr, MOE_FIELDS))}: balance is "
                 "an argument of its own, and the model decides what else its layers compute"
             )
-    if nvlink is not None and dispatcher not in ("auto", "nvlink"):
+    if nvlink is not None and dispatcher not in ("auto", "nvlink", "hierarchical"):
         raise ValueError(
-            f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink' or 'auto': "
-            "drop it"
+            f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink', "
+            "'hierarchical' or 'auto': drop it"
         )
-    if dispatcher in ("alltoall", "allgather", "nvlink") and p.ep * p.etp == 1:
+    if dispatcher not in ("auto", "local") and p.ep * p.etp == 1:
         warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=5)
     if dispatcher == "local" and p.ep * p.etp > 1:
         raise ValueError(

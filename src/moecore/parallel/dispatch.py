@@ -19,16 +19,23 @@ from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange_pool import ExchangePool
+from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_known_problem, find_problem
 from moecore.moe.layer import MoELayer, RoutedLayer
-from moecore.moe.placement import ExpertPlacement
+from moecore.moe.placement import ExpertPlacement, domain_of
 from moecore.moe.records import Dispatcher
 from moecore.moe.shortage import Capacity
 from moecore.moe.state import MoEState
 from moecore.parallel.attached import Attached
-from moecore.parallel.mesh import Meshes, context_groups, split_context
+from moecore.parallel.mesh import (
+    Meshes,
+    check_domains,
+    context_groups,
+    domain_groups,
+    split_context,
+)
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.request import Request
 from moecore.parallel.shard.late_parameters import refuse_added
@@ -46,13 +53,15 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
         raise ValueError(f"dispatcher ('nvlink') {problem}")
     if num_ranks == 1:
         return "local", "ep * etp is 1"
+    if name == "hierarchical":
+        check_domains(meshes)
     if name != "auto":
         return name, "asked for"
     pipeline = request.pipeline
     if pipeline is not None and pipeline.schedule in PAIRING:
         problem = f"must go without a schedule ({pipeline.schedule!r}) that overlaps: it would not"
     if problem is not None:
-        return "alltoall", f"'nvlink' {problem.partition(': ')[0]}"
+        return "alltoall", f"'nvlink' {_relation(problem)}"
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
 
 
@@ -62,9 +71,16 @@ def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
     meshes, group = request.meshes, request.meshes.dispatch_group
     if group is None:
         return
+    if plan.dispatcher == "hierarchical":
+        found.domains = domain_groups(meshes)
+        problem = find_problem(found.domains.inside, meshes.device_type)
+        found.stores_in = found.domains.inside if problem is None else None
+        inside = "'nvlink'" if problem is None else "'alltoall': 'nvlink' " + _relation(problem)
+        plan = replace(plan, dispatcher_reason=f"asked for; inside of a domain {inside}")
     if plan.dispatcher in ("auto", "nvlink"):
         problem = find_problem(group, meshes.device_type)
         if problem is None:
+            found.stores_in = group
             why = "peer access among all GPUs of the group"
             if not _is_required(request):
                 why += "; alltoall outside of forward_backward() and CUDA graphs"
@@ -72,11 +88,16 @@ def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
         elif request.dispatcher == "nvlink":
             raise ValueError(f"dispatcher ('nvlink') {problem}")
         else:
-            why = f"'nvlink' {problem.partition(': ')[0]}"
+            why = f"'nvlink' {_relation(problem)}"
             plan = replace(plan, dispatcher="alltoall", dispatcher_reason=why)
     if request.dispatcher == "auto" and dist.get_rank() == 0:
         logger.info("dispatcher 'auto' is %r: %s", plan.dispatcher, plan.dispatcher_reason)
     found.plan = plan
+
+
+def _relation(problem: str) -> str:
+    """Return what does not hold, without the fix."""
+    return problem.partition(": ")[0]
 
 
 def _is_required(request: Request) -> bool:
@@ -88,10 +109,10 @@ def _is_required(request: Request) -> bool:
 def apply_layers(model: nn.Module, found: Attached) -> None:
     """Give each MoE layer its configuration, products, dispatcher and clones. No communication."""
     request, meshes = found.request, found.request.meshes
-    if found.plan.dispatcher == "nvlink" and meshes.dispatch_group is not None:
+    if found.stores_in is not None:
         found.exchanges = ExchangePool(
-            meshes.dispatch_group,
-            ep=meshes.parallel.ep,
+            found.stores_in,
+            ep=found.stores_in.size() // meshes.parallel.etp,
             options=request.nvlink,
             is_required=_is_required(request),
         )
@@ -104,9 +125,10 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
         _set_experts(name, layer, request, recipes["experts"])
         placement = _placement(layer.config.num_experts, request, (number, name))
         layer.dispatcher = _dispatcher(layer.config.num_experts, placement, found)
+        peers = found.exchanges if found.domains is None else None  # of all ranks, or none
         if placement is not None and request.clones is not None and placement.num_clones:
             group = meshes.expert.get_group("ep")
-            layer.cloner = Cloner(placement, group, request.clones, found.exchanges)
+            layer.cloner = Cloner(placement, group, request.clones, peers)
         if isinstance(layer, MoELayer) and layer.part("shared") is not None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
@@ -140,6 +162,15 @@ def _dispatcher(num_experts: int, placement: ExpertPlacement | None, found: Atta
     """Return what brings the tokens of a layer to its experts."""
     if placement is None:
         return LocalDispatcher(num_experts)
+    if found.domains is None:
+        return _among(placement, found)
+    inside, across = found.domains
+    domain = domain_of(placement, inside, across.size())
+    return HierarchicalDispatcher(placement, domain, _among(domain, found), across)
+
+
+def _among(placement: ExpertPlacement, found: Attached) -> Dispatcher:
+    """Return what brings tokens to the ranks of a placement in one level."""
     if found.exchanges is not None:
         return NVLinkDispatcher(placement, found.exchanges)
     if found.plan.dispatcher == "allgather":

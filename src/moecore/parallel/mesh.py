@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,6 +120,7 @@ class Meshes:
         expert_fsdp: (edp_replicate, edp_shard) for experts, likewise.
         dispatch_group: the ep x etp ranks among which tokens travel, ep-major; None when alone.
         micro_batch_group: the cp x tp ranks that share one data rank's micro-batch; None = alone.
+        ranks_per_domain: ranks that reach each other's memory, such as those of a host; neighbours.
         stage_group: every rank of this pipeline stage.
         pipeline_groups: twice the ranks that differ only in pp, for messages to higher ranks and
             for those to lower ones: two communicators, so that neither waits for the other. None
@@ -133,6 +134,7 @@ class Meshes:
     expert_fsdp: DeviceMesh
     dispatch_group: dist.ProcessGroup | None
     micro_batch_group: dist.ProcessGroup | None
+    ranks_per_domain: int
     stage_group: dist.ProcessGroup
     pipeline_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
@@ -171,7 +173,12 @@ class Meshes:
         return torch.device("meta" if is_inside() else self.device_type)
 
 
-def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None) -> Meshes:
+def build_meshes(
+    parallel: ParallelConfig,
+    device_type: DeviceType | None = None,
+    *,
+    ranks_per_domain: Count | None = None,
+) -> Meshes:
     """Build both views over all ranks of the default process group.
 
     Starts the process group when there is none: from torchrun's environment, or as a world of one
@@ -180,9 +187,13 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
     Args:
         parallel: the degrees; -1 takes what is left.
         device_type: "cuda" or "cpu"; default: cuda when available.
+        ranks_per_domain: neighbouring ranks that reach each other's memory, for dispatcher
+            "hierarchical"; None = those of a host, as torchrun has started them. Tell it where a
+            rack is one NVLink domain, or where another launcher has started the ranks.
 
     Raises:
-        ValueError: when the degrees do not multiply to the world size, or differ between ranks.
+        ValueError: when the degrees do not multiply to the world size, or differ between ranks, and
+            when `ranks_per_domain` does not divide the world size.
     """
     check_arguments(build_meshes, locals())
     has_gpu = torch.cuda.is_available()
@@ -193,11 +204,13 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
         dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     )
     p = parallel.resolve(world_size)
+    domain = _ranks_per_domain(ranks_per_domain, world_size)
     _ensure_process_group(device_type)
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     inherit_timeout(world.get_group())
-    check_same(fields_of(p), device_type)  # before the groups, which other degrees would mix up
+    own = {**fields_of(p), "ranks_per_domain": domain}
+    check_same(own, device_type)  # before the groups, which other degrees would mix up
     dense = _fold(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
     expert = _fold(device_type, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
     # Views that join neighbouring dims into one group. Only dims that are both larger than 1
@@ -211,9 +224,55 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
         expert_fsdp=_trim(expert, "edp_replicate", "edp_shard"),
         dispatch_group=_joined_group(expert, ("ep", "etp")),
         micro_batch_group=_joined_group(dense, ("cp", "tp")),
+        ranks_per_domain=domain,
         stage_group=stage_group,
         pipeline_groups=pipeline_groups,
     )
+
+
+def _ranks_per_domain(given: int | None, world_size: int) -> int:
+    """Return the ranks of a domain: those that are given, or of a host, or all."""
+    if given is None:
+        of_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        return of_host if world_size % of_host == 0 else world_size
+    if world_size % given:
+        raise ValueError(
+            f"ranks_per_domain ({given}) must divide the world size ({world_size}): give the ranks "
+            "of a host"
+        )
+    return given
+
+
+class DomainGroups(NamedTuple):
+    """How the ranks among which tokens travel lie over domains."""
+
+    inside: dist.ProcessGroup  # those of this rank's domain
+    across: dist.ProcessGroup  # those of its place in all domains
+
+
+def domain_groups(meshes: Meshes) -> DomainGroups:
+    """Return the groups of two levels; `check_domains` has passed. Collective."""
+    num_ranks, own = meshes.parallel.ep * meshes.parallel.etp, meshes.ranks_per_domain
+    sizes = (dist.get_world_size() // num_ranks, num_ranks // own, own)
+    view = _fold(meshes.device_type, sizes, ("dispatch", "domain", "place"))
+    return DomainGroups(inside=view.get_group("place"), across=view.get_group("domain"))
+
+
+def check_domains(meshes: Meshes) -> None:
+    """Raise a ValueError where the ranks among which tokens travel are no whole domains."""
+    p, own = meshes.parallel, meshes.ranks_per_domain
+    relation = None
+    if own == 1 or p.ep * p.etp <= own:
+        relation = f"be between 2 and half of ep * etp ({p.ep * p.etp}): use 'auto', or tell it"
+    elif (p.ep * p.etp) % own:
+        relation = f"divide ep * etp ({p.ep * p.etp}): choose another ep, or use 'alltoall'"
+    elif own % p.etp:
+        relation = f"be a multiple of etp ({p.etp}), which stays inside: lower etp"
+    if relation is not None:
+        raise ValueError(
+            f"ranks_per_domain ({own}) of build_meshes must, with dispatcher ('hierarchical'), "
+            + relation
+        )
 
 
 def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from moecore.base.fields import Bound, Count, Positive, check_fields
 
-DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
+DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink", "hierarchical"]
 
 RowFactor = Annotated[Positive | Literal["exact"], "use 2.0, or 'exact' to count rows first"]
 Refresh = Annotated[Count | Literal["forward"], "use 'forward' to plan in every forward"]

@@ -16,6 +16,7 @@ from torch import nn
 
 from moecore.base.fields import check_arguments
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.router import Router
 from moecore.train.graphs.graphed_part import GraphedPart, GraphMemory
@@ -90,7 +91,7 @@ def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
     if shared is not None:
         beside = GraphMemory() if layer.shared_stream is not None else memory
         _graph(f"{name}.shared", shared, "forward", list(shared.modules()), beside)
-    if isinstance(dispatcher, AllToAllDispatcher):
+    if isinstance(dispatcher, (AllToAllDispatcher, HierarchicalDispatcher)):
         _graph(f"{name}.dispatcher", dispatcher, "prepare", [], memory)
 
 

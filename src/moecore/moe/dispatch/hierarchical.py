@@ -1,0 +1,131 @@
+"""Two-level dispatch: a token crosses to another NVLink domain once, whatever it wants there.
+
+    rank i of domain a --across--> rank i of domain b --inside b--> the ranks of its experts
+
+    dispatch = across, then the dispatch of another dispatcher over the domain
+    combine  = the combine of that dispatcher, then home, where the domains' sums are added
+
+Legend: T local tokens, D model dim, K experts per token, H domains, A rows that arrive from the
+ranks of this one's place in all domains, its own tokens among them.
+
+All-to-all sends a token to every rank that it needs, so up to K times over the slow network between
+domains. Here each domain gets it once, and adds what its ranks return before that travels.
+
+Source: the order of the two levels is that of HybridEP in Megatron-Core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from moecore.moe.dispatch.alltoall import (
+    AllToAllPlan,
+    ReceivedRows,
+    SendOrder,
+    TokenExchange,
+    owned,
+    send_to,
+)
+from moecore.moe.dispatch.collectives import Attendance
+from moecore.moe.placement import DomainPlacement, ExpertPlacement
+from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
+
+
+@dataclass(frozen=True, slots=True)
+class HierarchicalPlan:
+    """Combine's record of a dispatch: how rows crossed, and the inner dispatcher's record."""
+
+    across: AllToAllPlan
+    inside: Any
+    num_arrived: int  # A
+
+
+class HierarchicalDispatcher(Dispatcher):
+    """Sends each token once to every domain that owns at least one of its experts, and on there."""
+
+    waits_on_host = True
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        domain: DomainPlacement,
+        inside: Dispatcher,
+        across: dist.ProcessGroup,
+    ) -> None:
+        self.placement, self.domain = placement, domain
+        self._inside = inside  # over the ranks of `domain`
+        self._across = TokenExchange(across, placement.layer)  # the ranks of this one's place
+
+    @property
+    def attendance(self) -> Attendance | None:
+        """What ranks compare; None where the inner dispatcher asks nobody."""
+        inner: Attendance | None = getattr(self._inside, "attendance", None)
+        return None if inner is None else self._across.attendance
+
+    def has_spare_rows(self, *, pads: bool) -> bool:
+        """Return whether the inner dispatcher has."""
+        return self._inside.has_spare_rows(pads=pads)
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
+        """Bring tokens to their experts' ranks: one host sync and 3 collectives, then inside's."""
+        # With `routing.pad` no host sync after the first call.
+        (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
+        num_experts, H = self.domain.num_in_domain, self._across.group.size()
+        if routing.pad:
+            num_sent = min(T, num_experts * routing.most_rows_per_expert)
+            needs_HT = owned(ids_TK, num_experts, H).any(-1)
+            came = self._across.send_static(x_TD, routing, needs_HT, num_sent, self.pairs)
+        else:
+            order = self.prepare(ids_TK, self._across.attendance.number(x_TD))
+            even = self.domain.balanced_arrivals(T, K), 0
+            came, _ = self._across.send(x_TD, routing, order, self.pairs, even=even)
+        inp = self._go_on(came, routing)
+        balanced = inp.balanced
+        if balanced is not None:
+            p = self.placement
+            balanced = BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
+        plan = HierarchicalPlan(came.plan, inp.plan, came.rows_SD.shape[0])
+        return ExpertInput(inp.rows, inp.index, plan, inp.unsummed, balanced)
+
+    def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
+        """Return the rows to send across, of physical ids. No host sync or communication."""
+        (T, K), H = ids_TK.shape, self._across.group.size()
+        return send_to(owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
+
+    def _go_on(self, came: ReceivedRows, routing: Routing) -> ExpertInput:
+        """Bring what arrived to the ranks of this domain."""
+        H, inside, ahead = self._across.group.size(), self._inside, self._across.attendance
+        rows_AD, weights_AK = came.rows_SD, came.weights_SK
+        ids_AK = self.domain.ids_inside(came.ids_SK, dist.get_rank(self._across.group))
+        spare = H * routing.expert_ids_TK.shape[0] - rows_AD.shape[0]
+        if spare > 0 and inside.has_spare_rows(pads=False):  # its shapes are to follow from T
+            rows_AD, weights_AK = (F.pad(x, (0, 0, 0, spare)) for x in (rows_AD, weights_AK))
+            ids_AK = F.pad(ids_AK, (0, 0, 0, spare), value=-1)
+        own: Attendance | None = getattr(inside, "attendance", None)
+        if own is not None:
+            own.joins = ahead.is_skipped
+        inside.pairs = self.pairs
+        capacity = None if routing.capacity is None else H * routing.most_rows_per_expert
+        inp = inside.dispatch(
+            rows_AD,
+            Routing(
+                expert_ids_TK=ids_AK,
+                weights_TK=weights_AK,
+                chosen_ids_TK=ids_AK,
+                capacity=capacity,
+                pad=routing.pad,
+            ),
+        )
+        if own is not None:
+            ahead.is_skipped = own.is_skipped
+        return inp
+
+    def combine(self, y_SD: Any, plan: HierarchicalPlan) -> Tensor:
+        """Return each token's sums of all domains, added in fp32. Inside's, and 1 collective."""
+        y_AD = self._inside.combine(y_SD, plan.inside)[: plan.num_arrived]
+        return self._across.bring_home(y_AD, plan.across, self.pairs)
