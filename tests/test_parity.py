@@ -53,8 +53,6 @@ def case(world: int, dense: str, expert: str, **options: Any) -> Case:
     return Case(world=world, parallel=parallel, **options)
 
 
-
-
 def domains(world: int, dense: str, expert: str, domain: int, **options: Any) -> Case:
     """Tokens travel in two levels, over domains of so many ranks."""
     return case(world, dense, expert, dispatcher="hierarchical", domain=domain, **options)

@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     "freed": {"fsdp": FREED},
     "freed, blocks ahead": {"fsdp": replace(FREED, prefetch_blocks=2)},
     "allgather": {"dispatcher": "allgather", "fsdp": STAYING, "config": SHORT},
+    "two levels": {"dispatcher": "hierarchical", "domain": 2, "fsdp": STAYING, "config": SHORT},
     "shared experts": moe(shared_hidden_dim=16, shared_gate=True),
     "capacity": moe(capacity=CapacityConfig(factor=1.0)),
     "static capacity": moe(capacity=CapacityConfig(factor=1.0, pad=True)),
@@ -95,10 +96,12 @@ def make(
     checkpoint: bool = False,
     layout: str = "",
     family: str = "",
+    domain: int | None = None,
     **options: Any,
 ) -> tuple[Any, TrainStep]:
     options = {"dispatcher": "alltoall"} | options
-    meshes = build_meshes(ParallelConfig(ep=1 if config.moe is None else 2), device.type)
+    ep = 1 if config.moe is None else 2 * (domain or 1)
+    meshes = build_meshes(ParallelConfig(ep=ep), device.type, ranks_per_domain=domain)
     if family:
         return make_family(family, device, checkpoint=checkpoint, meshes=meshes, **options)
     model = Decoder(config, device="meta")

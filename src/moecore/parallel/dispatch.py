@@ -13,6 +13,7 @@ from torch import nn
 
 from moecore.attention.context_parallel.held import ContextParallel
 from moecore.base.options.context import ContextOptions
+from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.precision import Recipe
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import Cloner
@@ -30,6 +31,7 @@ from moecore.moe.shortage import Capacity
 from moecore.moe.state import MoEState
 from moecore.parallel.attached import Attached
 from moecore.parallel.mesh import (
+    DomainGroups,
     Meshes,
     check_domains,
     context_groups,
@@ -112,8 +114,8 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
     if found.stores_in is not None:
         found.exchanges = ExchangePool(
             found.stores_in,
-            ep=found.stores_in.size() // meshes.parallel.etp,
-            options=request.nvlink,
+            ep=meshes.parallel.ep,
+            options=_stores(request.nvlink, found.domains),
             is_required=_is_required(request),
         )
     stream = torch.cuda.Stream() if request.overlap_shared else None
@@ -134,6 +136,13 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
             recipe = recipes.get("shared_experts")
             if recipe is not None:
                 layer.part("shared").products = (Fp8Products(recipe), Fp8Products(recipe))
+
+
+def _stores(options: NVLinkOptions | None, domains: DomainGroups | None) -> NVLinkOptions | None:
+    """Return the options of stores; what comes from all domains is their tokens inside of one."""
+    if options is None or options.max_tokens is None or domains is None:
+        return options
+    return replace(options, max_tokens=options.max_tokens * domains.across.size())
 
 
 def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:

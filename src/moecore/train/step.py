@@ -214,7 +214,7 @@ class TrainStep:
         """Return the result of a forward that runs as a pair with another micro-batch's backward.
 
         The two alternate at exchanges: while an exchange of one runs, the other computes.
-        Dispatchers "alltoall" and "allgather" alternate; with others the backward follows the
+        All dispatchers but "local" and "nvlink" alternate; with these the backward follows the
         forward, and gradients have the same bits. Every rank runs the same pairs. Units that are
         resharded after each use ("optim_grads_params") are all-gathered once more whenever forward
         and backward need the same buffer.

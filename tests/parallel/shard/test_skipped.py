@@ -40,6 +40,7 @@ OPTIONS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
     "experts elsewhere": (ParallelConfig(ep=2), {}),
     "experts elsewhere, whole": (ParallelConfig(ep=4), dict(dense_strategy="no_shard")),
     "experts elsewhere, bf16": (ParallelConfig(ep=2), dict(param_dtype=torch.bfloat16)),
+    "experts elsewhere, two levels": (ParallelConfig(ep=4), {}),
 }
 IMAGES = ("ernie4_5_vl_moe", "glm4v_moe", "qwen3_omni_moe", "qwen3_vl_moe")
 IMAGE, IMAGE_INPUTS = slice(2, 6), ("pixel_values", "image_grid_thw")  # of their batches
@@ -101,7 +102,13 @@ def skipping(rank: int) -> dict[str, list[str]]:
                 for one in (plain, model):
                     for param in one.parameters():
                         param.data = param.bfloat16().float()
-            parallelize_moe(model, build_meshes(parallel, "cpu"), fsdp=FSDPOptions(**options))
+            levels = 2 if "two levels" in name else None
+            parallelize_moe(
+                model,
+                build_meshes(parallel, "cpu", ranks_per_domain=levels),
+                dispatcher="hierarchical" if levels else "auto",
+                fsdp=FSDPOptions(**options),
+            )
             step = TrainStep(model, num_micro_batches=MICRO_BATCHES)
             for i in range(MICRO_BATCHES):
                 for of_rank in range(WORLD):

@@ -35,7 +35,7 @@ class MoECore:
             the seed. Of Hugging Face models and moecore's decoder.
     """
 
-    dispatcher: Literal["auto", "local", "alltoall", "allgather", "nvlink"] = "auto"
+    dispatcher: DispatcherName = "auto"
     row_factor: float | None = None
     expert_backend: Literal["auto", "triton", "torch", "sequential"] = "auto"
     recompute: list[str] = field(default_factory=list)

@@ -54,7 +54,7 @@ class SendOrder(NamedTuple):
 
 
 class ReceivedRows(NamedTuple):
-    """The source rows that came, their K physical ids and weights, and how to send sums home."""
+    """The source rows that came, their K physical ids and weights, and how to return sums."""
 
     rows_SD: Tensor  # differentiable, as the weights are
     ids_SK: Tensor
@@ -63,7 +63,7 @@ class ReceivedRows(NamedTuple):
 
 
 class TokenExchange:
-    """Sends each token once to every rank of a group that needs it, and brings sums home."""
+    """Sends each token once to every rank of a group that needs it, and returns their sums."""
 
     def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str]) -> None:
         self.group = group
@@ -118,7 +118,7 @@ class TokenExchange:
         rows_SD, ids_SK, weights_SK = _Send.apply(*sent, plan, self.group, pairs, is_ahead)
         return ReceivedRows(rows_SD, ids_SK, weights_SK, plan)
 
-    def bring_home(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
+    def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
         """Return the sum of what became of each token's rows, added in fp32: 1 collective."""
         splits = (plan.send_splits, plan.receive_splits)
         M, S = plan.token_ids_M.shape[0], y_SD.shape[0]
@@ -178,7 +178,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Return each token's partial sums, added in fp32. No host sync; 1 collective."""
-        return self._exchange.bring_home(y_SD, plan, self.pairs)
+        return self._exchange.return_sums(y_SD, plan, self.pairs)
 
 
 def owned(ids_TK: Tensor, num_experts: int, num_blocks: int) -> Tensor:

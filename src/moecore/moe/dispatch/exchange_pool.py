@@ -39,7 +39,8 @@ FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 class ExchangePool(Holder):
     """The exchanges of a model, which owns their buffers.
 
-    Tokens travel among the ranks of the group, which has `ep` expert blocks. Of the programs of one
+    Tokens travel among the ranks of the group; the layer has `ep` expert blocks, and those of other
+    domains are elsewhere. Of the programs of one
     operation half push and half receive; None = one per multiprocessor. With `is_required` tokens
     that stores can not carry are an error; else all-to-all carries them, and all that is not part
     of a step which runs again or of a CUDA graph.

@@ -3,7 +3,7 @@
     rank i of domain a --across--> rank i of domain b --inside b--> the ranks of its experts
 
     dispatch = across, then the dispatch of another dispatcher over the domain
-    combine  = the combine of that dispatcher, then home, where the domains' sums are added
+    combine  = the combine of that dispatcher, then back across, and the sum over domains
 
 Legend: T local tokens, D model dim, K experts per token, H domains, A rows that arrive from the
 ranks of this one's place in all domains, its own tokens among them.
@@ -128,4 +128,4 @@ class HierarchicalDispatcher(Dispatcher):
     def combine(self, y_SD: Any, plan: HierarchicalPlan) -> Tensor:
         """Return each token's sums of all domains, added in fp32. Inside's, and 1 collective."""
         y_AD = self._inside.combine(y_SD, plan.inside)[: plan.num_arrived]
-        return self._across.bring_home(y_AD, plan.across, self.pairs)
+        return self._across.return_sums(y_AD, plan.across, self.pairs)
