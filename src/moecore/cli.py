@@ -1,4 +1,4 @@
-"""The command line: checkpoints (inspect, verify, convert, prune), plans, costs, reports of runs.
+"""The command line: checkpoints (inspect, verify, convert, prune), plans, costs, reports, doctor.
 
 Exit codes: 0 no problem; 1 a problem was found, named in one line on stderr; 2 wrong usage; 130
 interrupted.
@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     add_dry_run(rooms)
     add_measure(rooms)
     add_report(rooms)
+    add_doctor(rooms)
     return parser
 
 
@@ -324,6 +325,29 @@ def add_measure(rooms: Any) -> None:
     )
     parser.set_defaults(run="planning.measure:run_measure")
     parser.add_argument("--out", type=Path, default=Path("table.json"), help="what to write")
+
+
+DOCTOR_EXAMPLE = """\
+example, on every host of a job as it will train:
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+      -m moecore doctor --checkpoints /shared/runs"""
+
+
+def add_doctor(rooms: Any) -> None:
+    """Add the command to those of `moecore`."""
+    parser = rooms.add_parser(
+        "doctor",
+        help="what is wrong with the machines of a job, one line each",
+        description="Compares versions, environment and clocks of all ranks; looks at limits, "
+        "memory, disks and peer access of their hosts; and measures their links.",
+        epilog=DOCTOR_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run="parallel.doctor:run_doctor")
+    help = "directory that all ranks write, which is tried; default: none"
+    parser.add_argument("--checkpoints", type=Path, help=help)
+    help = "seconds that ranks wait for each other; default: 60"
+    parser.add_argument("--timeout", type=int, default=60, help=help)
 
 
 REPORT_EXAMPLE = """\

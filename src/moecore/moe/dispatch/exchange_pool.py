@@ -40,10 +40,9 @@ class ExchangePool(Holder):
     """The exchanges of a model, which owns their buffers.
 
     Tokens travel among the ranks of the group; the layer has `ep` expert blocks, and those of other
-    domains are elsewhere. Of the programs of one
-    operation half push and half receive; None = one per multiprocessor. With `is_required` tokens
-    that stores can not carry are an error; else all-to-all carries them, and all that is not part
-    of a step which runs again or of a CUDA graph.
+    domains are elsewhere. Of the programs of one operation half push and half receive; None = one
+    per multiprocessor. With `is_required` tokens that stores can not carry are an error; else
+    all-to-all carries them, and all that is not part of a step which runs again or of a CUDA graph.
     """
 
     option = "NVLinkOptions.row_factor"

@@ -91,7 +91,7 @@ def _peer_problem(group: dist.ProcessGroup) -> str | None:
     device = torch.cuda.current_device()
     here = {str(_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     places: list[Any] = [None] * group.size()
-    dist.all_gather_object(places, (_host(), str(_properties(device).uuid)), group=group)
+    dist.all_gather_object(places, (host_id(), str(_properties(device).uuid)), group=group)
     hosts = len({host for host, _ in places})
     if hosts > 1:
         return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"
@@ -123,7 +123,7 @@ def _properties(index: int) -> Any:
     return torch.cuda.get_device_properties(index)
 
 
-def _host() -> str:
+def host_id() -> str:
     """One name per running kernel: hosts may share a name, containers of one host need not."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()

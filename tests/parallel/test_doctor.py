@@ -1,0 +1,145 @@
+"""`moecore doctor`: each fact that is wrong is one line, of given facts and of ranks that ran."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moecore import cli
+from moecore.parallel.doctor import RankFacts, _facts, problems
+from tests.helpers.ranks import run_ranks
+
+GIB = 2**30
+ONE = RankFacts(
+    host="a",
+    name="node-a",
+    ranks_per_host=2,
+    versions={"torch": "2.13.0", "NCCL": "2.29"},
+    environment={"NCCL_DEBUG": "WARN"},
+    clock=100.0,
+    gpu_memory=(79 * GIB, 80 * GIB),
+    open_files=65536,
+    shared_memory=64 * GIB,
+    disk=900 * GIB,
+    rates={"inside a host": 300e9, "between hosts": 40e9},
+)
+OTHER = replace(ONE, host="b", name="node-b", clock=100.2)
+JOB = [ONE, ONE, OTHER, OTHER]
+
+
+def changed(rank: int, **fields: Any) -> list[RankFacts]:
+    return [replace(one, **fields) if i == rank else one for i, one in enumerate(JOB)]
+
+
+def test_a_healthy_job_has_no_problem() -> None:
+    assert problems(JOB) == problems([replace(ONE, ranks_per_host=None)]) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        (
+            changed(3, versions={"torch": "2.12.1", "NCCL": "2.29"}),
+            "torch (2.13.0 on ranks 0-2, 2.12.1 on rank 3) must be the same on all ranks: set one",
+        ),
+        (
+            changed(1, environment={}),
+            "NCCL_DEBUG (WARN on ranks 0, 2-3, not set on rank 1) must be the same on all ranks: "
+            "set one",
+        ),
+        (
+            changed(2, clock=96.5),
+            "clock of node-b (-3.5 s from that of node-a) must be within 1 s: run an NTP client",
+        ),
+        (
+            changed(0, open_files=1024),
+            "open files of rank 0 (1024) must be >= 4096: ulimit -n 65536",
+        ),
+        (
+            changed(1, locked_memory=8 * GIB),
+            "locked memory of rank 1 (8 GiB) must be unlimited, for transfers between hosts: "
+            "ulimit -l unlimited",
+        ),
+        (
+            changed(2, shared_memory=GIB // 16),
+            "/dev/shm of node-b (0.0625 GiB free) must have 1 GiB, for NCCL and data loaders: "
+            "--shm-size of its container",
+        ),
+        (
+            changed(0, disk=2 * GIB),
+            "disk of checkpoints on node-a (2 GiB free) must have 10 GiB: remove old ones by "
+            "moecore checkpoint prune",
+        ),
+        (
+            changed(2, sees_checkpoints=False),
+            "directory of checkpoints on node-b must be that of rank 0, which all ranks write: "
+            "give one on shared storage",
+        ),
+        (
+            changed(3, gpu_memory=(40 * GIB, 80 * GIB)),
+            "GPU of rank 3 (40 GiB of 80 GiB free on node-b) must be empty: end what else runs "
+            "there (nvidia-smi shows it)",
+        ),
+        (
+            changed(2, peers="must have peer access from rank 2 to rank 3: use 'alltoall'"),
+            "dispatcher 'nvlink' on node-b must have peer access from rank 2 to rank 3: use "
+            "'alltoall'",
+        ),
+        (
+            changed(3, rates={"inside a host": 300e9, "between hosts": 3.1e9}),
+            "messages between hosts to rank 3 on node-b (3.1 GB/s) must be near the median "
+            "(40 GB/s): look at its links",
+        ),
+        (
+            changed(0, ranks_per_host=4),
+            "LOCAL_WORLD_SIZE (4) of node-a must be its number of ranks (2): start them by one "
+            "torchrun, or pass ranks_per_domain",
+        ),
+        (
+            [*JOB, OTHER],
+            "ranks of a host (node-a: 2, node-b: 3) must be equally many: start as many on each",
+        ),
+        (
+            [ONE, OTHER, ONE, OTHER],
+            "ranks of node-a (ranks 0, 2) must be neighbours, on which tp and ep count: number "
+            "them by host",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line(facts: list[RankFacts], line: str) -> None:
+    assert line in problems(facts)
+    assert len(problems(facts)) <= 2  # some facts are wrong in two ways
+
+
+def test_errors_that_nobody_raises_are_named() -> None:
+    variables = {"NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    found = problems([replace(one, environment=variables) for one in JOB])
+    assert len(found) == 4
+    assert found[0].startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING (0) of rank 0 must be 1, else")
+
+
+def collect(rank: int, device: torch.device, folder: str) -> list[RankFacts]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _facts("cpu", Path(folder) / "runs"))
+    return found
+
+
+def test_ranks_of_one_host_are_alike(tmp_path: Path) -> None:
+    found = run_ranks(3, collect, str(tmp_path), over_gloo=True)
+    # What depends on the machine, and on what else runs there, is left out.
+    plain = dict(open_files=-1, shared_memory=None, disk=None, rates={})
+    assert problems([replace(one, **plain) for one in found]) == []
+    assert len({one.host for one in found}) == 1 and all(one.sees_checkpoints for one in found)
+    assert all(set(one.rates) == {"inside a host"} for one in found)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_the_command(no_group_left: None, capfd: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["doctor"])
+    printed, errors = capfd.readouterr()
+    assert code == bool(errors) and "1 rank(s) on " in printed and "problem(s) found" in printed
