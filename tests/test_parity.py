@@ -203,7 +203,8 @@ def nvlink(
         keep_rows=keep_rows,
         row_factor=row_factor,
     )
-    return case(world, dense, expert, dispatcher="nvlink", nvlink=choices, **options)
+    dispatcher = "hierarchical" if "domain" in options else "nvlink"  # nvlink inside of domains
+    return case(world, dense, expert, dispatcher=dispatcher, nvlink=choices, **options)
 
 
 def both_overlaps(world: int, dense: str, expert: str, **options: Any) -> list[Case]:
@@ -303,6 +304,8 @@ NVLINK_CASES = [
         row_factor=2.0,
     ),
     nvlink(4, "dp_shard=4", "ep=4 edp_shard=1", model="sigmoid", accumulate=2, memory=STASH),
+    nvlink(4, "dp_shard=4", "ep=4 edp_shard=1", domain=2, model="sigmoid", accumulate=2),
+    nvlink(4, "dp_shard=2 tp=2", "ep=2 etp=2 edp_shard=1", domain=2, recompute=True),
     nvlink(4, "dp_shard=4", "ep=2 etp=2 edp_shard=1", clones=TWO, memory=STASH, loss="sum"),
     nvlink(
         4,
