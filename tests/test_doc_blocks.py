@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -65,37 +64,3 @@ def test_the_block_of_context_parallelism_runs_on_two_ranks(tiny: Path) -> None:
     code = code_of("sequences", 3)
     assert code.count("ep=8") == 1
     assert run_ranks(2, worker, str(tiny), code.replace("ep=8", "ep=2")) == ["loss"]
-
-
-STUBS = {
-    "scontrol": "echo localhost; echo other",
-    "srun": '"$@" & first=$!; "$@" & wait $! && wait $first',  # a task on each of two hosts
-}
-WORLD_SIZE = """
-from moecore import ParallelConfig, build_meshes
-print("ranks", build_meshes(ParallelConfig(), "cpu").dense.size(), flush=True)
-"""
-
-
-def test_the_script_for_slurm_starts_the_ranks_of_two_hosts(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "guide.md").read_text()
-    (script,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    script = script.replace("--nproc-per-node 8", "--nproc-per-node 1").replace("29500", str(port))
-    for name, body in STUBS.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "train.py").write_text(WORLD_SIZE)
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    slurm = dict(SLURM_JOB_NODELIST="two", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7", PATH=path)
-    done = subprocess.run(
-        ["bash", "-e", "-c", script],
-        env=os.environ | slurm,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split("\n").count("ranks 2") == 2, done.stdout

@@ -194,19 +194,17 @@ def run_doctor(args: Any) -> int:
     _join(device_type, timedelta(seconds=args.timeout))
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, _facts(device_type, args.checkpoints))
-    code = 0
+    lines = problems(found)
     if dist.get_rank() == 0:
-        lines = problems(found)
         for line in lines:
             print(line, file=sys.stderr)
         names = ", ".join(dict.fromkeys(one.name for one in found))
         about = ", ".join(f"{name} {value}" for name, value in found[0].versions.items())
         print(f"{len(found)} rank(s) on {names}: {about}")
         print(f"{len(lines) or 'no'} problem(s) found")
-        code = int(bool(lines))
     dist.barrier()
     dist.destroy_process_group()
-    return code
+    return int(bool(lines))  # on every rank: an agent whose ranks end well waits for the others
 
 
 def _join(device_type: str, timeout: timedelta) -> None:
