@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moecore.kernels.common import INTERPRET
+from tests.helpers import sparing  # noqa: F401  # tests make little garbage as well
 
 try:
     from hypothesis import settings

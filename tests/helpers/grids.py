@@ -29,12 +29,31 @@ def grid(*, least: int = 3, **axes: Iterable[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(list(axes), cases)
 
 
+def beside(values: Iterable[Any], nightly: Iterable[Any], *, several: bool = False) -> list[Any]:
+    """Return values for `parametrize`, some of them marked `nightly`.
+
+    Args:
+        values: of one parameter, or tuples of `several`.
+        nightly: those of the values that run at night alone.
+    """
+    values, nightly = list(values), list(nightly)
+    assert all(value in values for value in nightly)
+    return [
+        pytest.param(
+            *(value if several else [value]),
+            marks=[pytest.mark.nightly] if value in nightly else [],
+        )
+        for value in values
+    ]
+
+
 def asked_for(request: pytest.FixtureRequest, *names: str) -> list[Any]:
     """Return the values of parameters in the tests of a file that are selected, each once."""
-    found: dict[Any, None] = {}
+    found: list[Any] = []
     for item in request.session.items:
         if isinstance(item, pytest.Function) and item.path == request.path:
             params = item.callspec.params if hasattr(item, "callspec") else {}
             if params.keys() >= set(names):
-                found[tuple(params[name] for name in names)] = None
+                values = tuple(params[name] for name in names)
+                found += [] if values in found else [values]
     return [values[0] if len(names) == 1 else values for values in found]
