@@ -35,7 +35,7 @@ CASES = {
         0.04,
     ),
 }
-STAGED = replace(RUN, parallel=ParallelConfig(pp=2, ep=4), num_micro_batches=6)
+STAGED = dict(parallel=ParallelConfig(pp=2, ep=4), num_micro_batches=6)
 SCHEDULES = {
     "1f1b": (PipelineConfig(schedule="1f1b"), 0.002),
     "interleaved": (PipelineConfig(schedule="interleaved", chunks=2), 0.002),
@@ -55,7 +55,7 @@ def test_few_layers_stand_for_all(case: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_of_a_pipeline(name: str) -> None:
     pipeline, error = SCHEDULES[name]
-    run = replace(STAGED, pipeline=pipeline)
+    run = replace(RUN, **STAGED, pipeline=pipeline)
     exact = [dry_run(run, rank).peak for rank in (0, 4)]
     assert plan_peak(run) == pytest.approx(exact, rel=error)
     assert plan_peak(replace(run, num_micro_batches=16)) == plan_peak(run)
@@ -63,7 +63,7 @@ def test_ranks_of_a_pipeline(name: str) -> None:
 
 @pytest.mark.parametrize("name", beside(SCHEDULES, ["interleaved", "zero-bubble"]))
 def test_what_has_been_sent_is_freed_within_a_step(name: str) -> None:
-    run = replace(STAGED, pipeline=SCHEDULES[name][0])
+    run = replace(RUN, **STAGED, pipeline=SCHEDULES[name][0])
     few, more = (dry_run(replace(run, num_micro_batches=n)).peak for n in (6, 8))
     assert few == more
 

@@ -1,9 +1,10 @@
 """Every MoE family of the installed transformers, tiny and random: two ranks against one process.
 
 The ranks compute again in backward what no product gives; the one process keeps it.
-Each trains a step, those on all foldings two, is saved, loaded, exported as stock saves it and loaded again: every family
-on one folding, and one of each structure of experts on all three, since a folding cuts the tensors
-of experts and nothing else. Families that are refused are a list with reasons, which must be exact.
+Each trains, is saved, loaded, exported as stock saves it and loaded again: every family a step on
+one folding, and one of each structure of experts two steps on all three, since a folding cuts the
+tensors of experts and nothing else. Families that are refused are a list with reasons, which must
+be exact.
 """
 
 from __future__ import annotations
