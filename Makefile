@@ -10,11 +10,11 @@ ONE_THREAD := OMP_NUM_THREADS=1
 WORKERS = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder')
 ON_CPUS := CUDA_VISIBLE_DEVICES= $(ONE_THREAD)
 
-# Runs the arguments of pytest, and beside it kernels under Triton's interpreter, whose variable is
+# Runs the arguments of pytest, and beside it (with the second ones) kernels under Triton's interpreter, whose variable is
 # read at import. It has a worker of its own: when the others wait for ranks, a core is free.
 define beside_interpreted
 log=$$(mktemp) && trap 'rm -f $$log' EXIT; \
-$(ON_CPUS) TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels >$$log 2>&1 & interpreted=$$!; \
+$(ON_CPUS) TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels $(2) >$$log 2>&1 & interpreted=$$!; \
 $(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $(1); code=$$?; \
 wait $$interpreted || code=$$?; cat $$log; exit $$code
 endef
@@ -38,8 +38,8 @@ else
 	$(call beside_interpreted,$${left_out:+$$(printf -- '--ignore=%s ' $$left_out)})
 endif
 
-nightly: $(READY)  ## run all CPU tests, with new examples of hypothesis
-	@$(call beside_interpreted,--hypothesis-profile=explore)
+nightly: $(READY)  ## run all CPU tests, whole grids, with new examples of hypothesis
+	@$(call beside_interpreted,--nightly --hypothesis-profile=explore,--nightly)
 
 test-for: $(READY)  ## run the tests that import FILE, however far: make test-for FILE=src/...
 	@found=$$($(PY) -m tools.affected tests $(FILE)) && echo "$${found:?no test imports $(FILE)}" && \

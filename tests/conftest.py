@@ -1,7 +1,8 @@
 """Selects what this process can run.
 
 `gpu` tests where CUDA is; `interpret` tests where Triton interprets kernels (TRITON_INTERPRET=1);
-everything else everywhere but under the interpreter, whose process is for kernels alone.
+everything else everywhere but under the interpreter, whose process is for kernels alone. Cases
+marked `nightly` are left out where there is no GPU, unless `--nightly` is given.
 
 Which tests ran before in this process must not matter: each file begins without a process group,
 each file and test with the same generators, and hypothesis tries the same examples in each run
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moecore.kernels.common import INTERPRET
+from tests.helpers import sparing  # noqa: F401  # tests make little garbage as well
 
 try:
     from hypothesis import settings
@@ -32,8 +34,16 @@ else:
     settings.load_profile("fixed")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run the cases marked nightly as well")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    whole_grids = config.option.nightly or torch.cuda.is_available()
+
     def runs_here(item: pytest.Item) -> bool:
+        if item.get_closest_marker("nightly") and not whole_grids:
+            return False
         if item.get_closest_marker("interpret") or INTERPRET:
             return INTERPRET and item.get_closest_marker("interpret") is not None
         return torch.cuda.is_available() or item.get_closest_marker("gpu") is None

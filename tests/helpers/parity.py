@@ -159,7 +159,7 @@ class Case:
     bf16: bool = False
     recompute: bool = False  # activation checkpointing of every block
     frozen: bool = False  # routed experts do not train
-    torch_optimizers: bool = False  # torch plans their operations on DTensors for seconds
+    torch_optimizers: bool = False  # AdamW fused: torch plans every operation on DTensors
 
     @property
     def is_rough(self) -> bool:
@@ -204,8 +204,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     if case.meta:
         model = decoder_of(case, config, device="meta")
     else:
-        model = decoder_of(case, config).to(device)
-        model.load_state_dict(initial)
+        model = filled(case, config, initial, device)
     parallelize(model, meshes, case)
     if case.meta:
         model.to_empty(device=device)
@@ -297,23 +296,34 @@ def decoder_config(case: Case) -> DecoderConfig:
     )
 
 
-def decoder_of(case: Case, config: DecoderConfig, device: str | None = None) -> Decoder:
+def decoder_of(case: Case, config: DecoderConfig, device: str) -> Decoder:
     model = Decoder(config, device=device)
     if case.model.startswith("balanced"):
         force_even_load(model)
     return model
 
 
+def filled(
+    case: Case, config: DecoderConfig, state: dict[str, Tensor], device: torch.device
+) -> Decoder:
+    """Return a decoder of this state, which needs no other before."""
+    model = decoder_of(case, config, device="meta").to_empty(device=device)
+    model.load_state_dict(state)
+    return model
+
+
 def initial_state(case: Case, config: DecoderConfig, device: torch.device) -> dict[str, Tensor]:
     """Weights large enough for uneven routing and gradients that no rounding hides."""
     generator = torch.Generator().manual_seed(1)
-    state = Decoder(config).state_dict()
-    for name, tensor in state.items():
-        if tensor.is_floating_point() and "norm" not in name:
+    state = {}
+    for name, tensor in Decoder(config, device="meta").state_dict().items():
+        assert tensor.dtype == torch.float32
+        values = torch.ones(tensor.shape)
+        if "norm" not in name:
             wide = tensor.shape[-1] / MOE.hidden_dim if name.endswith("experts.w2") else 1.0
             values = torch.randn(tensor.shape, generator=generator) * 0.2 / wide**0.5
-            tensor.copy_(values.bfloat16() if case.bf16 else values)
-    return {name: tensor.to(device) for name, tensor in state.items()}
+        state[name] = (values.bfloat16().float() if case.bf16 else values).to(device)
+    return state
 
 
 def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
@@ -374,13 +384,15 @@ def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[
     return [[[batch(r, i) for r in ranks] for i in micros] for _ in OPTIMIZERS]
 
 
-def make_optimizer(model: nn.Module, name: str, *, is_torchs: bool) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, name: str, *, is_torchs: bool, **of_adamw: Any
+) -> torch.optim.Optimizer:
     torchs, ours = (torch.optim.SGD, torch.optim.AdamW), (on_parts(torch.optim.SGD), AdamW)
     sgd, adamw = torchs if is_torchs else ours
     if name == "sgd":
         return sgd(model.parameters(), lr=0.05)
     # An eps of the size of the gradients: AdamW's division then does not magnify rounding.
-    return adamw(model.parameters(), lr=0.01, eps=1e-2, weight_decay=0.1)
+    return adamw(model.parameters(), lr=0.01, eps=1e-2, weight_decay=0.1, **of_adamw)
 
 
 def loss_scale(case: Case, step: list[list[Batch]]) -> dict[str, Any]:
@@ -394,7 +406,9 @@ def train(
     model: nn.Module, meshes: Meshes, batches: list[list[list[Batch]]], case: Case
 ) -> dict[str, Any]:
     """A step of each optimizer on this rank; returns what this rank holds of every tensor."""
-    optimizers = {n: make_optimizer(model, n, is_torchs=case.torch_optimizers) for n in OPTIMIZERS}
+    how = dict(fused=True) if case.torch_optimizers else {}
+    is_torchs = case.torch_optimizers
+    optimizers = {n: make_optimizer(model, n, is_torchs=is_torchs, **how) for n in OPTIMIZERS}
     owner = TrainStep(model, max_norm=0.7, num_micro_batches=case.accumulate)
     found: dict[str, Any] = {}
     for i, step in enumerate(batches):
@@ -449,8 +463,7 @@ def train_reference(
     is_rough: bool = False,
 ) -> dict[str, Any]:
     """The same steps in one process, data rank after data rank; rounded as ours if asked."""
-    model = decoder_of(case, config).to(device)
-    model.load_state_dict(initial)
+    model = filled(case, config, initial, device)
     if is_rough and case.bf16:
         model.to(torch.bfloat16)
     if is_rough and case.precision:

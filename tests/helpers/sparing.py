@@ -1,4 +1,4 @@
-"""Imported first by the servers that ranks fork from: what ranks would spend on memory.
+"""Imported first by the servers that ranks fork from, and by pytest: what memory would cost them.
 
 Imports make no garbage, and a rank lives for seconds, so collections are rare. A rank keeps the
 memory that it frees: the next tensor then needs no new pages of the system.

@@ -40,6 +40,13 @@ class Held:
         return cls(local, tuple(tensor.shape), tensor.placements, tuple(mesh.shape), place)
 
 
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the elements of a whole tensor that this rank holds of `like`, as it holds them."""
+    held = Held.of(like)
+    at = positions(held.shape, held.placements, held.mesh, held.coordinate)
+    return whole.detach().flatten()[at].view(held.local.shape)
+
+
 def gather_whole(tensors: dict[str, Any], rank: int = 0) -> dict[str, Tensor]:
     """Return the tensors of all ranks on `rank`'s CPU, DTensors whole; {} on the other ranks.
 

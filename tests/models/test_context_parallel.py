@@ -169,19 +169,22 @@ def alone(case: Case) -> Case:
 
 def all_expected() -> list[tuple[Case, dict[str, Tensor]]]:
     """Return what one process gives for every case; each rank computes some."""
-    cases = list(map(alone, (CASES | TAMPERED).values()))
-    cases = [case for i, case in enumerate(cases) if case not in cases[:i]]
-    own = [(case, expected(case)) for case in cases[dist.get_rank() :: WORLD]]
+    every = [(alone(case), case.steps) for case in (CASES | TAMPERED).values()]
+    cases = [case for i, (case, _) in enumerate(every) if case not in [c for c, _ in every[:i]]]
+    own = [
+        (case, expected(case, max(steps for other, steps in every if other == case)))
+        for case in cases[dist.get_rank() :: WORLD]
+    ]
     everything: list[Any] = [None] * WORLD
     dist.all_gather_object(everything, own)
     return [one for found in everything for one in found]
 
 
-def expected(case: Case) -> dict[str, Tensor]:
+def expected(case: Case, num_steps: int) -> dict[str, Tensor]:
     """Return what one process gives, data rank after data rank."""
     model, found, data_ranks = make(case.config), {}, data_ranks_of(case)
     clip = None if case.tau is None else QKClip(model, case.tau)
-    for step in range(STEPS):
+    for step in range(num_steps):
         batches = [batch_of(case, r, step) for r in range(data_ranks)]
         counts: dict[str, Any] = defaultdict(int)
         for rank, batch in enumerate(batches):

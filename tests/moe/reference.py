@@ -93,27 +93,28 @@ def _routed(
 ) -> Tensor:
     """Return the sum over the routed experts, [N, D]."""
     rows_NL = x_ND @ params["latent.w_down"].T if config.latent_dim else x_ND
-    y_NL = torch.zeros_like(rows_NL, dtype=torch.promote_types(rows_NL.dtype, torch.float32))
-    for e in range(config.num_experts):
-        part_NL = _expert(rows_NL, routing.weights_NE[:, e : e + 1], e, params, config)
-        y_NL = y_NL + torch.where(routing.kept_NE[:, e : e + 1], part_NL, 0)
-    y_NL = y_NL.to(x_ND.dtype)
+    parts_ENL = _experts(rows_NL, routing.weights_NE.T.unsqueeze(-1), params, config)
+    parts_ENL = torch.where(routing.kept_NE.T.unsqueeze(-1), parts_ENL, 0)
+    dtype = torch.promote_types(rows_NL.dtype, torch.float32)
+    y_NL = parts_ENL.sum(0, dtype=dtype).to(x_ND.dtype)
     return y_NL @ params["latent.w_up"].T if config.latent_dim else y_NL
 
 
-def _expert(
-    x_NL: Tensor, weight_N1: Tensor, e: int, params: Mapping[str, Tensor], config: MoEConfig
+def _experts(
+    x_NL: Tensor, weights_EN1: Tensor, params: Mapping[str, Tensor], config: MoEConfig
 ) -> Tensor:
+    """Return every expert's output for every token, [E, N, L]."""
+    x_ENL = x_NL.expand(config.num_experts, *x_NL.shape)
     if config.weights_on_input:
-        x_NL = (x_NL * weight_N1).to(x_NL.dtype)
-        weight_N1 = torch.ones_like(weight_N1)
-    h = x_NL @ params["experts.w1"][e].flatten(0, -2).T
+        x_ENL = (x_ENL * weights_EN1).to(x_NL.dtype)
+        weights_EN1 = torch.ones_like(weights_EN1)
+    h = x_ENL @ params["experts.w1"].flatten(1, -2).mT
     if config.fc1_bias:
-        h = h + params["experts.b1"][e].flatten()
-    a = (_activation(h, config) * weight_N1).to(x_NL.dtype)
-    y = a @ params["experts.w2"][e].T
+        h = h + params["experts.b1"].flatten(1).unsqueeze(1)
+    a = (_activation(h, config) * weights_EN1).to(x_NL.dtype)
+    y = a @ params["experts.w2"].mT
     if config.fc2_bias:
-        y = y + (params["experts.b2"][e] * weight_N1).to(y.dtype)
+        y = y + (params["experts.b2"].unsqueeze(1) * weights_EN1).to(y.dtype)
     return y
 
 

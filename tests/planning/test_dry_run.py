@@ -224,9 +224,11 @@ def test_the_host_reads_nothing_where_no_tokens_travel() -> None:
 
 
 def test_worlds_of_the_same_meshes_one_after_the_other() -> None:
-    for tp, etp in ((2, 1), (2, 2), (2, 1)):
-        run = replace(TINY, num_gpus=8, parallel=ParallelConfig(tp=tp, etp=etp, ep=2))
-        assert dry_run(run).held == found(run).held
+    one, other = (
+        replace(TINY, num_gpus=8, parallel=ParallelConfig(tp=2, etp=etp, ep=2)) for etp in (1, 2)
+    )
+    first = dry_run(one)
+    assert dry_run(other).held != first.held == dry_run(one).held
 
 
 def test_pairs_multiply_what_turns_do() -> None:

@@ -29,6 +29,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.params import global_indices
 from moecore.parallel.attached import moe_state, request_of
+from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -80,13 +81,17 @@ RUNS = {"native": tuple(LAYOUTS), "concatenated": ("one", "dp", "ep4", *STRIDED)
 
 
 def pairs_of(kind: str) -> list[tuple[str, str, str]]:
-    """(kind, from, to): each layout loads from two others, at distances 1 and 5 in a ring."""
+    """(kind, from, to): each layout loads from two others, at distances 1 and 5 in a ring.
+
+    Those at distance 5 are for `make nightly`: each layout is loaded, and loads, at distance 1.
+    """
     names = RUNS[kind]
-    shifts = {1, 5 % len(names)}
-    return [(kind, names[(i + s) % len(names)], to) for i, to in enumerate(names) for s in shifts]
+    shifts = dict.fromkeys((1, 5 % len(names)))
+    return [(kind, names[(i + s) % len(names)], to) for s in shifts for i, to in enumerate(names)]
 
 
 PAIRS = [pair for kind in RUNS for pair in pairs_of(kind)]
+NIGHTLY = [pair for kind in RUNS for pair in pairs_of(kind)[len(RUNS[kind]) :]]
 State = dict[str, Tensor]
 WORLDS = (1, 2, 4)
 
@@ -199,9 +204,11 @@ def save_all(root: Path, rank: int, world: int) -> dict[Any, Any]:
     return kept
 
 
-def load_all(root: Path, rank: int, world: int, kept: dict[Any, Any]) -> dict[Any, Any]:
+def load_all(
+    root: Path, rank: int, world: int, kept: dict[Any, Any], pairs: list[tuple[str, str, str]]
+) -> dict[Any, Any]:
     results = {}
-    for kind, source, target in PAIRS:
+    for kind, source, target in pairs:
         if LAYOUTS[target][0] != world:
             continue
         model, optimizer, before, after = kept[kind, target]
@@ -236,7 +243,9 @@ def all_ranks(names: list[str]) -> list[str]:
     return [name for part in found for name in part]
 
 
-def worker(rank: int, device: torch.device, folder: str) -> dict[Any, Any]:
+def worker(
+    rank: int, device: torch.device, folder: str, pairs: list[tuple[str, str, str]]
+) -> dict[Any, Any]:
     """Save all layouts of this world size, wait for the other worlds, load what they saved."""
     root, world = Path(folder), dist.get_world_size()
     kept = save_all(root, rank, world)
@@ -246,7 +255,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[Any, Any]:
     while not all((root / f"saved-{size}").exists() for size in WORLDS):
         assert time.monotonic() < deadline, "another world has failed"
         time.sleep(0.05)
-    return load_all(root, rank, world, kept)
+    return load_all(root, rank, world, kept, pairs)
 
 
 @pytest.fixture(scope="module")
@@ -255,13 +264,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(root: Path) -> dict[Any, Any]:
+def results(root: Path, request: pytest.FixtureRequest) -> dict[Any, Any]:
+    pairs = asked_for(request, "pair")
     with ThreadPoolExecutor(len(WORLDS)) as pool:
-        parts = pool.map(lambda world: run_ranks(world, worker, str(root)), WORLDS)
+        parts = pool.map(lambda world: run_ranks(world, worker, str(root), pairs), WORLDS)
         return {pair: result for part in parts for pair, result in part.items()}
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+@pytest.mark.parametrize("pair", beside(PAIRS, NIGHTLY), ids="-to-".join)
 def test_every_layout_loads_what_another_saved(
     results: dict[Any, Any], pair: tuple[str, str, str]
 ) -> None:

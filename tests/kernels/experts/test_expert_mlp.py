@@ -26,6 +26,7 @@ from moecore.kernels.rows.activation import KINDS, ActivationOptions, activation
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows, sum_rows_ref
 from moecore.kernels.rows.record import Rows
+from tests.helpers.grids import grid
 
 NAMES = ("x", "w1", "w2", "weights")
 
@@ -124,9 +125,7 @@ def test_torch_products_equal_the_reference(kind: str, keep_h: bool) -> None:
         torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("S", [0, 1, 23])
-@pytest.mark.parametrize("products", ["triton", "torch"])
-@pytest.mark.parametrize("kind", KINDS)
+@grid(kind=KINDS, products=["triton", "torch"], S=[0, 1, 23])
 def test_error_is_at_most_twice_that_of_plain_torch(
     kind: str, products: str, S: int, device: str
 ) -> None:

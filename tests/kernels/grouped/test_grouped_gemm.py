@@ -13,6 +13,7 @@ from moecore.kernels.grouped.gemm import (
     grouped_gemm_ref,
 )
 from moecore.kernels.rows.activation import ActivationOptions
+from tests.helpers.grids import grid
 
 # Rows of each expert: empty ones, one row, one expert, primes, tiles that are just full.
 COUNTS = {
@@ -54,13 +55,11 @@ def check(found: Tensor, exact: Tensor, plain: Tensor, used: int) -> None:
     assert ours.max() <= 2 * theirs.max() + floor
 
 
-@pytest.mark.parametrize("K, N", SIZES)
-@pytest.mark.parametrize("transposed", [False, True], ids=["KN", "NK"])
-@pytest.mark.parametrize("gather", [False, True], ids=["contiguous", "gather"])
-@pytest.mark.parametrize("name", COUNTS)
+@grid(name=COUNTS, gather=[False, True], transposed=[False, True], sizes=SIZES)
 def test_grouped_gemm(
-    name: str, gather: bool, transposed: bool, K: int, N: int, device: str
+    name: str, gather: bool, transposed: bool, sizes: tuple[int, int], device: str
 ) -> None:
+    K, N = sizes
     torch.manual_seed(0)
     counts = [n * scale(device) for n in COUNTS[name]]
     offsets, row_ids, S = make(counts, device)
@@ -81,10 +80,9 @@ def test_grouped_gemm(
     check(found, exact, plain, used)
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "geglu", "clamped_swiglu"])
-@pytest.mark.parametrize("D, F", SIZES)
-@pytest.mark.parametrize("name", COUNTS)
-def test_grouped_gemm_activation(name: str, D: int, F: int, kind: str, device: str) -> None:
+@grid(name=COUNTS, sizes=SIZES, kind=["swiglu", "geglu", "clamped_swiglu"])
+def test_grouped_gemm_activation(name: str, sizes: tuple[int, int], kind: str, device: str) -> None:
+    D, F = sizes
     torch.manual_seed(1)
     counts = [n * scale(device) for n in COUNTS[name]]
     offsets, row_ids, S = make(counts, device)

@@ -12,6 +12,7 @@ from moecore.kernels.rows import shard_blocks as s
 from moecore.kernels.rows.cast import cast
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.quantised import quantise_weights
+from tests.helpers.grids import grid
 from tests.kernels.rows.test_quantised import assert_same, hard_values, values_of
 
 # Shape, dim that is cut, ranks. Chunks begin and end within blocks, and the last may be empty.
@@ -49,9 +50,7 @@ def gathered(whole: Tensor, dim: int, ranks: int, power_of_two: bool) -> tuple[T
     return torch.cat(codes, dim).view(FP8), all_scales[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("case", CUTS)
+@grid(case=CUTS, power_of_two=[True, False], dtype=[torch.float32, torch.bfloat16])
 def test_parts_of_a_matrix(case: str, power_of_two: bool, dtype: torch.dtype, device: str) -> None:
     shape, dim, ranks = CUTS[case]
     whole = values_of(*shape, dtype=dtype, device=device)

@@ -41,6 +41,7 @@ from moecore.parallel.shard.engine import Engine
 from moecore.parallel.shard.weight_gradients import WeightGradients, WeightProduct
 from moecore.precision.apply import defer_linears
 from moecore.precision.linear import Fp8Products
+from tests.helpers.grids import asked_for, beside
 from tests.helpers.ranks import run_ranks
 from tests.parallel.shard.test_unit import BLOCKS, DIM, Model, freed_is_nan
 from tests.parallel.shard.units import recorded, units
@@ -86,6 +87,7 @@ CASES |= {
     "regions": (EP2, dict(fsdp=BF16, memory=REGIONS)),
     "offload": (EP2, dict(fsdp=BF16, memory=MemoryOptions(offload=("attention", "experts")))),
 }
+NIGHTLY = ("no_shard, ep 2", "optim, ep 1", "optim_grads, ep 2")  # each strategy has another
 LIKE_BF16 = ("checkpoints", "reentrant checkpoints", "regions", "offload")  # keep other things
 WHOLE = tuple(zip("FFFBBB", (0, 1, 2, 0, 1, 2), strict=True))
 APART = tuple(zip("FFDFDDWWW", (0, 1, 0, 2, 1, 2, 0, 1, 2), strict=True))
@@ -94,6 +96,7 @@ SHUFFLED = (*APART[:-3], ("W", 1), ("W", 2), ("W", 0))
 MIXED = tuple(zip("FFDBFDWW", (0, 1, 0, 1, 2, 2, 0, 2), strict=True))
 FEW = ("optim, ep 2", "optim_grads_params, ep 1", "tp", "fp8 gathers, tp")
 WAYS: list[tuple[str, str, Turns]] = [(case, "apart", APART) for case in CASES]
+ALONE = [(case, "apart") for case in NIGHTLY]
 WAYS += [(case, "left", LEFT) for case in FEW]
 OTHER_ORDERS: list[tuple[str, str, Turns]] = [
     (case, way, turns)
@@ -217,13 +220,14 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     }
 
 
-def worker(rank: int, device: torch.device) -> dict[Any, Any]:
-    wanted = {c: make(c, defers=False).play(WHOLE) for c in CASES if c not in LIKE_BF16}
+def worker(rank: int, device: torch.device, cases: list[str]) -> dict[Any, Any]:
+    cases = [c for c in CASES if c in cases or c == "bf16"]
+    wanted = {c: make(c, defers=False).play(WHOLE) for c in cases if c not in LIKE_BF16}
     wanted |= dict.fromkeys(LIKE_BF16, wanted["bf16"])
     found: dict[Any, Any] = {"moving": all(map(moves, wanted.values()))}
-    for case in FEW:
+    for case in (c for c in FEW if c in cases):
         found[case, "whole"] = errors(make(case, defers=True).play(WHOLE), wanted[case])
-    for case, way, turns in WAYS + OTHER_ORDERS:
+    for case, way, turns in (one for one in WAYS + OTHER_ORDERS if one[0] in cases):
         run = make(case, defers=True)
         with recorded(run.model) as events:
             found[case, way] = errors(run.play(turns), wanted[case])
@@ -250,8 +254,8 @@ def reductions(model: nn.Module, events: list[str]) -> dict[str, set[int]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[Any, Any]:
-    return run_ranks(WORLD, worker)
+def found(request: pytest.FixtureRequest) -> dict[Any, Any]:
+    return run_ranks(WORLD, worker, asked_for(request, "case"))
 
 
 def test_there_is_something_to_compare(found: dict[Any, Any]) -> None:
@@ -259,7 +263,8 @@ def test_there_is_something_to_compare(found: dict[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "way"), [(c, w) for c, w, _ in WAYS] + [(c, "whole") for c in FEW]
+    ("case", "way"),
+    beside([(c, w) for c, w, _ in WAYS] + [(c, "whole") for c in FEW], ALONE, several=True),
 )
 def test_gradients_have_the_bits_of_whole_backwards(
     case: str, way: str, found: dict[Any, Any]
@@ -274,13 +279,16 @@ def test_another_order_changes_the_order_of_sums_alone(
     assert max((e for ours in found[case, way] for e in ours.values()), default=0.0) <= 1e-6
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", beside(CASES, NIGHTLY))
 def test_products_of_weights_run_in_w_alone(case: str, found: dict[Any, Any]) -> None:
     turns = [(verb, 0 if verb == "D" else PRODUCTS) for verb, _ in APART if verb != "F"]
     assert found[case, "apart", "products"] == [turns] * WORLD
 
 
-@pytest.mark.parametrize(("case", "way"), [(c, w) for c, w, _ in WAYS + OTHER_ORDERS])
+@pytest.mark.parametrize(
+    ("case", "way"),
+    beside([(c, w) for c, w, _ in WAYS + OTHER_ORDERS], ALONE, several=True),
+)
 def test_what_accumulates_is_reduced_once(case: str, way: str, found: dict[Any, Any]) -> None:
     """Other units by each part that has a gradient of theirs."""
     for by in found[case, way, "reductions"]:

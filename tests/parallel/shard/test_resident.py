@@ -22,6 +22,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.train.rerun import drop_step
+from tests.helpers.grids import asked_for, grid
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.moe.moe_cases import make_layer
@@ -236,13 +237,13 @@ def gradients_of_a_penalty(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
 
 
-def worker(rank: int, device: torch.device) -> dict[str, Any]:
+def worker(rank: int, device: torch.device, cases: list[tuple[Any, ...]]) -> dict[str, Any]:
     ids = tokens_of(rank)
     found: dict[str, Any] = {}
     for layout in PARALLEL:
         for gathered in (True, False):
             options = {"dense_strategy": "optim"} if gathered else {}
-            for disturb in ("", *DISTURBED):
+            for disturb in ("", *(d for *where, d in cases if where == [layout, gathered])):
                 found[layout, gathered, disturb] = train(layout, ids, disturb, **options)
             found[layout, gathered, "twice"] = second_derivative(layout, ids, **options)
     meshes = build_meshes(PARALLEL["ep"], "cpu")
@@ -255,13 +256,11 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return run_ranks(2, worker)
+def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run_ranks(2, worker, asked_for(request, "layout", "gathered", "disturb"))
 
 
-@pytest.mark.parametrize("disturb", DISTURBED)
-@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "resharded"])
-@pytest.mark.parametrize("layout", PARALLEL)
+@grid(layout=PARALLEL, gathered=[True, False], disturb=DISTURBED)
 def test_forwards_without_a_backward_change_nothing(
     layout: str, gathered: bool, disturb: str, found: dict[str, Any]
 ) -> None:

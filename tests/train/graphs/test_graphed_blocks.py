@@ -30,6 +30,7 @@ from moecore.base.options.precision import Recipe
 from moecore.models import Decoder, preset
 from moecore.parallel.attached import moe_state
 from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart
+from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 from tests.train.graphs.graph_fakes import fake_graphs
 
@@ -103,7 +104,7 @@ def train(
     parallelize_moe(model, meshes, **how)
     model.to_empty(device=device)
     model.init_weights(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.1)
     step = TrainStep(model, optimizer, num_micro_batches=MICRO_BATCHES, max_norm=1.0)
     g = torch.Generator().manual_seed(meshes.data_rank)
     found: list[Any] = []

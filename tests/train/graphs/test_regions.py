@@ -25,6 +25,7 @@ from moecore import (
 from moecore.base.saved import packing
 from moecore.models import Decoder, preset
 from moecore.train import compile_blocks
+from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 
 WORLD = 2
@@ -61,7 +62,7 @@ def train(compile: bool, **over_cp: Any) -> Trained:
     )
     model.to_empty(device="cpu")
     model.init_weights(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(3)
     losses = []
     kept: dict[int, int] = {}

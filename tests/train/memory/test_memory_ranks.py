@@ -28,6 +28,7 @@ from moecore.parallel import dispatch
 from moecore.parallel.attached import attached
 from moecore.train.memory.offload import Offload
 from moecore.train.memory.stash import Stash
+from tests.helpers.grids import asked_for, grid
 from tests.helpers.ranks import run_ranks
 from tests.moe.emulated_exchange import EmulatedExchangePool
 
@@ -116,14 +117,14 @@ def counted(function: Any, calls: Counter[str]) -> Any:
     return call
 
 
-def worker(rank: int, device: torch.device) -> dict[str, Any]:
+def worker(rank: int, device: torch.device, cases: list[tuple[str, ...]]) -> dict[str, Any]:
     """Compare on every rank; return what differs on any, by case."""
     problems: dict[str, Any] = {}
     for layout in LAYOUTS:
         for name in PRESETS:
             want, calls = gradients(name, layout, OPTIONS["all kept"])
             assert calls
-            for option in list(OPTIONS)[1:]:
+            for option in (o for *where, o in cases if where == [layout, name]):
                 got, others = gradients(name, layout, OPTIONS[option])
                 different = [n for n in want if not torch.equal(got[n], want[n])]
                 if others != calls:
@@ -138,13 +139,11 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ran() -> Any:
-    return run_ranks(WORLD, worker)
+def ran(request: pytest.FixtureRequest) -> Any:
+    return run_ranks(WORLD, worker, asked_for(request, "layout", "name", "option"))
 
 
-@pytest.mark.parametrize("option", list(OPTIONS)[1:])
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@grid(layout=LAYOUTS, name=PRESETS, option=list(OPTIONS)[1:])
 def test_bits_and_collectives(ran: Any, layout: str, name: str, option: str) -> None:
     assert ran[f"{layout}/{name}/{option}"] == []
 

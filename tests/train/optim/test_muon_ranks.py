@@ -58,7 +58,7 @@ CONFIG = DecoderConfig(
     moe=MOE,
 )
 BY_GROUPS = Cut(sizes=(4, 8), repeats=2)  # rows of a matrix that are no slice
-STEPS = 3
+STEPS = 2  # before a save, and after its load
 TAU = 6.0
 
 
