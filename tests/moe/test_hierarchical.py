@@ -6,6 +6,7 @@ Domains are neighbouring CPU ranks. Inside of them tokens go by all-to-all, or b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -260,17 +261,20 @@ def refusals() -> dict[str, str]:
         "one domain": lambda: tiny(ParallelConfig(ep=2), 2),
         "domains of one": lambda: tiny(ParallelConfig(ep=4), 1),
         "etp across": lambda: tiny(ParallelConfig(etp=4), 2),
+        "hosts of different sizes": lambda: tiny(ParallelConfig(ep=4), None),
     }
     found = {}
+    of_host = {"LOCAL_WORLD_SIZE": "2" if dist.get_rank() < 2 else "1"}
     for name, call in calls.items():
         try:
-            call()
+            with patch.dict(os.environ, of_host if name.startswith("hosts") else {}):
+                call()
         except ValueError as error:
             found[name] = str(error)
     return found
 
 
-def tiny(parallel: ParallelConfig, ranks_per_domain: int) -> Any:
+def tiny(parallel: ParallelConfig, ranks_per_domain: int | None) -> Any:
     meshes = build_meshes(parallel, "cpu", ranks_per_domain=ranks_per_domain)
     layer = ranks.make_layer(ranks.CONFIG)
     return parallelize_moe(torch.nn.Sequential(layer), meshes, dispatcher="hierarchical")
@@ -309,6 +313,7 @@ def test_what_does_not_fit_is_one_line(results: dict[str, Any]) -> None:
         "ranks_per_domain (3) must divide the world size (4): give the ranks of a host"
     )
     assert found["differs"].startswith("ranks_per_domain (1 on")
+    assert found["hosts of different sizes"].startswith("ranks_per_domain (2 on")
     own = "be between 2 and half of ep * etp (2): use 'auto', or tell it"
     assert found["one domain"] == begin.format(2) + own
     assert found["domains of one"] == begin.format(1) + own.replace("(2)", "(4)")

@@ -55,8 +55,6 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
         raise ValueError(f"dispatcher ('nvlink') {problem}")
     if num_ranks == 1:
         return "local", "ep * etp is 1"
-    if name == "hierarchical":
-        check_domains(meshes)
     if name != "auto":
         return name, "asked for"
     pipeline = request.pipeline
@@ -74,6 +72,7 @@ def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
     if group is None:
         return
     if plan.dispatcher == "hierarchical":
+        check_domains(meshes)  # ranks have compared what it reads
         found.domains = domain_groups(meshes)
         problem = find_problem(found.domains.inside, meshes.device_type)
         found.stores_in = found.domains.inside if problem is None else None

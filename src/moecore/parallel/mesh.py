@@ -209,8 +209,8 @@ def build_meshes(
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     inherit_timeout(world.get_group())
-    own = {**fields_of(p), "ranks_per_domain": domain}
-    check_same(own, device_type)  # before the groups, which other degrees would mix up
+    given = {**fields_of(p), "ranks_per_domain": ranks_per_domain}
+    check_same(given, device_type)  # before the groups, which other degrees would mix up
     dense = _fold(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
     expert = _fold(device_type, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
     # Views that join neighbouring dims into one group. Only dims that are both larger than 1
