@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # transformers needs it
 
 pytestmark = pytest.mark.slow
-
-yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"

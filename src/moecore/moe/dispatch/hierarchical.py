@@ -99,7 +99,7 @@ class HierarchicalDispatcher(Dispatcher):
 
     def _go_on(self, came: ReceivedRows, routing: Routing) -> ExpertInput:
         """Bring what arrived to the ranks of this domain."""
-        H, inside, ahead = self._across.group.size(), self._inside, self._across.attendance
+        H, inside, outer = self._across.group.size(), self._inside, self._across.attendance
         rows_AD, weights_AK = came.rows_SD, came.weights_SK
         ids_AK = self.domain.ids_inside(came.ids_SK, dist.get_rank(self._across.group))
         spare = H * routing.expert_ids_TK.shape[0] - rows_AD.shape[0]
@@ -108,7 +108,7 @@ class HierarchicalDispatcher(Dispatcher):
             ids_AK = F.pad(ids_AK, (0, 0, 0, spare), value=-1)
         own: Attendance | None = getattr(inside, "attendance", None)
         if own is not None:
-            own.joins = ahead.is_skipped
+            own.joins = outer.is_skipped
         inside.pairs = self.pairs
         capacity = None if routing.capacity is None else H * routing.most_rows_per_expert
         inp = inside.dispatch(
@@ -122,7 +122,7 @@ class HierarchicalDispatcher(Dispatcher):
             ),
         )
         if own is not None:
-            ahead.is_skipped = own.is_skipped
+            outer.is_skipped = own.is_skipped
         return inp
 
     def combine(self, y_SD: Any, plan: HierarchicalPlan) -> Tensor:
