@@ -60,6 +60,7 @@ class NVLinkDispatcher(Dispatcher):
     """Sends each token once to every rank that owns at least one of its experts, by stores."""
 
     waits_on_host = False  # with row_factor "exact" it waits, but then `_count_rows` refuses graphs
+    takes_turns = False
 
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
