@@ -9,6 +9,10 @@ started an exchange (`exchange`), it hands the baton over, so the other side com
 exchange. The first side waits for its exchange after the baton has returned. When a side ends, the
 other side holds the baton until its own end.
 
+The backward computes weight gradients of a layer's experts before it waits for the exchange of the
+layer before (`Owner.compute_apart`). Only attention and the router of the forward are beside that
+exchange; all others are beside experts, or attention's backward.
+
 When the host needs numbers of other ranks (`numbers_of`), it hands the baton over too, and gets it
 back before the other side starts its next exchange. So the device computes while the host waits.
 The next exchange starts during that compute, on a stream that does not wait for it (`ahead`).
@@ -40,6 +44,9 @@ class Owner(Protocol):
 
     def resume(self, is_backward: bool) -> None:
         """Make whole what a side uses, when it gets the baton back."""
+
+    def compute_apart(self) -> None:
+        """Queue weight gradients that the backward has left. Called before it waits."""
 
 
 class Pairs:
@@ -166,6 +173,12 @@ class _Pair:
         finally:
             self._end(side)
 
+    def compute_apart(self) -> None:
+        """Queue weight gradients that the backward has left, if the caller is the backward."""
+        if self._holder.is_backward:
+            for owner in self._owners:
+                owner.compute_apart()
+
     def give_back(self) -> None:
         """Hand the baton back to a side that has handed it over early. Called before exchanges."""
         if self._other(self._holder).is_early:
@@ -229,6 +242,7 @@ def exchange(
     with pairs.ahead() if is_ahead else nullcontext():
         works = [start(async_op=True) for start in starts]
     pair.hand_over()
+    pair.compute_apart()
     for work in works:
         work.wait()
 
