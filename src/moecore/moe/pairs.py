@@ -10,15 +10,8 @@ exchange. The first side waits for its exchange after the baton has returned. Wh
 other side holds the baton until its own end.
 
 The backward computes weight gradients of a layer's experts before it waits for the exchange of the
-layer before (`Owner.compute_apart`). Only attention and the router of the forward are beside that
-exchange; all others are beside experts, or attention's backward.
-
-When the host needs numbers of other ranks (`numbers_of`), it hands the baton over too, and gets it
-back before the other side starts its next exchange. So the device computes while the host waits.
-The next exchange starts during that compute, on a stream that does not wait for it (`ahead`).
-
-The baton is handed over only at exchanges and at `numbers_of`. So the order of all collectives
-follows from the two calls, never from time: ranks that run the same pairs have the same order.
+layer before (`PairedModel.compute_apart`): beside that one are only attention and the router of the
+forward, beside all others experts or the backward of attention.
 """
 
 from __future__ import annotations
@@ -36,8 +29,8 @@ from moecore.base.streams import is_dry
 T = TypeVar("T")
 
 
-class Owner(Protocol):
-    """Owns the parameters that both sides use, and their gradients."""
+class PairedModel(Protocol):
+    """Has the parameters that both sides use, and their gradients."""
 
     def paired(self) -> AbstractContextManager[None]:
         """Return a context in which one announced forward alternates with one backward."""
@@ -52,9 +45,9 @@ class Owner(Protocol):
 class Pairs:
     """Runs pairs of a forward and a backward; `takes_turns` = some layer has exchanges for it."""
 
-    def __init__(self, owners: Sequence[Owner]) -> None:
+    def __init__(self, models: Sequence[PairedModel]) -> None:
         self.takes_turns = True
-        self._owners = owners
+        self._models = models
         self._pair: _Pair | None = None
         self._ahead: torch.cuda.Stream | None = None
 
@@ -84,8 +77,8 @@ class Pairs:
         # pairs.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         with ExitStack() as stack:
-            for owner in self._owners:
-                stack.enter_context(owner.paired())
+            for model in self._models:
+                stack.enter_context(model.paired())
             return self._alternate(forward, backward, stream)
 
     def _alternate(
@@ -94,7 +87,7 @@ class Pairs:
         backward: Callable[[], None],
         stream: torch.cuda.Stream | None,
     ) -> T:
-        pair = self._pair = _Pair(self._owners)
+        pair = self._pair = _Pair(self._models)
         # Autograd has one thread per device, which the backward occupies until it ends. So the
         # forward may call autograd only in its own thread (`set_multithreading_enabled(False)`).
         thread = Thread(target=pair.run_backward, args=(backward, stream), daemon=True)
@@ -143,9 +136,9 @@ class _OtherFailed(Exception):  # an Exception: modules call their always_call h
 class _Pair:
     """A forward and a backward that alternate."""
 
-    def __init__(self, owners: Sequence[Owner]) -> None:
+    def __init__(self, models: Sequence[PairedModel]) -> None:
         self.error: BaseException | None = None  # the first exception of either side
-        self._owners = owners
+        self._models = models
         self._forward, self._backward = _Side(is_backward=False), _Side(is_backward=True)
         self._holder = self._forward
         self._changing = Lock()  # guards `_holder`, `is_running` and `error`
@@ -176,8 +169,8 @@ class _Pair:
     def compute_apart(self) -> None:
         """Queue weight gradients that the backward has left, if the caller is the backward."""
         if self._holder.is_backward:
-            for owner in self._owners:
-                owner.compute_apart()
+            for model in self._models:
+                model.compute_apart()
 
     def give_back(self) -> None:
         """Hand the baton back to a side that has handed it over early. Called before exchanges."""
@@ -204,8 +197,8 @@ class _Pair:
         side.is_early = False
         self._check()
         set_generators(numbers)
-        for owner in self._owners:
-            owner.resume(side.is_backward)
+        for model in self._models:
+            model.resume(side.is_backward)
 
     def _other(self, side: _Side) -> _Side:
         return self._forward if side is self._backward else self._backward
