@@ -12,6 +12,13 @@ other side holds the baton until its own end.
 The backward computes weight gradients of a layer's experts before it waits for the exchange of the
 layer before (`PairedModel.compute_apart`): beside that one are only attention and the router of the
 forward, beside all others experts or the backward of attention.
+
+When the host needs numbers of other ranks (`numbers_of`), it hands the baton over too, and gets it
+back before the other side starts its next exchange. So the device computes while the host waits.
+The next exchange starts during that compute, on a stream that does not wait for it (`ahead`).
+
+The baton is handed over only at exchanges and at `numbers_of`. So the order of all collectives
+follows from the two calls, never from time: ranks that run the same pairs have the same order.
 """
 
 from __future__ import annotations
