@@ -82,7 +82,7 @@ class QuantisedProducts:
             if (role, backward) not in self._made:
                 w_eNK = self.weights.w1_eCD if role == "w1" else self.weights.w2_eDF
                 made = self.quantise(w_eNK, self.recipe, rows=not backward, columns=backward)
-                self._made[role, backward] = made[backward]
+                self._made |= {(role, bool(i)): made[i] for i in (0, 1) if made[i] is not None}
             return self._made[role, backward]
         return found[role == "w2"][backward]
 
@@ -127,8 +127,15 @@ class BlockwiseProducts(QuantisedProducts):
     def activation_again(self, h: Rows) -> _OperandBlocks:
         return self._activation(widen_rows(h, self.where[2]))
 
-    def dy(self, dy: Tensor, *, unsummed: bool) -> _OutputGrads:
-        return _OutputGrads(self._quantised(dy, self.where[2] if unsummed else None), unsummed)
+    @property
+    def takes_packed(self) -> bool:
+        """Whether a row is quantised here as it is for its way: by powers of two."""
+        return self.recipe.power_of_two
+
+    def dy(self, dy: Tensor | Rows, *, unsummed: bool) -> _OutputGrads:
+        if isinstance(dy, Tensor):
+            dy = self._quantised(dy, self.where[2] if unsummed else None)
+        return _OutputGrads(dy, unsummed)
 
     def activation_bwd(
         self, dy: _OutputGrads, h: Rows
