@@ -78,7 +78,7 @@ def _rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> R
 def differentiate(
     products: Products,
     saved: Saved,
-    dy: Tensor,
+    dy: Tensor | Rows,
     wants: Wants,
     *,
     unsummed: bool,
@@ -87,8 +87,9 @@ def differentiate(
 ) -> Grads:
     """Return the gradients of an output."""
     # Saved rows are needed where FC1 runs again, and for the gradient of w1. dy is contiguous [S,
-    # D], or of expert rows [R, D] when unsummed; dx comes back alike. Gradients that the sinks of
-    # w1 and w2 take come back as None. `sender` gets dx and dweights before those of w1 and w2.
+    # D], or of expert rows [R, D] when unsummed, which may be quantised; dx comes back
+    # alike. Gradients that the sinks of w1 and w2 take come back as None. `sender` gets dx and
+    # dweights before those of w1 and w2.
     gradient = products.dy(dy, unsummed=unsummed)
     h = saved.h
     if h is None:

@@ -11,7 +11,6 @@ multiplied as they came. Letters: as in `contract.py`; t row tiles.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
+from moecore.kernels.experts.torch_products import Role
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.e4m3 import BLOCK
@@ -54,9 +54,9 @@ class _OutputGrads(NamedTuple):
 
 
 class QuantisedProducts:
-    """What products of FP8 matrices share; a subclass has `quantise(w_eNK, recipe)`."""
+    """What products of FP8 matrices share; a subclass has `quantise(w_eNK, recipe, **layouts)`."""
 
-    quantise: Callable[[Tensor, Recipe], Both]
+    quantise: Callable[..., Both]
 
     def __init__(
         self,
@@ -69,21 +69,22 @@ class QuantisedProducts:
         self.dtypes = weights.w1_eCD.dtype, weights.w2_eDF.dtype
         self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
+        self._made: dict[tuple[Role, bool], Blocks | None] = {}  # by role and whether transposed
 
     def drop_weights(self) -> None:
         del self.weights
-        for name in ("_w1", "_w2"):
-            vars(self).pop(name, None)
+        self._made.clear()
 
-    @cached_property
-    def _w1(self) -> Both:
+    def _matrix(self, role: Role, *, backward: bool = False) -> Any:
+        """Return a matrix for the forward, or transposed; None = it was gathered in FP8."""
         found = self.weights.quantised
-        return found[0] if found else self.quantise(self.weights.w1_eCD, self.recipe)
-
-    @cached_property
-    def _w2(self) -> Both:
-        found = self.weights.quantised
-        return found[1] if found else self.quantise(self.weights.w2_eDF, self.recipe)
+        if found is None:
+            if (role, backward) not in self._made:
+                w_eNK = self.weights.w1_eCD if role == "w1" else self.weights.w2_eDF
+                made = self.quantise(w_eNK, self.recipe, rows=not backward, columns=backward)
+                self._made |= {(role, bool(i)): made[i] for i in (0, 1) if made[i] is not None}
+            return self._made[role, backward]
+        return found[role == "w2"][backward]
 
 
 class BlockwiseProducts(QuantisedProducts):
@@ -94,10 +95,10 @@ class BlockwiseProducts(QuantisedProducts):
         self.tiles = tiles or map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
 
     @staticmethod
-    def quantise(w_eNK: Tensor, recipe: Recipe) -> Both:
+    def quantise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
         """Return one matrix of every expert as these products take it. No autograd."""
         w_eNK = w_eNK.detach().contiguous()
-        return quantise_weights(w_eNK, power_of_two=recipe.power_of_two)
+        return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
@@ -118,7 +119,7 @@ class BlockwiseProducts(QuantisedProducts):
         return self._quantised(h_RC, self.where[2])
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
-        return self._forward(a.rows, self._w2, a.dtype)
+        return self._forward(a.rows, "w2", a.dtype)
 
     def fc1_again(self, rows: Rows) -> Rows:
         return Rows(self._fc1(rows))
@@ -126,8 +127,15 @@ class BlockwiseProducts(QuantisedProducts):
     def activation_again(self, h: Rows) -> _OperandBlocks:
         return self._activation(widen_rows(h, self.where[2]))
 
-    def dy(self, dy: Tensor, *, unsummed: bool) -> _OutputGrads:
-        return _OutputGrads(self._quantised(dy, self.where[2] if unsummed else None), unsummed)
+    @property
+    def takes_packed(self) -> bool:
+        """Whether a row is quantised here as it is for its way: by powers of two."""
+        return self.recipe.power_of_two
+
+    def dy(self, dy: Tensor | Rows, *, unsummed: bool) -> _OutputGrads:
+        if isinstance(dy, Tensor):
+            dy = self._quantised(dy, self.where[2] if unsummed else None)
+        return _OutputGrads(dy, unsummed)
 
     def activation_bwd(
         self, dy: _OutputGrads, h: Rows
@@ -137,7 +145,7 @@ class BlockwiseProducts(QuantisedProducts):
             dy_rows = gather_row_blocks(dy.rows, None, None, num_rows)
         else:
             dy_rows = gather_row_blocks(dy.rows, row_ids_R, slots_SK, num_rows)
-        da_RF = self._backward(dy_rows, self._w2, h.dtype)
+        da_RF = self._backward(dy_rows, "w2", h.dtype)
         del dy_rows
         where = (self.weights_R, num_rows, self.activation)
         h_RC = widen_rows(h, num_rows)
@@ -146,7 +154,7 @@ class BlockwiseProducts(QuantisedProducts):
         return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
     def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
-        return self._backward(dh.rows, self._w1, dh.dtype)
+        return self._backward(dh.rows, "w1", dh.dtype)
 
     def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
         x = tile_tokens(rows, self.where[0], self.tiles)
@@ -160,25 +168,23 @@ class BlockwiseProducts(QuantisedProducts):
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _fc1(self, rows: Rows) -> Tensor:
-        return self._forward(gather_row_blocks(rows, *self.where), self._w1, rows.dtype)
+        return self._forward(gather_row_blocks(rows, *self.where), "w1", rows.dtype)
 
     def _activation(self, h_RC: Tensor) -> _OperandBlocks:
         where = (self.weights_R, self.where[2], self.activation)
         a = quantised_activation(h_RC, *where, power_of_two=self.recipe.power_of_two)
         return _OperandBlocks(a, h_RC.dtype)
 
-    def _forward(self, rows: Blocks, w: Both, dtype: torch.dtype) -> Tensor:
+    def _forward(self, rows: Blocks, role: Role, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix, transposed."""
-        assert w.rows is not None
-        return fp8_gemm(rows, w.rows, self.offsets_e, self.tiles, dtype)
+        return fp8_gemm(rows, self._matrix(role), self.offsets_e, self.tiles, dtype)
 
-    def _backward(self, rows: Blocks, w: Both, dtype: torch.dtype) -> Tensor:
+    def _backward(self, rows: Blocks, role: Role, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix."""
-        columns = w.columns
+        columns = self._matrix(role, backward=True)
         if columns is None:  # gathered in FP8
-            assert w.rows is not None
-            scales_eKN = w.rows.scales.transpose(1, 2)
-            columns = Blocks(transpose_values(w.rows.values), scales_eKN, "block")
+            w = self._matrix(role)
+            columns = Blocks(transpose_values(w.values), w.scales.transpose(1, 2), "block")
         return fp8_gemm(rows, columns, self.offsets_e, self.tiles, dtype)
 
     def _wgrad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:

@@ -37,6 +37,8 @@ class ProductSource:
 class TorchProducts:
     """The contract is `products.Products`. Any strides, any device; a subclass has kernels."""
 
+    takes_packed = False
+
     def __init__(
         self, index: ExpertIndex, activation: ActivationOptions, weights: ExpertWeights
     ) -> None:
