@@ -18,6 +18,7 @@ from moecore.kernels.experts.contract import (
     GradientSender,
     GradSink,
     GradTarget,
+    LowRankUpdate,
 )
 from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
@@ -33,6 +34,9 @@ class Wants(NamedTuple):
     w1: bool
     w2: bool
     weights: bool
+    # of A or B
+    update1: bool = False
+    update2: bool = False
 
 
 class Grads(NamedTuple):
@@ -42,6 +46,8 @@ class Grads(NamedTuple):
     w1: Tensor | None = None
     w2: Tensor | None = None
     weights: Tensor | None = None
+    update1: LowRankUpdate | None = None
+    update2: LowRankUpdate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +64,35 @@ class Saved:
         found: list[Tensor | None] = []
         for rows in (self.rows, self.h):
             found += (None, None) if rows is None else (rows.values, rows.scales)
-        return [*found, self.weights.w1_eCD, self.weights.w2_eDF, *self.index]
+        weights = self.weights
+        return [*found, weights.w1_eCD, weights.w2_eDF, *weights.updates(), *self.index]
 
     @classmethod
     def of(
         cls, tensors: Sequence[Any], dtype: torch.dtype, quantised: tuple[Both, Both] | None = None
     ) -> Saved:
         """Return the record of its `tensors()`; rows count in `dtype`."""
-        x, x_scales, h, h_scales, w1_eCD, w2_eDF, *index = tensors
-        weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF, quantised=quantised)
+        x, x_scales, h, h_scales, *of_weights = tensors
+        weights, index = weights_of(*of_weights[:6], quantised=quantised), of_weights[6:]
         rows, hidden = _rows(x, x_scales, dtype), _rows(h, h_scales, dtype)
         return cls(rows, hidden, weights, ExpertIndex(*index))
+
+
+def weights_of(
+    w1_eCD: Tensor,
+    w2_eDF: Tensor,
+    a1_erD: Tensor | None,
+    b1_eCr: Tensor | None,
+    a2_erF: Tensor | None,
+    b2_eDr: Tensor | None,
+    *,
+    quantised: tuple[Both, Both] | None = None,
+) -> ExpertWeights:
+    """Return the record of matrices and updates, of which each has A and B, or neither."""
+    update1 = None if a1_erD is None or b1_eCr is None else LowRankUpdate(a1_erD, b1_eCr)
+    update2 = None if a2_erF is None or b2_eDr is None else LowRankUpdate(a2_erF, b2_eDr)
+    matrices: dict[str, Any] = dict(w1_eCD=w1_eCD, w2_eDF=w2_eDF, quantised=quantised)
+    return ExpertWeights(update1=update1, update2=update2, **matrices)
 
 
 def _rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Rows | None:
@@ -86,15 +110,16 @@ def differentiate(
     sender: GradientSender | None = None,
 ) -> Grads:
     """Return the gradients of an output."""
-    # Saved rows are needed where FC1 runs again, and for the gradient of w1. dy is contiguous [S,
-    # D], or of expert rows [R, D] when unsummed; dx comes back alike. Gradients that the sinks of
-    # w1 and w2 take come back as None. `sender` gets dx and dweights before those of w1 and w2.
+    # Saved rows are needed where FC1 runs again, and for the gradients of w1 and its update. dy is
+    # contiguous [S, D], or of expert rows [R, D] when unsummed; dx comes back alike. Gradients that
+    # the sinks of w1 and w2 take come back as None. `sender` gets dx and dweights before the
+    # gradients of weights.
     gradient = products.dy(dy, unsummed=unsummed)
     h = saved.h
     if h is None:
         h = products.fc1_again(products.as_kept(_present(saved.rows)))
-    dh = dweights_R = dx = dw1 = dw2 = None
-    if wants.x or wants.w1 or wants.weights:
+    dh = dweights_R = dx = dw1 = dw2 = update1 = update2 = None
+    if wants.x or wants.w1 or wants.weights or wants.update1:
         dh, dweights_R, a = products.activation_bwd(gradient, h)
     else:
         a = products.activation_again(h)
@@ -103,9 +128,13 @@ def differentiate(
     if sender is not None:
         dx = products.fc1_bwd(dh)
         sender.start(dx, dweights_R, *products.where)
+    if wants.update2:
+        update2 = products.fc2_update_grad(gradient, a)
     if wants.w2:
         dw2 = _put(sinks[1], products.fc2_wgrad, gradient, a)
     del a, gradient
+    if wants.update1:
+        update1 = products.fc1_update_grad(products.as_kept(_present(saved.rows)), dh)
     if wants.w1:
         dw1 = _put(sinks[0], products.fc1_wgrad, products.as_kept(_present(saved.rows)), dh)
     if wants.x and sender is None:
@@ -113,7 +142,7 @@ def differentiate(
         if not unsummed:
             dx = sum_rows_plain(dx, *products.where)
     products.drop_weights()  # sinks may keep the products for later
-    return Grads(dx, dw1, dw2, dweights_R)
+    return Grads(dx, dw1, dw2, dweights_R, update1, update2)
 
 
 def _put(sink: GradSink | None, compute: ComputeGrad, *operands: Any) -> Tensor | None:

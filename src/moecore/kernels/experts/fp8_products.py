@@ -5,7 +5,8 @@
     all four  FP8 rows -> tiles, bytes transposed, where a weight gradient multiplies them
 
 H, dA and what is added per source row are in the dtype of the rows. Rows that travelled as FP8 are
-multiplied as they came. Letters: as in `contract.py`; t row tiles.
+multiplied as they came. What low-rank updates add is in the dtype of the rows: they multiply X as
+it is kept, and A, dY and dH before they are quantised. Letters: as in `contract.py`; t row tiles.
 """
 
 from __future__ import annotations
@@ -18,11 +19,24 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
+from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.experts.contract import (
+    ExpertSpec,
+    ExpertWeights,
+    GradTarget,
+    LowRankUpdate,
+    ProductSource,
+)
+from moecore.kernels.experts.low_rank import LowRankProducts
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
-from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.activation import (
+    ActivationOptions,
+    weighted_activation,
+    weighted_activation_bwd,
+)
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.packed import gather_packed_rows
 from moecore.kernels.rows.quantised import (
     gather_row_blocks,
     quantise_rows,
@@ -42,8 +56,9 @@ FASTER_FROM = 384
 class _OperandBlocks(NamedTuple):
     """Rows in expert order, and the dtype of what their product gives."""
 
-    rows: Blocks
+    rows: Blocks | None  # None = quantised of `wide` where they are needed
     dtype: torch.dtype
+    wide: Tensor | None = None  # what they were, for low-rank updates
 
 
 class _OutputGrads(NamedTuple):
@@ -51,6 +66,7 @@ class _OutputGrads(NamedTuple):
 
     rows: Rows
     is_unsummed: bool
+    wide: ProductSource | None = None  # what they were, for the low-rank update of w2
 
 
 class QuantisedProducts:
@@ -69,9 +85,12 @@ class QuantisedProducts:
         self.dtypes = weights.w1_eCD.dtype, weights.w2_eDF.dtype
         self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
+        has_kernels = has_hopper_kernels(index.row_ids_R.device)
+        self.low_rank = LowRankProducts(weights, index.offsets_e, has_kernels=has_kernels)
 
     def drop_weights(self) -> None:
         del self.weights
+        self.low_rank.drop()
         for name in ("_w1", "_w2"):
             vars(self).pop(name, None)
 
@@ -118,7 +137,11 @@ class BlockwiseProducts(QuantisedProducts):
         return self._quantised(h_RC, self.where[2])
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
-        return self._forward(a.rows, self._w2, a.dtype)
+        y_RD = self._forward(self._blocks(a), self._w2, a.dtype)
+        if a.wide is None:
+            return y_RD
+        addend = self.low_rank.forward("w2", ProductSource(a.wide, None))
+        return self.low_rank.add(y_RD, addend)
 
     def fc1_again(self, rows: Rows) -> Rows:
         return Rows(self._fc1(rows))
@@ -127,7 +150,9 @@ class BlockwiseProducts(QuantisedProducts):
         return self._activation(widen_rows(h, self.where[2]))
 
     def dy(self, dy: Tensor, *, unsummed: bool) -> _OutputGrads:
-        return _OutputGrads(self._quantised(dy, self.where[2] if unsummed else None), unsummed)
+        rows = self._quantised(dy, self.where[2] if unsummed else None)
+        wide = ProductSource(dy, None if unsummed else self.where[0])
+        return _OutputGrads(rows, unsummed, wide if self.low_rank.has("w2") else None)
 
     def activation_bwd(
         self, dy: _OutputGrads, h: Rows
@@ -139,33 +164,75 @@ class BlockwiseProducts(QuantisedProducts):
             dy_rows = gather_row_blocks(dy.rows, row_ids_R, slots_SK, num_rows)
         da_RF = self._backward(dy_rows, self._w2, h.dtype)
         del dy_rows
+        if dy.wide is not None:
+            da_RF = self.low_rank.add(da_RF, self.low_rank.backward("w2", dy.wide))
         where = (self.weights_R, num_rows, self.activation)
         h_RC = widen_rows(h, num_rows)
+        if self.low_rank.has("w1") or self.low_rank.has("w2"):
+            dh_RC, dweights_R, a_RF = weighted_activation_bwd(h_RC, da_RF, *where)
+            wide = _OperandBlocks(self._row_blocks(dh_RC), h.dtype, dh_RC)
+            return wide, dweights_R, _OperandBlocks(None, h.dtype, a_RF)
         power_of_two = self.recipe.power_of_two
         dh, dweights_R, a = quantised_activation_bwd(h_RC, da_RF, *where, power_of_two=power_of_two)
         return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
     def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
-        return self._backward(dh.rows, self._w1, dh.dtype)
+        dx_RD = self._backward(self._blocks(dh), self._w1, dh.dtype)
+        if dh.wide is None:
+            return dx_RD
+        addend = self.low_rank.backward("w1", ProductSource(dh.wide, None))
+        return self.low_rank.add(dx_RD, addend)
 
     def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
         x = tile_tokens(rows, self.where[0], self.tiles)
-        return self._wgrad(dh.rows, x, target, self.dtypes[0])
+        return self._wgrad(self._blocks(dh), x, target, self.dtypes[0])
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _OperandBlocks, target: GradTarget) -> Tensor:
         dy_tiles = tile_tokens(dy.rows, None if dy.is_unsummed else self.where[0], self.tiles)
-        return self._wgrad(dy_tiles, a.rows, target, self.dtypes[1])
+        return self._wgrad(dy_tiles, self._blocks(a), target, self.dtypes[1])
+
+    def fc1_update_grad(self, rows: Rows, dh: _OperandBlocks) -> LowRankUpdate:
+        assert dh.wide is not None
+        return self.low_rank.grad("w1", self._wide(rows), dh.wide)
+
+    def fc2_update_grad(self, dy: _OutputGrads, a: _OperandBlocks) -> LowRankUpdate:
+        assert dy.wide is not None and a.wide is not None
+        return self.low_rank.grad("w2", a.wide, dy.wide)
 
     def _quantised(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _fc1(self, rows: Rows) -> Tensor:
-        return self._forward(gather_row_blocks(rows, *self.where), self._w1, rows.dtype)
+        h_RC = self._forward(gather_row_blocks(rows, *self.where), self._w1, rows.dtype)
+        if not self.low_rank.has("w1"):
+            return h_RC
+        return self.low_rank.add(h_RC, self.low_rank.forward("w1", self._wide(rows)))
+
+    def _wide(self, rows: Rows) -> ProductSource:
+        """Return FP8 source rows wide; those that travelled, in expert order."""
+        assert rows.scales is not None
+        if rows.values.is_contiguous():
+            return ProductSource(widen_rows(rows), self.where[0])
+        packed = (rows.values, rows.scales, rows.dtype)
+        return ProductSource(gather_packed_rows(*packed, *self.where), None)
+
+    def _blocks(self, x: _OperandBlocks) -> Blocks:
+        if x.rows is not None:
+            return x.rows
+        assert x.wide is not None
+        return self._row_blocks(x.wide)
+
+    def _row_blocks(self, x: Tensor) -> Blocks:
+        """Return rows in expert order quantised."""
+        num_rows = self.where[2]
+        return gather_row_blocks(self._quantised(x, num_rows), None, None, num_rows)
 
     def _activation(self, h_RC: Tensor) -> _OperandBlocks:
         where = (self.weights_R, self.where[2], self.activation)
         a = quantised_activation(h_RC, *where, power_of_two=self.recipe.power_of_two)
-        return _OperandBlocks(a, h_RC.dtype)
+        has_update = self.low_rank.has("w2")
+        wide = weighted_activation(h_RC, *where) if has_update else None
+        return _OperandBlocks(a, h_RC.dtype, wide)
 
     def _forward(self, rows: Blocks, w: Both, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix, transposed."""

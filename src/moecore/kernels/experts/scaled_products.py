@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.contract import ExpertSpec, GradTarget
+from moecore.kernels.experts.contract import ExpertSpec, GradTarget, ProductSource
 from moecore.kernels.experts.fp8_products import QuantisedProducts
-from moecore.kernels.experts.torch_products import ProductSource, Role, TorchProducts
+from moecore.kernels.experts.low_rank import Addend, Role
+from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
     pad_rows,
@@ -71,8 +72,9 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         both = self._w1 if role == "w1" else self._w2
         return both.columns if backward else both.rows
 
-    def _rows(self, a_RK: Tensor, b: Any) -> Tensor:
-        return scaled_gemm(scaled_rows(a_RK, **self.how), b, self.offsets_e, a_RK.dtype)
+    def _rows(self, a_RK: Tensor, b: Any, addend: Addend | None) -> Tensor:
+        out = scaled_gemm(scaled_rows(a_RK, **self.how), b, self.offsets_e, a_RK.dtype)
+        return self.low_rank.add(out, addend)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
