@@ -11,23 +11,17 @@ Letters: as in `contract.py`; r rank, I and O what a matrix reads and writes.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from moecore.kernels.experts.contract import ExpertWeights, LowRankUpdate, ProductSource
 from moecore.kernels.grouped.gemm import grouped_gemm
+from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad
 
 Role = Literal["w1", "w2"]
-
-
-class Addend(NamedTuple):
-    """What is added to a product: narrow rows times one matrix of every expert."""
-
-    rows_Rr: Tensor
-    b_erN: Tensor  # contiguous, or the transpose of a contiguous [e, N, r], as the product's own
 
 
 class LowRankProducts:

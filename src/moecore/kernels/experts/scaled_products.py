@@ -17,7 +17,7 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import ExpertSpec, GradTarget, ProductSource
 from moecore.kernels.experts.fp8_products import QuantisedProducts
-from moecore.kernels.experts.low_rank import Addend, Role
+from moecore.kernels.experts.low_rank import Role
 from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
@@ -28,6 +28,7 @@ from moecore.kernels.grouped.scaled import (
     scaled_weights,
     scaled_wgrad,
 )
+from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.scaling import Both
 

@@ -17,7 +17,8 @@ from moecore.kernels.experts.contract import (
     LowRankUpdate,
     ProductSource,
 )
-from moecore.kernels.experts.low_rank import Addend, LowRankProducts, Role
+from moecore.kernels.experts.low_rank import LowRankProducts, Role
+from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.activation import (
     ActivationOptions,

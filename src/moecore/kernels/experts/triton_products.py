@@ -18,11 +18,11 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     ProductSource,
 )
-from moecore.kernels.experts.low_rank import Addend
 from moecore.kernels.experts.torch_products import TorchProducts, Use
 from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped.pingpong import pingpong_activation_bwd
+from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
@@ -125,11 +125,13 @@ class HopperProducts(TritonProducts):
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH, the weights' gradients and the activation, a gated one's in one pass."""
-        if not self.activation.gated or not dy.rows.shape[0] or self.low_rank.has("w2"):
+        if not self.activation.gated or not dy.rows.shape[0]:
             return super().activation_bwd(dy, h)
         where = (self.tiles, h.values, self.weights_R, self.offsets_e)
+        addend = self.low_rank.backward("w2", dy)
+        how = (*where, self.activation)
         return pingpong_activation_bwd(
-            dy.rows, self.w2_eDF, *where, self.activation, row_ids_R=dy.row_ids_R
+            dy.rows, self.w2_eDF, *how, row_ids_R=dy.row_ids_R, addend=addend
         )
 
     def _source(self, rows: Rows, use: Use) -> ProductSource:
@@ -138,17 +140,19 @@ class HopperProducts(TritonProducts):
             wide = (rows.values, rows.scales, rows.dtype)
             return ProductSource(gather_packed_rows(*wide, *self.where), None)
         gathers = self.hidden_dim >= GATHER_FIRST.get(use, self.hidden_dim + 1)
+        # Those that gather while they load add no low-rank update.
+        gathers |= use in ("fc1", "fc1_again") and self.low_rank.has("w1")
         if gathers and (self.activation.gated or use == "wgrad") and rows.values.shape[0]:
             return ProductSource(gather_used_rows(rows.values, *self.where), None)
         return ProductSource(rows.values, self.where[0])
 
     def _fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
         """Return H and the weighted activation, which a gated one's kernel computes with it."""
-        if x.row_ids_R is not None or not self.activation.gated or addend is not None:
+        if x.row_ids_R is not None or not self.activation.gated:
             return super()._fc1(x, addend)
-        where = (self.tiles, self.weights_R)
-        return cooperative_activation(x.rows, self.w1_eCD, *where, self.activation)
+        where = (self.tiles, self.weights_R, self.activation)
+        return cooperative_activation(x.rows, self.w1_eCD, *where, addend=addend)
 
     def _rows(self, a_RK: Tensor, b_eKN: Tensor, addend: Addend | None) -> Tensor:
         """Return each expert row times its expert's matrix, and the addend."""
-        return self.low_rank.add(cooperative_gemm(a_RK, b_eKN, self.tiles), addend)
+        return cooperative_gemm(a_RK, b_eKN, self.tiles, addend=addend)
