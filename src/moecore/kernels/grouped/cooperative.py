@@ -225,14 +225,14 @@ def _consume(
 def sm90_bf16_grouped_kernel(
     a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # [e * N, K] as blocks [WIDTH, BLOCK_K], or [e * K, N] as blocks [BLOCK_K, BLOCK_N]
-    u_desc,  # of an addend: [R, rank] in blocks like those of a_desc; None without
-    m_desc,  # its matrices in blocks like those of b_desc, of rank in place of K; None without
     map_ptr,  # see `rows/row_tiles.py`
     weights_ptr,  # [R] fp32, or None with h: the product alone
     h_ptr,  # [R, 2F], out
     h_desc,  # the same in blocks like those of out_desc
     out_ptr,  # [R, N]; rows past the last offset stay as they are, in both outputs
     out_desc,  # the same as blocks [BLOCK_M / 2, BLOCK_N], with h half as wide
+    u_desc,  # of an addend: [R, rank] in blocks like those of a_desc; None without
+    m_desc,  # its matrices in blocks like those of b_desc, of rank in place of K; None without
     K,
     N,
     rank,  # summed columns of the addend; None without
@@ -334,7 +334,7 @@ def _launch(
         m_desc = gluon_descriptor(m.transpose(1, 2) if b_is_NK else m, of_b)
     h_desc = None if h_RC is None else gluon_descriptor(h_RC, block)
     outputs = (h_RC, h_desc, out, gluon_descriptor(out, block))
-    args = (a_desc, b_desc, u_desc, m_desc, tiles.map, weights_R, *outputs, K, N, rank)
+    args = (a_desc, b_desc, tiles.map, weights_R, *outputs, u_desc, m_desc, K, N, rank)
     launch(sm90_bf16_grouped_kernel, num_sms(a.device), *args, CONST=const, num_warps=4)
 
 

@@ -291,8 +291,6 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     a_ptr,  # [S or R, K]
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # see _produce
-    u_desc,  # of an addend, see _produce; None without, and so the next, and rank
-    m_desc,
     row_ids_ptr,  # [R] int32; unused without GATHER
     map_ptr,  # see `rows/row_tiles.py`
     weights_ptr,  # [R] fp32
@@ -300,10 +298,12 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     out_ptr,  # [R, F], out; rows past the last offset stay as they are, in all outputs
     dh_ptr,  # [R, 2F], out
     dweights_ptr,  # [column tiles, R] fp32, out
+    u_desc,  # of an addend, see _produce; None without, as the next two
+    m_desc,
+    rank,
     R,
     K,
     N,
-    rank,
     CONST: gl.constexpr,  # Constants
 ):
     """Compute da and what follows from it."""
@@ -440,8 +440,7 @@ def pingpong_activation_bwd(
         u_Rr, m_erF = addend
         u_desc = gluon_descriptor(u_Rr, (BLOCK_M, BLOCK_K))
         more = (u_desc, gluon_descriptor(m_erF, (BLOCK_K, BLOCK_N)), u_Rr.shape[1])
-    outputs = (a_RF, dh_RC, parts, R, D, F, more[2])
-    args = (dy, dy_desc, w2_desc, *more[:2], *rows, *outputs)
+    args = (dy, dy_desc, w2_desc, *rows, a_RF, dh_RC, parts, *more, R, D, F)
     launch(sm90_bf16_grouped_nn_act_bwd_kernel, num_sms(dy.device), *args, CONST=const, num_warps=4)
     ends = (parts, offsets_e, dweights_R, dh_RC, a_RF, offsets_e.shape[0], R, F, parts.shape[0])
     grid = CLEARED_ROWS + cdiv(R, ROWS_PER_SUM)
