@@ -1,7 +1,7 @@
 r"""LoRA on a transformers Qwen3-MoE model with frozen weights: how fast, and in how much memory.
 
     torchrun --nproc-per-node 1 -m benchmarks.bench_lora --preset qwen3-30b-a3b --batch-size 2
-    torchrun --nproc-per-node 2 -m benchmarks.bench_lora --precision blockwise --layers 24
+    torchrun --nproc-per-node 2 -m benchmarks.bench_lora --precision blockwise --fp8-base
 
 The model has the preset's sizes, random weights in bf16 (fp32 on CPUs) and peft's adapters on the
 projections of attention and on both matrices of all experts, which AdamW trains in fp32. Experts
@@ -37,6 +37,7 @@ from moecore.base.options.fsdp import Strategy
 from moecore.base.options.memory import MemoryOptions
 from moecore.io import init_adapters, init_hf
 from moecore.models import preset
+from moecore.precision import store_experts_in_fp8
 from moecore.train import AdamW
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -77,6 +78,7 @@ def parse() -> argparse.Namespace:
     add("--seq-len", type=int, default=4096)
     add("--rank", type=int, default=16, help="of the adapters")
     add("--precision", choices=["auto", "blockwise"], help="of the products (None = bf16)")
+    add("--fp8-base", action="store_true", help="store frozen experts in FP8 alone")
     add("--experts-strategy", choices=get_args(Strategy), default="optim_grads_params")
     add("--recompute", nargs="*", default=(), help="parts of MemoryOptions.recompute")
     add("--warm-up", type=int, default=4, help="steps that do not count")
@@ -89,12 +91,13 @@ def parse() -> argparse.Namespace:
 
 def describe(args: argparse.Namespace) -> Row:
     """Return what distinguishes two rows."""
-    names = ("preset", "batch_size", "seq_len", "rank", "precision", "experts_strategy")
+    names = ("preset", "batch_size", "seq_len", "rank", "precision", "fp8_base")
     return {
         "op": "lora",
         "layers": args.layers or preset(args.preset).num_layers,
         "num_gpus": dist.get_world_size(),
         **{name: getattr(args, name) for name in names},
+        "experts_strategy": args.experts_strategy,
         "recompute": list(args.recompute),
     }
 
@@ -131,6 +134,10 @@ def build(args: argparse.Namespace, meshes: Meshes) -> Any:
     model.to_empty(device=meshes.device_type)
     init_hf(model)
     init_adapters(model)
+    if args.fp8_base:
+        store_experts_in_fp8(model)
+        if meshes.device_type == "cuda":
+            torch.cuda.empty_cache()
     return model
 
 
