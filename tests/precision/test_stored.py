@@ -105,10 +105,10 @@ def test_export_is_refused_without_adapters_on_experts(no_group_left: None, tmp_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(precision=None), r"recipe of \S+gate_up_proj \(none\) must be 'blockwise'"),
+        (dict(precision=None), r"recipe of \S+gate_up_proj \(None\) must be 'blockwise'"),
         (
             dict(precision=Precision(recipe=Recipe(scaling="rowwise"), roles=("experts",))),
-            r"recipe of \S+ \('rowwise'\) must be 'blockwise'",
+            r"recipe of \S+ \(rowwise\) must be 'blockwise'",
         ),
     ],
 )

@@ -73,26 +73,11 @@ class Saved:
     ) -> Saved:
         """Return the record of its `tensors()`; rows count in `dtype`."""
         x, x_scales, h, h_scales, *of_weights = tensors
-        weights, index = weights_of(*of_weights[:6], quantised=quantised), of_weights[6:]
+        w1_eCD, w2_eDF, *updates = of_weights[:6]
+        weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF, quantised=quantised)
+        weights, index = weights.updated(updates), of_weights[6:]
         rows, hidden = _rows(x, x_scales, dtype), _rows(h, h_scales, dtype)
         return cls(rows, hidden, weights, ExpertIndex(*index))
-
-
-def weights_of(
-    w1_eCD: Tensor,
-    w2_eDF: Tensor,
-    a1_erD: Tensor | None,
-    b1_eCr: Tensor | None,
-    a2_erF: Tensor | None,
-    b2_eDr: Tensor | None,
-    *,
-    quantised: tuple[Both, Both] | None = None,
-) -> ExpertWeights:
-    """Return the record of matrices and updates, of which each has A and B, or neither."""
-    update1 = None if a1_erD is None or b1_eCr is None else LowRankUpdate(a1_erD, b1_eCr)
-    update2 = None if a2_erF is None or b2_eDr is None else LowRankUpdate(a2_erF, b2_eDr)
-    matrices: dict[str, Any] = dict(w1_eCD=w1_eCD, w2_eDF=w2_eDF, quantised=quantised)
-    return ExpertWeights(update1=update1, update2=update2, **matrices)
 
 
 def _rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Rows | None:

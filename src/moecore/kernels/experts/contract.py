@@ -6,8 +6,8 @@ F hidden dim, C columns of FC1 (2F for gated activations, else F), K choices per
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -72,6 +72,12 @@ class ProductSource:
 
     rows: Tensor
     row_ids_R: Tensor | None
+    is_finite: bool = False  # also past the last expert's rows, where others may hold anything
+
+    def gathered(self) -> Tensor:
+        """Return rows in expert order."""
+        ids_R = self.row_ids_R
+        return self.rows if ids_R is None else self.rows.index_select(0, ids_R)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +101,13 @@ class ExpertWeights:
     def updates(self) -> tuple[Tensor | None, ...]:
         """Return A and B of w1, then those of w2; None where there is no update."""
         return (*(self.update1 or (None, None)), *(self.update2 or (None, None)))
+
+    def updated(self, updates: Sequence[Any]) -> ExpertWeights:
+        """Return these weights with the updates that `updates()` has returned."""
+        update1, update2 = (
+            None if pair[0] is None else LowRankUpdate(*pair) for pair in (updates[:2], updates[2:])
+        )
+        return replace(self, update1=update1, update2=update2)
 
 
 class GradientSender(Protocol):

@@ -58,7 +58,7 @@ class _OperandBlocks(NamedTuple):
 
     rows: Blocks | None  # None = quantised of `wide` where they are needed
     dtype: torch.dtype
-    wide: Tensor | None = None  # what they were, for low-rank updates
+    wide: ProductSource | None = None  # what they were, for low-rank updates
 
 
 class _OutputGrads(NamedTuple):
@@ -85,12 +85,12 @@ class QuantisedProducts:
         self.dtypes = weights.w1_eCD.dtype, weights.w2_eDF.dtype
         self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
-        has_kernels = has_hopper_kernels(index.row_ids_R.device)
-        self.low_rank = LowRankProducts(weights, index.offsets_e, has_kernels=has_kernels)
+        how = dict(has_kernels=has_hopper_kernels(index.row_ids_R.device))
+        self.low1 = LowRankProducts(weights.update1, index.offsets_e, **how)
+        self.low2 = LowRankProducts(weights.update2, index.offsets_e, **how)
 
     def drop_weights(self) -> None:
-        del self.weights
-        self.low_rank.drop()
+        del self.weights, self.low1, self.low2
         for name in ("_w1", "_w2"):
             vars(self).pop(name, None)
 
@@ -138,10 +138,7 @@ class BlockwiseProducts(QuantisedProducts):
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
         y_RD = self._forward(self._blocks(a), self._w2, a.dtype)
-        if a.wide is None:
-            return y_RD
-        addend = self.low_rank.forward("w2", ProductSource(a.wide, None))
-        return self.low_rank.add(y_RD, addend)
+        return self.low2.add(y_RD, self.low2.forward(a.wide))
 
     def fc1_again(self, rows: Rows) -> Rows:
         return Rows(self._fc1(rows))
@@ -152,7 +149,7 @@ class BlockwiseProducts(QuantisedProducts):
     def dy(self, dy: Tensor, *, unsummed: bool) -> _OutputGrads:
         rows = self._quantised(dy, self.where[2] if unsummed else None)
         wide = ProductSource(dy, None if unsummed else self.where[0])
-        return _OutputGrads(rows, unsummed, wide if self.low_rank.has("w2") else None)
+        return _OutputGrads(rows, unsummed, wide if self.low2.update else None)
 
     def activation_bwd(
         self, dy: _OutputGrads, h: Rows
@@ -164,24 +161,21 @@ class BlockwiseProducts(QuantisedProducts):
             dy_rows = gather_row_blocks(dy.rows, row_ids_R, slots_SK, num_rows)
         da_RF = self._backward(dy_rows, self._w2, h.dtype)
         del dy_rows
-        if dy.wide is not None:
-            da_RF = self.low_rank.add(da_RF, self.low_rank.backward("w2", dy.wide))
+        da_RF = self.low2.add(da_RF, self.low2.backward(dy.wide))
         where = (self.weights_R, num_rows, self.activation)
         h_RC = widen_rows(h, num_rows)
-        if self.low_rank.has("w1") or self.low_rank.has("w2"):
+        if self.low1.update or self.low2.update:
             dh_RC, dweights_R, a_RF = weighted_activation_bwd(h_RC, da_RF, *where)
-            wide = _OperandBlocks(self._row_blocks(dh_RC), h.dtype, dh_RC)
-            return wide, dweights_R, _OperandBlocks(None, h.dtype, a_RF)
+            sources = (ProductSource(x, None, is_finite=True) for x in (dh_RC, a_RF))
+            of_h, of_a = (_OperandBlocks(None, h.dtype, x) for x in sources)
+            return of_h._replace(rows=self._blocks(of_h)), dweights_R, of_a
         power_of_two = self.recipe.power_of_two
         dh, dweights_R, a = quantised_activation_bwd(h_RC, da_RF, *where, power_of_two=power_of_two)
         return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
     def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
         dx_RD = self._backward(self._blocks(dh), self._w1, dh.dtype)
-        if dh.wide is None:
-            return dx_RD
-        addend = self.low_rank.backward("w1", ProductSource(dh.wide, None))
-        return self.low_rank.add(dx_RD, addend)
+        return self.low1.add(dx_RD, self.low1.backward(dh.wide))
 
     def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
         x = tile_tokens(rows, self.where[0], self.tiles)
@@ -192,21 +186,18 @@ class BlockwiseProducts(QuantisedProducts):
         return self._wgrad(dy_tiles, self._blocks(a), target, self.dtypes[1])
 
     def fc1_update_grad(self, rows: Rows, dh: _OperandBlocks) -> LowRankUpdate:
-        assert dh.wide is not None
-        return self.low_rank.grad("w1", self._wide(rows), dh.wide)
+        return self.low1.grad(self._wide(rows), dh.wide)
 
     def fc2_update_grad(self, dy: _OutputGrads, a: _OperandBlocks) -> LowRankUpdate:
-        assert dy.wide is not None and a.wide is not None
-        return self.low_rank.grad("w2", a.wide, dy.wide)
+        return self.low2.grad(a.wide, dy.wide)
 
     def _quantised(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _fc1(self, rows: Rows) -> Tensor:
         h_RC = self._forward(gather_row_blocks(rows, *self.where), self._w1, rows.dtype)
-        if not self.low_rank.has("w1"):
-            return h_RC
-        return self.low_rank.add(h_RC, self.low_rank.forward("w1", self._wide(rows)))
+        x = self._wide(rows) if self.low1.update else None
+        return self.low1.add(h_RC, self.low1.forward(x))
 
     def _wide(self, rows: Rows) -> ProductSource:
         """Return FP8 source rows wide; those that travelled, in expert order."""
@@ -220,18 +211,15 @@ class BlockwiseProducts(QuantisedProducts):
         if x.rows is not None:
             return x.rows
         assert x.wide is not None
-        return self._row_blocks(x.wide)
-
-    def _row_blocks(self, x: Tensor) -> Blocks:
-        """Return rows in expert order quantised."""
         num_rows = self.where[2]
-        return gather_row_blocks(self._quantised(x, num_rows), None, None, num_rows)
+        return gather_row_blocks(self._quantised(x.wide.rows, num_rows), None, None, num_rows)
 
     def _activation(self, h_RC: Tensor) -> _OperandBlocks:
         where = (self.weights_R, self.where[2], self.activation)
         a = quantised_activation(h_RC, *where, power_of_two=self.recipe.power_of_two)
-        has_update = self.low_rank.has("w2")
-        wide = weighted_activation(h_RC, *where) if has_update else None
+        wide = None
+        if self.low2.update:
+            wide = ProductSource(weighted_activation(h_RC, *where), None, is_finite=True)
         return _OperandBlocks(a, h_RC.dtype, wide)
 
     def _forward(self, rows: Blocks, w: Both, dtype: torch.dtype) -> Tensor:

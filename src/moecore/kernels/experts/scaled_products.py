@@ -17,8 +17,7 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import ExpertSpec, GradTarget, ProductSource
 from moecore.kernels.experts.fp8_products import QuantisedProducts
-from moecore.kernels.experts.low_rank import Role
-from moecore.kernels.experts.torch_products import TorchProducts
+from moecore.kernels.experts.torch_products import Role, TorchProducts
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
     pad_rows,
@@ -75,7 +74,7 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
 
     def _rows(self, a_RK: Tensor, b: Any, addend: Addend | None) -> Tensor:
         out = scaled_gemm(scaled_rows(a_RK, **self.how), b, self.offsets_e, a_RK.dtype)
-        return self.low_rank.add(out, addend)
+        return self.low1.add(out, addend)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget

@@ -17,7 +17,7 @@ from moecore.kernels.experts.contract import (
     LowRankUpdate,
     ProductSource,
 )
-from moecore.kernels.experts.low_rank import LowRankProducts, Role
+from moecore.kernels.experts.low_rank import LowRankProducts
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.activation import (
@@ -30,6 +30,7 @@ from moecore.kernels.rows.move import gather_rows_plain
 from moecore.kernels.rows.record import Rows
 
 Use = Literal["fc1", "fc1_again", "dy", "wgrad"]
+Role = Literal["w1", "w2"]
 
 
 class TorchProducts:
@@ -44,7 +45,9 @@ class TorchProducts:
         self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
         self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
-        self.low_rank = LowRankProducts(weights, index.offsets_e, has_kernels=self.has_kernels)
+        how = dict(has_kernels=self.has_kernels)
+        self.low1 = LowRankProducts(weights.update1, index.offsets_e, **how)
+        self.low2 = LowRankProducts(weights.update2, index.offsets_e, **how)
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
@@ -55,33 +58,31 @@ class TorchProducts:
 
     def fc1(self, rows: Rows) -> tuple[Tensor, Tensor]:
         x = self._source(rows, "fc1")
-        return self._fc1(x, self.low_rank.forward("w1", x))
+        return self._fc1(x, self.low1.forward(x))
 
     def h_as_kept(self, h_RC: Tensor) -> Rows:
         return Rows(h_RC)
 
     def fc1_again(self, rows: Rows) -> Rows:
         x = self._source(rows, "fc1_again")
-        return Rows(self._product(x, self._matrix("w1"), self.low_rank.forward("w1", x)))
+        return Rows(self._product(x, self._matrix("w1"), self.low1.forward(x)))
 
     def activation_again(self, h: Rows) -> Tensor:
         return weighted_activation(h.values, self.weights_R, self.where[2], self.activation)
 
     def fc2(self, a_RF: Tensor) -> Tensor:
-        addend = self.low_rank.forward("w2", ProductSource(a_RF, None))
-        return self._rows(a_RF, self._matrix("w2"), addend)
+        return self._rows(a_RF, self._matrix("w2"), self.low2.forward(ProductSource(a_RF, None)))
 
     def dy(self, dy: Tensor, *, unsummed: bool) -> ProductSource:
         return ProductSource(dy, None) if unsummed else self._source(Rows(dy), "dy")
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        addend = self.low_rank.backward("w2", dy)
-        da_RF = self._product(dy, self._matrix("w2", backward=True), addend)
+        da_RF = self._product(dy, self._matrix("w2", backward=True), self.low2.backward(dy))
         where = (self.weights_R, self.where[2], self.activation)
         return weighted_activation_bwd(h.values, da_RF, *where)
 
     def fc1_bwd(self, dh_RC: Tensor) -> Tensor:
-        addend = self.low_rank.backward("w1", ProductSource(dh_RC, None))
+        addend = self.low1.backward(ProductSource(dh_RC, None))
         return self._rows(dh_RC, self._matrix("w1", backward=True), addend)
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
@@ -91,14 +92,14 @@ class TorchProducts:
         return self._weight_grad(dy, a_RF, False, target)
 
     def fc1_update_grad(self, rows: Rows, dh_RC: Tensor) -> LowRankUpdate:
-        return self.low_rank.grad("w1", self._source(rows, "wgrad"), dh_RC)
+        dh = ProductSource(dh_RC, None, is_finite=True)
+        return self.low1.grad(self._source(rows, "wgrad"), dh)
 
     def fc2_update_grad(self, dy: ProductSource, a_RF: Tensor) -> LowRankUpdate:
-        return self.low_rank.grad("w2", a_RF, dy)
+        return self.low2.grad(ProductSource(a_RF, None, is_finite=True), dy)
 
     def drop_weights(self) -> None:
-        del self.w1_eCD, self.w2_eDF
-        self.low_rank.drop()
+        del self.w1_eCD, self.w2_eDF, self.low1, self.low2
 
     def _matrix(self, role: Role, *, backward: bool = False) -> Any:
         """Return a matrix of every expert, as `_rows` multiplies rows by it."""
@@ -121,7 +122,7 @@ class TorchProducts:
         """Return each expert row times its expert's matrix, and the addend."""
         if not a_RK.shape[0]:
             return a_RK.new_empty(0, b_eKN.shape[2])
-        return self.low_rank.add(grouped_mm(a_RK, b_eKN, offs=self.offsets_e), addend)
+        return self.low1.add(grouped_mm(a_RK, b_eKN, offs=self.offsets_e), addend)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate, weights_of
+from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, LowRankUpdate
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import Op
@@ -87,7 +87,7 @@ def _index(args: Any) -> ExpertIndex:
 
 
 def _weights(args: Any) -> ExpertWeights:
-    return weights_of(args.w1_eCD, args.w2_eDF, *_updates(args))
+    return ExpertWeights(w1_eCD=args.w1_eCD, w2_eDF=args.w2_eDF).updated(_updates(args))
 
 
 def _updates(args: Any) -> tuple[Any, ...]:

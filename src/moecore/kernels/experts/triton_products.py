@@ -86,11 +86,11 @@ class TritonProducts(TorchProducts):
         if source.row_ids_R is None:
             return self._rows(source.rows, b_eKN, addend)
         out = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
-        return self.low_rank.add(out, addend)
+        return self.low1.add(out, addend)
 
     def _rows(self, a_RK: Tensor, b_eKN: Tensor, addend: Addend | None) -> Tensor:
         """Return each expert row times its expert's matrix, and the addend."""
-        return self.low_rank.add(grouped_gemm(a_RK, b_eKN, self.offsets_e), addend)
+        return self.low1.add(grouped_gemm(a_RK, b_eKN, self.offsets_e), addend)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
@@ -128,7 +128,7 @@ class HopperProducts(TritonProducts):
         if not self.activation.gated or not dy.rows.shape[0]:
             return super().activation_bwd(dy, h)
         where = (self.tiles, h.values, self.weights_R, self.offsets_e)
-        addend = self.low_rank.backward("w2", dy)
+        addend = self.low2.backward(dy)
         how = (*where, self.activation)
         return pingpong_activation_bwd(
             dy.rows, self.w2_eDF, *how, row_ids_R=dy.row_ids_R, addend=addend
@@ -141,7 +141,7 @@ class HopperProducts(TritonProducts):
             return ProductSource(gather_packed_rows(*wide, *self.where), None)
         gathers = self.hidden_dim >= GATHER_FIRST.get(use, self.hidden_dim + 1)
         # Those that gather while they load add no low-rank update.
-        gathers |= use in ("fc1", "fc1_again") and self.low_rank.has("w1")
+        gathers |= use in ("fc1", "fc1_again") and self.low1.update is not None
         if gathers and (self.activation.gated or use == "wgrad") and rows.values.shape[0]:
             return ProductSource(gather_used_rows(rows.values, *self.where), None)
         return ProductSource(rows.values, self.where[0])
