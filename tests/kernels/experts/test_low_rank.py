@@ -156,10 +156,12 @@ def test_error_is_at_most_twice_that_of_formed_matrices(
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(scaling="rowwise")], ids=["blocks", "rows"])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_errors_in_fp8_are_at_most_twice_those_of_formed_matrices(
-    form: Form, recipe: Recipe
+    form: Form, recipe: Recipe, device: str
 ) -> None:
-    leaves, ids = leaves_of("swiglu", form, **SIZES)
+    more = dict(device=device, dtype=torch.bfloat16, S=920) if device == "cuda" else {}
+    leaves, ids = leaves_of("swiglu", form, rank=16, **SIZES | more)
     activation = ActivationOptions(kind="swiglu")
     options = ExpertMLPOptions(activation=activation, products="triton", recipe=recipe)
     found, truth = run(leaves, ids, options, form), reference(leaves, ids, "swiglu", torch.float64)
