@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import moecore.kernels
+from moecore.base.options.precision import Recipe
 from moecore.kernels import adamw, cross_entropy, momentum
 from moecore.kernels.experts import contract, expert_mlp
 from moecore.kernels.grouped import fp8, wgrad
@@ -237,6 +238,7 @@ def run_quantised_rows(travelled: bool) -> None:
     if travelled:
         sources = record.Rows.from_packed(fp8_rows.pack_rows(bf16(T, D)), D, torch.bfloat16)
     record.widen_rows(sources, ints())
+    record.widen_rows(sources)
     blocks = quantised.gather_row_blocks(sources, ints(T * K), ints(T, K), ints())
     quantised.gather_row_blocks(sources, None, None, ints())
     quantised.tile_tokens(sources, ints(T * K), tiles)
@@ -300,6 +302,21 @@ def run_experts(kind: str, add_to: torch.dtype | None, D: int = D, F: int = F) -
     options = contract.ExpertMLPOptions(activation=act, products="triton")
     rows = record.Rows(bf16(T, D).requires_grad_())
     weights = contract.ExpertWeights(w1_eCD=w1, w2_eDF=w2, sinks=sinks)
+    expert_mlp.expert_mlp(rows, weights, where, options).sum().backward()
+
+
+def run_adapted_experts(rank: int, **more: Any) -> None:
+    """A frozen base, of FP8 maybe, with low-rank updates of both matrices."""
+    act = activation.ActivationOptions(kind="swiglu")
+    sides = [bf16(E, rank, D), bf16(E, 2 * F, rank), bf16(E, rank, F), bf16(E, D, rank)]
+    a1, b1, a2, b2 = (side.requires_grad_() for side in sides)
+    updates: Any = dict(
+        update1=contract.LowRankUpdate(a1, b1), update2=contract.LowRankUpdate(a2, b2)
+    )
+    weights = contract.ExpertWeights(w1_eCD=bf16(E, 2 * F, D), w2_eDF=bf16(E, D, F), **updates)
+    where = index.ExpertIndex(ints(T * K), torch.zeros(T * K), ints(T, K), ints(E))
+    options = contract.ExpertMLPOptions(activation=act, products="triton", **more)
+    rows = record.Rows(bf16(T, D).requires_grad_())
     expert_mlp.expert_mlp(rows, weights, where, options).sum().backward()
 
 
@@ -387,6 +404,9 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     ),
     "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
     "experts gelu": (lambda: run_experts("gelu", None), 9),
+    "adapted experts": (lambda: run_adapted_experts(16), 16),
+    "adapted experts of a large rank": (lambda: run_adapted_experts(136), 16),
+    "adapted experts in FP8": (lambda: run_adapted_experts(16, recipe=Recipe()), 26),
     "weight gradients in fp32": (run_wide_wgrad, 4),
     "products of FP8": (run_fp8_products, 6),
     "margins": (lambda: run_margins(128, 8), 3),

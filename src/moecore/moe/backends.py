@@ -9,8 +9,8 @@
               can multiply (fp64, rows that are no multiple of 16 bytes), which parallelize_moe
               refuses
 
-"triton", "torch" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases,
-low-rank updates or an activation of the model's own, whose products are torch's under autograd.
+"triton", "torch" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases or an
+activation of the model's own, whose products are torch's under autograd.
 With "triton" a NaN in one expert's first rows reaches the weight gradient of the expert before it,
 too (`kernels/grouped/wgrad.py`).
 
@@ -57,7 +57,7 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
 
 def separate_computation(name: str, spec: ExpertSpec, *, has_more: bool) -> Computation | None:
     """Return what computes the experts in place of `expert_mlp`; None = nothing does."""
-    # `has_more`: they have biases, low-rank updates or an activation of the model's own.
+    # `has_more`: they have biases or an activation of the model's own.
     is_floating = all(dtype.is_floating_point for dtype in spec.dtypes or ())
     if name == "auto" and spec.recipe is None and is_floating and (problem := spec.ungrouped()):
         warnings.warn(f"experts are multiplied one by one, slowly: {problem}", stacklevel=2)
@@ -72,7 +72,7 @@ def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: Activatio
     inp = summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
-    warn_plain(rows_SD, "an expert with biases, adapters or an activation of its own")
+    warn_plain(rows_SD, "an expert with biases or an activation of its own")
     where = (index.row_ids_R, index.slots_SK, index.num_rows)
     rows_R = torch.arange(index.row_ids_R.numel(), device=rows_SD.device)
     used_R1 = (rows_R < index.num_rows)[:, None]

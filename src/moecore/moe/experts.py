@@ -114,9 +114,8 @@ class Experts(nn.Module):
         if recompute_fc1 and (backend == "sequential" or self.has_more):
             raise ValueError(
                 "MemoryOptions.recompute ('expert_fc1') must go with expert_backend "
-                f"({backend!r}) = 'auto', 'triton' or 'torch', without biases "
-                f"({self._is_biased}), LoRA on experts ({self._is_adapted}) or an activation of "
-                "the model's own: use activation checkpointing instead"
+                f"({backend!r}) = 'auto', 'triton' or 'torch', without biases ({self._is_biased}) "
+                "or an activation of the model's own: use activation checkpointing instead"
             )
 
     def adapt(self, name: str, update: LowRank) -> None:
@@ -199,7 +198,6 @@ class Experts(nn.Module):
             transposed=self.layout.transposed,
             fc1_bias=self.config.fc1_bias,
             fc2_bias=self.config.fc2_bias,
-            adapted=self._is_adapted,
             own_activation=self.own_activation is not None,
             **known,
         )
@@ -220,9 +218,8 @@ class Experts(nn.Module):
             activation = activation_options(
                 self.config, interleaved=self._is_interleaved, function=self.own_activation
             )
-            in_use = any(update.in_use for update in self.updates.values())
             spec = ExpertSpec.of(inp.rows, weights, activation, self.recipe)
-            compute = separate_computation(self.backend, spec, has_more=self._has_own or in_use)
+            compute = separate_computation(self.backend, spec, has_more=self.has_more)
             if compute is not None:
                 return compute(inp, weights, activation)
             options = ExpertMLPOptions(
@@ -240,7 +237,7 @@ class Experts(nn.Module):
     def _depends_on(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:
         """Return what decides how a forward computes; None where other things may, too."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
-        if torch.compiler.is_compiling() or w1_eCD.is_meta or self.updates:
+        if torch.compiler.is_compiling() or w1_eCD.is_meta:
             return None
         of_weights = (w1_eCD.dtype, w2_eDF.dtype, w1_eCD.device, w2_eDF.shape)
         lies_well = w1_eCD.is_contiguous() and w2_eDF.is_contiguous()
@@ -263,17 +260,9 @@ class Experts(nn.Module):
         return self.config.fc1_bias or self.config.fc2_bias
 
     @property
-    def _is_adapted(self) -> bool:
-        return len(self.updates) > 0
-
-    @property
-    def _has_own(self) -> bool:
-        return self._is_biased or self.own_activation is not None
-
-    @property
     def has_more(self) -> bool:
-        """Whether there are biases, low-rank updates or an own activation: not `expert_mlp`'s."""
-        return self._has_own or self._is_adapted
+        """Whether there are biases or an own activation: not `expert_mlp`'s."""
+        return self._is_biased or self.own_activation is not None
 
     @property
     def _is_interleaved(self) -> bool:

@@ -31,7 +31,7 @@ from moecore.kernels.rows.scaling import Blocks
 
 T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
-GATHERED = "_moecore_gathered"  # attribute of a parameter that was gathered in FP8
+GATHERED = "_moecore_gathered"  # attribute of a parameter that was gathered or is stored in FP8
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -83,9 +83,9 @@ def check_values(local: Tensor) -> None:
     """Raise NotImplementedError for a part of a parameter without values."""
     if not has_values(local):
         raise NotImplementedError(
-            f"a weight {list(local.shape)} was gathered in FP8, so blockwise products alone can "
-            "read it, outside of torch.compile and dispatch modes (selective checkpointing): set "
-            "FSDPOptions.fp8_param_gather to False"
+            f"a weight {list(local.shape)} was gathered or is stored in FP8, so blockwise products "
+            "alone can read it, outside of torch.compile and dispatch modes (selective "
+            "checkpointing): set FSDPOptions.fp8_param_gather to False, or do not store it so"
         )
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
+from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.io import (
     export_hf,
@@ -60,7 +61,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
     "etp-replicated": ("mixtral", {}, "etp2-replicate2", {}, dict(expert_backend="sequential")),
     "gpt-oss": ("gpt-oss", {}, "ep2-edp2", {}, {}),
     "attention-alone": ("qwen3-moe", {}, "ep2-edp2", dict(target_parameters=[]), {}),
-    "down-alone": ("qwen3-moe", {}, "ep2-edp2", dict(target_parameters=["down_proj"]), {}),
+    "down-alone": (
+        "qwen3-moe",
+        {},
+        "ep2-edp2",
+        dict(target_parameters=["down_proj"]),
+        dict(memory=MemoryOptions(recompute=("expert_fc1",))),
+    ),
     "kept-experts": (
         "qwen3-moe",
         {},

@@ -399,8 +399,9 @@ def test_opcheck(unsummed: bool) -> None:
     rows = rows_of(ids, leaves["weights"].detach(), leaves["w1"].shape[0])
     weights = rows.weights_R.detach().requires_grad_()
     handle = torch.zeros(rows.row_ids_R.shape[0], leaves["x"].shape[1], requires_grad=True)
-    args = (leaves["x"], leaves["w1"], leaves["w2"], weights, handle if unsummed else None)
-    args += (None, rows.row_ids_R, rows.slots_SK, rows.offsets_e)
+    low = [torch.randn(5, *shape, requires_grad=True) for shape in ((4, 24), (80, 4))]
+    args = (leaves["x"], leaves["w1"], leaves["w2"], *low, None, None, weights)
+    args += (handle if unsummed else None, None, rows.row_ids_R, rows.slots_SK, rows.offsets_e)
     args += ("swiglu", 7.0, 1.702, False, "torch", True)
     args += ("", True, "e4m3", 0, "wide", torch.float32)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)

@@ -7,7 +7,8 @@ import torch
 
 from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.grouped.gemm import grouped_gemm_activation_ref, grouped_gemm_ref
-from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.grouped.skeleton import Addend
+from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_ref
 from moecore.kernels.rows.row_tiles import map_row_tiles
 from tests.kernels.grouped.test_grouped_gemm import check
 from tests.kernels.row_cases import COUNTS, KINDS, SIZES, make, randn
@@ -34,6 +35,50 @@ def test_gemm(name: str, transposed: bool, K: int, N: int, dtype: torch.dtype) -
     assert found.shape == (row_ids.shape[0], N) and found.dtype == dtype
     assert torch.equal(found[:used], again[:used])
     check(found, exact, plain, used)
+
+
+def addend_of(R: int, e: int, rank: int, N: int, *, transposed: bool) -> Addend:
+    """Rows of few columns, NaN behind their end, and a matrix of every expert."""
+    m = randn(e, *((N, rank) if transposed else (rank, N)))
+    return Addend(randn(R, rank), m.transpose(1, 2) if transposed else m)
+
+
+@pytest.mark.parametrize("rank", [8, 64, 136])
+@pytest.mark.parametrize("K, N", SIZES)
+@pytest.mark.parametrize("transposed", [False, True], ids=["KN", "NK"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_gemm_with_an_addend(name: str, transposed: bool, K: int, N: int, rank: int) -> None:
+    counts = COUNTS[name]
+    offsets, row_ids, tiles, _ = make(counts)
+    R, e, used = row_ids.shape[0], len(counts), sum(counts)
+    a, b = randn(R, K), randn(e, *((N, K) if transposed else (K, N)))
+    b = b.transpose(1, 2) if transposed else b
+    addend = addend_of(R, e, rank, N, transposed=transposed)
+    addend.rows_Rr[used:] = float("nan")
+    found = cooperative_gemm(a, b, tiles, addend=addend)
+    pairs = ((a, b), addend)
+    exact = sum(grouped_gemm_ref(x.double(), m.double(), offsets) for x, m in pairs)
+    plain = sum(grouped_gemm_ref(x, m, offsets) for x, m in pairs)
+    check(found, exact, plain, used)
+
+
+@pytest.mark.parametrize("rank", [8, 64, 136])
+@pytest.mark.parametrize("D, F", SIZES)
+@pytest.mark.parametrize("name", COUNTS)
+def test_activation_with_an_addend(name: str, D: int, F: int, rank: int) -> None:
+    counts = COUNTS[name]
+    offsets, row_ids, tiles, _ = make(counts)
+    R, e, used = row_ids.shape[0], len(counts), sum(counts)
+    options = ActivationOptions(kind="swiglu")
+    x, weights, w1 = randn(R, D), torch.rand(R, device="cuda"), randn(e, 2 * F, D) / D**0.5
+    addend = addend_of(R, e, rank, 2 * F, transposed=True)
+    h, a = cooperative_activation(x, w1, tiles, weights, options, addend=addend)
+    pairs = ((x, w1.transpose(1, 2)), addend)
+    exact = sum(grouped_gemm_ref(rows.double(), m.double(), offsets) for rows, m in pairs)
+    plain = sum(grouped_gemm_ref(rows, m, offsets) for rows, m in pairs)
+    check(h, exact, plain, used)
+    exact_a = weighted_activation_ref(exact, weights.double(), offsets[-1], options)
+    check(a, exact_a, weighted_activation_ref(plain, weights, offsets[-1], options), used)
 
 
 @pytest.mark.parametrize("kind", KINDS)

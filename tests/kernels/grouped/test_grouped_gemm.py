@@ -78,6 +78,11 @@ def test_grouped_gemm(
     assert found.shape == (row_ids.shape[0], N) and found.dtype == dtype
     assert torch.equal(found[:used], again[:used])
     check(found, exact, plain, used)
+    assert N > 64 or not found[used:].any()
+    old = torch.randn(found.shape, device=device).to(dtype)
+    out = grouped_gemm(a, b, offsets, row_ids_R=ids, out=old.clone())
+    check(out, old.double() + exact, old + plain, used)
+    assert torch.equal(out[used:], old[used:])
 
 
 @grid(name=COUNTS, sizes=SIZES, kind=["swiglu", "geglu", "clamped_swiglu"])

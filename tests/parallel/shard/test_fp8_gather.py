@@ -448,4 +448,4 @@ def test_refusals(case: str) -> None:
 def test_what_reads_values_is_refused(results: dict[str, Any]) -> None:
     assert set(results["refused"]) == {"selective", "plain"}
     for message in results["refused"].values():
-        assert "was gathered in FP8" in message and "fp8_param_gather" in message
+        assert "was gathered or is stored in FP8" in message and "fp8_param_gather" in message

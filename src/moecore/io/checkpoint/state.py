@@ -28,6 +28,7 @@ from moecore.io.checkpoint.config_differences import own_config
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
+from moecore.precision.stored import refuse_stored
 
 StoredView = Callable[[Tensor], Tensor]
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -37,6 +38,7 @@ class ModelView:
     """A model's tensors by name, as they are stored: views that share memory with the model."""
 
     def __init__(self, model: nn.Module) -> None:
+        refuse_stored(model, "saved or loaded")
         self.tensors: dict[str, Tensor] = {}  # a tied one only under its first name
         self.config = own_config(model)
         self._names: dict[int, str] = {}

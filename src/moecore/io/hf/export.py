@@ -51,6 +51,7 @@ from moecore.io.hf.target import model_copies, model_tensors
 from moecore.io.hf.upcycled import shared_of_no_size
 from moecore.models.decoder import Decoder
 from moecore.parallel.across import find_stages
+from moecore.precision.stored import refuse_stored
 
 ExportLayout = Literal["per_expert", "fused"]
 
@@ -118,6 +119,7 @@ def export_hf(
             )
         check_target(path, dtype)
         refuse_unmerged(model)
+        refuse_stored(model, "exported")
         base = adapted(model)
         values = export_config(base, config)
         found = model_tensors(base)

@@ -40,6 +40,7 @@ from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import clean_name, global_indices, init_normal_, init_uniform_
 from moecore.parallel.across import find_stages
+from moecore.precision.stored import refuse_stored
 from moecore.train.rerun import drop_step
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -299,6 +300,7 @@ def merge_adapters(model: nn.Module) -> None:
     """
     check_arguments(merge_adapters, locals())
     on_every_rank(lambda: _check(model))
+    refuse_stored(model, "merged")
     drop_step(model)
     for module in model.modules():
         if isinstance(module, Experts):

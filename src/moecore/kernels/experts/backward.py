@@ -18,6 +18,7 @@ from moecore.kernels.experts.contract import (
     GradientSender,
     GradSink,
     GradTarget,
+    LowRankUpdate,
 )
 from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
@@ -33,6 +34,9 @@ class Wants(NamedTuple):
     w1: bool
     w2: bool
     weights: bool
+    # of A or B
+    update1: bool = False
+    update2: bool = False
 
 
 class Grads(NamedTuple):
@@ -42,6 +46,8 @@ class Grads(NamedTuple):
     w1: Tensor | None = None
     w2: Tensor | None = None
     weights: Tensor | None = None
+    update1: LowRankUpdate | None = None
+    update2: LowRankUpdate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +64,18 @@ class Saved:
         found: list[Tensor | None] = []
         for rows in (self.rows, self.h):
             found += (None, None) if rows is None else (rows.values, rows.scales)
-        return [*found, self.weights.w1_eCD, self.weights.w2_eDF, *self.index]
+        weights = self.weights
+        return [*found, weights.w1_eCD, weights.w2_eDF, *weights.updates(), *self.index]
 
     @classmethod
     def of(
         cls, tensors: Sequence[Any], dtype: torch.dtype, quantised: tuple[Both, Both] | None = None
     ) -> Saved:
         """Return the record of its `tensors()`; rows count in `dtype`."""
-        x, x_scales, h, h_scales, w1_eCD, w2_eDF, *index = tensors
+        x, x_scales, h, h_scales, *of_weights = tensors
+        w1_eCD, w2_eDF, *updates = of_weights[:6]
         weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF, quantised=quantised)
+        weights, index = weights.updated(updates), of_weights[6:]
         rows, hidden = _rows(x, x_scales, dtype), _rows(h, h_scales, dtype)
         return cls(rows, hidden, weights, ExpertIndex(*index))
 
@@ -86,16 +95,16 @@ def differentiate(
     sender: GradientSender | None = None,
 ) -> Grads:
     """Return the gradients of an output."""
-    # Saved rows are needed where FC1 runs again, and for the gradient of w1. dy is contiguous [S,
-    # D], or of expert rows [R, D] when unsummed, which may be quantised; dx comes back
-    # alike. Gradients that the sinks of w1 and w2 take come back as None. `sender` gets dx and
-    # dweights before those of w1 and w2.
+    # Saved rows are needed where FC1 runs again, and for the gradients of w1 and its update. dy is
+    # contiguous [S, D], or of expert rows [R, D] when unsummed, which may be quantised; dx comes
+    # back alike. Gradients that the sinks of w1 and w2 take come back as None. `sender` gets dx and
+    # dweights before the gradients of weights.
     gradient = products.dy(dy, unsummed=unsummed)
     h = saved.h
     if h is None:
         h = products.fc1_again(products.as_kept(_present(saved.rows)))
-    dh = dweights_R = dx = dw1 = dw2 = None
-    if wants.x or wants.w1 or wants.weights:
+    dh = dweights_R = dx = dw1 = dw2 = update1 = update2 = None
+    if wants.x or wants.w1 or wants.weights or wants.update1:
         dh, dweights_R, a = products.activation_bwd(gradient, h)
     else:
         a = products.activation_again(h)
@@ -104,9 +113,13 @@ def differentiate(
     if sender is not None:
         dx = products.fc1_bwd(dh)
         sender.start(dx, dweights_R, *products.where)
+    if wants.update2:
+        update2 = products.fc2_update_grad(gradient, a)
     if wants.w2:
         dw2 = _put(sinks[1], products.fc2_wgrad, gradient, a)
     del a, gradient
+    if wants.update1:
+        update1 = products.fc1_update_grad(products.as_kept(_present(saved.rows)), dh)
     if wants.w1:
         dw1 = _put(sinks[0], products.fc1_wgrad, products.as_kept(_present(saved.rows)), dh)
     if wants.x and sender is None:
@@ -114,7 +127,7 @@ def differentiate(
         if not unsummed:
             dx = sum_rows_plain(dx, *products.where)
     products.drop_weights()  # sinks may keep the products for later
-    return Grads(dx, dw1, dw2, dweights_R)
+    return Grads(dx, dw1, dw2, dweights_R, update1, update2)
 
 
 def _put(sink: GradSink | None, compute: ComputeGrad, *operands: Any) -> Tensor | None:

@@ -6,9 +6,9 @@ F hidden dim, C columns of FC1 (2F for gated activations, else F), K choices per
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,12 +59,25 @@ def sink_of(param: Tensor, shape: torch.Size) -> GradSink | None:
     return None if make is None else make(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class LowRankUpdate:
-    """What is added to each expert's matrix, b @ a, and never formed."""
+class LowRankUpdate(NamedTuple):
+    """What is added to each expert's matrix, b @ a, and never formed; or the gradients of both."""
 
-    a_erI: Tensor  # [e, r, in], r a multiple of 16 bytes
-    b_eOr: Tensor  # [e, out, r], scaling included
+    a_erI: Tensor  # [e, r, in], r a multiple of 16 bytes, contiguous
+    b_eOr: Tensor  # [e, out, r], scaling included, contiguous
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSource:
+    """Rows of a product: source rows, or rows in expert order where `row_ids_R` is None."""
+
+    rows: Tensor
+    row_ids_R: Tensor | None
+    is_finite: bool = False  # also past the last expert's rows, where others may hold anything
+
+    def gathered(self) -> Tensor:
+        """Return rows in expert order."""
+        ids_R = self.row_ids_R
+        return self.rows if ids_R is None else self.rows.index_select(0, ids_R)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +97,17 @@ class ExpertWeights:
     # w1 and w2 as the recipe's products take them, kept for backward, which reads no values of the
     # matrices then. None = the products quantise them, in backward once more
     quantised: tuple[Both, Both] | None = None
+
+    def updates(self) -> tuple[Tensor | None, ...]:
+        """Return A and B of w1, then those of w2; None where there is no update."""
+        return (*(self.update1 or (None, None)), *(self.update2 or (None, None)))
+
+    def updated(self, updates: Sequence[Any]) -> ExpertWeights:
+        """Return these weights with the updates that `updates()` has returned."""
+        update1, update2 = (
+            None if pair[0] is None else LowRankUpdate(*pair) for pair in (updates[:2], updates[2:])
+        )
+        return replace(self, update1=update1, update2=update2)
 
 
 class GradientSender(Protocol):
@@ -170,7 +194,6 @@ class ExpertSpec:
     # whether there are biases
     fc1_bias: bool = False
     fc2_bias: bool = False
-    adapted: bool = False  # whether a low-rank update is added to a matrix
     # whether the activation is the model's, see `ActivationOptions.function`
     own_activation: bool = False
     # D and F of this rank
@@ -200,7 +223,6 @@ class ExpertSpec:
             and not (w1_eCD.is_contiguous() and w2_eDF.is_contiguous()),
             fc1_bias=weights.b1_eC is not None,
             fc2_bias=weights.b2_eD is not None,
-            adapted=weights.update1 is not None or weights.update2 is not None,
             own_activation=activation.function is not None,
             dim=w2_eDF.shape[1],
             hidden_dim=w2_eDF.shape[2],
@@ -214,7 +236,6 @@ class ExpertSpec:
         found = {
             "MoEConfig.fc1_bias": self.fc1_bias,
             "MoEConfig.fc2_bias": self.fc2_bias,
-            "LoRA on experts": self.adapted,
             "own activation of the model": self.own_activation,
             "ExpertLayout.transposed": self.transposed,
             "interleaved ExpertLayout.gate_up": self.interleaved and self.gated,

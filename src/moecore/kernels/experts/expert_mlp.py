@@ -55,6 +55,10 @@ class _ExpertMLP(torch.autograd.Function):
         w2_eDF: Tensor,
         weights_R: Tensor,
         handle_RD: Tensor | None,
+        a1_erD: Tensor | None,
+        b1_eCr: Tensor | None,
+        a2_erF: Tensor | None,
+        b2_eDr: Tensor | None,
         rows: Rows,
         weights: ExpertWeights,
         index: ExpertIndex,
@@ -97,9 +101,10 @@ class _ExpertMLP(torch.autograd.Function):
         if ctx.pair is not None:
             quantised = tree_unflatten(tensors[end:kept_from], ctx.pair)
         saved = Saved.of(tensors[:end], ctx.dtype, quantised)
-        of_x, of_w1, of_w2, of_weights, of_handle, *_ = ctx.needs_input_grad
-        wants = Wants(of_handle if ctx.is_unsummed else of_x, of_w1, of_w2, of_weights)
-        if ctx.fetch is not None and (wants.w1 or saved.h is None):
+        of_x, of_w1, of_w2, of_weights, of_handle, a1, b1, a2, b2, *_ = ctx.needs_input_grad
+        of_rows = of_handle if ctx.is_unsummed else of_x
+        wants = Wants(of_rows, of_w1, of_w2, of_weights, a1 or b1, a2 or b2)
+        if ctx.fetch is not None and (wants.w1 or wants.update1 or saved.h is None):
             saved = replace(saved, rows=ctx.fetch(*tensors[kept_from:]))
         arrived = None if ctx.receiver is None else ctx.receiver.take(grads[0])
         if is_plain_eager() and not torch.is_grad_enabled():
@@ -116,7 +121,9 @@ class _ExpertMLP(torch.autograd.Function):
             dy = grads[0] if arrived is None else arrived.widen()
             found = traced_backward(dy, saved, ctx.options, ctx.is_unsummed, wants)
         dx, dhandle = (None, found.x) if ctx.is_unsummed else (found.x, None)
-        return dx, found.w1, found.w2, found.weights, dhandle, None, None, None, None, None
+        of_updates = (*(found.update1 or (None, None)), *(found.update2 or (None, None)))
+        others = (None, None, None, None, None)
+        return dx, found.w1, found.w2, found.weights, dhandle, *of_updates, *others
 
 
 _ExpertMLP.__name__ = "moecore::expert_mlp"  # in profiles, as the custom op
@@ -135,7 +142,8 @@ def expert_mlp(
     No host sync with "triton", nor with "torch" where torch's grouped product has none: in bf16 on
     Hopper and datacenter Blackwell. Elsewhere that loops over experts on the host.
 
-    Keeps the rows, H, the weights and the index for backward. Frozen inputs cost no product. Under
+    Keeps the rows, H, the weights and the index for backward. Frozen inputs cost no product.
+    Low-rank updates of the weights are added in the products. Under
     a compiler or a dispatch mode it is one opaque operation; sinks, `sender`, `refetch` and
     quantised weights are not used then.
 
@@ -171,7 +179,8 @@ def compute_experts(
 ) -> Tensor:
     """Return what `expert_mlp` does, by products that `choose_products` has chosen."""
     tensors = (rows.values, weights.w1_eCD, weights.w2_eDF, index.weights_R)
-    if have_tangents(*tensors):
+    updates = weights.updates()
+    if have_tangents(*tensors, *(t for t in updates if t is not None)):
         raise NotImplementedError(
             "expert_mlp has no forward-mode derivative: use reverse mode, or "
             "expert_backend='sequential'"
@@ -181,6 +190,6 @@ def compute_experts(
         rows = replace(rows, values=rows.values.contiguous())
     if not is_plain_eager():
         return traced_expert_mlp(rows, weights, handle_RD, index, options)
-    leaves = (rows.values, *tensors[1:], handle_RD)
+    leaves = (rows.values, *tensors[1:], handle_RD, *updates)
     y: Tensor = _ExpertMLP.apply(*leaves, rows, weights, index, options, unsummed)
     return y

@@ -5,7 +5,8 @@
     all four  FP8 rows -> tiles, bytes transposed, where a weight gradient multiplies them
 
 H, dA and what is added per source row are in the dtype of the rows. Rows that travelled as FP8 are
-multiplied as they came. Letters: as in `contract.py`; t row tiles.
+multiplied as they came. What low-rank updates add is in the dtype of the rows: they multiply X as
+it is kept, and A, dY and dH before they are quantised. Letters: as in `contract.py`; t row tiles.
 """
 
 from __future__ import annotations
@@ -17,12 +18,25 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
+from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.experts.contract import (
+    ExpertSpec,
+    ExpertWeights,
+    GradTarget,
+    LowRankUpdate,
+    ProductSource,
+)
+from moecore.kernels.experts.low_rank import LowRankProducts
 from moecore.kernels.experts.torch_products import Role
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
-from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.activation import (
+    ActivationOptions,
+    weighted_activation,
+    weighted_activation_bwd,
+)
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.packed import gather_packed_rows
 from moecore.kernels.rows.quantised import (
     gather_row_blocks,
     quantise_rows,
@@ -42,8 +56,9 @@ FASTER_FROM = 384
 class _OperandBlocks(NamedTuple):
     """Rows in expert order, and the dtype of what their product gives."""
 
-    rows: Blocks
+    rows: Blocks | None  # None = quantised of `wide` where they are needed
     dtype: torch.dtype
+    wide: ProductSource | None = None  # what they were, for low-rank updates
 
 
 class _OutputGrads(NamedTuple):
@@ -51,6 +66,7 @@ class _OutputGrads(NamedTuple):
 
     rows: Rows
     is_unsummed: bool
+    wide: ProductSource | None = None  # what they were, for the low-rank update of w2
 
 
 class QuantisedProducts:
@@ -70,9 +86,12 @@ class QuantisedProducts:
         self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
         self._made: dict[tuple[Role, bool], Blocks | None] = {}  # by role and whether transposed
+        how = dict(has_kernels=has_hopper_kernels(index.row_ids_R.device))
+        self.low1 = LowRankProducts(weights.update1, index.offsets_e, **how)
+        self.low2 = LowRankProducts(weights.update2, index.offsets_e, **how)
 
     def drop_weights(self) -> None:
-        del self.weights
+        del self.weights, self.low1, self.low2
         self._made.clear()
 
     def _matrix(self, role: Role, *, backward: bool = False) -> Any:
@@ -119,7 +138,8 @@ class BlockwiseProducts(QuantisedProducts):
         return self._quantised(h_RC, self.where[2])
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
-        return self._forward(a.rows, "w2", a.dtype)
+        y_RD = self._forward(self._blocks(a), "w2", a.dtype)
+        return self.low2.add(y_RD, self.low2.forward(a.wide))
 
     def fc1_again(self, rows: Rows) -> Rows:
         return Rows(self._fc1(rows))
@@ -129,13 +149,15 @@ class BlockwiseProducts(QuantisedProducts):
 
     @property
     def takes_packed(self) -> bool:
-        """Whether a row is quantised here as it is for its way: by powers of two."""
-        return self.recipe.power_of_two
+        """Whether a row is quantised here as it is for its way, and nothing reads it wide."""
+        return self.recipe.power_of_two and self.low2.update is None
 
     def dy(self, dy: Tensor | Rows, *, unsummed: bool) -> _OutputGrads:
-        if isinstance(dy, Tensor):
-            dy = self._quantised(dy, self.where[2] if unsummed else None)
-        return _OutputGrads(dy, unsummed)
+        if isinstance(dy, Rows):
+            return _OutputGrads(dy, unsummed)
+        rows = self._quantised(dy, self.where[2] if unsummed else None)
+        wide = ProductSource(dy, None if unsummed else self.where[0])
+        return _OutputGrads(rows, unsummed, wide if self.low2.update else None)
 
     def activation_bwd(
         self, dy: _OutputGrads, h: Rows
@@ -147,33 +169,66 @@ class BlockwiseProducts(QuantisedProducts):
             dy_rows = gather_row_blocks(dy.rows, row_ids_R, slots_SK, num_rows)
         da_RF = self._backward(dy_rows, "w2", h.dtype)
         del dy_rows
+        da_RF = self.low2.add(da_RF, self.low2.backward(dy.wide))
         where = (self.weights_R, num_rows, self.activation)
         h_RC = widen_rows(h, num_rows)
+        if self.low1.update or self.low2.update:
+            dh_RC, dweights_R, a_RF = weighted_activation_bwd(h_RC, da_RF, *where)
+            sources = (ProductSource(x, None, is_finite=True) for x in (dh_RC, a_RF))
+            of_h, of_a = (_OperandBlocks(None, h.dtype, x) for x in sources)
+            return of_h._replace(rows=self._blocks(of_h)), dweights_R, of_a
         power_of_two = self.recipe.power_of_two
         dh, dweights_R, a = quantised_activation_bwd(h_RC, da_RF, *where, power_of_two=power_of_two)
         return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
     def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
-        return self._backward(dh.rows, "w1", dh.dtype)
+        dx_RD = self._backward(self._blocks(dh), "w1", dh.dtype)
+        return self.low1.add(dx_RD, self.low1.backward(dh.wide))
 
     def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
         x = tile_tokens(rows, self.where[0], self.tiles)
-        return self._wgrad(dh.rows, x, target, self.dtypes[0])
+        return self._wgrad(self._blocks(dh), x, target, self.dtypes[0])
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _OperandBlocks, target: GradTarget) -> Tensor:
         dy_tiles = tile_tokens(dy.rows, None if dy.is_unsummed else self.where[0], self.tiles)
-        return self._wgrad(dy_tiles, a.rows, target, self.dtypes[1])
+        return self._wgrad(dy_tiles, self._blocks(a), target, self.dtypes[1])
+
+    def fc1_update_grad(self, rows: Rows, dh: _OperandBlocks) -> LowRankUpdate:
+        return self.low1.grad(self._wide(rows), dh.wide)
+
+    def fc2_update_grad(self, dy: _OutputGrads, a: _OperandBlocks) -> LowRankUpdate:
+        return self.low2.grad(a.wide, dy.wide)
 
     def _quantised(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _fc1(self, rows: Rows) -> Tensor:
-        return self._forward(gather_row_blocks(rows, *self.where), "w1", rows.dtype)
+        h_RC = self._forward(gather_row_blocks(rows, *self.where), "w1", rows.dtype)
+        x = self._wide(rows) if self.low1.update else None
+        return self.low1.add(h_RC, self.low1.forward(x))
+
+    def _wide(self, rows: Rows) -> ProductSource:
+        """Return FP8 source rows wide; those that travelled, in expert order."""
+        assert rows.scales is not None
+        if rows.values.is_contiguous():
+            return ProductSource(widen_rows(rows), self.where[0])
+        packed = (rows.values, rows.scales, rows.dtype)
+        return ProductSource(gather_packed_rows(*packed, *self.where), None)
+
+    def _blocks(self, x: _OperandBlocks) -> Blocks:
+        if x.rows is not None:
+            return x.rows
+        assert x.wide is not None
+        num_rows = self.where[2]
+        return gather_row_blocks(self._quantised(x.wide.rows, num_rows), None, None, num_rows)
 
     def _activation(self, h_RC: Tensor) -> _OperandBlocks:
         where = (self.weights_R, self.where[2], self.activation)
         a = quantised_activation(h_RC, *where, power_of_two=self.recipe.power_of_two)
-        return _OperandBlocks(a, h_RC.dtype)
+        wide = None
+        if self.low2.update:
+            wide = ProductSource(weighted_activation(h_RC, *where), None, is_finite=True)
+        return _OperandBlocks(a, h_RC.dtype, wide)
 
     def _forward(self, rows: Blocks, role: Role, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix, transposed."""

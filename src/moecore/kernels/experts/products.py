@@ -23,6 +23,7 @@ from moecore.kernels.experts.contract import (
     ExpertSpec,
     ExpertWeights,
     GradTarget,
+    LowRankUpdate,
     ProductsName,
 )
 from moecore.kernels.experts.fp8_products import BlockwiseProducts
@@ -38,6 +39,7 @@ from moecore.kernels.rows.scaling import Both
 class Products(Protocol):
     """The six products of the two matrices, and the activation between them.
 
+    What low-rank updates add is in the first four, and in two verbs of their own gradients.
     A class's `supports(spec)` returns, in one line, why it cannot multiply some experts, or None.
     """
 
@@ -81,6 +83,12 @@ class Products(Protocol):
 
     def fc2_wgrad(self, dy: Any, a: Any, target: GradTarget) -> Tensor:
         """Put the gradient of w2 at the target; return it."""
+
+    def fc1_update_grad(self, rows: Rows, dh: Any) -> LowRankUpdate:
+        """Return the gradients of the update of w1."""
+
+    def fc2_update_grad(self, dy: Any, a: Any) -> LowRankUpdate:
+        """Return the gradients of the update of w2."""
 
     def drop_weights(self) -> None:
         """Drop the matrices: gradients of weights alone are computed from here on."""

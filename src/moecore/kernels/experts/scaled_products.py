@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.experts.contract import ExpertSpec, GradTarget
+from moecore.kernels.experts.contract import ExpertSpec, GradTarget, ProductSource
 from moecore.kernels.experts.fp8_products import QuantisedProducts
-from moecore.kernels.experts.torch_products import ProductSource, TorchProducts
+from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
     pad_rows,
@@ -27,6 +27,7 @@ from moecore.kernels.grouped.scaled import (
     scaled_weights,
     scaled_wgrad,
 )
+from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.scaling import Both
 
@@ -67,8 +68,9 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         used_R = torch.arange(dy.shape[0], device=dy.device) < self.where[2]
         return ProductSource(torch.where(used_R[:, None], dy, 0), None)
 
-    def _rows(self, a_RK: Tensor, b: Any) -> Tensor:
-        return scaled_gemm(scaled_rows(a_RK, **self.how), b, self.offsets_e, a_RK.dtype)
+    def _rows(self, a_RK: Tensor, b: Any, addend: Addend | None) -> Tensor:
+        out = scaled_gemm(scaled_rows(a_RK, **self.how), b, self.offsets_e, a_RK.dtype)
+        return self.low1.add(out, addend)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget

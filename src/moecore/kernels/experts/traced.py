@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
-from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
+from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, LowRankUpdate
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation import ActivationOptions
@@ -29,19 +29,20 @@ from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.record import Rows
 
 _INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e"
+_UPDATES = "Tensor? a1_erD, Tensor? b1_eCr, Tensor? a2_erF, Tensor? b2_eDr"
 _OPTIONS = (
     "str kind, float limit, float alpha, bool interleaved, str products, bool keep_h, "
     "str scaling, bool power_of_two, str grad_format, int amax_history, str keep_hidden, "
     "ScalarType dtype"
 )
 _FORWARD = (
-    f"(Tensor x_SD, Tensor w1_eCD, Tensor w2_eDF, Tensor weights_R, Tensor? handle_RD, "
-    f"Tensor? x_scales, {_INDEX}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+    f"(Tensor x_SD, Tensor w1_eCD, Tensor w2_eDF, {_UPDATES}, Tensor weights_R, "
+    f"Tensor? handle_RD, Tensor? x_scales, {_INDEX}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
 _BACKWARD = (
     f"(Tensor dy, Tensor x_SD, Tensor? x_scales, Tensor h_RC, Tensor h_scales, Tensor w1_eCD, "
-    f"Tensor w2_eDF, Tensor weights_R, {_INDEX}, {_OPTIONS}, bool unsummed, bool[] wants) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    f"Tensor w2_eDF, {_UPDATES}, Tensor weights_R, {_INDEX}, {_OPTIONS}, bool unsummed, "
+    "bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -86,7 +87,11 @@ def _index(args: Any) -> ExpertIndex:
 
 
 def _weights(args: Any) -> ExpertWeights:
-    return ExpertWeights(w1_eCD=args.w1_eCD, w2_eDF=args.w2_eDF)
+    return ExpertWeights(w1_eCD=args.w1_eCD, w2_eDF=args.w2_eDF).updated(_updates(args))
+
+
+def _updates(args: Any) -> tuple[Any, ...]:
+    return args.a1_erD, args.b1_eCr, args.a2_erF, args.b2_eDr
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +118,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(*flat: Any) -> tuple[Tensor, ...]:
-    """Return dx, dw1, dw2 and dweights, empty where not wanted."""
+    """Return dx, dw1, dw2, dweights and those of the updates, empty where not wanted."""
     args = _BackwardInputs(*flat)
     h_scales = args.h_scales if args.h_scales.ndim > 1 else None
     h = _rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
@@ -121,14 +126,18 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     products = make_products(_options(args), saved.index, saved.weights)
     wants, dy = Wants(*args.wants), args.dy.contiguous()
     grads = differentiate(products, saved, dy, wants, unsummed=args.unsummed)
-    return tuple(dy.new_empty(0) if grad is None else grad for grad in grads)
+    of_updates = (*(grads.update1 or (None, None)), *(grads.update2 or (None, None)))
+    return tuple(dy.new_empty(0) if g is None else g for g in (*grads[:4], *of_updates))
 
 
 def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
     args = _BackwardInputs(*flat)
-    likes = (args.dy, args.w1_eCD, args.w2_eDF, args.weights_R)
-    wanted = zip(likes, args.wants, strict=True)
-    return tuple(like.new_empty(like.shape if want else (0,)) for like, want in wanted)
+    likes = (args.dy, args.w1_eCD, args.w2_eDF, args.weights_R, *_updates(args))
+    wants = [*args.wants[:4], *(want for want in args.wants[4:] for _ in range(2))]
+    return tuple(
+        like.new_empty(like.shape) if want else args.dy.new_empty(0)
+        for like, want in zip(likes, wants, strict=True)
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -146,10 +155,13 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
         return _Inputs()
     needs = _Inputs(*ctx.needs_input_grad)
     of_x = needs.handle_RD if ctx.is_unsummed else needs.x_SD
-    wants = Wants(of_x, needs.w1_eCD, needs.w2_eDF, needs.weights_R)
+    of_updates = (needs.a1_erD or needs.b1_eCr, needs.a2_erF or needs.b2_eDr)
+    wants = Wants(of_x, needs.w1_eCD, needs.w2_eDF, needs.weights_R, *of_updates)
     saved = Saved.of(ctx.saved_tensors, ctx.dtype)
     found = traced_backward(dy, saved, ctx.options, ctx.is_unsummed, wants)
-    grads = _Inputs(w1_eCD=found.w1, w2_eDF=found.w2, weights_R=found.weights)
+    (a1, b1), (a2, b2) = found.update1 or (None, None), found.update2 or (None, None)
+    of_matrices = dict(w1_eCD=found.w1, w2_eDF=found.w2, weights_R=found.weights)
+    grads = _Inputs(**of_matrices, a1_erD=a1, b1_eCr=b1, a2_erF=a2, b2_eDr=b2)
     return grads._replace(**{"handle_RD" if ctx.is_unsummed else "x_SD": found.x})
 
 
@@ -167,11 +179,13 @@ def traced_backward(
     rows = Rows(dy.new_empty(0)) if saved.rows is None else saved.rows
     h = Rows(dy.new_empty(0)) if saved.h is None else saved.h
     h_scales = dy.new_empty(0) if h.scales is None else h.scales
-    matrices = (weights.w1_eCD, weights.w2_eDF, index.weights_R)
+    matrices = (weights.w1_eCD, weights.w2_eDF, *weights.updates(), index.weights_R)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
     how: Any = (*_flat(options, dy.dtype), unsummed, list(wants))
     kept = (rows.values, rows.scales, h.values, h_scales)
-    found = zip(_bwd(*_BackwardInputs(dy, *kept, *matrices, *places, *how)), wants, strict=True)
+    *grads, a1, b1, a2, b2 = _bwd(*_BackwardInputs(dy, *kept, *matrices, *places, *how))
+    grads += [LowRankUpdate(a1, b1), LowRankUpdate(a2, b2)]
+    found = zip(grads, wants, strict=True)
     return Grads(*(grad if want else None for grad, want in found))
 
 
@@ -183,7 +197,8 @@ def traced_expert_mlp(
     options: ExpertMLPOptions,
 ) -> Tensor:
     """Return what `expert_mlp` returns, by the custom op."""
-    tensors = (rows.values, weights.w1_eCD, weights.w2_eDF, index.weights_R, handle_RD)
+    matrices = (weights.w1_eCD, weights.w2_eDF, *weights.updates())
+    tensors = (rows.values, *matrices, index.weights_R, handle_RD)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
     y, *_ = _fwd(*_Inputs(*tensors, rows.scales, *places, *_flat(options, rows.dtype)))
     return y  # type: ignore[no-any-return]

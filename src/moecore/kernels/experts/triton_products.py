@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, has_hopper_kernels
-from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
-from moecore.kernels.experts.torch_products import ProductSource, TorchProducts, Use
+from moecore.kernels.experts.contract import (
+    ExpertSpec,
+    ExpertWeights,
+    GradTarget,
+    ProductSource,
+)
+from moecore.kernels.experts.torch_products import TorchProducts, Use
 from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped.pingpong import pingpong_activation_bwd
+from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
@@ -35,6 +41,8 @@ GATHER_FIRST: dict[Use, int] = {
 
 class TritonProducts(TorchProducts):
     """Triton kernels that gather while they load: what the interpreter runs, and empty inputs."""
+
+    has_kernels = True
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
@@ -66,22 +74,23 @@ class TritonProducts(TorchProducts):
         """Return source rows, which the kernels gather."""
         return ProductSource(rows.widen(), self.where[0])
 
-    def _fc1(self, x: ProductSource) -> tuple[Tensor, Tensor]:
+    def _fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
         """Return H and the weighted activation, which a gated one's kernel computes with it."""
-        if x.row_ids_R is None or not self.activation.gated:
-            return super()._fc1(x)
+        if x.row_ids_R is None or not self.activation.gated or addend is not None:
+            return super()._fc1(x, addend)
         where = (x.row_ids_R, self.weights_R, self.offsets_e)
         return grouped_gemm_activation(x.rows, self.w1_eCD, *where, self.activation)
 
-    def _product(self, source: ProductSource, b_eKN: Tensor) -> Tensor:
-        """Return each expert row's source row times its expert's matrix."""
+    def _product(self, source: ProductSource, b_eKN: Tensor, addend: Addend | None) -> Tensor:
+        """Return each expert row's source row times its expert's matrix, and the addend."""
         if source.row_ids_R is None:
-            return self._rows(source.rows, b_eKN)
-        return grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
+            return self._rows(source.rows, b_eKN, addend)
+        out = grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
+        return self.low1.add(out, addend)
 
-    def _rows(self, a_RK: Tensor, b_eKN: Tensor) -> Tensor:
-        """Return each expert row times its expert's matrix."""
-        return grouped_gemm(a_RK, b_eKN, self.offsets_e)
+    def _rows(self, a_RK: Tensor, b_eKN: Tensor, addend: Addend | None) -> Tensor:
+        """Return each expert row times its expert's matrix, and the addend."""
+        return self.low1.add(grouped_gemm(a_RK, b_eKN, self.offsets_e), addend)
 
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
@@ -119,8 +128,10 @@ class HopperProducts(TritonProducts):
         if not self.activation.gated or not dy.rows.shape[0]:
             return super().activation_bwd(dy, h)
         where = (self.tiles, h.values, self.weights_R, self.offsets_e)
+        addend = self.low2.backward(dy)
+        how = (*where, self.activation)
         return pingpong_activation_bwd(
-            dy.rows, self.w2_eDF, *where, self.activation, row_ids_R=dy.row_ids_R
+            dy.rows, self.w2_eDF, *how, row_ids_R=dy.row_ids_R, addend=addend
         )
 
     def _source(self, rows: Rows, use: Use) -> ProductSource:
@@ -129,17 +140,19 @@ class HopperProducts(TritonProducts):
             wide = (rows.values, rows.scales, rows.dtype)
             return ProductSource(gather_packed_rows(*wide, *self.where), None)
         gathers = self.hidden_dim >= GATHER_FIRST.get(use, self.hidden_dim + 1)
+        # Those that gather while they load add no low-rank update.
+        gathers |= use in ("fc1", "fc1_again") and self.low1.update is not None
         if gathers and (self.activation.gated or use == "wgrad") and rows.values.shape[0]:
             return ProductSource(gather_used_rows(rows.values, *self.where), None)
         return ProductSource(rows.values, self.where[0])
 
-    def _fc1(self, x: ProductSource) -> tuple[Tensor, Tensor]:
+    def _fc1(self, x: ProductSource, addend: Addend | None) -> tuple[Tensor, Tensor]:
         """Return H and the weighted activation, which a gated one's kernel computes with it."""
         if x.row_ids_R is not None or not self.activation.gated:
-            return super()._fc1(x)
-        where = (self.tiles, self.weights_R)
-        return cooperative_activation(x.rows, self.w1_eCD, *where, self.activation)
+            return super()._fc1(x, addend)
+        where = (self.tiles, self.weights_R, self.activation)
+        return cooperative_activation(x.rows, self.w1_eCD, *where, addend=addend)
 
-    def _rows(self, a_RK: Tensor, b_eKN: Tensor) -> Tensor:
-        """Return each expert row times its expert's matrix."""
-        return cooperative_gemm(a_RK, b_eKN, self.tiles)
+    def _rows(self, a_RK: Tensor, b_eKN: Tensor, addend: Addend | None) -> Tensor:
+        """Return each expert row times its expert's matrix, and the addend."""
+        return cooperative_gemm(a_RK, b_eKN, self.tiles, addend=addend)

@@ -3,6 +3,8 @@
     cooperative_gemm        out[r] = a[r] @ b[expert(r)]
     cooperative_activation  h[r] = x[r] @ w1[expert(r)]^T,  out[r] = act(h[r]) * weight[r]
 
+To both an `Addend` may be added before anything is rounded.
+
 Letters: R expert rows (length), e experts, M N K the sizes of one product, D model dim, F hidden
 dim, C = 2F columns of h. One persistent program per multiprocessor:
 
@@ -46,6 +48,7 @@ from moecore.kernels.common import (
     tma_store,
 )
 from moecore.kernels.grouped.skeleton import (
+    Addend,
     GroupedConstants,
     Ring,
     RowTiling,
@@ -71,8 +74,22 @@ EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 @gluon.jit
 def _load(operands, place, k, ring, slot, bar, CONST: gl.constexpr):
-    """Load the blocks of a step."""
-    a_desc, b_desc, K, N = operands
+    """Load the blocks of a step, of the product or of its addend."""
+    if CONST.ADDEND:
+        a_desc, b_desc, K, N, u_desc, m_desc, rank = operands
+        first = gl.cdiv(K, CONST.BLOCK_K) * CONST.BLOCK_K
+        if k < first:
+            _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST)
+        else:
+            _load_blocks(u_desc, m_desc, rank, N, place, k - first, ring, slot, bar, CONST)
+    else:
+        a_desc, b_desc, K, N = operands
+        _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST)
+
+
+@gluon.jit
+def _load_blocks(a_desc, b_desc, K, N, place, k, ring, slot, bar, CONST: gl.constexpr):
+    """Load blocks of rows with K columns and of the matrix that they are multiplied by."""
     expert, row, _, n = place
     HALF_N: gl.constexpr = CONST.BLOCK_N // 2
     b = ring.b.index(slot)
@@ -214,8 +231,11 @@ def sm90_bf16_grouped_kernel(
     h_desc,  # the same in blocks like those of out_desc
     out_ptr,  # [R, N]; rows past the last offset stay as they are, in both outputs
     out_desc,  # the same as blocks [BLOCK_M / 2, BLOCK_N], with h half as wide
+    u_desc,  # of an addend: [R, rank] in blocks like those of a_desc; None without
+    m_desc,  # its matrices in blocks like those of b_desc, of rank in place of K; None without
     K,
     N,
+    rank,  # summed columns of the addend; None without
     CONST: gl.constexpr,  # Constants
 ):
     """Compute one of the two products."""
@@ -240,7 +260,11 @@ def sm90_bf16_grouped_kernel(
     else:
         stage = (out_smem,)  # type: ignore[assignment]
     tiles = RowTiling(map_ptr, gl.load(map_ptr), num_n)
-    operands = (a_desc, b_desc, K, N)
+    if CONST.ADDEND:
+        operands = (a_desc, b_desc, K, N, u_desc, m_desc, rank)
+        K = gl.cdiv(K, BLOCK_K) * BLOCK_K + rank  # what is summed
+    else:
+        operands = (a_desc, b_desc, K, N)  # type: ignore[assignment]
     if CONST.ACTIVATION:
         gl.warp_specialize(
             [
@@ -265,11 +289,14 @@ def sm90_bf16_grouped_kernel(
 
 
 @cache
-def _constants(b_is_NK: bool, options: ActivationOptions | None) -> GroupedConstants:
+def _constants(
+    b_is_NK: bool, options: ActivationOptions | None, has_addend: bool
+) -> GroupedConstants:
     const = GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[options is not None],
         B_IS_NK=b_is_NK,
+        ADDEND=has_addend,
     )
     if options is None:
         return const
@@ -286,6 +313,7 @@ def _launch(
     b: Tensor,
     tiles: RowTiles,
     out: Tensor,
+    addend: Addend | None,
     h_RC: Tensor | None = None,
     weights_R: Tensor | None = None,
     options: ActivationOptions | None = None,
@@ -296,22 +324,30 @@ def _launch(
     b = b.transpose(1, 2) if b_is_NK else b
     width = BLOCK_N if h_RC is None else BLOCK_N // 2
     block = (BLOCK_M // 2, width)
-    const = _constants(b_is_NK, options)
-    a_desc = gluon_descriptor(a, (BLOCK_M, BLOCK_K))
-    b_desc = gluon_descriptor(b, (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N))
+    const = _constants(b_is_NK, options, addend is not None)
+    of_a, of_b = (BLOCK_M, BLOCK_K), (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N)
+    a_desc, b_desc = gluon_descriptor(a, of_a), gluon_descriptor(b, of_b)
+    u_desc = m_desc = rank = None
+    if addend is not None:
+        u_Rr, m = addend.rows_Rr, addend.b_erN
+        u_desc, rank = gluon_descriptor(u_Rr, of_a), u_Rr.shape[1]
+        m_desc = gluon_descriptor(m.transpose(1, 2) if b_is_NK else m, of_b)
     h_desc = None if h_RC is None else gluon_descriptor(h_RC, block)
     outputs = (h_RC, h_desc, out, gluon_descriptor(out, block))
-    args = (a_desc, b_desc, tiles.map, weights_R, *outputs, K, N)
+    args = (a_desc, b_desc, tiles.map, weights_R, *outputs, u_desc, m_desc, K, N, rank)
     launch(sm90_bf16_grouped_kernel, num_sms(a.device), *args, CONST=const, num_warps=4)
 
 
-def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles) -> Tensor:
+def cooperative_gemm(
+    a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles, *, addend: Addend | None = None
+) -> Tensor:
     """Return each expert row times its expert's matrix. No autograd, no host sync.
 
     Args:
         a_RK: rows in expert order, bf16 or fp16, contiguous.
         b_eKN: dtype of `a_RK`; contiguous, or the transpose of a contiguous [e, N, K]. K and N are
             multiples of 8.
+        addend: dtype of `a_RK`; added before the result is rounded.
 
     Returns:
         [R, N], dtype of `a_RK`, summed in fp32 and rounded once. Rows past the last expert's are
@@ -319,12 +355,18 @@ def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles) -> Tensor:
     """
     out_RN = a_RK.new_empty(a_RK.shape[0], b_eKN.shape[2])
     if out_RN.numel():
-        _launch(a_RK, b_eKN, tiles, out_RN)
+        _launch(a_RK, b_eKN, tiles, out_RN, addend)
     return out_RN
 
 
 def cooperative_activation(
-    x_RD: Tensor, w1_eCD: Tensor, tiles: RowTiles, weights_R: Tensor, options: ActivationOptions
+    x_RD: Tensor,
+    w1_eCD: Tensor,
+    tiles: RowTiles,
+    weights_R: Tensor,
+    options: ActivationOptions,
+    *,
+    addend: Addend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return FC1's output and the weighted activation of it. No autograd, no host sync.
 
@@ -332,6 +374,7 @@ def cooperative_activation(
         x_RD: rows in expert order, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
         options: a gated activation, not interleaved.
+        addend: dtype of `x_RD`; added to h before it is rounded.
 
     Returns:
         h_RC [R, 2F] and a_RF [R, F]; rows past the last expert's are uninitialised.
@@ -339,5 +382,6 @@ def cooperative_activation(
     R, C = x_RD.shape[0], w1_eCD.shape[1]
     h_RC, a_RF = x_RD.new_empty(R, C), x_RD.new_empty(R, C // 2)
     if R:
-        _launch(x_RD, w1_eCD.transpose(1, 2), tiles, a_RF, h_RC, weights_R, options)
+        where = (tiles, a_RF, addend, h_RC, weights_R, options)
+        _launch(x_RD, w1_eCD.transpose(1, 2), *where)
     return h_RC, a_RF

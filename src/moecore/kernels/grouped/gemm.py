@@ -83,6 +83,10 @@ class TileConfig:
 # H200: "grouped GEMM tiles" in docs/findings/kernels.md. The interpreter wants few, small tiles.
 CONTIGUOUS = TileConfig(flatten=True, epilogue_parts=2)
 GATHERED = TileConfig()
+# Few columns: a product reads its rows, and does little else. Not measured.
+NARROW = TileConfig(block_n=64, num_stages=4, num_warps=4, flatten=True)
+NARROW_GATHERED = TileConfig(block_n=64, num_stages=4, num_warps=4)
+ADDED = TileConfig(block_n=128, num_stages=2, epilogue_parts=2)  # a short sum, and the old output
 SMALL = TileConfig(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4)
 
 
@@ -136,10 +140,14 @@ def _store(
     column,  # first column
     num_columns,
     row_stride,
+    ADD: tl.constexpr = False,
 ):
     columns = column + tl.arange(0, out.shape[1])
     mask = in_rows[:, None] & (columns < num_columns)[None, :]
-    tl.store(out_ptr + rows[:, None] * row_stride + columns[None, :], out, mask=mask)
+    at = out_ptr + rows[:, None] * row_stride + columns[None, :]
+    if ADD:
+        out = out.to(tl.float32) + tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -149,11 +157,12 @@ def _grouped_gemm_fwd_kernel(
     b_desc,  # [e * N, K] as blocks [BLOCK_N, BLOCK_K], or [e * K, N] as [BLOCK_K, BLOCK_N]
     row_ids_ptr,  # [R] int32; unused without GATHER
     offsets_ptr,  # [e] int32
-    out_ptr,  # [R, N]; rows past the last offset stay as they are
+    out_ptr,  # [R, N]; rows past the last offset stay as they are, all are added to with ADD
     num_experts,
     N,
     K,
     GATHER: tl.constexpr,
+    ADD: tl.constexpr,
     B_IS_NK: tl.constexpr,
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -191,15 +200,15 @@ def _grouped_gemm_fwd_kernel(
             else:
                 b = b_desc.load([expert * K + k, column])
             total_MN = tl.dot(a, b, total_MN)
-        out = total_MN.to(out_ptr.dtype.element_ty)
+        out = total_MN if ADD else total_MN.to(out_ptr.dtype.element_ty)
         rows = rows.to(tl.int64)
         if PARTS == 1:
-            _store(out_ptr, out, rows, in_rows, column, N, N)
+            _store(out_ptr, out, rows, in_rows, column, N, N, ADD)
         else:
             halves = tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
             left, right = tl.split(halves)
-            _store(out_ptr, left, rows, in_rows, column, N, N)
-            _store(out_ptr, right, rows, in_rows, column + BLOCK_N // 2, N, N)
+            _store(out_ptr, left, rows, in_rows, column, N, N, ADD)
+            _store(out_ptr, right, rows, in_rows, column + BLOCK_N // 2, N, N, ADD)
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -256,7 +265,12 @@ def _grouped_gemm_activation_fwd_kernel(
 
 
 def grouped_gemm(
-    a: Tensor, b: Tensor, offsets_e: Tensor, *, row_ids_R: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    offsets_e: Tensor,
+    *,
+    row_ids_R: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return each expert row times its expert's matrix. No autograd, no host sync.
 
@@ -267,20 +281,22 @@ def grouped_gemm(
             and N are multiples of 8 (16 bytes, for TMA).
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         row_ids_R: int32, the row of `a` that each expert row reads; rows are gathered while loaded.
+        out: [R, N], dtype of `a`, contiguous, to which the result is added in place.
 
     Returns:
-        [R, N], dtype of `a`, summed in fp32 and rounded once. Rows past offsets_e[-1] are
-        uninitialised.
+        [R, N], dtype of `a`, summed in fp32 and rounded once, or `out`. Rows past offsets_e[-1] are
+        uninitialised; 0 where N is at most 64.
     """
     e, K, N = b.shape
     R = a.shape[0] if row_ids_R is None else row_ids_R.shape[0]
-    out = a.new_empty(R, N)
+    gather, adds, narrow = row_ids_R is not None, out is not None, NARROW.block_n >= N
+    if out is None:
+        out = a.new_zeros(R, N) if narrow else a.new_empty(R, N)
     if not R or not a.shape[0]:
         return out
     b_is_NK = b.stride(1) == 1
     flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else N)
-    gather = row_ids_R is not None
-    c = SMALL if INTERPRET else GATHERED if gather else CONTIGUOUS
+    c = SMALL if INTERPRET else _config(gather, narrow, adds)
     block_b = (c.block_n, c.block_k) if b_is_NK else (c.block_k, c.block_n)
     a_desc = a if gather else descriptor(a, (c.block_m, c.block_k))
     b_desc = descriptor(flat, block_b)
@@ -289,6 +305,7 @@ def grouped_gemm(
         num_sms(a.device),
         *(a, a_desc, b_desc, row_ids_R if gather else offsets_e, offsets_e, out, e, N, K),
         GATHER=gather,
+        ADD=adds,
         B_IS_NK=b_is_NK,
         **_shared(c, e),
         BLOCK_N=c.block_n,
@@ -333,6 +350,14 @@ def grouped_gemm_activation(
         BLOCK_F=c.block_n // 2,
     )
     return h_RC, a_RF
+
+
+def _config(gather: bool, narrow: bool, adds: bool) -> TileConfig:
+    if adds:
+        return ADDED
+    if narrow:
+        return NARROW_GATHERED if gather else NARROW
+    return GATHERED if gather else CONTIGUOUS
 
 
 def _shared(c: TileConfig, num_experts: int) -> dict[str, int]:

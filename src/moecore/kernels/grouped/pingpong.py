@@ -3,7 +3,8 @@
     da[r] = dy[row(r)] @ w2[expert(r)], which stays on the chip; with h[r] it gives dh[r],
     act(h[r]) * weight[r] again, and dweight[r] = <da[r], act(h[r])>
 
-row(r) is row_ids[r] where the rows are gathered while they are loaded, else r itself.
+row(r) is row_ids[r] where the rows are gathered while they are loaded, else r itself. An `Addend`
+may be added to da.
 
 Letters: S source rows, R expert rows (length), e experts, D model dim, F hidden dim, C = 2F
 columns of h; M N K the sizes of one product: R rows, F columns, D summed. One persistent program
@@ -31,6 +32,7 @@ the activation once each. Products that store less multiply larger tiles (`coope
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +53,7 @@ from moecore.kernels.common import (
     triton,
 )
 from moecore.kernels.grouped.skeleton import (
+    Addend,
     GroupedConstants,
     Ring,
     RowTiling,
@@ -77,6 +80,7 @@ def _produce(
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # [e * K, N] as blocks [BLOCK_K, BLOCK_N]
     row_ids_ptr,  # [R] int32; unused without GATHER
+    addend,  # descriptors like those of contiguous a and of b, and the columns that they sum; or ()
     ring,
     tiles,
     K,
@@ -109,6 +113,15 @@ def _produce(
             else:
                 tma_load(a_desc, [row, k], bar, ring.a.index(slot))
             step += 1
+        if CONST.ADDEND:
+            u_desc, m_desc, rank = addend
+            for k in range(0, rank, BLOCK_K):
+                slot, bar = begin_stage(ring, step, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+                tma_load(m_desc, [expert * rank + k, n * BLOCK_N], bar, ring.b.index(slot))
+                tma_load(u_desc, [row, k], bar, ring.a.index(slot))
+                if GATHER:  # copies of the steps before have arrived: those of this one are none
+                    hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
+                step += 1
 
 
 @gluon.jit
@@ -285,6 +298,9 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     out_ptr,  # [R, F], out; rows past the last offset stay as they are, in all outputs
     dh_ptr,  # [R, 2F], out
     dweights_ptr,  # [column tiles, R] fp32, out
+    u_desc,  # of an addend, see _produce; None without, as the next two
+    m_desc,
+    rank,
     R,
     K,
     N,
@@ -312,11 +328,17 @@ def sm90_bf16_grouped_nn_act_bwd_kernel(
     num_n = gl.cdiv(N, BLOCK_N)
     tiles = RowTiling(map_ptr, gl.load(map_ptr), num_n)
     outputs = (weights_ptr, out_ptr, dh_ptr, dweights_ptr)
+    summed = K
+    if CONST.ADDEND:
+        addend = (u_desc, m_desc, rank)
+        summed = gl.cdiv(K, BLOCK_K) * BLOCK_K + rank
+    else:
+        addend = ()  # type: ignore[assignment]
     gl.warp_specialize(
         [
-            (_consume, (0, turns, stage, ring, tiles, outputs, R, K, N, CONST)),
-            (_consume, (1, turns, stage, ring, tiles, outputs, R, K, N, CONST)),
-            (_produce, (a_ptr, a_desc, b_desc, row_ids_ptr, ring, tiles, K, CONST)),
+            (_consume, (0, turns, stage, ring, tiles, outputs, R, summed, N, CONST)),
+            (_consume, (1, turns, stage, ring, tiles, outputs, R, summed, N, CONST)),
+            (_produce, (a_ptr, a_desc, b_desc, row_ids_ptr, addend, ring, tiles, K, CONST)),
         ],
         [4, 4],
         [CONST.CONSUMER_REGISTERS, CONST.PRODUCER_REGISTERS],
@@ -363,12 +385,13 @@ def _finish_bwd_kernel(
 
 
 @cache
-def _constants(gathers: bool, options: ActivationOptions) -> GroupedConstants:
+def _constants(gathers: bool, options: ActivationOptions, has_addend: bool) -> GroupedConstants:
     return GroupedConstants(
         *(BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M[gathers], STAGES, PRODUCER_REGISTERS),
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         **options.constants,
         GATHER=gathers,
+        ADDEND=has_addend,
     )
 
 
@@ -382,6 +405,7 @@ def pingpong_activation_bwd(
     options: ActivationOptions,
     *,
     row_ids_R: Tensor | None = None,
+    addend: Addend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients behind FC2 and the activation, and the activation again.
 
@@ -393,6 +417,7 @@ def pingpong_activation_bwd(
         w2_eDF: contiguous; D and F multiples of 8.
         h_RC: [R, 2F] FC1's output, contiguous.
         options: a gated activation, not interleaved.
+        addend: dtype of dy; added to da before it is rounded.
 
     Returns:
         dh_RC, dweights_R (fp32, 0 past the last expert's rows) and a_RF, the weighted activation.
@@ -405,12 +430,17 @@ def pingpong_activation_bwd(
         return dh_RC, dweights_R, a_RF
     parts = weights_R.new_empty(cdiv(F, BLOCK_N), R)
     gathers = row_ids_R is not None
-    const = _constants(gathers, options)
+    const = _constants(gathers, options, addend is not None)
     dy_desc = gluon_descriptor(dy, (BLOCK_M, BLOCK_K))
     w2_desc = gluon_descriptor(w2_eDF, (BLOCK_K, BLOCK_N))
     h_desc = gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4))
     rows = (row_ids_R if gathers else tiles.map, tiles.map, weights_R, h_desc)
-    args = (dy, dy_desc, w2_desc, *rows, a_RF, dh_RC, parts, R, D, F)
+    more: tuple[Any, ...] = (None, None, None)
+    if addend is not None:
+        u_Rr, m_erF = addend
+        u_desc = gluon_descriptor(u_Rr, (BLOCK_M, BLOCK_K))
+        more = (u_desc, gluon_descriptor(m_erF, (BLOCK_K, BLOCK_N)), u_Rr.shape[1])
+    args = (dy, dy_desc, w2_desc, *rows, a_RF, dh_RC, parts, *more, R, D, F)
     launch(sm90_bf16_grouped_nn_act_bwd_kernel, num_sms(dy.device), *args, CONST=const, num_warps=4)
     ends = (parts, offsets_e, dweights_R, dh_RC, a_RF, offsets_e.shape[0], R, F, parts.shape[0])
     grid = CLEARED_ROWS + cdiv(R, ROWS_PER_SUM)

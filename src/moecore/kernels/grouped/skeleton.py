@@ -15,6 +15,8 @@ Letters: R expert rows, e experts, M N the sizes of an output.
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from moecore.kernels.common import gl, gluon, hopper, thread_barrier, tma_store
 from moecore.kernels.rows.row_tiles import MAP_FIELDS
 
@@ -42,6 +44,18 @@ class GroupedConstants(NamedTuple):
     GATHER: bool = False
     ADD: bool = False
     TRANSPOSED: bool = False
+    ADDEND: bool = False
+
+
+class Addend(NamedTuple):
+    """A product of few summed columns that is added to another: the sum goes on over its columns.
+
+    A sum of K columns takes cdiv(K, BLOCK_K) steps of the ring, that of the addend's r columns
+    those after them: in the last step of each the rows are 0 past their columns.
+    """
+
+    rows_Rr: Tensor  # in expert order, contiguous; r a multiple of 8
+    b_erN: Tensor  # one matrix of every expert, strides in the order of the other product's matrix
 
 
 class Ring(NamedTuple):

@@ -52,17 +52,20 @@ class Rows:
 register_dataclass(Rows, field_names=[f.name for f in fields(Rows)], drop_field_names=[])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _widen_rows_kernel(
     values_ptr,  # [R, C] uint8
     scales_ptr,  # [R, B] fp32
-    num_rows_ptr,  # 0-dim int32
+    num_rows_ptr,  # 0-dim int32, or None for R
     out_ptr,  # [R, C], out
+    num_blocks,  # R * B
     ROW_BLOCKS: tl.constexpr,  # B
     BLOCKS: tl.constexpr,
 ):
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = blocks < tl.load(num_rows_ptr).to(tl.int64) * ROW_BLOCKS
+    inside = blocks < num_blocks
+    if num_rows_ptr is not None:
+        inside = inside & (blocks < tl.load(num_rows_ptr).to(tl.int64) * ROW_BLOCKS)
     at = blocks[:, None] * 128 + tl.arange(0, 128)[None, :]
     code = tl.load(values_ptr + at, mask=inside[:, None], other=0)
     scale = tl.load(scales_ptr + blocks, mask=inside, other=0.0)
@@ -70,16 +73,17 @@ def _widen_rows_kernel(
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def widen_rows(rows: Rows, num_rows: Tensor) -> Tensor:
+def widen_rows(rows: Rows, num_rows: Tensor | None = None) -> Tensor:
     """Return rows in their wide dtype. No autograd, no host sync.
 
     Rows and scales are contiguous, C a multiple of 128. num_rows is 0-dim int32 on the device, at
-    most R: rows from there on are not read and uninitialised in the result.
+    most R: rows from there on are not read and uninitialised in the result; None means R.
     """
     if rows.scales is None or not use_kernel(rows.values):
         return rows.widen()
     out_RC = rows.values.new_empty(rows.values.shape, dtype=rows.dtype)
-    args = (rows.values.view(torch.uint8), rows.scales, num_rows, out_RC)
-    grid, row_blocks = cdiv(rows.scales.numel(), PROGRAM["BLOCKS"]), rows.scales.shape[1]
+    num_blocks, row_blocks = rows.scales.numel(), rows.scales.shape[1]
+    args = (rows.values.view(torch.uint8), rows.scales, num_rows, out_RC, num_blocks)
+    grid = cdiv(num_blocks, PROGRAM["BLOCKS"])
     launch(_widen_rows_kernel, grid, *args, ROW_BLOCKS=row_blocks, **PROGRAM)
     return out_RC

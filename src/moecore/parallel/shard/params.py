@@ -30,7 +30,7 @@ from moecore.base.torch_names import (
     version,
     wrapped_like,
 )
-from moecore.moe.params import grad_placements
+from moecore.moe.params import GATHERED, gathered_blocks, grad_placements
 from moecore.parallel.shard.plan import FlatSlot
 
 LARGE = 1 << 22  # elements, from which a copy of its own is faster than a part of one for many
@@ -124,6 +124,9 @@ class UnitParam:
         if self._inner is not None:
             local = as_part(local, *self._inner, of=self.sharded)
         self.whole = parameter_like(local, self.sharded)
+        stored = gathered_blocks(self.sharded)
+        if stored is not None:  # `precision/stored.py`: the shard has no values
+            setattr(self.whole, GATHERED, stored)
         return [self.whole] if self._inner is None else [self.whole, local_of(self.whole)]
 
     def take_grad(self) -> Tensor | None:

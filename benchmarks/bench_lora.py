@@ -1,0 +1,184 @@
+r"""LoRA on a transformers Qwen3-MoE model with frozen weights: how fast, and in how much memory.
+
+    torchrun --nproc-per-node 1 -m benchmarks.bench_lora --preset qwen3-30b-a3b --batch-size 2
+    torchrun --nproc-per-node 2 -m benchmarks.bench_lora --precision blockwise --fp8-base
+
+The model has the preset's sizes, random weights in bf16 (fp32 on CPUs) and peft's adapters on the
+projections of attention and on both matrices of all experts, which AdamW trains in fp32. Experts
+are over all ranks. Every step has the same random tokens, so that its loss falls. A step's time is
+from the end of the one before to its own, on the slowest rank; the median counts. Rank 0 prints a
+line; `--results` appends a row to <folder>/<day>-<gpu>.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.bench_hf import MAX_NORM, compute_dtype, qwen3_config, summary
+from benchmarks.gate import ROOT
+from benchmarks.records import append_rows
+from moecore import (
+    FSDPOptions,
+    Meshes,
+    NVLinkOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.base.options.fsdp import Strategy
+from moecore.base.options.memory import MemoryOptions
+from moecore.io import init_adapters, init_hf
+from moecore.models import preset
+from moecore.precision import store_experts_in_fp8
+from moecore.train import AdamW
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from metrics import Moment
+
+Row = dict[str, Any]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def main() -> int:
+    """Train, and report on this rank of torchrun."""
+    args = parse()
+    if "WORLD_SIZE" not in os.environ:
+        print("bench_lora: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
+        return 2
+    meshes = build_meshes(ParallelConfig(ep=int(os.environ["WORLD_SIZE"])))
+    try:
+        row = describe(args) | train(args, meshes)
+    except torch.OutOfMemoryError as error:
+        raise SystemExit(f"bench_lora: {str(error).partition('. ')[0]}") from None
+    if dist.get_rank() == 0:
+        print(line_of(row), flush=True)
+        if args.results is not None:
+            append_rows(args.results, "benchmarks.bench_lora", [row])
+    dist.barrier()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--preset", default="qwen3-30b-a3b", help="a Qwen3-MoE one, whose sizes the model has")
+    add("--layers", type=int, help="cut it to so many (None = all)")
+    add("--batch-size", type=int, default=1, help="sequences per rank")
+    add("--seq-len", type=int, default=4096)
+    add("--rank", type=int, default=16, help="of the adapters")
+    add("--precision", choices=["auto", "blockwise"], help="of the products (None = bf16)")
+    add("--fp8-base", action="store_true", help="store frozen experts in FP8 alone")
+    add("--experts-strategy", choices=get_args(Strategy), default="optim_grads_params")
+    add("--recompute", nargs="*", default=(), help="parts of MemoryOptions.recompute")
+    add("--warm-up", type=int, default=4, help="steps that do not count")
+    add("--timed", type=int, default=8, help="steps that do")
+    add("--lr", type=float, default=2e-4)
+    add("--row-factor", type=float, default=2.0, help="of nvlink, on GPUs")
+    add("--results", type=Path, help="folder for the records")
+    return parser.parse_args()
+
+
+def describe(args: argparse.Namespace) -> Row:
+    """Return what distinguishes two rows."""
+    names = ("preset", "batch_size", "seq_len", "rank", "precision", "fp8_base")
+    return {
+        "op": "lora",
+        "layers": args.layers or preset(args.preset).num_layers,
+        "num_gpus": dist.get_world_size(),
+        **{name: getattr(args, name) for name in names},
+        "experts_strategy": args.experts_strategy,
+        "recompute": list(args.recompute),
+    }
+
+
+def build(args: argparse.Namespace, meshes: Meshes) -> Any:
+    """Return the parallelized model with adapters, filled."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        dtype = compute_dtype(meshes)
+        base = AutoModelForCausalLM.from_config(qwen3_config(args), dtype=dtype)
+    config = LoraConfig(
+        r=args.rank,
+        lora_alpha=2 * args.rank,
+        target_modules=ATTENTION,
+        target_parameters=EXPERTS,
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(base, config)
+    parallelize_moe(
+        model,
+        meshes,
+        nvlink=NVLinkOptions(row_factor=args.row_factor),  # the GPUs of a host take it
+        precision=args.precision,
+        compile_dense=True,
+        memory=MemoryOptions(recompute=tuple(args.recompute)),
+        fsdp=FSDPOptions(
+            param_dtype=compute_dtype(meshes),
+            dense_strategy="optim",
+            experts_strategy=args.experts_strategy,
+        ),
+    )
+    model.to_empty(device=meshes.device_type)
+    init_hf(model)
+    init_adapters(model)
+    if args.fp8_base:
+        store_experts_in_fp8(model)
+        if meshes.device_type == "cuda":
+            torch.cuda.empty_cache()
+    return model
+
+
+def train(args: argparse.Namespace, meshes: Meshes) -> Row:
+    """Return losses and times."""
+    device = torch.device(meshes.device_type)
+    model = build(args, meshes)
+    model.train()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    step = TrainStep(model, AdamW(trained, lr=args.lr), max_norm=MAX_NORM)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (args.batch_size, args.seq_len)
+    vocabulary = preset(args.preset).vocab_size
+    tokens_BT = torch.randint(0, vocabulary, shape, generator=generator).to(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    moments, losses = [], []
+    for _ in range(args.warm_up + args.timed):
+        with step.micro_batch():
+            loss = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+            loss.backward()
+        step.finish()
+        losses.append(loss.detach())
+        moments.append(Moment(device))
+    moments[-1].wait()
+    step.close()
+    numbers = {"trained": sum(param.numel() for param in trained)}
+    return numbers | summary(args, moments, torch.stack(losses), device)
+
+
+def line_of(row: Row) -> str:
+    """Return a row as it is printed."""
+    return (
+        f"{row['layers']} layers, rank {row['rank']}, {row['precision'] or 'no FP8'}: "
+        f"{row['tokens_per_second_per_gpu']:.0f} tokens/s/GPU, {row['step_ms']:.1f} ms, "
+        f"{row['peak_gib']:.1f} GiB, {row['trained'] / 1e6:.1f} M trained, "
+        f"loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}"
+    )
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # without destructors, see examples/launch.py

@@ -1,0 +1,85 @@
+"""A low-rank update in the products of a matrix of every expert: W + B A, which is never formed.
+
+    y = x W^T + u B^T      u = x A^T      dx = dy W + v A      v = dy B
+    dA = v^T x             dB = dy^T u
+
+u and v have r columns: what is added to a product is a short product, and the gradients of A and B
+are those of two narrow matrices. All of it is in the dtype of rows, whatever the others are in.
+
+Letters: as in `contract.py`; r rank, I and O what a matrix reads and writes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from moecore.kernels.experts.contract import LowRankUpdate, ProductSource
+from moecore.kernels.grouped.gemm import grouped_gemm
+from moecore.kernels.grouped.skeleton import Addend
+from moecore.kernels.grouped.wgrad import grouped_wgrad
+
+
+class LowRankProducts:
+    """What the update of one matrix adds to its products, and the gradients of A and B."""
+
+    def __init__(
+        self, update: LowRankUpdate | None, offsets_e: Tensor, *, has_kernels: bool
+    ) -> None:
+        self.update, self._offsets_e, self._has_kernels = update, offsets_e, has_kernels
+        self._forward: Addend | None = None
+        self._backward: Addend | None = None
+
+    def forward(self, x: ProductSource | None) -> Addend | None:
+        """Return what is added to the product of x, computed once; None without an update."""
+        if self.update is not None and self._forward is None:
+            a_erI, b_eOr = self.update
+            u_Rr = self._product(x, a_erI.transpose(1, 2))
+            self._forward = Addend(u_Rr, b_eOr.transpose(1, 2))
+        return self._forward
+
+    def backward(self, dy: ProductSource | None) -> Addend | None:
+        """Return what is added to the input gradient, computed once; None without an update."""
+        if self.update is not None and self._backward is None:
+            self._backward = Addend(self._product(dy, self.update.b_eOr), self.update.a_erI)
+        return self._backward
+
+    def add(self, out_RN: Tensor, addend: Addend | None) -> Tensor:
+        """Return a product, of any matrix, with its addend, added in place."""
+        if addend is None:
+            return out_RN
+        if self._has_kernels:
+            return grouped_gemm(*addend, self._offsets_e, out=out_RN)
+        return out_RN.add_(self._product(ProductSource(addend.rows_Rr, None), addend.b_erN))
+
+    def grad(self, x: ProductSource | None, dy: ProductSource | None) -> LowRankUpdate:
+        """Return the gradients of A and B."""
+        u, v = self.forward(x), self.backward(dy)
+        assert u is not None and v is not None and x is not None and dy is not None
+        u_Rr, v_Rr = (ProductSource(addend.rows_Rr, None, is_finite=True) for addend in (u, v))
+        return LowRankUpdate(self._outer(v_Rr, x), self._outer(dy, u_Rr))
+
+    def _product(self, source: ProductSource | None, b_eKN: Tensor) -> Tensor:
+        assert source is not None, "rows of a matrix with an update are given"
+        if self._has_kernels:
+            ids_R = source.row_ids_R
+            return grouped_gemm(source.rows, b_eKN, self._offsets_e, row_ids_R=ids_R)
+        rows_RK = source.gathered()
+        if not rows_RK.shape[0]:
+            return rows_RK.new_empty(0, b_eKN.shape[2])
+        return grouped_mm(rows_RK, b_eKN, offs=self._offsets_e)
+
+    def _outer(self, left: ProductSource, right: ProductSource) -> Tensor:
+        """Return the sum of left^T right over each expert's rows, [e, columns, columns]."""
+        if self._has_kernels:
+            # x, the narrow side of a tile, may be gathered and hold anything past an expert's rows.
+            narrower = right.rows.shape[1] < left.rows.shape[1]
+            swaps = left.is_finite and (narrower or not right.is_finite)
+            x, y = (right, left) if swaps else (left, right)
+            how = (x.rows, y.rows, self._offsets_e)
+            return grouped_wgrad(*how, row_ids_R=x.row_ids_R, transposed=swaps)
+        left_RM, right_RN = left.gathered(), right.gathered()
+        if not left_RM.shape[0]:
+            shape = (self._offsets_e.shape[0], left_RM.shape[1], right_RN.shape[1])
+            return left_RM.new_zeros(shape)
+        return grouped_mm(left_RM.t(), right_RN, offs=self._offsets_e)

@@ -1,0 +1,145 @@
+"""Frozen experts that are stored in FP8 alone compute the bits that quantised ones compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
+from moecore.base.options.precision import Precision, Recipe
+from moecore.base.torch_names import local_of
+from moecore.io import export_hf, merge_adapters, save, save_adapters
+from moecore.precision import store_experts_in_fp8
+from tests.families.transformers.lora_cases import (
+    adapted_model,
+    batches,
+    in_peft_form,
+    lora_config,
+)
+from tests.helpers.ranks import run_ranks
+
+SIZES = dict(num_hidden_layers=1, hidden_size=128, moe_intermediate_size=256)
+PRECISION = Precision(recipe=Recipe(), roles=("experts",))
+
+
+def parallelized(folding: dict[str, int], **options: Any) -> nn.Module:
+    model = adapted_model("qwen3-moe", SIZES)
+    options = dict(precision=PRECISION) | options
+    return parallelize_moe(model, build_meshes(ParallelConfig(**folding), "cpu"), **options)
+
+
+def results(model: nn.Module) -> dict[str, Tensor]:
+    """A loss, and the gradients of all adapters."""
+    loss = model(**batches(0)[0], use_cache=False).loss
+    loss.backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    found = {"loss": loss.detach()} | in_peft_form(model, grads=True)
+    model.zero_grad()
+    return found
+
+
+def expert_bytes(model: nn.Module) -> int:
+    """Bytes of memory of the experts' matrices."""
+    storages = [
+        local_of(p).untyped_storage()
+        for n, p in model.named_parameters()
+        if n.endswith(("gate_up_proj", "down_proj"))
+    ]
+    return sum(storage.nbytes() for storage in storages)
+
+
+def compare(rank: int, device: torch.device, folding: dict[str, int]) -> tuple[bool, int, int]:
+    """Whether all bits are the same, also where units have had the weights, and bytes before."""
+    model = parallelized(folding)
+    before, size = results(model), expert_bytes(model)
+    memory = [local_of(p).untyped_storage() for p in model.parameters() if not p.requires_grad]
+    store_experts_in_fp8(model)
+    store_experts_in_fp8(model)
+    freed = sum(storage.nbytes() == 0 for storage in memory)
+    assert freed == 2
+    after = results(model)
+    equal = all(torch.equal(before[name], after[name]) for name in before)
+    return equal, size, expert_bytes(model)
+
+
+@pytest.mark.parametrize("folding", [dict(ep=4), dict(ep=2, etp=2)], ids=str)
+@pytest.mark.slow
+def test_ranks_compute_the_same_bits(folding: dict[str, int]) -> None:
+    equal, before, after = run_ranks(4, compare, folding)
+    assert equal and before > 1 << 16 and after == 8
+
+
+def test_what_reads_values_is_refused(no_group_left: None, tmp_path: Path) -> None:
+    model = parallelized({})
+    store_experts_in_fp8(model)
+    save_adapters(model, tmp_path / "adapters")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    for call in (
+        lambda: merge_adapters(model),
+        lambda: save(tmp_path / "steps", 1, model, optimizer),
+    ):
+        with pytest.raises(ValueError, match=r"_proj \(FP8 alone\) must have values to be") as e:
+            call()
+        assert "\n" not in str(e.value)
+
+
+def test_export_is_refused_without_adapters_on_experts(no_group_left: None, tmp_path: Path) -> None:
+    import peft
+
+    from tests.families.transformers.hf_models import random_model
+
+    model = peft.get_peft_model(
+        random_model("qwen3-moe", **SIZES), lora_config(target_parameters=[])
+    )
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=PRECISION)
+    merge_adapters(model)
+    store_experts_in_fp8(model)
+    with pytest.raises(ValueError, match=r"must have values to be exported"):
+        export_hf(model, tmp_path / "exported")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(precision=None), r"recipe of \S+gate_up_proj \(None\) must be 'blockwise'"),
+        (
+            dict(precision=Precision(recipe=Recipe(scaling="rowwise"), roles=("experts",))),
+            r"recipe of \S+ \(rowwise\) must be 'blockwise'",
+        ),
+    ],
+)
+def test_recipes_that_do_not_store(
+    no_group_left: None, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        store_experts_in_fp8(parallelized({}, **options))
+
+
+def test_trained_and_missing_experts_are_refused() -> None:
+    config = MoEConfig(dim=128, hidden_dim=128, num_experts=2, top_k=1)
+    layer = MoELayer(config)
+    layer.part("experts").set_backend("auto", recipe=Recipe())
+    with pytest.raises(ValueError, match=r"experts.w1 \(trained\) must be frozen"):
+        store_experts_in_fp8(layer)
+    with pytest.raises(ValueError, match=r"model \(Linear\) must have routed experts"):
+        store_experts_in_fp8(nn.Linear(2, 2))
+    x = torch.randn(5, 128)
+    expected = layer.requires_grad_(False)(x)
+    store_experts_in_fp8(layer)
+    assert torch.equal(layer(x), expected)
+
+
+def shared(rank: int, device: torch.device) -> str:
+    with pytest.raises(ValueError) as error:
+        store_experts_in_fp8(parallelized(dict(edp_shard=2)))
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_experts_of_several_ranks_are_refused() -> None:
+    message = run_ranks(2, shared)
+    assert "must be of one rank alone to be stored in FP8: give ParallelConfig.ep" in message
