@@ -20,7 +20,7 @@ wait $$interpreted || code=$$?; cat $$log; exit $$code
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test nightly test-for quick quick-ranks golden demo bench bench-docs lint format clean
+.PHONY: help venv test nightly test-for quick quick-ranks golden demo bench card bench-docs lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 13
@@ -66,6 +66,9 @@ demo: $(READY)  ## train the tiny preset into runs/demo
 
 bench: $(READY)  ## run the benchmarks (on a GPU; else a smoke), then: make bench-docs
 	$(PY) -m pytest -q benchmarks $(ARGS)
+
+card: $(READY)  ## run a published figure's step on GPUs beside it: make card CARD=qwen3-30b-a3b-1gpu
+	$(PY) -m benchmarks.card $(CARD) $(ARGS)
 
 bench-docs: $(READY)  ## write docs/benchmarks.md, its plot and the table of costs from benchmarks/results
 	$(PY) -m benchmarks.report

@@ -7,6 +7,8 @@ r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: t
     moecore         parallelize_moe(model, meshes, compile_dense=True, ...), experts over all ranks,
                     with the model's own head and loss
     moecore+loss    the same, head and loss in chunks: the default
+    ...+auto        the same with that precision: products of routed experts in FP8
+    ...+blockwise   the same, those of attention too
     ...+graph       the same, forward and backward as one CUDA graph, with `use_causal_attention`;
                     GPUs only
 
@@ -49,6 +51,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.precision import PrecisionName
 from moecore.families import use_causal_attention
 from moecore.io import init_hf
 from moecore.models import DecoderConfig, flops_per_token, preset
@@ -158,6 +161,7 @@ def build_parallel(
     *,
     chunked: bool,
     causal: bool = False,
+    precision: PrecisionName | None = None,
 ) -> Any:
     """Return the model after parallelize_moe."""
     model = on_meta(config)
@@ -168,6 +172,7 @@ def build_parallel(
         meshes,
         nvlink=NVLinkOptions(row_factor=args.row_factor),  # the GPUs of a host take it
         compile_dense=True,
+        precision=precision,
         memory=MemoryOptions(fused_loss=chunked),
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(meshes),
@@ -183,6 +188,8 @@ VARIANTS: dict[str, Build] = {
     "transformers": build_plain,
     "moecore": partial(build_parallel, chunked=False),
     "moecore+loss": partial(build_parallel, chunked=True),
+    "moecore+loss+auto": partial(build_parallel, chunked=True, precision="auto"),
+    "moecore+loss+blockwise": partial(build_parallel, chunked=True, precision="blockwise"),
     "moecore+graph": partial(build_parallel, chunked=False, causal=True),
     "moecore+loss+graph": partial(build_parallel, chunked=True, causal=True),
 }

@@ -1,12 +1,21 @@
 r"""A step whose forwards run beside backwards, with and without pairs, taking turns in one run.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_pairs --results
-    python -m benchmarks.bench_pairs --link-gbps 100 --results    one GPU, delayed copies
+    python -m benchmarks.bench_pairs --link-gbps 25 --results    one GPU, delayed copies
 
-Both variants run the same micro-batches of one model in the same order, each forward one ahead of
-its backward: "in turn" the forward and then the backward, "pairs" both layer by layer. There is no
-optimizer. A step's time is that of the slowest rank, over the steps of a turn, the median of all
-rounds. `exchange_ms` sums the kernels that move tokens between ranks in one profiled step;
+All variants run the same micro-batches of one model in the same order, each forward one ahead of
+its backward. There is no optimizer. A step's time is that of the slowest rank, over the steps of a
+turn, the median of all rounds. Dispatchers take turns in one model. Variants:
+
+    in turn           the forward and then the backward
+    pairs             both layer by layer
+    at once           pairs whose weight gradients are not apart
+    fewer SMs         pairs whose grouped products leave `--spare-sms` multiprocessors to exchanges
+    shared apart      in turn, shared experts on a stream of their own (`overlap_shared`)
+
+"at once" and "fewer SMs" run with "alltoall" at the last batch size alone, "shared apart" with
+`--shared-model`, beside "in turn". A step of `PROFILED` micro-batches is profiled between its first
+forward and its last backward: `exchange_ms` sums the kernels that move tokens between ranks there,
 `beside` is the part of their time in which a kernel that computes runs too, on this rank.
 
 On one GPU an exchange is a copy of the same bytes on a stream of its own, and a kernel that waits
@@ -16,16 +25,19 @@ as long as a link of that bandwidth would take.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,36 +46,83 @@ from torch import Tensor, nn
 from benchmarks.records import RESULTS, append_rows
 from benchmarks.trace import COMMUNICATION, break_down, covered, kernels_of
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.kernels.common import num_sms
+from moecore.kernels.grouped import cooperative, fp8, gemm, pingpong, wgrad
 from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import Dispatcher
 from moecore.parallel.attached import moe_state
+from moecore.parallel.shard.gradients import Gradients
 from moecore.planning.report import Kernel, category_of
 
-EXCHANGE = "SendRecv"  # NCCL's kernel of an all-to-all
+EXCHANGES = ("nvlink dispatch", "copies to peers")  # categories; and of NCCL:
+ALL_TO_ALL = "SendRecv"
 WAITING = "spin_kernel"  # that of `DelayedLink`
+PROFILED = 4
 Pair = Callable[[TrainStep, Callable[[], Tensor], Callable[[], None]], Tensor]
+Around = Callable[[Callable[[], None]], Any]
 
 
 def main() -> int:
-    """Print and record a row per batch size and variant; on each rank of torchrun."""
+    """Print and record a row per batch size, dispatcher and variant; on each rank of torchrun."""
     args = _arguments()
     if "WORLD_SIZE" not in os.environ and args.link_gbps is None:
         print("bench_pairs: error: start it with torchrun --nproc-per-node 2 -m", file=sys.stderr)
         return 2
     device = _start()
-    model = _model(args, device)
-    step = TrainStep(model, num_micro_batches=args.micro_batches)
-    for batch_size in args.batch_sizes:
-        tokens = _tokens(args, batch_size, device)
-        rows = measure(step, model, tokens, args)
-        if dist.get_rank() == 0:
-            print("\n".join(json.dumps(row) for row in rows), flush=True)
-            if args.results is not None:
-                world = dist.get_world_size()
-                append_rows(args.results, "benchmarks.bench_pairs", rows, num_gpus=world)
+    most = args.batch_sizes[-1:]
+    _measure_model(args, args.model, args.layers, args.batch_sizes, device)
+    if args.shared_model != "none":
+        _measure_model(args, args.shared_model, args.shared_layers, most, device, shares=True)
     dist.barrier()
     return 0
+
+
+def _measure_model(
+    args: argparse.Namespace,
+    name: str,
+    num_layers: int,
+    batch_sizes: Sequence[int],
+    device: torch.device,
+    *,
+    shares: bool = False,
+) -> None:
+    gc.collect()  # the model before
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    model = _model(args, name, num_layers, device)
+    dispatchers = _dispatchers(model, args)
+    step = TrainStep(model, num_micro_batches=args.micro_batches)
+    for batch_size in batch_sizes:
+        tokens = _tokens(args, name, batch_size, device)
+        for dispatcher, by_layer in dispatchers.items():
+            for layer, one in zip(moe_state(model).layers.values(), by_layer, strict=True):
+                layer.dispatcher = one
+            variants = _variants(args, dispatcher, device, shares=shares)
+            if batch_size != batch_sizes[-1]:
+                variants = {name: variants[name] for name in ("in turn", "pairs")}
+            what = {"model": name, "layers": num_layers, "dispatcher": dispatcher}
+            rows = [what | row for row in measure(step, model, tokens, variants, args)]
+            if dist.get_rank() == 0:
+                print("\n".join(json.dumps(row) for row in rows), flush=True)
+                print(*_table(rows), sep="\n", flush=True)
+                if args.results is not None:
+                    world = dist.get_world_size()
+                    append_rows(args.results, "benchmarks.bench_pairs", rows, num_gpus=world)
+        step.close()  # the next batch size makes buffers of its own
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line per row."""
+    first = rows[0]
+    lines = [f"{first['model']}, {first['dispatcher']}, batch {first['batch_size']}"]
+    for row in rows:
+        shown = [f"{row['step_ms']:8.1f} ms", f"{row['step_ms'] / first['step_ms']:6.3f}"]
+        for key in ("beside", "exchange_ms", "exposed_ms", "idle_ms", "peak_gib"):
+            shown += [f"{key} {row[key]:.3f}"] if key in row else []
+        lines.append("  ".join([f"    {row['provider']:14}", *shown]))
+    return lines
 
 
 class DelayedLink:
@@ -118,19 +177,70 @@ def _in_turn(
     return found
 
 
-PAIRS: dict[str, Pair] = {"in turn": _in_turn, "pairs": TrainStep.side_by_side}
+def _at_once(
+    step: TrainStep, forward: Callable[[], Tensor], backward: Callable[[], None]
+) -> Tensor:
+    with patch.object(Gradients, "defer", lambda *_: False):
+        return step.side_by_side(forward, backward)
 
 
-def run(step: TrainStep, model: nn.Module, tokens: list[Tensor], pair: Pair) -> Tensor:
-    """Run all micro-batches of a step and drop it; return the sum of their losses."""
-    forwards = [partial(_loss, model, batch, len(tokens)) for batch in tokens]
-    with step.micro_batches():
-        losses = [forwards[0]()]
-        for forward in forwards[1:]:
-            losses.append(pair(step, forward, losses[-1].backward))
-        losses[-1].backward()
-    step.drop()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+def _with_fewer_sms(
+    spared: int, step: TrainStep, forward: Callable[[], Tensor], backward: Callable[[], None]
+) -> Tensor:
+    with ExitStack() as stack:
+        for module in (cooperative, fp8, gemm, pingpong, wgrad):
+            left = lambda device: num_sms(device) - spared  # noqa: E731
+            stack.enter_context(patch.object(module, "num_sms", left))
+        return step.side_by_side(forward, backward)
+
+
+class Variant:
+    """How a step runs: its pairs, and the stream of shared experts."""
+
+    def __init__(self, pair: Pair, stream: torch.cuda.Stream | None = None) -> None:
+        self._pair, self._stream = pair, stream
+
+    def run(
+        self,
+        step: TrainStep,
+        model: nn.Module,
+        tokens: list[Tensor],
+        around: Around = lambda pairs: pairs(),
+    ) -> Tensor:
+        """Run all micro-batches and drop the step; return the sum of their losses.
+
+        `around` runs all but the first forward and the last backward.
+        """
+        for layer in moe_state(model).layers.values():
+            layer.shared_stream = self._stream
+        forwards = [partial(_loss, model, batch, len(tokens)) for batch in tokens]
+        losses: list[Tensor] = []
+
+        def pairs() -> None:
+            for forward in forwards[1:]:
+                losses.append(self._pair(step, forward, losses[-1].backward))
+
+        with step.micro_batches():
+            losses.append(forwards[0]())
+            around(pairs)
+            losses[-1].backward()
+        step.drop()
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def _variants(
+    args: argparse.Namespace, dispatcher: str, device: torch.device, *, shares: bool
+) -> dict[str, Variant]:
+    found = {"in turn": Variant(_in_turn)}
+    if shares:
+        stream = torch.cuda.Stream() if device.type == "cuda" else None
+        return found | {"shared apart": Variant(_in_turn, stream)}
+    found["pairs"] = Variant(TrainStep.side_by_side)
+    if dispatcher != "nvlink":  # whose pairs take no turns
+        found["at once"] = Variant(_at_once)
+        if args.spare_sms:
+            found["fewer SMs"] = Variant(partial(_with_fewer_sms, args.spare_sms))
+    return found
 
 
 def _loss(model: nn.Module, tokens_BT: Tensor, number: int) -> Tensor:
@@ -139,10 +249,14 @@ def _loss(model: nn.Module, tokens_BT: Tensor, number: int) -> Tensor:
 
 
 def measure(
-    step: TrainStep, model: nn.Module, tokens: list[Tensor], args: argparse.Namespace
+    step: TrainStep,
+    model: nn.Module,
+    tokens: list[Tensor],
+    variants: dict[str, Variant],
+    args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Return a row per variant; collective."""
-    steps = {name: partial(run, step, model, tokens, pair) for name, pair in PAIRS.items()}
+    steps = {name: partial(one.run, step, model, tokens) for name, one in variants.items()}
     losses = {name: [one() for _ in range(args.warm_up)][-1].item() for name, one in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for n in range(args.rounds):
@@ -150,13 +264,11 @@ def measure(
             times[name].append(_seconds(steps[name], args.steps, tokens[0].device))
     return [
         {
-            "op": "lanes_step",
+            "op": "pairs_step",
             "provider": name,
-            "model": args.model,
-            "layers": args.layers,
             "ep": args.ep,
-            "dispatcher": args.dispatcher,
             "link_gbps": args.link_gbps,
+            "spare_sms": args.spare_sms if name == "fewer SMs" else 0,
             "micro_batches": args.micro_batches,
             "batch_size": tokens[0].shape[0],
             "seq_len": args.seq_len,
@@ -165,8 +277,8 @@ def measure(
             "slowest_ms": max(times[name]) * 1e3,
             "loss": losses[name],
         }
-        | _traced(one, tokens[0].device)
-        for name, one in steps.items()
+        | _traced(partial(one.run, step, model, tokens[:PROFILED]), tokens[0].device)
+        for name, one in variants.items()
     ]
 
 
@@ -183,19 +295,20 @@ def _seconds(one: Callable[[], Tensor], number: int, device: torch.device) -> fl
     return took.item()
 
 
-def _traced(one: Callable[[], Tensor], device: torch.device) -> dict[str, float]:
-    """Return where exchanges of a step are, and its most memory."""
+def _traced(one: Callable[..., Tensor], device: torch.device) -> dict[str, float]:
+    """Return where exchanges of a step's pairs are, and its most memory."""
     if device.type != "cuda":
         one()
         return {}
     torch.cuda.reset_peak_memory_stats()
-    kernels = [
-        replace(k, name="nccl " + EXCHANGE) if WAITING in k.name else k for k in kernels_of(one)
-    ]
+    kernels: list[Kernel] = []
+    one(around=lambda pairs: kernels.extend(kernels_of(pairs)))
+    kernels = [replace(k, name="nccl " + ALL_TO_ALL) if WAITING in k.name else k for k in kernels]
     found = break_down(kernels)
-    exchanges = [k for k in kernels if EXCHANGE in k.name]
+    exchanges = [k for k in kernels if ALL_TO_ALL in k.name or category_of(k.name) in EXCHANGES]
     computing = [k for k in kernels if category_of(k.name) not in COMMUNICATION]
     return {
+        "wall_ms": found.wall,
         "exchange_ms": covered(exchanges) / 1e3,
         "beside": beside(exchanges, computing),
         "exposed_ms": found.exposed,
@@ -214,12 +327,13 @@ def beside(exchanges: list[Kernel], computing: list[Kernel]) -> float:
     return both / whole if whole else 0.0
 
 
-def _model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    config = replace(preset(args.model), num_layers=args.layers)
+def _model(args: argparse.Namespace, name: str, num_layers: int, device: torch.device) -> nn.Module:
+    config = replace(preset(name), num_layers=num_layers)
     model = Decoder(config, device="meta")
     meshes = build_meshes(ParallelConfig(ep=args.ep), device.type)
     options = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
-    parallelize_moe(model, meshes, dispatcher=args.dispatcher, fsdp=options)
+    dispatcher = "nvlink" if "nvlink" in args.dispatchers else args.dispatchers[0]
+    parallelize_moe(model, meshes, dispatcher=dispatcher, fsdp=options)
     model.to_empty(device=device)
     model.init_weights()
     if args.link_gbps is not None:
@@ -227,10 +341,20 @@ def _model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     return model
 
 
-def _tokens(args: argparse.Namespace, batch_size: int, device: torch.device) -> list[Tensor]:
+def _dispatchers(model: nn.Module, args: argparse.Namespace) -> dict[str, list[Dispatcher]]:
+    """Return the dispatchers of all layers by name: the model's own, and all-to-all beside them."""
+    own = [layer.dispatcher for layer in moe_state(model).layers.values()]
+    if len(args.dispatchers) == 1:
+        return {args.dispatchers[0]: own}
+    return {"alltoall": [AllToAllDispatcher(one.placement) for one in own], "nvlink": own}
+
+
+def _tokens(
+    args: argparse.Namespace, name: str, batch_size: int, device: torch.device
+) -> list[Tensor]:
     g = torch.Generator().manual_seed(dist.get_rank())
     size = (args.micro_batches, batch_size, args.seq_len + 1)
-    tokens = torch.randint(0, preset(args.model).vocab_size, size, generator=g)
+    tokens = torch.randint(0, preset(name).vocab_size, size, generator=g)
     return list(tokens.to(device))
 
 
@@ -255,20 +379,24 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--model", default="qwen3-30b-a3b", help="a preset")
-    add("--layers", type=int, default=4)
+    add("--layers", type=int, default=6)
+    add("--shared-model", default="moonlight-16b-a3b", help='one with shared experts, or "none"')
+    add("--shared-layers", type=int, default=4)
     add("--ep", type=int, default=2)
-    add("--dispatcher", default="alltoall", choices=["alltoall", "allgather"])
+    on_gpus = ["alltoall", "nvlink"] if torch.cuda.is_available() else ["alltoall"]
+    add("--dispatchers", nargs="+", default=on_gpus, choices=["alltoall", "nvlink"])
+    add("--spare-sms", type=int, default=16, help="0 = no such variant")
     add("--link-gbps", type=float, help="one GPU: exchanges take as long as over such a link")
     add("--seq-len", type=int, default=4096)
     add("--batch-sizes", type=int, nargs="+", default=[1, 2], help="rows per rank")
-    add("--micro-batches", type=int, default=4)
-    add("--warm-up", type=int, default=2, help="steps of each variant that do not count")
-    add("--steps", type=int, default=3, help="of a turn")
-    add("--rounds", type=int, default=5, help="turns of each variant")
+    add("--micro-batches", type=int, default=8)
+    add("--warm-up", type=int, default=1, help="steps of each variant that do not count")
+    add("--steps", type=int, default=1, help="of a turn")
+    add("--rounds", type=int, default=3, help="turns of each variant")
     add("--results", type=Path, nargs="?", const=RESULTS)
     args = parser.parse_args()
     if args.link_gbps is not None:
-        args.ep, args.dispatcher = 1, "alltoall"
+        args.ep, args.dispatchers, args.shared_model = 1, ["alltoall"], "none"
     return args
 
 

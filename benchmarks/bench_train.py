@@ -50,6 +50,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import train
 from data import BatchShape
 from errors import ARGUMENT_ERRORS, RUN_ERRORS, print_rank_error, print_run_error
+from host import bind_to_gpu
 from loop import train_step
 from metrics import Launched, Metrics, Moment
 from options import parse_arguments
@@ -125,6 +126,8 @@ def main() -> int:
             job = train.build_job(args)
             if own.routing == "balanced":
                 force_even_load(job.model)
+            if not args.plain_host:
+                bind_to_gpu()
         except ARGUMENT_ERRORS as error:
             return print_rank_error(error, int(os.environ["RANK"]))
         try:
@@ -146,6 +149,7 @@ def main() -> int:
 
 def free_memory() -> None:
     """Free what only cycles hold; `time_steps` has hidden them from the collector."""
+    gc.enable()
     gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
@@ -197,6 +201,8 @@ def time_steps(
     _, warm = run_steps(job, range(1, warm_up + 1))
     gc.collect()
     gc.freeze()
+    if not job.args.plain_host:
+        gc.disable()
     # Of what a graph holds, its capture alone is counted.
     if job.device.type == "cuda" and not job.args.cuda_graph:
         torch.cuda.reset_peak_memory_stats()

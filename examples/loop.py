@@ -31,6 +31,7 @@ from errors import (
     print_run_error,
     printed_once,
 )
+from host import bind_to_gpu, collect, collecting_by_hand
 from launch import check_environment, launch, leave
 from metrics import Launched, Metrics, Moment, memory_gib
 from options import DEGREES, loss_scale
@@ -136,6 +137,8 @@ def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]
     try:
         check_ranks(args)
         job = build_job(args)
+        if not args.plain_host:
+            bind_to_gpu()
     except ARGUMENT_ERRORS as error:
         return print_rank_error(error, int(os.environ["RANK"]))
     try:
@@ -166,6 +169,7 @@ def train(job: Job) -> None:
             keep=KEPT_CHECKPOINTS,
             config=job.config,
         ) as saver,
+        nullcontext() if args.plain_host else collecting_by_hand(),
     ):
         for step in range(job.start + 1, args.steps + 1):
             try:
@@ -189,6 +193,7 @@ def train(job: Job) -> None:
                 if job.packed is not None:
                     extra["data"] = job.packed.sampler.state_dict()
                 saver.save(step, extra, wait=False)
+            collect(step)
         job.owner.check()  # the last step's
 
 

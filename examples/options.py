@@ -126,6 +126,7 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
     add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
+    add("--plain-host", action="store_true", help="no CPUs beside the GPU, no garbage by hand")
     for degree in degrees:
         flag, text = f"--{degree.replace('_', '-')}", "parallel degree (None = what fits)"
         add(flag, type=int, help=text, metavar="N")

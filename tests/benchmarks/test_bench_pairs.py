@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from benchmarks.bench_pairs import beside
 from moecore.planning.report import Kernel
 
 REPO = Path(__file__).parents[2]
-ARGUMENTS = "--model tiny-qwen3 --layers 2 --seq-len 32 --warm-up 1 --steps 1 --rounds 2"
+ARGUMENTS = (
+    "--model tiny-qwen3 --layers 2 --shared-model tiny-shared --shared-layers 2 --seq-len 32 "
+    "--micro-batches 3 --spare-sms 1"
+)
 
 
 def kernel(start: float, end: float) -> Kernel:
@@ -44,7 +48,15 @@ def test_variants_compute_the_same(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["provider"] for row in rows] == ["in turn", "pairs"] * 2
-    assert [row["batch_size"] for row in rows] == [1, 1, 2, 2]
-    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
-        assert ours["loss"] == theirs["loss"]
+    runs = {
+        key: list(those) for key, those in groupby(rows, lambda r: (r["model"], r["batch_size"]))
+    }
+    two = ["in turn", "pairs"]
+    assert {key: [row["provider"] for row in those] for key, those in runs.items()} == {
+        ("tiny-qwen3", 1): two,
+        ("tiny-qwen3", 2): [*two, "at once", "fewer SMs"],
+        ("tiny-shared", 2): ["in turn", "shared apart"],
+    }
+    for those in runs.values():
+        assert len({row["loss"] for row in those}) == 1
+    assert done.stdout.count("tiny-qwen3, alltoall, batch") == 2

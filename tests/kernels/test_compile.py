@@ -248,7 +248,9 @@ def run_quantised_rows(travelled: bool) -> None:
 def run_quantised_weights() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for power_of_two in (True, False):
-            quantised.quantise_weights(torch.zeros(2, F, D, dtype=dtype), power_of_two=power_of_two)
+            w = torch.zeros(2, F, D, dtype=dtype)
+            for layouts in ({}, {"rows": False}, {"columns": False}):
+                quantised.quantise_weights(w, power_of_two=power_of_two, **layouts)
 
 
 def run_shard_blocks() -> None:
@@ -417,7 +419,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "rows as FP8, odd": (lambda: run_fp8_rows(2896), 2),
     "rows of FP8 products": (lambda: run_quantised_rows(False), 7),
     "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 8),
-    "weights of FP8 products": (run_quantised_weights, 4),
+    "weights of FP8 products": (run_quantised_weights, 12),
     "parts of such weights": (run_shard_blocks, 7),
     **{
         f"quantised {kind}": (

@@ -41,7 +41,7 @@ from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.train import AdamW
 from tests.helpers.ranks import run_ranks
-from tests.moe.emulated_exchange import EmulatedExchangePool
+from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchangePool
 from tests.moe.test_experts_fp8 import counted_quantisations
 from tests.parallel.shard.units import is_unit
 
@@ -95,9 +95,7 @@ def one_process(ranks: tuple[int, ...]) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
 
 
-def on_ranks(
-    folding: str, dispatcher: str, rank: int, clones: CloneOptions | None = None
-) -> dict[str, Tensor]:
+def sharded(folding: str, dispatcher: str, clones: CloneOptions | None = None) -> Any:
     model = nn.Sequential(make_layer())
     meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), "cpu")
     chosen: Any = "alltoall" if dispatcher in NVLINK else dispatcher
@@ -108,6 +106,13 @@ def on_ranks(
         model[0].dispatcher = NVLinkDispatcher(place, pool)
         if clones is not None:
             model[0].cloner = Cloner(place, meshes.expert.get_group("ep"), clones, pool)
+    return model
+
+
+def on_ranks(
+    folding: str, dispatcher: str, rank: int, clones: CloneOptions | None = None
+) -> dict[str, Tensor]:
+    model = sharded(folding, dispatcher, clones)
     x = batch(rank).requires_grad_()
     y = model(x)
     y.backward(gradient_of(y))
@@ -131,6 +136,34 @@ def compared(
         name: (all(one[name][0] for one in everyone), max(one[name][1] for one in everyone))
         for name in errors
     }
+
+
+def travelled(recipe: Recipe | None, rank: int) -> tuple[list[str], str]:
+    """Dtypes of what a backward spreads, and the error where a hook changes gradients."""
+    model = sharded("ep6", "nvlink-fp8")
+    experts = model[0].part("experts")
+    experts.set_backend("auto", recipe=recipe)
+    sent: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        spread = EmulatedExchange.spread
+
+        def recorded(exchange: EmulatedExchange, x_TD: Tensor, *args: Any) -> Tensor:
+            sent.append(str(x_TD.dtype))
+            return spread(exchange, x_TD, *args)
+
+        patched.setattr(EmulatedExchange, "spread", recorded)
+        model(batch(rank)).sum().backward()
+    error = ""
+
+    def doubles(_: nn.Module, args: Any, y: Any) -> None:
+        y.y_RD.register_hook(lambda grad: grad * 2)
+
+    experts.register_forward_hook(doubles)
+    try:
+        model(batch(rank)).sum().backward()
+    except RuntimeError as found:
+        error = str(found)
+    return sent, error
 
 
 def quantisations(fsdp: FSDPOptions, rank: int) -> dict[str, Any]:
@@ -196,6 +229,7 @@ def training(folding: str, rank: int) -> list[float]:
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"-".join(case): compared(*case, rank) for case in CASES}
     found["cloned"] = {"-".join(case): compared(*case, rank, CLONES) for case in CLONED}
+    found["travelled"] = [travelled(r, rank) for r in (Recipe(), Recipe(power_of_two=False), None)]
     found["kept"], found["freed"] = (quantisations(fsdp, rank) for fsdp in (KEPT, FREED))
     found["training"] = {name: training(name, rank) for name in ("ep6", "edp6", "ep3-etp2")}
     return found
@@ -219,6 +253,16 @@ def test_equals_one_process(case: tuple[str, str], results: dict[str, Any]) -> N
         assert set(weights) <= bits
     assert max(found[name][1] for name in weights) < 1e-5
     assert found["router.weight"][1] < 1e-5
+
+
+def test_gradients_of_outputs_travel_as_fp8_where_experts_quantise_them_alike(
+    results: dict[str, Any],
+) -> None:
+    alike, *others = results["travelled"]
+    again = "torch.uint8"  # the tokens, whose rows are not kept
+    assert alike[0] == ["torch.uint8", again] and "must not change between combine" in alike[1]
+    for sent, error in others:
+        assert sent == ["torch.float32", again] and not error
 
 
 @pytest.mark.parametrize("case", CLONED, ids="-".join)

@@ -24,6 +24,8 @@ from moecore import (
     MoELayer,
     NVLinkOptions,
     ParallelConfig,
+    PipelineConfig,
+    TrainStep,
     build_meshes,
     parallelize_moe,
 )
@@ -41,6 +43,7 @@ from moecore.moe.records import Routing
 from moecore.parallel import ShardPlan, dispatch
 from moecore.parallel.attached import attached, capacity_of
 from moecore.parallel.dispatch import choose_dispatcher
+from moecore.parallel.pipeline.orders import PAIRING
 from moecore.train.memory.stash import Stash
 from tests.helpers.ranks import run_ranks
 from tests.moe import test_dispatch_ranks as ranks
@@ -99,6 +102,26 @@ def test_asking_for_it_where_it_can_not_work_is_one_line(group: dist.ProcessGrou
     assert find_problem(group, "cpu") is not None
 
 
+def test_pairs_over_it_are_none(no_group_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    allow_nvlink(monkeypatch)
+    model = nn.Sequential(MoELayer(MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)))
+    pairs = PipelineConfig(schedule="overlapped")
+    with pytest.warns(UserWarning, match="not used: 'nvlink' has no exchange to compute beside"):
+        parallelize_moe(
+            model,
+            build_meshes(ParallelConfig(ep=4), "cpu"),
+            dispatcher="nvlink",
+            pipeline=pairs,
+        )
+    step = TrainStep(model, num_micro_batches=2)
+    with step.micro_batches():
+        assert all(layer.dispatcher.pairs is None for layer in model)
+        order: list[int] = []
+        step.side_by_side(partial(order.append, 0), partial(order.append, 1))
+    assert order == [0, 1]
+
+
 def allow_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "find_problem", lambda group, device_type: None)
     monkeypatch.setattr(dispatch, "find_known_problem", lambda num_ranks, device_type: None)
@@ -129,12 +152,13 @@ def test_auto_says_what_it_chose_and_why(
         ("auto", None, {"stash": StashOptions()}, "nvlink"),
         ("auto", None, {}, "nvlink"),
         ("auto", "1f1b", {"nvlink": NVLinkOptions()}, "nvlink"),
-        ("auto", "overlapped", {"nvlink": NVLinkOptions()}, "alltoall"),
-        ("auto", "dualpipe-v", {"nvlink": NVLinkOptions()}, "alltoall"),
+        ("auto", "overlapped", {"nvlink": NVLinkOptions()}, "nvlink"),
+        ("auto", "dualpipe-v", {"nvlink": NVLinkOptions()}, "nvlink"),
+        ("alltoall", "overlapped", {}, "alltoall"),
         ("nvlink", "overlapped", {}, "nvlink"),
     ],
 )
-def test_auto_takes_nvlink_unless_a_schedule_overlaps(
+def test_auto_takes_nvlink_with_any_schedule(
     asked: Any,
     schedule: str | None,
     given: dict[str, Any],
@@ -171,14 +195,14 @@ def test_auto_takes_nvlink_unless_a_schedule_overlaps(
         dispatch.resolve_dispatcher(nn.Module(), found)
         assert found.plan.dispatcher == chosen
     lines = [r.getMessage() for r in caplog.records]
-    if asked == "nvlink":
+    if asked != "auto":
         assert not lines
-    elif chosen == "nvlink":
-        elsewhere = "" if given else "; alltoall outside of forward_backward() and CUDA graphs"
-        why = "peer access among all GPUs of the group" + elsewhere
-        assert lines == [f"dispatcher 'auto' is 'nvlink': {why}"]
     else:
-        assert "'auto' is 'alltoall': 'nvlink' must go without a schedule" in lines[0]
+        why = "peer access among all GPUs of the group"
+        why += "" if given else "; alltoall outside of forward_backward() and CUDA graphs"
+        if schedule in PAIRING:
+            why += f"; pairs of schedule {schedule!r} take no turns over it"
+        assert lines == [f"dispatcher 'auto' is 'nvlink': {why}"]
 
 
 def test_options_for_another_dispatcher_are_refused(no_group_left: None) -> None:

@@ -9,6 +9,10 @@ started an exchange (`exchange`), it hands the baton over, so the other side com
 exchange. The first side waits for its exchange after the baton has returned. When a side ends, the
 other side holds the baton until its own end.
 
+The backward computes weight gradients of a layer's experts before it waits for the exchange of the
+layer before (`PairedModel.compute_apart`): beside that one are only attention and the router of the
+forward, beside all others experts or the backward of attention.
+
 When the host needs numbers of other ranks (`numbers_of`), it hands the baton over too, and gets it
 back before the other side starts its next exchange. So the device computes while the host waits.
 The next exchange starts during that compute, on a stream that does not wait for it (`ahead`).
@@ -20,9 +24,9 @@ follows from the two calls, never from time: ranks that run the same pairs have 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,11 +36,25 @@ from moecore.base.streams import is_dry
 T = TypeVar("T")
 
 
-class Pairs:
-    """Runs pairs of a forward and a backward."""
+class PairedModel(Protocol):
+    """Has the parameters that both sides use, and their gradients."""
 
-    def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
-        self._resume = resume  # called when a side gets the baton back, True for the backward
+    def paired(self) -> AbstractContextManager[None]:
+        """Return a context in which one announced forward alternates with one backward."""
+
+    def resume(self, is_backward: bool) -> None:
+        """Make whole what a side uses, when it gets the baton back."""
+
+    def compute_apart(self) -> None:
+        """Queue weight gradients that the backward has left. Called before it waits."""
+
+
+class Pairs:
+    """Runs pairs of a forward and a backward; `takes_turns` = some layer has exchanges for it."""
+
+    def __init__(self, models: Sequence[PairedModel]) -> None:
+        self.takes_turns = True
+        self._models = models
         self._pair: _Pair | None = None
         self._ahead: torch.cuda.Stream | None = None
 
@@ -52,8 +70,8 @@ class Pairs:
         # exception of either side is raised; it ends the other side at its next exchange.
         # A dry run belongs to this thread, so one side follows the other and exchanges are waited
         # for. The forward saves all its tensors before the backward frees any: the recorded peak is
-        # at least that of a pair.
-        if is_dry():
+        # at least that of a pair. Without exchanges, too, one side follows the other.
+        if is_dry() or not self.takes_turns:
             value = forward()
             backward()
             return value
@@ -65,7 +83,18 @@ class Pairs:
         # or add to (parameters, gradients, buffers) need no events, and memory is freed as without
         # pairs.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        pair = self._pair = _Pair(self._resume)
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(model.paired())
+            return self._alternate(forward, backward, stream)
+
+    def _alternate(
+        self,
+        forward: Callable[[], T],
+        backward: Callable[[], None],
+        stream: torch.cuda.Stream | None,
+    ) -> T:
+        pair = self._pair = _Pair(self._models)
         # Autograd has one thread per device, which the backward occupies until it ends. So the
         # forward may call autograd only in its own thread (`set_multithreading_enabled(False)`).
         thread = Thread(target=pair.run_backward, args=(backward, stream), daemon=True)
@@ -114,9 +143,9 @@ class _OtherFailed(Exception):  # an Exception: modules call their always_call h
 class _Pair:
     """A forward and a backward that alternate."""
 
-    def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
+    def __init__(self, models: Sequence[PairedModel]) -> None:
         self.error: BaseException | None = None  # the first exception of either side
-        self._resume = resume
+        self._models = models
         self._forward, self._backward = _Side(is_backward=False), _Side(is_backward=True)
         self._holder = self._forward
         self._changing = Lock()  # guards `_holder`, `is_running` and `error`
@@ -144,6 +173,12 @@ class _Pair:
         finally:
             self._end(side)
 
+    def compute_apart(self) -> None:
+        """Queue weight gradients that the backward has left, if the caller is the backward."""
+        if self._holder.is_backward:
+            for model in self._models:
+                model.compute_apart()
+
     def give_back(self) -> None:
         """Hand the baton back to a side that has handed it over early. Called before exchanges."""
         if self._other(self._holder).is_early:
@@ -169,8 +204,8 @@ class _Pair:
         side.is_early = False
         self._check()
         set_generators(numbers)
-        for resume in self._resume:
-            resume(side.is_backward)
+        for model in self._models:
+            model.resume(side.is_backward)
 
     def _other(self, side: _Side) -> _Side:
         return self._forward if side is self._backward else self._backward
@@ -207,6 +242,7 @@ def exchange(
     with pairs.ahead() if is_ahead else nullcontext():
         works = [start(async_op=True) for start in starts]
     pair.hand_over()
+    pair.compute_apart()
     for work in works:
         work.wait()
 

@@ -141,11 +141,12 @@ class Dispatcher(Protocol):
     Attributes:
         waits_on_host: every forward waits for sizes on the host, unless each expert's rows are
             padded to a capacity; such a forward cannot be in a CUDA graph.
-        pairs: alternate a forward and a backward at exchanges; None = none. Exchanges that the host
-            does not start and wait for ("nvlink") give no turn.
+        takes_turns: the host starts and waits for its exchanges, so pairs can alternate there.
+        pairs: alternate a forward and a backward at exchanges; None = none.
     """
 
     waits_on_host: bool
+    takes_turns: bool = True
     pairs: Pairs | None = None
 
     def has_spare_rows(self, *, pads: bool) -> bool:

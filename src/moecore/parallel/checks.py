@@ -162,6 +162,10 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
         )
     if p.pp == 1 and request.pipeline is not None and request.pipeline.schedule != "overlapped":
         warnings.warn("pipeline is not used: pp is 1", stacklevel=5)
+    elif p.pp == 1 and request.pipeline is not None and request.dispatcher == "nvlink":
+        warnings.warn(
+            "pipeline is not used: 'nvlink' has no exchange to compute beside", stacklevel=5
+        )
     if p.pp > 1 and request.is_dynamic:
         raise ValueError(
             f"ContextOptions.dynamic (True) must go with ParallelConfig.pp ({p.pp}) = 1: use cp"

@@ -57,9 +57,6 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
         return "local", "ep * etp is 1"
     if name != "auto":
         return name, "asked for"
-    pipeline = request.pipeline
-    if pipeline is not None and pipeline.schedule in PAIRING:
-        problem = f"must go without a schedule ({pipeline.schedule!r}) that overlaps: it would not"
     if problem is not None:
         return "alltoall", f"'nvlink' {_relation(problem)}"
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
@@ -85,6 +82,8 @@ def resolve_dispatcher(model: nn.Module, found: Attached) -> None:
             why = "peer access among all GPUs of the group"
             if not _is_required(request):
                 why += "; alltoall outside of forward_backward() and CUDA graphs"
+            if request.pipeline is not None and request.pipeline.schedule in PAIRING:
+                why += f"; pairs of schedule {request.pipeline.schedule!r} take no turns over it"
             plan = replace(plan, dispatcher="nvlink", dispatcher_reason=why)
         elif request.dispatcher == "nvlink":
             raise ValueError(f"dispatcher ('nvlink') {problem}")

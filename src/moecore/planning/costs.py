@@ -74,7 +74,7 @@ class CostTable:
         network_seconds: of a collective between nodes, besides its bytes.
         pairs_hide: the share of exchanges between nodes that the computation of a forward beside a
             backward hides, in stages that run "overlapped" or "dualpipe-v". Of exchanges within a
-            node none is counted: moecore has measured no step there that pairs made faster.
+            node none is counted: dispatcher "nvlink" has them, which gives pairs no turn.
         assumed: what of this was not measured, in sentences.
     """
 

@@ -17,7 +17,6 @@ from moecore.models import PRESETS
 from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
-from moecore.parallel.pipeline.orders import PAIRING
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
 from moecore.planning.gpus import NODE
 from moecore.planning.run import OptimizerOptions, TrainingRun
@@ -151,17 +150,14 @@ def run_of_options(args: Any) -> TrainingRun:
         memory=_memory(args),
         precision=_precision(args),
         optimizer=_optimizer(args),
-        nvlink=_nvlink(args, ParallelConfig(**degrees), pipeline),
+        nvlink=_nvlink(args, ParallelConfig(**degrees)),
     )
 
 
-def _nvlink(
-    args: Any, parallel: ParallelConfig, pipeline: PipelineConfig | None
-) -> NVLinkOptions | None:
+def _nvlink(args: Any, parallel: ParallelConfig) -> NVLinkOptions | None:
     """Return the capacity of nvlink, inside of a node; None = all-to-all."""
     if _has_room(args):
         return NVLinkOptions(row_factor=args.row_factor)
     degrees = parallel.resolve(args.gpus)
     group = degrees.ep * degrees.etp
-    overlaps = pipeline is not None and pipeline.schedule in PAIRING
-    return None if group == 1 or NODE % group or overlaps else NVLinkOptions()
+    return None if group == 1 or NODE % group else NVLinkOptions()

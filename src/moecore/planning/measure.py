@@ -31,7 +31,6 @@ from torch.nn.functional import grouped_mm, rms_norm
 from moecore.base.options.names import GpuName
 from moecore.base.torch_names import foreach_norm
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward, cudnn
-from moecore.kernels.attention.attention import choose_kernel
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.grouped import cooperative, pingpong, wgrad
@@ -251,7 +250,7 @@ def _attention(
     """Yield causal attention and its backward: 2 (d + v) FLOP per head and pair that is seen."""
     q, k, do, values = (_random(device, B, T, H, n) for n in (d, d, v, v))
     mask, scale = AttentionMask(causal=True), d**-0.5
-    name = CUDNN if choose_kernel(q, k, values, mask) is cudnn else FLASH
+    name = CUDNN if cudnn.supports(q, k, values, mask) is None else FLASH  # as on meta
     shape = (B, H, T, d, v)
     flops, num_bytes = B * H * T * T * (d + v), 4 * B * T * H * (d + v)
     forward = Work(name, "attention", flops, num_bytes, shape, "bfloat16")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -127,7 +127,7 @@ class TrainStep:
         self._reruns = Reruns([capacity_of(one) for one in models], request.meshes.device)
         asked = request.pipeline
         self._is_overlapped = asked is not None and asked.schedule == "overlapped"
-        self._pairs = Pairs([engine.resume for engine in self._engines])
+        self._pairs = Pairs(self._engines)
         self._is_scaled = True  # the running micro-batch's loss
         self._scale: LossScale | None = None
         if loss_scale is not None:
@@ -199,9 +199,10 @@ class TrainStep:
                 f"micro_batches() must be all of a step, of which {self._progress.done} "
                 "micro-batches are done: call finish()"
             )
-        for state in self._states:
-            for layer in state.layers.values():
-                layer.dispatcher.pairs = self._pairs if pairs else None
+        layers = [layer for state in self._states for layer in state.layers.values()]
+        for layer in layers:
+            layer.dispatcher.pairs = self._pairs if pairs and layer.dispatcher.takes_turns else None
+        self._pairs.takes_turns = any(layer.dispatcher.pairs for layer in layers)
         self._progress.is_several, number = True, self.num_micro_batches
         try:
             where = f"a step of {number} micro-batches"
@@ -215,9 +216,10 @@ class TrainStep:
 
         The two alternate at exchanges: while an exchange of one runs, the other computes.
         All dispatchers but "local" and "nvlink" alternate; with these the backward follows the
-        forward, and gradients have the same bits. Every rank runs the same pairs. Units that are
+        forward. Gradients have the same bits. Every rank runs the same pairs. Units that are
         resharded after each use ("optim_grads_params") are all-gathered once more whenever forward
-        and backward need the same buffer.
+        and backward need the same buffer. Experts' weight gradients are computed while an exchange
+        of the layer before runs, and hold their operands until then.
 
         The forward runs in this thread, the earlier micro-batch's backward in another one.
 
@@ -230,10 +232,7 @@ class TrainStep:
             raise ValueError(
                 "side_by_side() must be within micro_batches(): open it around the step"
             )
-        with ExitStack() as stack:
-            for engine in self._engines:
-                stack.enter_context(engine.paired())
-            return self._pairs.run(forward, backward)
+        return self._pairs.run(forward, backward)
 
     @contextmanager
     def _running(self, number: int, *, to_come: float) -> Iterator[None]:

@@ -16,12 +16,14 @@ from moecore.kernels.attention import (
     attention_forward,
     cudnn,
     flash,
+    flash4,
     reference,
 )
 from moecore.kernels.attention import attention as rule
 from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel
 
 SCALE = 0.3
+DOCUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_length_q", "max_length_k")
 
 
 def forward_of(kernel: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -180,6 +182,7 @@ def test_each_implementation_names_what_it_cannot_compute() -> None:
         (cudnn, None, AttentionMask(window=3), r"window \(3\) must be None"),
         (cudnn, None, packed([4], [6]), "cu_seqlens_q must be None"),
         (flash, None, packed([4], [6], window=2), r"device \(cpu\) must be cuda"),
+        (flash4, None, packed([4], [6], window=2), r"device \(cpu\) must be cuda"),
     ):
         heads = (q, k, v) if shape is None else block(shape, torch.bfloat16)[:3]
         with pytest.raises(AssertionError, match=message):
@@ -220,6 +223,46 @@ def test_cudnn_takes_the_last_queries_in_two_blocks(
     assert keys == 2 * ([8] if queries == 8 else [5, 3])
 
 
+FLASH4 = ["causal", "all", "a chunk's queries", "window", "window of one, shifted"]
+FLASH4 += [case for case in CASES if case.startswith("documents")]
+
+
+@pytest.mark.parametrize("case", FLASH4)
+def test_flash4_passes_on_heads_and_masks(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Its functions by the reference: [B, T, H, d] or packed [T, H, d], windows of keys before."""
+
+    def whole(how: dict[str, Any], *heads: Tensor) -> tuple[list[Tensor], AttentionMask]:
+        left, right = how["window_size_left"], how["window_size_right"]
+        assert (left is None) == (right is None) and not (how["causal"] and right == 0)
+        names = {"max_length_q": "max_seqlen_q", "max_length_k": "max_seqlen_k"}
+        documents = {name: how[names.get(name, name)] for name in DOCUMENTS}
+        window = None if left is None else left + 1
+        mask = AttentionMask(causal=how["causal"] or right == 0, window=window, **documents)
+        return [x if x.ndim == 4 else x[None] for x in heads], mask
+
+    def forward(*heads: Tensor, return_lse: bool, **how: Any) -> tuple[Tensor, ...]:
+        wide, mask = whole(how, *heads)
+        o, lse = forward_of(reference, *wide, mask, how["softmax_scale"])
+        return (o, lse) if mask.cu_seqlens_q is None else (o[0], lse[0])
+
+    def backward(*heads: Tensor, deterministic: bool, **how: Any) -> tuple[Tensor, ...]:
+        assert not heads[-1].isneginf().any()  # of rows that see nothing
+        (q, k, v, o, do), mask = whole(how, *heads[:-1])
+        lse = heads[-1].masked_fill(heads[-1].isinf(), -math.inf)
+        lse = lse if mask.cu_seqlens_q is None else lse[None]
+        grads = backward_of(reference, do, q, k, v, o, lse, mask, how["softmax_scale"])
+        return tuple(x if mask.cu_seqlens_q is None else x[0] for x in grads)
+
+    monkeypatch.setattr(flash4, "_functions", lambda: flash4._Functions(forward, backward))
+    shape, mask = CASES[case]
+    q, k, v, do = block(shape, torch.float64)
+    want = forward_of(reference, q, k, v, mask, SCALE)
+    found = forward_of(flash4, q, k, v, mask, SCALE)
+    torch.testing.assert_close(found, want)
+    args = (do, q, k, v, *want, mask, SCALE)
+    torch.testing.assert_close(backward_of(flash4, *args), backward_of(reference, *args))
+
+
 def heads_first(x_BTHv: Tensor) -> Tensor:
     """Return the same with memory in the order B, H, T, v."""
     return x_BTHv.transpose(1, 2).contiguous().transpose(1, 2)
@@ -244,6 +287,11 @@ ON_GPU: dict[str, tuple[AttentionKernel, tuple[int, ...], Any]] = {
     "flash, keys": (flash, (1, 300, 500, 4, 1, 64, 64), ([100, 0, 200, 0], [50, 50, 400, 0], {})),
     "flash, narrow": (flash, (1, 300, 300, 4, 1, 64, 64), ([100, 200], None, {"window": 17})),
 }
+ON_GPU |= {
+    case.replace("flash", "flash4"): (flash4, shape, mask)
+    for case, (kernel, shape, mask) in ON_GPU.items()
+    if kernel is flash
+}
 
 
 def on_gpu(case: str, device: str) -> tuple[AttentionKernel, tuple[int, ...], AttentionMask]:
@@ -255,7 +303,7 @@ def on_gpu(case: str, device: str) -> tuple[AttentionKernel, tuple[int, ...], At
     return kernel, shape, mask
 
 
-@pytest.mark.parametrize("case", ON_GPU)
+@pytest.mark.parametrize("case", [case for case in ON_GPU if ON_GPU[case][0] is not flash4])
 def test_torch_has_the_operators(case: str) -> None:
     """Their names, arguments and shapes, without a GPU."""
     kernel, shape, mask = on_gpu(case, "meta")
@@ -271,6 +319,8 @@ def test_torch_has_the_operators(case: str) -> None:
 @pytest.mark.parametrize("case", ON_GPU)
 def test_a_fused_kernel_is_the_reference(case: str, dtype: torch.dtype) -> None:
     kernel, shape, mask = on_gpu(case, "cuda")
+    if kernel is flash4:
+        pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
     q, k, v, do = block(shape, dtype, "cuda")
     assert kernel.supports(q, k, v, mask) is None
     wide = [x.double() for x in (q, k, v)]
@@ -296,3 +346,27 @@ def test_a_fused_kernel_is_the_reference(case: str, dtype: torch.dtype) -> None:
         for got, exact in zip(grads, want, strict=True):
             bound = dict(rtol=0.02, atol=0.02 * exact.abs().max())
             torch.testing.assert_close(got.double(), exact, **bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["cudnn, causal", "flash, rows", "flash4, rows", "flash4, window"])
+def test_a_fused_kernel_runs_on_the_current_stream(case: str) -> None:
+    """In a CUDA graph: what runs elsewhere ends its capture, or is not in it."""
+    kernel, shape, mask = on_gpu(case, "cuda")
+    if kernel is flash4:
+        pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    q, k, v, do = block(shape, torch.bfloat16, "cuda")
+
+    def run() -> tuple[Tensor, ...]:
+        o, lse = forward_of(kernel, q, k, v, mask, SCALE)
+        return o, lse, *backward_of(kernel, do, q, k, v, o, lse, mask, SCALE)
+
+    want = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for x in found:
+        x.fill_(torch.nan)
+    graph.replay()
+    for got, x in zip(found, want, strict=True):
+        torch.testing.assert_close(got, x, rtol=0.02, atol=0.02)  # sums of dq have no order

@@ -40,7 +40,8 @@ def run(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     grads = (buffer, rows, places, piece)
     clones.store_grads(*grads)
     clones.receive_grads(*grads)
-    weights = (buffer, rows.to(torch.int32), places, piece)
+    whole = torch.empty(1, 1, dtype=torch.int32).expand(rows.shape)
+    weights = (buffer, whole, places, piece)
     clones.store_weights(*weights)
     clones.receive_weights(*weights)
 

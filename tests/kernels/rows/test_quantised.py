@@ -280,6 +280,13 @@ def test_weights_of_the_reference(dtype: torch.dtype, power_of_two: bool, device
         assert theirs is not None and ours.values.is_contiguous()
         assert_same(ours.values, theirs.values)
         assert_same(ours.scales, theirs.scales)
+    alone = q.quantise_weights(w, power_of_two=power_of_two, columns=False)
+    other = q.quantise_weights(w, power_of_two=power_of_two, rows=False)
+    assert alone.columns is None and alone.rows is not None
+    assert other.rows is None and other.columns is not None
+    assert_same(alone.rows.values, rows.values)
+    assert_same(other.columns.values, columns.values)
+    assert torch.equal(alone.rows.scales, other.columns.scales.transpose(1, 2))
     assert_same(columns.values, rows.values.transpose(1, 2))
     assert_same(columns.scales, rows.scales.transpose(1, 2))
     scales = rows.scales.repeat_interleave(128, 1).repeat_interleave(128, 2)

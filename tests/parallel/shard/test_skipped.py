@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -43,6 +43,8 @@ OPTIONS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
     "experts elsewhere, whole": (ParallelConfig(ep=4), dict(dense_strategy="no_shard")),
     "experts elsewhere, bf16": (ParallelConfig(ep=2), dict(param_dtype=torch.bfloat16)),
     "experts elsewhere, two levels": (ParallelConfig(ep=4), {}),
+    "experts elsewhere, in pairs": (ParallelConfig(ep=2), dict(dense_strategy="optim")),
+    "experts elsewhere, whole, in pairs": (ParallelConfig(ep=4), dict(dense_strategy="no_shard")),
 }
 IMAGES = ("ernie4_5_vl_moe", "glm4v_moe", "qwen3_omni_moe", "qwen3_vl_moe")
 IMAGE, IMAGE_INPUTS = slice(2, 6), ("pixel_values", "image_grid_thw")  # of their batches
@@ -132,13 +134,25 @@ def skipping(rank: int) -> dict[str, list[str]]:
                 fsdp=FSDPOptions(**options),
             )
             step = TrainStep(model, num_micro_batches=MICRO_BATCHES)
-            for i in range(MICRO_BATCHES):
-                number = number_of(rank, i, start, apart)
-                with step.micro_batch():
-                    model(row(number), number).backward()
+            numbers = [number_of(rank, i, start, apart) for i in range(MICRO_BATCHES)]
+            if "in pairs" in name:
+                run_in_pairs(step, model, numbers)
+            else:
+                for number in numbers:
+                    with step.micro_batch():
+                        model(row(number), number).backward()
             wrong = differing(model, plain, 0.1 if is_bf16 else 1e-5)
             found[name] = found.get(name, []) + wrong
     return found
+
+
+def run_in_pairs(step: TrainStep, model: nn.Module, numbers: list[int]) -> None:
+    """Run each forward beside the backward of the micro-batch before."""
+    with step.micro_batches():
+        loss = model(row(numbers[0]), numbers[0])
+        for number in numbers[1:]:
+            loss = step.side_by_side(partial(model, row(number), number), loss.backward)
+        loss.backward()
 
 
 def text_beside_images(rank: int) -> dict[str, list[str]]:

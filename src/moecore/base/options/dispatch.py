@@ -32,8 +32,9 @@ class NVLinkOptions:
         keep_rows: whether backward finds the rows that came. False sends the tokens once more
             there; for experts "triton" and "torch" without biases.
         fp8_dispatch: the tokens of a dispatch travel, and are kept for backward, as float8_e4m3fn
-            with a scale per 128 columns; experts multiply them in the dtype that they had. Sums and
-            gradients travel as they are, and the rounding has the gradient of an identity.
+            with a scale per 128 columns; experts multiply them in the dtype that they had, and the
+            rounding has the gradient of an identity. Gradients of the experts' output travel so too
+            where experts in FP8 ("blockwise") would round them alike; sums travel as they are.
         timeout_s: seconds that a rank waits for another one before it is an error.
     """
 

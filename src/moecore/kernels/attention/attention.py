@@ -1,5 +1,6 @@
 """Attention of one block: the implementations, and which one computes it.
 
+    flash4.py     all on Hopper and later, where the package flash-attn-4 is installed
     cudnn.py      dense rows on Hopper and later
     flash.py      documents and sliding windows, dense rows on Ampere
     reference.py  everything else, any device
@@ -13,11 +14,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moecore.kernels.attention import cudnn, flash, reference
+from moecore.kernels.attention import cudnn, flash, flash4, reference
 from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel, AttentionMask
 from moecore.kernels.common import no_autocast, warn_plain
 
-KERNELS: Sequence[AttentionKernel] = (cudnn, flash)
+KERNELS: Sequence[AttentionKernel] = (flash4, cudnn, flash)
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> AttentionKernel:

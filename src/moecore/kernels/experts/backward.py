@@ -87,7 +87,7 @@ def _rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> R
 def differentiate(
     products: Products,
     saved: Saved,
-    dy: Tensor,
+    dy: Tensor | Rows,
     wants: Wants,
     *,
     unsummed: bool,
@@ -96,9 +96,9 @@ def differentiate(
 ) -> Grads:
     """Return the gradients of an output."""
     # Saved rows are needed where FC1 runs again, and for the gradients of w1 and its update. dy is
-    # contiguous [S, D], or of expert rows [R, D] when unsummed; dx comes back alike. Gradients that
-    # the sinks of w1 and w2 take come back as None. `sender` gets dx and dweights before the
-    # gradients of weights.
+    # contiguous [S, D], or of expert rows [R, D] when unsummed, which may be quantised; dx comes
+    # back alike. Gradients that the sinks of w1 and w2 take come back as None. `sender` gets dx and
+    # dweights before the gradients of weights.
     gradient = products.dy(dy, unsummed=unsummed)
     h = saved.h
     if h is None:

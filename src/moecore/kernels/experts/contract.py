@@ -124,6 +124,15 @@ class GradientSender(Protocol):
         """Begin to send them; backward returns the same tensors. The index is `ExpertInput`'s."""
 
 
+class GradientReceiver(Protocol):
+    """A dispatcher's part in the experts' backward: gradients of outputs arrive as FP8 rows."""
+
+    takes_packed: bool  # the experts' answer, in forward, on every rank the same
+
+    def take(self, dy_RD: Tensor) -> Rows | None:
+        """Return the rows for which a gradient stands; None = it is the gradient itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refetch:
     """Brings the source rows once more in backward, in place of keeping them."""
@@ -143,6 +152,8 @@ class UnsummedInput:
     # weights' gradients; None = backward returns them to the dispatcher
     sender: GradientSender | None = None
     refetch: Refetch | None = None  # brings the source rows in backward; None = they are kept
+    # where gradients of outputs may travel as FP8, for experts that would quantise them alike
+    receiver: GradientReceiver | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,6 +75,9 @@ class _ExpertMLP(torch.autograd.Function):
         if unsummed is None:
             y = sum_rows_plain(y, *products.where)
         refetch = None if unsummed is None else unsummed.refetch
+        ctx.receiver = None if unsummed is None else unsummed.receiver
+        if ctx.receiver is not None:
+            ctx.receiver.takes_packed = products.takes_packed
         kept = () if refetch is None else refetch.kept
         x = rows if rows.is_kept else x
         saved = Saved(x if refetch is None else None, h_kept, weights, index)
@@ -103,18 +106,20 @@ class _ExpertMLP(torch.autograd.Function):
         wants = Wants(of_rows, of_w1, of_w2, of_weights, a1 or b1, a2 or b2)
         if ctx.fetch is not None and (wants.w1 or wants.update1 or saved.h is None):
             saved = replace(saved, rows=ctx.fetch(*tensors[kept_from:]))
+        arrived = None if ctx.receiver is None else ctx.receiver.take(grads[0])
         if is_plain_eager() and not torch.is_grad_enabled():
             found = differentiate(
                 make_products(ctx.options, saved.index, saved.weights, ctx.tiles),
                 saved,
-                grads[0].contiguous(),
+                grads[0].contiguous() if arrived is None else arrived,
                 wants,
                 unsummed=ctx.is_unsummed,
                 sinks=ctx.sinks,
                 sender=ctx.sender if wants.x and will_run(ctx.handle_node) else None,
             )
         else:  # the custom op is what tracers see, and what refuses a second derivative
-            found = traced_backward(grads[0], saved, ctx.options, ctx.is_unsummed, wants)
+            dy = grads[0] if arrived is None else arrived.widen()
+            found = traced_backward(dy, saved, ctx.options, ctx.is_unsummed, wants)
         dx, dhandle = (None, found.x) if ctx.is_unsummed else (found.x, None)
         of_updates = (*(found.update1 or (None, None)), *(found.update2 or (None, None)))
         others = (None, None, None, None, None)

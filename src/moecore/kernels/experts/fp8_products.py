@@ -12,7 +12,6 @@ it is kept, and A, dY and dH before they are quantised. Letters: as in `contract
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from moecore.kernels.experts.contract import (
     ProductSource,
 )
 from moecore.kernels.experts.low_rank import LowRankProducts
+from moecore.kernels.experts.torch_products import Role
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.rows.activation import (
     ActivationOptions,
@@ -70,9 +70,9 @@ class _OutputGrads(NamedTuple):
 
 
 class QuantisedProducts:
-    """What products of FP8 matrices share; a subclass has `quantise(w_eNK, recipe)`."""
+    """What products of FP8 matrices share; a subclass has `quantise(w_eNK, recipe, **layouts)`."""
 
-    quantise: Callable[[Tensor, Recipe], Both]
+    quantise: Callable[..., Both]
 
     def __init__(
         self,
@@ -85,24 +85,25 @@ class QuantisedProducts:
         self.dtypes = weights.w1_eCD.dtype, weights.w2_eDF.dtype
         self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
+        self._made: dict[tuple[Role, bool], Blocks | None] = {}  # by role and whether transposed
         how = dict(has_kernels=has_hopper_kernels(index.row_ids_R.device))
         self.low1 = LowRankProducts(weights.update1, index.offsets_e, **how)
         self.low2 = LowRankProducts(weights.update2, index.offsets_e, **how)
 
     def drop_weights(self) -> None:
         del self.weights, self.low1, self.low2
-        for name in ("_w1", "_w2"):
-            vars(self).pop(name, None)
+        self._made.clear()
 
-    @cached_property
-    def _w1(self) -> Both:
+    def _matrix(self, role: Role, *, backward: bool = False) -> Any:
+        """Return a matrix for the forward, or transposed; None = it was gathered in FP8."""
         found = self.weights.quantised
-        return found[0] if found else self.quantise(self.weights.w1_eCD, self.recipe)
-
-    @cached_property
-    def _w2(self) -> Both:
-        found = self.weights.quantised
-        return found[1] if found else self.quantise(self.weights.w2_eDF, self.recipe)
+        if found is None:
+            if (role, backward) not in self._made:
+                w_eNK = self.weights.w1_eCD if role == "w1" else self.weights.w2_eDF
+                made = self.quantise(w_eNK, self.recipe, rows=not backward, columns=backward)
+                self._made |= {(role, bool(i)): made[i] for i in (0, 1) if made[i] is not None}
+            return self._made[role, backward]
+        return found[role == "w2"][backward]
 
 
 class BlockwiseProducts(QuantisedProducts):
@@ -113,10 +114,10 @@ class BlockwiseProducts(QuantisedProducts):
         self.tiles = tiles or map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
 
     @staticmethod
-    def quantise(w_eNK: Tensor, recipe: Recipe) -> Both:
+    def quantise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
         """Return one matrix of every expert as these products take it. No autograd."""
         w_eNK = w_eNK.detach().contiguous()
-        return quantise_weights(w_eNK, power_of_two=recipe.power_of_two)
+        return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
@@ -137,7 +138,7 @@ class BlockwiseProducts(QuantisedProducts):
         return self._quantised(h_RC, self.where[2])
 
     def fc2(self, a: _OperandBlocks) -> Tensor:
-        y_RD = self._forward(self._blocks(a), self._w2, a.dtype)
+        y_RD = self._forward(self._blocks(a), "w2", a.dtype)
         return self.low2.add(y_RD, self.low2.forward(a.wide))
 
     def fc1_again(self, rows: Rows) -> Rows:
@@ -146,7 +147,14 @@ class BlockwiseProducts(QuantisedProducts):
     def activation_again(self, h: Rows) -> _OperandBlocks:
         return self._activation(widen_rows(h, self.where[2]))
 
-    def dy(self, dy: Tensor, *, unsummed: bool) -> _OutputGrads:
+    @property
+    def takes_packed(self) -> bool:
+        """Whether a row is quantised here as it is for its way: by powers of two."""
+        return self.recipe.power_of_two and not self.low2.update  # which reads dY as it was
+
+    def dy(self, dy: Tensor | Rows, *, unsummed: bool) -> _OutputGrads:
+        if not isinstance(dy, Tensor):
+            return _OutputGrads(dy, unsummed)
         rows = self._quantised(dy, self.where[2] if unsummed else None)
         wide = ProductSource(dy, None if unsummed else self.where[0])
         return _OutputGrads(rows, unsummed, wide if self.low2.update else None)
@@ -159,7 +167,7 @@ class BlockwiseProducts(QuantisedProducts):
             dy_rows = gather_row_blocks(dy.rows, None, None, num_rows)
         else:
             dy_rows = gather_row_blocks(dy.rows, row_ids_R, slots_SK, num_rows)
-        da_RF = self._backward(dy_rows, self._w2, h.dtype)
+        da_RF = self._backward(dy_rows, "w2", h.dtype)
         del dy_rows
         da_RF = self.low2.add(da_RF, self.low2.backward(dy.wide))
         where = (self.weights_R, num_rows, self.activation)
@@ -174,7 +182,7 @@ class BlockwiseProducts(QuantisedProducts):
         return _OperandBlocks(dh, h.dtype), dweights_R, _OperandBlocks(a, h.dtype)
 
     def fc1_bwd(self, dh: _OperandBlocks) -> Tensor:
-        dx_RD = self._backward(self._blocks(dh), self._w1, dh.dtype)
+        dx_RD = self._backward(self._blocks(dh), "w1", dh.dtype)
         return self.low1.add(dx_RD, self.low1.backward(dh.wide))
 
     def fc1_wgrad(self, rows: Rows, dh: _OperandBlocks, target: GradTarget) -> Tensor:
@@ -195,7 +203,7 @@ class BlockwiseProducts(QuantisedProducts):
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _fc1(self, rows: Rows) -> Tensor:
-        h_RC = self._forward(gather_row_blocks(rows, *self.where), self._w1, rows.dtype)
+        h_RC = self._forward(gather_row_blocks(rows, *self.where), "w1", rows.dtype)
         x = self._wide(rows) if self.low1.update else None
         return self.low1.add(h_RC, self.low1.forward(x))
 
@@ -222,18 +230,16 @@ class BlockwiseProducts(QuantisedProducts):
             wide = ProductSource(weighted_activation(h_RC, *where), None, is_finite=True)
         return _OperandBlocks(a, h_RC.dtype, wide)
 
-    def _forward(self, rows: Blocks, w: Both, dtype: torch.dtype) -> Tensor:
+    def _forward(self, rows: Blocks, role: Role, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix, transposed."""
-        assert w.rows is not None
-        return fp8_gemm(rows, w.rows, self.offsets_e, self.tiles, dtype)
+        return fp8_gemm(rows, self._matrix(role), self.offsets_e, self.tiles, dtype)
 
-    def _backward(self, rows: Blocks, w: Both, dtype: torch.dtype) -> Tensor:
+    def _backward(self, rows: Blocks, role: Role, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix."""
-        columns = w.columns
+        columns = self._matrix(role, backward=True)
         if columns is None:  # gathered in FP8
-            assert w.rows is not None
-            scales_eKN = w.rows.scales.transpose(1, 2)
-            columns = Blocks(transpose_values(w.rows.values), scales_eKN, "block")
+            w = self._matrix(role)
+            columns = Blocks(transpose_values(w.values), w.scales.transpose(1, 2), "block")
         return fp8_gemm(rows, columns, self.offsets_e, self.tiles, dtype)
 
     def _wgrad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:

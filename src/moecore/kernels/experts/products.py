@@ -46,6 +46,10 @@ class Products(Protocol):
     # row_ids_R, slots_SK and the number of used rows, as row movers take them
     where: tuple[Tensor, Tensor, Tensor]
 
+    @property
+    def takes_packed(self) -> bool:
+        """Whether unsummed gradients may come as `pack_rows` packs them, with the same results."""
+
     def as_kept(self, rows: Rows) -> Rows:
         """Return source rows as they are multiplied, and kept for backward; such rows as is."""
 
@@ -64,8 +68,9 @@ class Products(Protocol):
     def activation_again(self, h: Rows) -> Any:
         """Return the activation as `activation_bwd` does, without a gradient."""
 
-    def dy(self, dy: Tensor, *, unsummed: bool) -> Any:
+    def dy(self, dy: Any, *, unsummed: bool) -> Any:
         """Return the gradient of the output, [S, D] or unsummed [R, D], for the verbs below."""
+        # A tensor, or quantised `Rows` where `takes_packed`.
 
     def activation_bwd(self, dy: Any, h: Rows) -> tuple[Any, Tensor, Any]:
         """Return dH, dweights_R and the activation: FC2's input gradient, and through it."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe
 from moecore.kernels.experts.contract import ExpertSpec, GradTarget, ProductSource
 from moecore.kernels.experts.fp8_products import QuantisedProducts
-from moecore.kernels.experts.torch_products import Role, TorchProducts
+from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.grouped.scaled import (
     ALIGNED,
     pad_rows,
@@ -56,8 +56,8 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         return spec.refused_in_fp8(ALIGNED)
 
     @staticmethod
-    def quantise(w_eNK: Tensor, recipe: Recipe) -> Both:
-        """Return one matrix of every expert as these products take it. No autograd."""
+    def quantise(w_eNK: Tensor, recipe: Recipe, **_: bool) -> Both:
+        """Return one matrix of every expert as these products take it, in both layouts."""
         per_row = recipe.scaling == "rowwise"
         return scaled_weights(w_eNK.detach(), per_row=per_row, power_of_two=recipe.power_of_two)
 
@@ -67,10 +67,6 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
             return super().dy(dy, unsummed=False)
         used_R = torch.arange(dy.shape[0], device=dy.device) < self.where[2]
         return ProductSource(torch.where(used_R[:, None], dy, 0), None)
-
-    def _matrix(self, role: Role, *, backward: bool = False) -> Any:
-        both = self._w1 if role == "w1" else self._w2
-        return both.columns if backward else both.rows
 
     def _rows(self, a_RK: Tensor, b: Any, addend: Addend | None) -> Tensor:
         out = scaled_gemm(scaled_rows(a_RK, **self.how), b, self.offsets_e, a_RK.dtype)

@@ -36,6 +36,7 @@ Role = Literal["w1", "w2"]
 class TorchProducts:
     """The contract is `products.Products`. Any strides, any device; a subclass has kernels."""
 
+    takes_packed = False
     has_kernels = False  # for products with low-rank updates
 
     def __init__(

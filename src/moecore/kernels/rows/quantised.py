@@ -3,7 +3,7 @@
     gather_row_blocks  1 x 128 along a row, in expert order: what the forward and the input
                        gradients multiply
     tile_tokens        128 rows of one expert, transposed: what weight gradients multiply
-    quantise_weights   128 x 128, in both layouts
+    quantise_weights   128 x 128, in one layout or both
 
 Layouts are those of `scaling.py`, "grouped". Scales of rows lie transposed: those of a tile's rows
 are neighbours. Tile j of `tile_tokens` holds the 128 rows of row tile j, and 0 past the end of its
@@ -106,18 +106,23 @@ def _with_scales(rows: Rows | Blocks) -> tuple[Tensor, Tensor]:
     return rows.values, rows.scales
 
 
-def quantise_weights_ref(w_eNK: Tensor, *, power_of_two: bool) -> Both:
+def quantise_weights_ref(
+    w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
+) -> Both:
     """Return what `quantise_weights` returns, in plain PyTorch."""
     e, N, K = w_eNK.shape
     blocks = w_eNK.view(e, N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     values, scales = quantise_ref(blocks, (2, 4), power_of_two)
     values_eNK = values.view(e, N, K)
-    return _both(values_eNK, scales[:, :, 0, :, 0], values_eNK.transpose(1, 2).contiguous())
+    transposed_eKN = values_eNK.transpose(1, 2).contiguous() if columns else None
+    return _both(values_eNK if rows else None, scales[:, :, 0, :, 0], transposed_eKN)
 
 
-def _both(values_eNK: Tensor, scales_eNK: Tensor, values_eKN: Tensor) -> Both:
-    columns = Blocks(values_eKN, scales_eNK.transpose(1, 2), "block")
-    return Both(Blocks(values_eNK, scales_eNK, "block"), columns)
+def _both(values_eNK: Tensor | None, scales_eNK: Tensor, values_eKN: Tensor | None) -> Both:
+    return Both(
+        None if values_eNK is None else Blocks(values_eNK, scales_eNK, "block"),
+        None if values_eKN is None else Blocks(values_eKN, scales_eNK.transpose(1, 2), "block"),
+    )
 
 
 def check_columns(name: str, size: int) -> None:
@@ -245,20 +250,27 @@ def tile_tokens(rows: Rows | Blocks, row_ids_R: Tensor | None, tiles: RowTiles) 
     return out
 
 
-def quantise_weights(w_eNK: Tensor, *, power_of_two: bool) -> Both:
-    """Return matrices as FP8 in both layouts, one scale per 128 x 128 block, in one pass.
+def quantise_weights(
+    w_eNK: Tensor, *, power_of_two: bool, rows: bool = True, columns: bool = True
+) -> Both:
+    """Return matrices as FP8, one scale per 128 x 128 block, in one pass over both layouts.
 
-    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. No autograd, no sync.
+    w_eNK is bf16, fp16 or fp32, contiguous; N and K are multiples of 128. `rows` and `columns` are
+    the layouts that are made. No autograd, no sync.
     """
     e, N, K = w_eNK.shape
     check_columns("N", N)
     check_columns("K", K)
+    layouts = dict(rows=rows, columns=columns)
     if not use_kernel(w_eNK):
-        return quantise_weights_ref(w_eNK, power_of_two=power_of_two)
-    values_eNK = torch.empty_like(w_eNK, dtype=FP8)
+        return quantise_weights_ref(w_eNK, power_of_two=power_of_two, **layouts)
+    values_eNK = w_eNK.new_empty(e, N, K, dtype=FP8) if rows else None
     scales_eNK = w_eNK.new_empty(e, N // BLOCK, K // BLOCK, dtype=torch.float32)
-    transposed_eKN = w_eNK.new_empty(e, K, N, dtype=FP8)
-    values = (values_eNK.view(torch.uint8), transposed_eKN.view(torch.int32))
+    transposed_eKN = w_eNK.new_empty(e, K, N, dtype=FP8) if columns else None
+    values = (
+        None if values_eNK is None else values_eNK.view(torch.uint8),
+        None if transposed_eKN is None else transposed_eKN.view(torch.int32),
+    )
     how = dict(N=N, K=K, POWER_OF_TWO=power_of_two, num_warps=TILE_WARPS)
     launch(quantise_weights_kernel, scales_eNK.numel(), w_eNK, *values, scales_eNK, **how)
     return _both(values_eNK, scales_eNK, transposed_eKN)

@@ -173,14 +173,14 @@ def tile_tokens_kernel(
 @triton.jit
 def quantise_weights_kernel(
     w_ptr,  # [e, N, K]
-    values_ptr,  # [e, N, K] uint8, out
-    words_ptr,  # [e, K, N / 4] int32, out
+    values_ptr,  # [e, N, K] uint8, out; None = not this layout
+    words_ptr,  # [e, K, N / 4] int32, out; None = not this layout
     scales_ptr,  # [e, N / 128, K / 128] fp32, out
     N: tl.constexpr,
     K: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Write one block of 128 x 128, in both layouts."""
+    """Write one block of 128 x 128, in one layout or both."""
     BLOCKS: tl.constexpr = K // 128
     pid = tl.program_id(0)
     row_block = (pid // BLOCKS).to(tl.int64)  # of [e * N / 128]
@@ -195,11 +195,14 @@ def quantise_weights_kernel(
     amax = tl.max(tl.max(tl.maximum(low, high), axis=0), axis=0)
     scale, inverse = block_scale(amax, POWER_OF_TWO)
     w0, w1, w2, w3 = w0 * inverse, w1 * inverse, w2 * inverse, w3 * inverse
-    tl.store(values_ptr + at, to_e4m3(w0))
-    tl.store(values_ptr + at + K, to_e4m3(w1))
-    tl.store(values_ptr + at + 2 * K, to_e4m3(w2))
-    tl.store(values_ptr + at + 3 * K, to_e4m3(w3))
-    expert, part = row_block // (N // 128), row_block % (N // 128)
-    words_at = (expert * K + columns)[:, None] * (N // 4) + part * 32 + tl.arange(0, 32)[None, :]
-    tl.store(words_ptr + words_at, tl.trans(to_words(w0, w1, w2, w3)))
+    if values_ptr is not None:
+        tl.store(values_ptr + at, to_e4m3(w0))
+        tl.store(values_ptr + at + K, to_e4m3(w1))
+        tl.store(values_ptr + at + 2 * K, to_e4m3(w2))
+        tl.store(values_ptr + at + 3 * K, to_e4m3(w3))
+    if words_ptr is not None:
+        expert, part = row_block // (N // 128), row_block % (N // 128)
+        words_at = (expert * K + columns)[:, None] * (N // 4) + part * 32
+        words_at += tl.arange(0, 32)[None, :]
+        tl.store(words_ptr + words_at, tl.trans(to_words(w0, w1, w2, w3)))
     tl.store(scales_ptr + row_block * BLOCKS + pid % BLOCKS, scale)

@@ -12,7 +12,7 @@ from moecore.moe.records import Dispatcher, ExpertInput, Routing
 class LocalDispatcher(Dispatcher):
     """dispatch and combine of a rank that owns all experts."""
 
-    waits_on_host = False
+    waits_on_host = takes_turns = False
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts

@@ -54,12 +54,14 @@ class NVLinkPlan:
     peers_T: Tensor  # int32, bit g of each local token: rank g got the token
     places_S: Tensor  # int32, the number of the source row itself; -1 = a hole
     slots_SK: Tensor  # int32, expert rows of each source row; -1 = none
+    receiver: _Receiver | None  # of combine's backward, with `fp8_dispatch`
 
 
 class NVLinkDispatcher(Dispatcher):
     """Sends each token once to every rank that owns at least one of its experts, by stores."""
 
     waits_on_host = False  # with row_factor "exact" it waits, but then `_count_rows` refuses graphs
+    takes_turns = False
 
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
@@ -102,12 +104,13 @@ class NVLinkDispatcher(Dispatcher):
         sender = _Sender(exchange) if exchange.layout.sums_slot else None
         came = _Outputs(*_Dispatch.apply(*tokens, exchange, self.placement, sender, is_limited))
         places = (came.peers_T, came.places_S, came.slots_SK)
-        plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places)
+        receiver = _Receiver() if exchange.options.fp8_dispatch else None
+        plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places, receiver)
         refetch = None
         if not exchange.options.keep_rows:
             fetch = partial(_send_again, exchange)
             refetch = Refetch(fetch, (tokens[0].detach(), came.peers_T, came.places_S))
-        unsummed = UnsummedInput(came.handle_RD, sender, refetch)
+        unsummed = UnsummedInput(came.handle_RD, sender, refetch, receiver)
         return ExpertInput(
             _arrived(exchange, came.rows_SN, x_TD),
             ExpertIndex(*came[4:]),
@@ -265,6 +268,30 @@ class _Sender:
         return self._exchange.finish_copies(sent.sums_SD, peers_T, places_S, (dweights_R, slots_SK))
 
 
+class _Receiver:
+    """A `GradientReceiver`: what autograd carries then is a handle, which nobody may read."""
+
+    def __init__(self) -> None:
+        self.takes_packed = False
+        self._came: tuple[Tensor, Rows] | None = None
+
+    def put(self, rows: Rows) -> Tensor:
+        """Return what stands for the gradients of expert rows, [R, D] without memory."""
+        handle_RD = rows.values.new_empty(1, dtype=rows.dtype).expand(rows.values.shape)
+        self._came = handle_RD, rows
+        return handle_RD
+
+    def take(self, dy_RD: Tensor) -> Rows | None:
+        """Return the rows; None where they came as they are."""
+        came, self._came = self._came, None
+        if came is not None and dy_RD is not came[0]:
+            raise RuntimeError(
+                "gradients of the experts' output must not change between combine and the experts "
+                "with NVLinkOptions.fp8_dispatch (True), which brings them as FP8: remove the hook"
+            )
+        return None if came is None else came[1]
+
+
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(version(t) for t in tensors if t is not None)
 
@@ -333,12 +360,16 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, slots_SN: Tensor) -> Tensor:
-        ctx.exchange, ctx.num_rows = plan.exchange, y_RD.shape[0]
+        ctx.exchange, ctx.num_rows, ctx.receiver = plan.exchange, y_RD.shape[0], plan.receiver
         where = (plan.peers_T, plan.places_S, slots_SN)
         ctx.save_for_backward(*where)
         return plan.exchange.reduce(y_RD, *where)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        peers_T, places_S, slots_SN = ctx.saved_tensors
-        return ctx.exchange.spread(grads[0], peers_T, places_S, slots_SN, ctx.num_rows), None, None
+        exchange, dy_TD = ctx.exchange, grads[0]
+        where = (*ctx.saved_tensors, ctx.num_rows)
+        if ctx.receiver is None or not ctx.receiver.takes_packed:
+            return exchange.spread(dy_TD, *where), None, None
+        came_RW = exchange.spread(_pack(exchange, dy_TD), *where)
+        return ctx.receiver.put(_arrived(exchange, came_RW, dy_TD)), None, None

@@ -1,0 +1,99 @@
+r"""A card: one run that a figure was published of, by its file in `benchmarks/cards`.
+
+    make card CARD=qwen3-30b-a3b-1gpu
+    python -m benchmarks.card moonlight-16b-a3b-2gpus --record
+
+It runs 50 steps of `benchmarks.bench_train` under torchrun, the last ten timed, and prints what it
+found beside what the card has: figures that others published of the same model, and those measured
+here before. `--record` adds what it found to the card, with GPU, versions, commit and day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gate import ROOT
+
+CARDS = ROOT / "benchmarks" / "cards"
+WARM_UP, TIMED = 40, 10  # steps: losses of the first and the last are the card's
+FIGURES = {
+    "tokens_per_second_per_gpu": "tokens/s/GPU",
+    "tflops_per_gpu": "TFLOP/s/GPU",
+    "step_ms": "step, ms",
+    "peak_gib": "peak, GiB",
+    "loss_step_1": "loss, step 1",
+    "loss_step_50": "loss, step 50",
+}
+Card = dict[str, Any]
+
+
+def main() -> int:
+    """Run a card, print it, and record it if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("card", choices=sorted(path.stem for path in CARDS.glob("*.toml")))
+    parser.add_argument("--record", action="store_true", help="add what was found to the card")
+    args = parser.parse_args()
+    path = CARDS / f"{args.card}.toml"
+    card = tomllib.loads(path.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        code = subprocess.run(command(card, folder), cwd=ROOT, check=False).returncode
+        if code:
+            return code
+        (line,) = (
+            text for file in Path(folder).glob("*") for text in file.read_text().split("\n")[:-1]
+        )
+    found = measured(json.loads(line))
+    print("\n".join(table(card, found)))
+    if args.record:
+        path.write_text(path.read_text() + "\n".join(["", "[[measured]]", *lines(found), ""]))
+    return 0
+
+
+def command(card: Card, folder: str) -> list[str]:
+    """Return what is typed for a card; its row goes into a folder."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    steps = ["--warm-up", str(WARM_UP), "--timed", str(TIMED), "--results", folder]
+    of_ranks = ["--nproc-per-node", str(card["gpus"]), "-m", "benchmarks.bench_train"]
+    return [*start, *of_ranks, *shlex.split(card["arguments"]), *steps]
+
+
+def measured(row: dict[str, Any]) -> Card:
+    """Return what a card keeps of a row of `bench_train`."""
+    losses = row["losses"]
+    found = row | {"loss_step_1": losses[0], "loss_step_50": losses[-1], "day": row["date"][:10]}
+    return {name: found[name] for name in ("gpu", "day", "commit", "torch", "triton", *FIGURES)}
+
+
+def table(card: Card, found: Card) -> list[str]:
+    """Return what was found, what was measured before and what others published, as Markdown."""
+    rows = [("found", found)]
+    rows += [(f"{r['gpu']}, {r['day']}, {r['commit']}", r) for r in card.get("measured", ())]
+    rows += [(f"published: {r['who']}", r) for r in card.get("published", ())]
+    head = [f"{card['what']}; routing: {card['routing']}", ""]
+    head += [f"| | {' | '.join(FIGURES.values())} |", "|---" * (len(FIGURES) + 1) + "|"]
+    return [
+        *head,
+        *(f"| {who} | {' | '.join(_shown(r.get(n)) for n in FIGURES)} |" for who, r in rows),
+    ]
+
+
+def lines(found: Card) -> list[str]:
+    """Return a record as TOML."""
+    shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in found.items()}
+    return [f"{name} = {json.dumps(value)}" for name, value in shown.items() if value is not None]
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
