@@ -9,14 +9,12 @@ turn, the median of all rounds. Dispatchers take turns in one model. Variants:
 
     in turn           the forward and then the backward
     pairs             both layer by layer
-    at once           pairs whose weight gradients are not apart
-    fewer SMs         pairs whose grouped products leave `--spare-sms` multiprocessors to exchanges
     shared apart      in turn, shared experts on a stream of their own (`overlap_shared`)
 
-"at once" and "fewer SMs" run with "alltoall" at the last batch size alone, "shared apart" with
-`--shared-model`, beside "in turn". A step of `PROFILED` micro-batches is profiled between its first
-forward and its last backward: `exchange_ms` sums the kernels that move tokens between ranks there,
-`beside` is the part of their time in which a kernel that computes runs too, on this rank.
+"shared apart" runs with `--shared-model`, beside "in turn". A step of `PROFILED` micro-batches is
+profiled between its first forward and its last backward: `exchange_ms` sums the kernels that move
+tokens between ranks there, `beside` is the part of their time in which a kernel that computes runs
+too, on this rank.
 
 On one GPU an exchange is a copy of the same bytes on a stream of its own, and a kernel that waits
 as long as a link of that bandwidth would take.
@@ -32,12 +30,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -46,14 +42,11 @@ from torch import Tensor, nn
 from benchmarks.records import RESULTS, append_rows
 from benchmarks.trace import COMMUNICATION, break_down, covered, kernels_of
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.kernels.common import num_sms
-from moecore.kernels.grouped import cooperative, fp8, gemm, pingpong, wgrad
 from moecore.models import Decoder, preset
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
 from moecore.parallel.attached import moe_state
-from moecore.parallel.shard.gradients import Gradients
 from moecore.planning.report import Kernel, category_of
 
 EXCHANGES = ("nvlink dispatch", "copies to peers")  # categories; and of NCCL:
@@ -99,9 +92,7 @@ def _measure_model(
         for dispatcher, by_layer in dispatchers.items():
             for layer, one in zip(moe_state(model).layers.values(), by_layer, strict=True):
                 layer.dispatcher = one
-            variants = _variants(args, dispatcher, device, shares=shares)
-            if batch_size != batch_sizes[-1]:
-                variants = {name: variants[name] for name in ("in turn", "pairs")}
+            variants = _variants(device, shares=shares)
             what = {"model": name, "layers": num_layers, "dispatcher": dispatcher}
             rows = [what | row for row in measure(step, model, tokens, variants, args)]
             if dist.get_rank() == 0:
@@ -177,23 +168,6 @@ def _in_turn(
     return found
 
 
-def _at_once(
-    step: TrainStep, forward: Callable[[], Tensor], backward: Callable[[], None]
-) -> Tensor:
-    with patch.object(Gradients, "defer", lambda *_: False):
-        return step.side_by_side(forward, backward)
-
-
-def _with_fewer_sms(
-    spared: int, step: TrainStep, forward: Callable[[], Tensor], backward: Callable[[], None]
-) -> Tensor:
-    with ExitStack() as stack:
-        for module in (cooperative, fp8, gemm, pingpong, wgrad):
-            left = lambda device: num_sms(device) - spared  # noqa: E731
-            stack.enter_context(patch.object(module, "num_sms", left))
-        return step.side_by_side(forward, backward)
-
-
 class Variant:
     """How a step runs: its pairs, and the stream of shared experts."""
 
@@ -228,19 +202,12 @@ class Variant:
         return torch.stack([loss.detach() for loss in losses]).sum()
 
 
-def _variants(
-    args: argparse.Namespace, dispatcher: str, device: torch.device, *, shares: bool
-) -> dict[str, Variant]:
+def _variants(device: torch.device, *, shares: bool) -> dict[str, Variant]:
     found = {"in turn": Variant(_in_turn)}
-    if shares:
-        stream = torch.cuda.Stream() if device.type == "cuda" else None
-        return found | {"shared apart": Variant(_in_turn, stream)}
-    found["pairs"] = Variant(TrainStep.side_by_side)
-    if dispatcher != "nvlink":  # whose pairs take no turns
-        found["at once"] = Variant(_at_once)
-        if args.spare_sms:
-            found["fewer SMs"] = Variant(partial(_with_fewer_sms, args.spare_sms))
-    return found
+    if not shares:
+        return found | {"pairs": Variant(TrainStep.side_by_side)}
+    stream = torch.cuda.Stream() if device.type == "cuda" else None
+    return found | {"shared apart": Variant(_in_turn, stream)}
 
 
 def _loss(model: nn.Module, tokens_BT: Tensor, number: int) -> Tensor:
@@ -268,7 +235,6 @@ def measure(
             "provider": name,
             "ep": args.ep,
             "link_gbps": args.link_gbps,
-            "spare_sms": args.spare_sms if name == "fewer SMs" else 0,
             "micro_batches": args.micro_batches,
             "batch_size": tokens[0].shape[0],
             "seq_len": args.seq_len,
@@ -385,7 +351,6 @@ def _arguments() -> argparse.Namespace:
     add("--ep", type=int, default=2)
     on_gpus = ["alltoall", "nvlink"] if torch.cuda.is_available() else ["alltoall"]
     add("--dispatchers", nargs="+", default=on_gpus, choices=["alltoall", "nvlink"])
-    add("--spare-sms", type=int, default=16, help="0 = no such variant")
     add("--link-gbps", type=float, help="one GPU: exchanges take as long as over such a link")
     add("--seq-len", type=int, default=4096)
     add("--batch-sizes", type=int, nargs="+", default=[1, 2], help="rows per rank")

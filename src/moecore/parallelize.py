@@ -86,7 +86,7 @@ def parallelize_moe(
         expert_backend: which kernels multiply the experts' matrices; see `moe/backends.py`.
         memory: what backward computes again or host memory holds; None = nothing.
         clones: of hot experts, on ranks with few tokens; None = none. See docs/balancing.md.
-        overlap_shared: on GPUs, run shared experts on a stream of their own. Experimental.
+        overlap_shared: on GPUs, run shared experts on a stream of their own.
         compile_dense: run attention, norms and residual adds through torch.compile.
         graph_dense: on GPUs, run attention, routers, shared experts and what an exchange prepares
             as CUDA graphs of each block, for dispatchers that wait on the host.

@@ -35,7 +35,6 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.pairs import Pairs
 from moecore.parallel.attached import moe_state
 from moecore.parallel.pipeline.layout import parse_layout
-from moecore.parallel.shard.gradients import Gradients
 from moecore.parallel.shard.transport import Packed
 from tests.helpers.ranks import run_ranks
 
@@ -215,13 +214,9 @@ def both(device: torch.device, **case: Any) -> tuple[list[str], dict[bool, list[
 
 @contextmanager
 def recorded() -> Iterator[list[Event]]:
-    """Record collectives: who ("forward" or "backward"), what, and the shape that comes.
-
-    And "apart": the weight gradients of a unit that a backward had left.
-    """
+    """Record collectives: who ("forward" or "backward"), what, and the shape that comes."""
     events: list[Event] = []
     all_to_all, gather, reduce = dist.all_to_all_single, Packed.gather, Packed.reduce
-    compute = Gradients.compute
 
     def note(what: str, out: Tensor) -> None:
         events.append(("backward" if is_recomputing() else "forward", what, tuple(out.shape)))
@@ -242,12 +237,7 @@ def recorded() -> Iterator[list[Event]]:
 
         return call
 
-    def apart(self: Gradients, products: Any) -> None:
-        events.append(("backward" if is_recomputing() else "forward", "apart", ()))
-        compute(self, products)
-
     with (
-        patch.object(Gradients, "compute", apart),
         patch.object(dist, "all_to_all_single", exchange),
         patch.object(Packed, "gather", units("gather", gather)),
         patch.object(Packed, "reduce", units("reduce", reduce)),
@@ -277,7 +267,7 @@ def order(by: dict[bool, list[Event]]) -> dict[Any, Any]:
             found[who, beside] = [
                 (what.replace("start", "exchange"), shape)
                 for side, what, shape in events
-                if side == who and what not in ("wait", "gather", "apart")
+                if side == who and what not in ("wait", "gather")
             ]
     return found
 
@@ -420,20 +410,6 @@ def test_what_was_counted_starts_before_the_other_side_exchanges(found: dict[str
     after = [now for before, now in itertools.pairwise(kinds) if before == ("forward", "counts")]
     assert after.count(("forward", "start")) == CONFIG.num_layers * (N - 1)
     assert set(after) == {("forward", "start"), ("forward", "exchange")}
-
-
-def test_weight_gradients_are_computed_before_the_wait_for_a_combine(found: dict[str, Any]) -> None:
-    """The combine of the layer before; of the first layer at the end. Without pairs none waits."""
-    ordered = found["order"]["staying"][0]
-    kinds = ordered[True]
-    places = [at for at, event in enumerate(kinds) if event == ("backward", "apart")]
-    assert len(places) == (CONFIG.num_layers - 1) * (N - 1)
-    assert kinds.count(("forward", "apart")) == N - 1
-    for at in places:
-        assert (kinds[at - 1][0], kinds[at + 1]) == ("forward", ("backward", "wait"))
-        own = [event for event in kinds[:at] if event[0] == "backward"]
-        assert own[-2:] == [("backward", "wait"), ("backward", "start")]  # a dispatch starts two
-    assert "apart" not in {what for _, what in ordered[False]}
 
 
 def test_without_exchanges_the_backward_follows_the_forward() -> None:

@@ -29,7 +29,11 @@ ON_HOST = (
 )
 TIMED = [case for case in RECORDS if case not in ON_HOST]
 WORKSPACE = 72 / 1024  # GiB of cuBLAS, in records of a process's first products
-GPUS = {"NVIDIA H200": "h200-141", "2 x NVIDIA H100 80GB HBM3": "h100-80"}
+GPUS = {
+    "NVIDIA H200": "h200-141",
+    "NVIDIA H100 80GB HBM3": "h100-80",
+    "2 x NVIDIA H100 80GB HBM3": "h100-80",
+}
 
 
 @cache

@@ -9,10 +9,6 @@ started an exchange (`exchange`), it hands the baton over, so the other side com
 exchange. The first side waits for its exchange after the baton has returned. When a side ends, the
 other side holds the baton until its own end.
 
-The backward computes weight gradients of a layer's experts before it waits for the exchange of the
-layer before (`PairedModel.compute_apart`): beside that one are only attention and the router of the
-forward, beside all others experts or the backward of attention.
-
 When the host needs numbers of other ranks (`numbers_of`), it hands the baton over too, and gets it
 back before the other side starts its next exchange. So the device computes while the host waits.
 The next exchange starts during that compute, on a stream that does not wait for it (`ahead`).
@@ -44,9 +40,6 @@ class PairedModel(Protocol):
 
     def resume(self, is_backward: bool) -> None:
         """Make whole what a side uses, when it gets the baton back."""
-
-    def compute_apart(self) -> None:
-        """Queue weight gradients that the backward has left. Called before it waits."""
 
 
 class Pairs:
@@ -173,12 +166,6 @@ class _Pair:
         finally:
             self._end(side)
 
-    def compute_apart(self) -> None:
-        """Queue weight gradients that the backward has left, if the caller is the backward."""
-        if self._holder.is_backward:
-            for model in self._models:
-                model.compute_apart()
-
     def give_back(self) -> None:
         """Hand the baton back to a side that has handed it over early. Called before exchanges."""
         if self._other(self._holder).is_early:
@@ -242,7 +229,6 @@ def exchange(
     with pairs.ahead() if is_ahead else nullcontext():
         works = [start(async_op=True) for start in starts]
     pair.hand_over()
-    pair.compute_apart()
     for work in works:
         work.wait()
 

@@ -218,8 +218,7 @@ class TrainStep:
         All dispatchers but "local" and "nvlink" alternate; with these the backward follows the
         forward. Gradients have the same bits. Every rank runs the same pairs. Units that are
         resharded after each use ("optim_grads_params") are all-gathered once more whenever forward
-        and backward need the same buffer. Experts' weight gradients are computed while an exchange
-        of the layer before runs, and hold their operands until then.
+        and backward need the same buffer.
 
         The forward runs in this thread, the earlier micro-batch's backward in another one.
 

@@ -58,7 +58,7 @@ from moecore.parallel.shard.runs import Border, ForwardRun
 from moecore.parallel.shard.skipped import SkippedModules
 from moecore.parallel.shard.transport import UnitStreams
 from moecore.parallel.shard.unit import State, Unit
-from moecore.parallel.shard.weight_gradients import PairedWeightGradients, WeightGradients
+from moecore.parallel.shard.weight_gradients import WeightGradients
 
 BORDER = "_moecore_border"
 
@@ -93,7 +93,6 @@ class Engine:
             )
         self._in_backward = False  # stays True after a backward that failed
         self._left: list[WeightGradients] = []  # deferred products, in the order of their D's
-        self._apart = PairedWeightGradients(self.units, self._reduce)
         self.progress: Callable[[], Progress | None] = lambda: None  # of the model's `TrainStep`
         self._notes = Notes(root, units, streams.device_type)
         for unit in units:
@@ -205,14 +204,9 @@ class Engine:
         self._check_whole()
         self._is_paired = True
         try:
-            with self._apart.deferring([unit for unit in self.units if self._sums_alone(unit)]):
-                yield
+            yield
         finally:
             self._is_paired = False
-
-    def compute_apart(self) -> None:
-        """Compute products that the backward of a pair has deferred."""
-        self._apart.compute()
 
     def resume(self, is_backward: bool) -> None:
         """Make the units whole that a side of a pair uses, when that side gets the baton back."""
@@ -454,11 +448,7 @@ class Engine:
 
     def _is_left(self, unit: Unit) -> bool:
         """Whether deferred products of a unit are left."""
-        return any(later.holds(unit.gradients) for later in (*self._left, *self._apart.both))
-
-    def _sums_alone(self, unit: Unit) -> bool:
-        """Whether a backward of the step sums a unit's gradients over no other rank."""
-        return not unit.gradients.has_others or (unit.options.accumulates and self._shares(unit))
+        return any(later.holds(unit.gradients) for later in self._left)
 
     def _gets_more(self, unit: Unit) -> bool:
         """Whether later backwards of the step use a unit's whole parameters and add gradients."""

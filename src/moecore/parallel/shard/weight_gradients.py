@@ -8,19 +8,15 @@ later.run()                         the products, and the reductions of their un
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moecore.base.torch_names import storage_key
 from moecore.kernels.experts.contract import ComputeGrad
-
-if TYPE_CHECKING:
-    from moecore.parallel.shard.unit import Unit
 
 
 class WeightProduct(NamedTuple):
@@ -95,46 +91,6 @@ class WeightGradients:
     def take(self, unit: object) -> deque[WeightProduct]:
         """Return the products of a unit in the order in which they came, and leave none."""
         return self._products.pop(unit, deque())
-
-
-class PairedWeightGradients:
-    """Those of a pair's backward, which computes them before it waits for a later exchange.
-
-    They wait for the exchange after the next one: those of experts for the combine of the layer
-    before. `reduce` ends what a unit's products have added.
-    """
-
-    def __init__(self, units: Sequence[Unit], reduce: Callable[[Unit], None]) -> None:
-        self._units, self._reduce = units, reduce
-        # Deferred before the last exchange of the backward began, and since then.
-        self.both = WeightGradients(), WeightGradients()
-
-    @contextmanager
-    def deferring(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Return a context in which a backward defers products of units, and which computes all."""
-        for unit in units:
-            unit.gradients.later = self.both[1]
-        try:
-            yield
-            for _ in self.both:
-                self.compute()
-        finally:
-            for unit in units:
-                unit.gradients.later = None
-            for later in self.both:
-                later.drop()
-
-    def compute(self) -> None:
-        """Compute those that were deferred before the last exchange began."""
-        before, since = self.both
-        for unit in reversed(self._units):
-            later, products = unit.gradients.later, before.take(unit.gradients)
-            if products:
-                unit.gradients.later = None  # `compute` must not defer them again
-                unit.gradients.compute(products)
-                self._reduce(unit)
-            unit.gradients.later = before if later is since else later
-        self.both = since, before
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
