@@ -96,6 +96,8 @@ FOREIGN = {
     "_apply_gate": "transformers",
     "_debug_force_load_balance": "torchtitan",
     "_experts_implementation": "transformers",
+    "_flash_attn_bwd": "flash-attn-4",
+    "_flash_attn_fwd": "flash-attn-4",
     "_from_config": "transformers",
     "_get_dtype_plan": "transformers",
     "_init_weights": "transformers",
