@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("peft")
+pytest.importorskip(
+    "peft", minversion="0.21", reason="the adapters are peft's, which the extra `test` has"
+)
 
 REPO = Path(__file__).parents[2]
 ARGUMENTS = "--preset tiny-qwen3 --layers 1 --seq-len 32 --batch-size 2 --warm-up 1 --timed 2"
