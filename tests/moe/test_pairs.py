@@ -442,10 +442,13 @@ def test_where_pairs_are_refused(found: dict[str, Any]) -> None:
     assert "must not run within another one" in within
 
 
-def gpu_worker(rank: int, device: torch.device) -> dict[str, list[str]]:
-    return {name: both(device, **case)[0] for name, case in CASES.items()}
+def gpu_worker(rank: int, device: torch.device, names: list[str]) -> dict[str, list[str]]:
+    return {name: both(device, **CASES[name])[0] for name in names}
 
 
 @pytest.mark.gpu
-def test_pairs_on_gpus() -> None:
-    assert run_ranks(2, gpu_worker, device_type="cuda") == {name: [] for name in CASES}
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_pairs_on_gpus(num_ranks: int) -> None:
+    names = [name for name, case in CASES.items() if num_ranks == 2 * case.get("domain", 1)]
+    wanted: dict[str, list[str]] = {name: [] for name in names}
+    assert run_ranks(num_ranks, gpu_worker, names, device_type="cuda") == wanted

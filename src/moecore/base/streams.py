@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -145,7 +146,19 @@ def current_stream(device: torch.device | str) -> Stream | None:
     if _dry.queues is not None:
         return _dry.queues.current
     device = torch.device(device)
-    return torch.accelerator.current_stream(device.index) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    found = torch.accelerator.current_stream(device.index)
+    return _as_cuda(found.stream_id, found.device_index, found.device_type)
+
+
+@cache
+def _as_cuda(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    # A `torch.Stream` would not wait for a `torch.cuda.Event`, without a word, nor equal a
+    # `torch.cuda.Stream`. This is `torch.cuda.current_stream`, at a fifth of its cost to a host.
+    return torch.cuda.Stream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
 
 
 class _OnStream:
