@@ -181,6 +181,7 @@ def _start_group(rank: int, world_size: int, transport: str, *, store: str) -> N
         else:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             LIBRARY.impl("all_gather_into_tensor", _all_gather_into_tensor, "CUDA")
+            dist.batch_isend_irecv = _batch_through_host
     elif transport == "gloo":
         _share_gloo_device()
     else:
@@ -208,6 +209,26 @@ def _share_gloo_device() -> None:
             super().__init__(store, rank, size, options)
 
     dist.distributed_c10d.ProcessGroupGloo = OneDevice
+
+
+class _ThroughHost:
+    """A message of a GPU by gloo, which would read and write the host's memory at its address."""
+
+    def __init__(self, op: dist.P2POp) -> None:
+        self._tensor, self._sends = op.tensor, op.op is dist.isend
+        self._on_host = (
+            op.tensor.cpu() if self._sends else torch.empty_like(op.tensor, device="cpu")
+        )
+        self._work = op.op(self._on_host, op.peer, op.group, op.tag)
+
+    def wait(self) -> None:
+        self._work.wait()
+        if not self._sends:
+            self._tensor.copy_(self._on_host)
+
+
+def _batch_through_host(ops: list[dist.P2POp]) -> list[_ThroughHost]:
+    return [_ThroughHost(op) for op in ops]
 
 
 def _all_gather_into_tensor(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
