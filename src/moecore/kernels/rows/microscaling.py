@@ -20,8 +20,9 @@ is amax / 6 over that, rounded to the nearest E4M3. Values round to the nearest,
 saturate at 6. NaN and infinity are no amax of a tensor; either one makes its block NaN.
 
 Stochastic rounding draws from a hash of a fixed seed, an element's row and column in its operand,
-and its bits in fp32 before the division. So repeats and recomputation draw alike, without a state
-that checkpoints or graphs would have to know, and layers and steps differ where values do.
+and its value truncated to bf16. So repeats and recomputation draw alike, without a state that
+checkpoints or graphs would have to know; layers and steps differ where values do; and another order
+of sums, which changes last bits of fp32, changes few draws.
 
 Letters: M, K rows and columns of an operand; P rows with each expert's padded to whole blocks.
 
@@ -107,7 +108,7 @@ def draws_of(x_MK: Tensor) -> Tensor:
     """Return fp32 in [0, 1), multiples of 2^-24, which depend on place and value alone."""
     rows, columns = (torch.arange(n, dtype=torch.int32, device=x_MK.device) for n in x_MK.shape)
     hashed = _mixed(_mixed(rows + SEED)[:, None] + columns)
-    hashed = _mixed(hashed ^ x_MK.float().view(torch.int32))
+    hashed = _mixed(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
     return (hashed >> 8 & 0xFFFFFF).float() * 2.0**-24
 
 
