@@ -53,7 +53,7 @@ def oracle(leaves: dict[str, Tensor], ids: Tensor, recipe: Recipe, kind: str) ->
 
 # Only the order of sums differs. Where that moves a value over a tie it goes to the next number, of
 # E2M1 up to a third of itself; where it moves bits that are drawn from, to either neighbour.
-BOUNDS = {"mxfp8": 1e-3, "nvfp4": 3e-2}
+BOUNDS = {"mxfp8": 1e-3, "nvfp4": 5e-3}
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])

@@ -26,7 +26,7 @@ def e2m1(x: Tensor, draws: Tensor | None = None) -> Tensor:
         distance = (size[..., None] - GRID).abs() + 1e-12 * (torch.arange(8) % 2)
         found = GRID[distance.argmin(-1)]
     else:
-        below = (GRID <= size[..., None]).sum(-1) - 1
+        below = (size[..., None] >= GRID).sum(-1) - 1
         low, high = GRID[below], GRID[(below + 1).clamp(max=7)]
         up = (size - low) > draws.double() * (high - low)
         found = torch.where(up, high, low)
@@ -162,9 +162,7 @@ def experts(
     return out
 
 
-def linear(
-    x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
     """Return fp64 y, dx and dweight of a linear by a recipe."""
     q = Rounding(recipe)
     y = q.over_columns(x) @ q.weight(weight).T

@@ -71,9 +71,7 @@ def test_mxfp8_is_its_definition(block: tuple[int, int]) -> None:
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("random", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_nvfp4_is_its_definition(
-    block: tuple[int, int], random: bool, power_of_two: bool
-) -> None:
+def test_nvfp4_is_its_definition(block: tuple[int, int], random: bool, power_of_two: bool) -> None:
     x = uneven(48, 64)
     scale = tensor_scale(x, power_of_two)
     ours = tensor_scales(x.abs().amax(), Recipe(scaling="nvfp4", power_of_two=power_of_two))
