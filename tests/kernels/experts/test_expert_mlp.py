@@ -403,7 +403,7 @@ def test_opcheck(unsummed: bool) -> None:
     args = (leaves["x"], leaves["w1"], leaves["w2"], *low, None, None, weights)
     args += (handle if unsummed else None, None, rows.row_ids_R, rows.slots_SK, rows.offsets_e)
     args += ("swiglu", 7.0, 1.702, False, "torch", True)
-    args += ("", True, "e4m3", 0, "wide", torch.float32)
+    args += ("", True, "e4m3", 0, "wide", True, True, torch.float32)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
 
 
