@@ -260,7 +260,10 @@ class LaterSink:
         self.kept.append((compute, operands))
 
 
-@pytest.mark.parametrize("recipe", [None, Recipe(), Recipe(scaling="rowwise")])
+@pytest.mark.parametrize(
+    "recipe",
+    [None, *(Recipe(scaling=s) for s in ("blockwise", "rowwise", "mxfp8", "nvfp4"))],  # type: ignore[arg-type]
+)
 def test_a_gradient_that_is_computed_later_holds_no_weight(recipe: Recipe | None) -> None:
     leaves, ids = make("swiglu", D=128, F=128)
     products = "torch" if recipe is None else "triton"

@@ -406,7 +406,7 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("where", ["backward", "both"])
-@pytest.mark.parametrize("scaling", ["blockwise", "rowwise"])
+@pytest.mark.parametrize("scaling", ["blockwise", "rowwise", "nvfp4"])
 def test_under_a_dispatch_mode(scaling: Any, where: str) -> None:
     """What the autograd function kept goes to the op; quantised weights are made again there."""
     leaves, ids = make("swiglu", **SIZES)
