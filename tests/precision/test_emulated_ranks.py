@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import ContextOptions, MoEConfig, ParallelConfig, build_meshes
+from moecore import CloneOptions, ContextOptions, MoEConfig, ParallelConfig, build_meshes
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.layer import MoELayer
@@ -89,13 +89,16 @@ def one_process(batches: list[dict[str, Tensor]], recipe: Recipe | None) -> dict
 
 def on_ranks(name: str, recipe: Recipe, device: torch.device) -> dict[str, Any]:
     """Return of every quantity our error over that of one process, and the distance to it."""
-    context = ContextOptions(way="allgather") if "cp" in name else None
+    options: dict[str, Any] = {}
+    if "cp" in name:
+        clones = CloneOptions(per_rank=1, least=0.0)
+        options = dict(context=ContextOptions(way="a2a"), clones=clones, recompute=True)
     case = Case(
         world=6,
         parallel=FOLDINGS[name],
         precision=Precision(recipe=recipe),
         expert_backend="auto",
-        context=context,
+        **options,
     )
     meshes = build_meshes(ParallelConfig(**case.parallel), "cpu")
     model = filled()
