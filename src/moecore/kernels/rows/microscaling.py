@@ -126,8 +126,9 @@ def hadamard(x_PC: Tensor) -> Tensor:
     the matrices themselves. Additions alone, so no mode of matrix products changes it.
     """
     P, C = x_PC.shape
-    signs = [1.0 if SIGNS >> i & 1 else -1.0 for i in range(TRANSFORMED)]
-    x = x_PC.float().reshape(-1, TRANSFORMED, C) * x_PC.new_tensor(signs).float()[:, None]
+    # Made on the device: graphs capture no copies from the host.
+    signs = (SIGNS >> torch.arange(TRANSFORMED, device=x_PC.device) & 1) * 2.0 - 1.0
+    x = x_PC.float().reshape(-1, TRANSFORMED, C) * signs[:, None]
     x = x.reshape(-1, 2, 2, 2, 2, C)
     for dim in (1, 2, 3, 4):
         first, second = x.unbind(dim)
