@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
+from moecore.kernels.common import launches_on_meta
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertSpec,
@@ -19,7 +20,7 @@ from moecore.kernels.experts.contract import (
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices, why_not
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.packed import pack_rows
 from moecore.kernels.rows.record import Rows
@@ -207,3 +208,34 @@ def test_blocks_lie_within_a_rank(recipe: Recipe, sizes: Any, message: str) -> N
     with pytest.raises(ValueError, match=message):
         raise ValueError(why_not("triton", spec))
     assert why_not("triton", replace(spec, dim=64, hidden_dim=64)) is None
+
+
+@both
+def test_products_are_kernels_of_bf16(recipe: Recipe) -> None:
+    """What a forward and backward launch on Hopper; nothing reads the device on the host."""
+    leaves, ids = make("swiglu", S=40, D=128, F=96, dtype=torch.bfloat16)
+    index = rows_of(ids, leaves["weights"].detach(), 5)
+    on_meta = {n: t.detach().to("meta").requires_grad_() for n, t in leaves.items()}
+    index = ExpertIndex(*(t.detach().to("meta") for t in index))
+    names: list[str] = []
+    with launches_on_meta(lambda name, _: names.append(name)):
+        y = apply(on_meta, index, options_of(recipe))
+        y.backward(torch.empty_like(y))
+    products = [name for name in names if "gemm" in name or "wgrad" in name]
+    assert sorted(set(products)) == ["_grouped_gemm_fwd_kernel", "sm90_bf16_grouped_wgrad_kernel"]
+    assert len(products) == 4 + 2
+    assert on_meta["w1"].grad is not None and on_meta["w1"].grad.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_a_gpu_equals_a_cpu(recipe: Recipe) -> None:
+    """Its products round to bf16, which moves some values of H over a tie, by one step."""
+    leaves, ids = make("swiglu", S=700, D=256, F=128, dtype=torch.bfloat16)
+    expected = run(leaves, ids, options_of(recipe))
+    on_gpu = {n: t.detach().cuda().requires_grad_() for n, t in leaves.items()}
+    found, again = (run(on_gpu, ids.cuda(), options_of(recipe)) for _ in range(2))
+    for name in OUTPUTS:
+        wrong = (found[name].cpu().float() - expected[name].float()).norm()
+        assert wrong <= 10 * BOUNDS[recipe.scaling] * expected[name].float().norm(), name
+        assert torch.equal(found[name], again[name]), name

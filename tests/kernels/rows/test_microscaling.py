@@ -243,6 +243,24 @@ def test_swizzled_scales_come_back(shape: tuple[int, int]) -> None:
     assert torch.equal(unswizzle_scales(swizzle_scales(scales), *shape), scales)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("over_rows", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_a_gpu_has_the_bits_of_a_cpu(recipe: Recipe, over_rows: bool) -> None:
+    x = uneven(64, 96)
+    expected, found = (
+        emulated(t, recipe, over_rows=over_rows, is_gradient=True) for t in (x, x.cuda())
+    )
+    assert found.values.dtype == torch.bfloat16
+    assert torch.equal(found.values.cpu().float(), expected.values)
+    assert torch.equal(found.scales.cpu(), expected.scales)
+    w = torch.stack([x, 3 * x])
+    ours, theirs = emulated_matrices(w, recipe), emulated_matrices(w.cuda(), recipe)
+    for a, b in ((ours.rows, theirs.rows), (ours.columns, theirs.columns)):
+        assert a is not None and b is not None
+        assert torch.equal(a.values, b.values.cpu().float())
+
+
 # Two implementations that nobody here wrote. Both multiply by reciprocals where the definition
 # divides, so a value in the middle of two may go to either.
 def differ(found: Tensor, expected: Tensor) -> float:
