@@ -20,7 +20,7 @@ wait $$interpreted || code=$$?; cat $$log; exit $$code
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test nightly test-for quick quick-ranks golden demo bench card bench-docs lint format clean
+.PHONY: help venv test nightly test-for test-extras quick quick-ranks golden demo bench card bench-docs lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 13
@@ -44,6 +44,9 @@ nightly: $(READY)  ## run all CPU tests, whole grids, with new examples of hypot
 test-for: $(READY)  ## run the tests that import FILE, however far: make test-for FILE=src/...
 	@found=$$($(PY) -m tools.affected tests $(FILE)) && echo "$${found:?no test imports $(FILE)}" && \
 	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $$found $(ARGS)
+
+test-extras: $(READY)  ## run the tests that need pip install -e '.[oracles]'; they are skipped without
+	$(ON_CPUS) $(PY) -m pytest -q tests/kernels/rows/test_microscaling.py $(ARGS)
 
 golden: $(READY)  ## remake this platform's golden records (ARGS="paths"; see CONTRIBUTING.md)
 	$(ONE_THREAD) $(PY) -m tests.golden.make $(ARGS)

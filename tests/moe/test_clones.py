@@ -377,7 +377,9 @@ class OneClone:
         return self.tensors
 
 
-@pytest.mark.parametrize(("scaling", "number"), [("blockwise", 6), ("rowwise", 8)])
+@pytest.mark.parametrize(
+    ("scaling", "number"), [("blockwise", 6), ("rowwise", 8), ("mxfp8", 6), ("nvfp4", 4)]
+)
 def test_what_rows_and_columns_share_is_fetched_once(scaling: Any, number: int) -> None:
     torch.manual_seed(0)
     own, others = (tuple(torch.randn(n, 256, 384) for _ in range(2)) for n in (2, 1))

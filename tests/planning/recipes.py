@@ -22,7 +22,7 @@ from moecore.planning.levers import WHOLE
 from moecore.planning.run import OptimizerOptions, TrainingRun
 
 GB200, GB300 = "GB200, 192 GB", "GB300, 288 GB"
-NO_MXFP8 = "MXFP8: blocks of 32 do not exist here"
+NO_MXFP8 = "MXFP8: emulated here, without its tensor cores"
 NO_GPU = "the GPU is none of moecore.planning.gpus.GPUS"
 UP_MLP: tuple[Recomputed, ...] = ("mla_up_proj", "mlp")
 CHEAP: tuple[Recomputed, ...] = ("activation", "norm")

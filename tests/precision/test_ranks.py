@@ -16,11 +16,15 @@ from torch.func import functional_call
 from moecore.base.options.precision import Precision, Recipe
 from moecore.moe.params import shard_parameter
 from moecore.precision.apply import advance_amax, apply_precision
+from moecore.precision.emulated import linear_products
 from moecore.precision.linear import Fp8Products, why_not
 from tests.helpers.ranks import run_ranks
 
 TENSORWISE = Recipe(scaling="tensorwise", power_of_two=False)
 DELAYED = Recipe(scaling="tensorwise", amax_history=2)
+MXFP8 = Recipe(scaling="mxfp8")
+NVFP4 = Recipe(scaling="nvfp4", power_of_two=False, stochastic_rounding=False)
+OF_CUTS = (Recipe(), TENSORWISE, DELAYED, MXFP8, NVFP4)
 
 
 class Model(nn.Module):
@@ -45,7 +49,7 @@ def cut_weight(rank: int, recipe: Recipe) -> dict[str, bool]:
     cut.weight = nn.Parameter(weight)
     shard_parameter(cut, "weight", mesh, (Shard(0),))
     rows, same = slice(128 * rank, 128 * rank + 128), []
-    products = {"whole": Fp8Products(recipe), "cut": Fp8Products(recipe)}
+    products = {"whole": linear_products(recipe), "cut": linear_products(recipe)}
     for _ in range(3):
         y, part = products["whole"](x, whole.weight), products["cut"](x, cut.weight)
         same.append(torch.equal(part, y[:, rows]))
@@ -108,7 +112,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     fp32 = MixedPrecisionPolicy()
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     results: dict[str, Any] = {
-        "cut": {r.describe(): cut_weight(rank, r)["same"] for r in (Recipe(), TENSORWISE, DELAYED)},
+        "cut": {r.describe(): cut_weight(rank, r)["same"] for r in OF_CUTS},
         "replicated": replicated(rank),
         "uneven": uneven(),
         "fp32": {r.scaling: under_fsdp(rank, r, fp32) for r in (Recipe(), TENSORWISE)},

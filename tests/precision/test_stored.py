@@ -110,6 +110,10 @@ def test_export_is_refused_without_adapters_on_experts(no_group_left: None, tmp_
             dict(precision=Precision(recipe=Recipe(scaling="rowwise"), roles=("experts",))),
             r"recipe of \S+ \(rowwise\) must be 'blockwise'",
         ),
+        (
+            dict(precision=Precision(recipe=Recipe(scaling="mxfp8"), roles=("experts",))),
+            r"recipe of \S+ \(mxfp8\) must be 'blockwise'",
+        ),
     ],
 )
 def test_recipes_that_do_not_store(

@@ -41,7 +41,7 @@ from moecore.parallel.mesh import (
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.request import Request
 from moecore.parallel.shard.late_parameters import refuse_added
-from moecore.precision.linear import Fp8Products
+from moecore.precision.emulated import linear_products
 
 logger = logging.getLogger("moecore.parallelize")
 
@@ -133,7 +133,7 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
             if recipe is not None:
-                layer.part("shared").products = (Fp8Products(recipe), Fp8Products(recipe))
+                layer.part("shared").products = (linear_products(recipe), linear_products(recipe))
 
 
 def _stores(options: NVLinkOptions | None, domains: DomainGroups | None) -> NVLinkOptions | None:

@@ -16,6 +16,7 @@ from moecore.moe.experts import Experts
 from moecore.moe.linear import PlainProducts
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
+from moecore.precision.emulated import linear_products
 from moecore.precision.history import AmaxHistory
 from moecore.precision.linear import Fp8Products, InputCast, why_not
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
@@ -52,7 +53,8 @@ def role_of(name: str) -> Role | None:
 def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:
     """Let a model's linears compute in FP8, in place: each becomes a `ProductLinear`."""
     # Parameters, their names, hooks and state dict stay what they are, on meta too. Call it after
-    # tensor parallelism, whose cut must leave multiples of 16, and before sharding and compiling.
+    # tensor parallelism, whose cut must leave multiples of 16 ("mxfp8": 32), and before sharding
+    # and compiling.
     # To call it once more replaces recipes and drops histories. Linears under one parent that get
     # the same input quantise it once. Names, those of the result too, are without wrappers'
     # prefixes.
@@ -63,7 +65,7 @@ def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearP
         if recipe is None:
             continue
         siblings = (name.rpartition(".")[0], module.in_features, recipe)
-        set_products(module, Fp8Products(recipe, inputs.setdefault(siblings, InputCast())))
+        set_products(module, linear_products(recipe, inputs.setdefault(siblings, InputCast())))
     return table
 
 
@@ -135,7 +137,7 @@ def _decide(name: str, module: nn.Linear, precision: Precision) -> LinearPrecisi
         return LinearPrecision(role, None, never_quantised(name) or "its name has no role")
     if recipe is None:
         return LinearPrecision(role, None, "the precision leaves it out")
-    reason = why_not(module.weight)
+    reason = why_not(module.weight, recipe)
     if type(module).forward not in (*PLAIN_FORWARDS, ProductLinear.forward):
         reason = f"{type(module).__name__} has a forward of its own"
     return LinearPrecision(role, None if reason else recipe, reason)

@@ -192,7 +192,7 @@ class Fp8Products(LinearProducts):
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight_NK = local_param(weight, reads=False)
-        _check(x, weight_NK)
+        check_operands(x, weight_NK, self.recipe)
         bias_N = None if bias is None else local_param(bias)
         with_grad = torch.is_grad_enabled()
         seen = self.history.record(x.device) if self.history is not None and with_grad else {}
@@ -260,8 +260,9 @@ class Fp8Products(LinearProducts):
         return put_grad(product(dy, x, dtype), target.out, target.adds, target.dtype, target.scale)
 
 
-def why_not(weight: Tensor) -> str | None:
-    """Return why a weight's products cannot be in FP8, or None; the same on every rank."""
+def why_not(weight: Tensor, recipe: Recipe | None = None) -> str | None:
+    """Return why a weight's products cannot be by a recipe, or None; the same on every rank."""
+    multiple = ALIGNED if recipe is None else recipe.multiple
     # The weight [N, K] is whole or cut by tensor parallelism, not yet over data ranks.
     sizes = list(weight.shape)
     if isinstance(weight, DTensor):
@@ -271,17 +272,18 @@ def why_not(weight: Tensor) -> str | None:
                 if sizes[placement.dim] % parts:
                     return f"its weight {sizes} is cut into {parts} parts that are not alike"
                 sizes[placement.dim] //= parts
-    if len(sizes) != 2 or any(n == 0 or n % ALIGNED for n in sizes):
-        return f"its weight {sizes} is no matrix of multiples of {ALIGNED}"
+    if len(sizes) != 2 or any(n == 0 or n % multiple for n in sizes):
+        return f"its weight {sizes} is no matrix of multiples of {multiple}"
     if not weight.is_floating_point() or weight.element_size() == 1:
         return f"its weight is {weight.dtype}"
     return None
 
 
-def _check(x: Tensor, weight_NK: Tensor) -> None:
+def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
+    """Raise a ValueError for an input and a weight that a recipe's products do not take."""
     if isinstance(x, DTensor):
         raise ValueError("x (a DTensor) must be a plain tensor for FP8 products: pass x.to_local()")
-    reason = why_not(weight_NK)
+    reason = why_not(weight_NK, recipe)
     if reason is not None:
         raise ValueError(f"weight must fit FP8 products, but {reason}: leave it in its dtype")
     if x.shape[-1:] != weight_NK.shape[1:]:

@@ -260,7 +260,10 @@ class LaterSink:
         self.kept.append((compute, operands))
 
 
-@pytest.mark.parametrize("recipe", [None, Recipe(), Recipe(scaling="rowwise")])
+@pytest.mark.parametrize(
+    "recipe",
+    [None, *(Recipe(scaling=s) for s in ("blockwise", "rowwise", "mxfp8", "nvfp4"))],  # type: ignore[arg-type]
+)
 def test_a_gradient_that_is_computed_later_holds_no_weight(recipe: Recipe | None) -> None:
     leaves, ids = make("swiglu", D=128, F=128)
     products = "torch" if recipe is None else "triton"
@@ -403,7 +406,7 @@ def test_opcheck(unsummed: bool) -> None:
     args = (leaves["x"], leaves["w1"], leaves["w2"], *low, None, None, weights)
     args += (handle if unsummed else None, None, rows.row_ids_R, rows.slots_SK, rows.offsets_e)
     args += ("swiglu", 7.0, 1.702, False, "torch", True)
-    args += ("", True, "e4m3", 0, "wide", torch.float32)
+    args += ("", True, "e4m3", 0, "wide", True, True, torch.float32)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
 
 

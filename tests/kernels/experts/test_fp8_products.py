@@ -294,7 +294,8 @@ def test_compiles_to_the_same_bits(recipe: dict[str, Any]) -> None:
     assert all(torch.equal(eager, other) for eager, other in zip(*results, strict=True))
 
 
-def test_opcheck() -> None:
+@pytest.mark.parametrize("scaling", ["blockwise", "nvfp4"])
+def test_opcheck(scaling: str) -> None:
     leaves, ids = make("swiglu", S=5, D=128, F=128, drop=False)
     rows = rows_of(ids, leaves["weights"].detach(), 5)
     weights = rows.weights_R.detach().requires_grad_()
@@ -302,7 +303,7 @@ def test_opcheck() -> None:
     args = (leaves["x"], leaves["w1"], leaves["w2"], *none, weights, None, None)
     args += (rows.row_ids_R, rows.slots_SK, rows.offsets_e)
     args += ("swiglu", 7.0, 1.702, False, "triton", True)
-    args += ("blockwise", True, "e4m3", 0, "wide", torch.float32)
+    args += (scaling, True, "e4m3", 0, "wide", True, True, torch.float32)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
 
 
@@ -405,7 +406,7 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("where", ["backward", "both"])
-@pytest.mark.parametrize("scaling", ["blockwise", "rowwise"])
+@pytest.mark.parametrize("scaling", ["blockwise", "rowwise", "nvfp4"])
 def test_under_a_dispatch_mode(scaling: Any, where: str) -> None:
     """What the autograd function kept goes to the op; quantised weights are made again there."""
     leaves, ids = make("swiglu", **SIZES)

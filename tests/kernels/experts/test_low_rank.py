@@ -154,7 +154,10 @@ def test_error_is_at_most_twice_that_of_formed_matrices(
             assert torch.equal(found[name], again[name]), name
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(scaling="rowwise")], ids=["blocks", "rows"])
+SCALINGS = ("blockwise", "rowwise", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize("recipe", [Recipe(scaling=s) for s in SCALINGS], ids=SCALINGS)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_errors_in_fp8_are_at_most_twice_those_of_formed_matrices(

@@ -424,6 +424,7 @@ def tied() -> Decoder:
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no FP8": (None, {"precision": None}, "there are none: set precision='blockwise'"),
     "by row": (None, {"precision": "rowwise"}, "there are none: set precision='blockwise'"),
+    "nvfp4": (None, {"precision": "nvfp4"}, "there are none: set precision='blockwise'"),
     "whole experts": (
         None,
         {"precision": Precision(recipe=Recipe(), roles=("experts",)), "parallel": 2},

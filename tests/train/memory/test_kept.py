@@ -138,6 +138,8 @@ LAYERS: dict[str, tuple[MoEConfig, dict[str, Any]]] = {
         ("fp8 rows", {}, dict(recipe=Recipe())),
         ("fp8 hidden", {}, dict(recipe=Recipe(keep_hidden="fp8"))),
         ("rowwise", {}, dict(recipe=Recipe(scaling="rowwise"))),
+        ("mxfp8", {}, dict(recipe=Recipe(scaling="mxfp8"))),
+        ("nvfp4", {}, dict(recipe=Recipe(scaling="nvfp4"))),
         ("biased", dict(fc1_bias=True, fc2_bias=True), {}),
         ("latent", dict(latent_dim=128), {}),
         ("capacity", dict(capacity=CapacityConfig(factor=1.0, pad=True)), {}),

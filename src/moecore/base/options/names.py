@@ -3,7 +3,7 @@
 from typing import Literal
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-PrecisionName = Literal["auto", "blockwise", "rowwise", "tensorwise"]
+PrecisionName = Literal["auto", "blockwise", "rowwise", "tensorwise", "mxfp8", "nvfp4"]
 MomentDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "overlapped", "zero-bubble", "zbv", "dualpipe-v"

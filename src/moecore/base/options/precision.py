@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 from moecore.base.fields import Bound, Rules, check_fields, shown
 from moecore.base.options.names import PrecisionName as PrecisionName
 
-Scaling = Literal["blockwise", "rowwise", "tensorwise"]
+Scaling = Literal["blockwise", "rowwise", "tensorwise", "mxfp8", "nvfp4"]
 Format = Literal["e4m3", "e5m2"]
 KeepHidden = Literal["wide", "fp8"]
 Block = tuple[int | None, int | None]  # rows and columns of one scale; None = all of them
@@ -22,8 +22,15 @@ ACTIVATION_BLOCKS: dict[Scaling, Block] = {
     "blockwise": (1, 128),
     "rowwise": (1, None),
     "tensorwise": (None, None),
+    "mxfp8": (1, 32),
+    "nvfp4": (1, 16),
 }
-WEIGHT_BLOCKS: dict[Scaling, Block] = {**ACTIVATION_BLOCKS, "blockwise": (128, 128)}
+WEIGHT_BLOCKS: dict[Scaling, Block] = {
+    **ACTIVATION_BLOCKS,
+    "blockwise": (128, 128),
+    "nvfp4": (16, 16),
+}
+EMULATED: tuple[Scaling, ...] = ("mxfp8", "nvfp4")  # rounded to their values, multiplied wide
 
 History = Annotated[
     int, Bound(">=", 0), Bound("<=", 4096), "use 0 for scales of the tensor's own values"
@@ -36,14 +43,18 @@ class Recipe:
 
     A value is one FP8 number times its block's scale. Products are summed in fp32. Both operands
     are quantised in blocks along the dim that is summed, so what is multiplied along rows and along
-    columns is quantised twice ("tensorwise": once, and transposed).
+    columns is quantised twice ("tensorwise", and weights of "nvfp4": once, and transposed).
 
     Attributes:
         scaling: "blockwise": activations and gradients have a scale per 1 x 128 elements along the
             summed dim, weights one per 128 x 128; "rowwise": one per row of either operand;
-            "tensorwise": one per tensor.
+            "tensorwise": one per tensor. "mxfp8": E4M3 with an E8M0 scale per 1 x 32 of either
+            operand. "nvfp4": E2M1 with an E4M3 scale per 1 x 16, weights one per 16 x 16, and an
+            fp32 scale per tensor, of experts per expert. These two are emulated: operands are
+            rounded to what the format holds, and multiplied in bf16.
         power_of_two: whether scales are rounded up to powers of two, so that to quantise once more
-            loses nothing but what underflows.
+            loses nothing but what underflows. Of "nvfp4" it is the fp32 scale, which then depends
+            on how a tensor is cut over ranks in its exponent alone; those of "mxfp8" always are.
         grad_format: of gradients of outputs; activations and weights are always "e4m3". "e5m2" has
             two bits of mantissa and reaches 57344 ("hybrid"). Blocks of 128 leave no use for that
             range, so "blockwise" refuses it.
@@ -53,9 +64,16 @@ class Recipe:
             recommended: delayed scaling clips an outlier that no earlier step had.
         keep_hidden: how the experts keep FC1's output for backward: "wide", in the dtype of the
             products, or "fp8", in blocks of 1 x 128 ("blockwise").
+        hadamard: of "nvfp4": whether both inputs of a weight gradient pass a random Hadamard
+            transform over each 16 tokens before they are quantised, which spreads outliers.
+        stochastic_rounding: of "nvfp4": whether gradients are rounded up or down at random, so that
+            their mean stays. What is drawn depends on an element's place and value alone.
 
     Source: blocks of 1 x 128 and 128 x 128 are DeepSeek-V3's (arXiv:2412.19437); e5m2 for gradients
-    and delayed scaling are those of "FP8 formats for deep learning" (arXiv:2209.05433).
+    and delayed scaling are those of "FP8 formats for deep learning" (arXiv:2209.05433). "mxfp8" is
+    of the OCP Microscaling Formats specification v1.0, with scales that round up, as in
+    arXiv:2506.08027; "nvfp4" is that of "Pretraining large language models with NVFP4"
+    (arXiv:2509.25149).
     """
 
     scaling: Scaling = "blockwise"
@@ -63,12 +81,25 @@ class Recipe:
     grad_format: Format = "e4m3"
     amax_history: History = 0
     keep_hidden: KeepHidden = "wide"
+    hadamard: bool = True
+    stochastic_rounding: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
         rule = f"scaling ({self.scaling!r})"
+        if self.scaling == "mxfp8" and not self.power_of_two:
+            yield "power_of_two", f"be True with {rule}, whose scales are E8M0: drop it"
+        if self.grad_format == "e5m2" and self.is_emulated:
+            yield (
+                "grad_format",
+                f"be 'e4m3' with {rule}, which has one format for all operands: drop it, or use "
+                "scaling='rowwise' or 'tensorwise'",
+            )
+        for field in ("hadamard", "stochastic_rounding"):
+            if self.scaling != "nvfp4" and not getattr(self, field):
+                yield field, f"be True with {rule}, which has none: drop it, or use scaling='nvfp4'"
         if self.grad_format == "e5m2" and self.scaling == "blockwise":
             yield (
                 "grad_format",
@@ -89,6 +120,16 @@ class Recipe:
             )
 
     @property
+    def is_emulated(self) -> bool:
+        """Whether operands are rounded to what a format holds, and multiplied wide."""
+        return self.scaling in EMULATED
+
+    @property
+    def multiple(self) -> int:
+        """Of which the summed sizes of a matrix are multiples; of experts "blockwise" 128."""
+        return self.activation_block[1] or 16 if self.is_emulated else 16
+
+    @property
     def activation_block(self) -> Block:
         """Rows and columns of one scale of an activation or a gradient, summed over columns."""
         return ACTIVATION_BLOCKS[self.scaling]
@@ -101,6 +142,13 @@ class Recipe:
     def describe(self) -> str:
         """Return one line: scaling, formats, scales, and what else differs from the defaults."""
         # Example: "blockwise FP8: e4m3, 1x128 and weights 128x128, scales fp32 power of two".
+        if self.scaling == "mxfp8":
+            return "MXFP8, emulated: e4m3, 1x32, scales e8m0"
+        if self.scaling == "nvfp4":
+            line = "NVFP4, emulated: e2m1, 1x16 and weights 16x16, scales e4m3 and per tensor fp32"
+            line += " power of two" if self.power_of_two else ""
+            line += "" if self.hadamard else ", no Hadamard transform"
+            return line if self.stochastic_rounding else f"{line}, no stochastic rounding"
         formats = "e4m3" if self.grad_format == "e4m3" else "e4m3, gradients e5m2"
         blocks = {
             "blockwise": "1x128 and weights 128x128",

@@ -4,6 +4,7 @@
     triton_products.py   this package's kernels
     fp8_products.py      blockwise FP8: kernels on Hopper, references on a CPU
     scaled_products.py   FP8 with a scale per row or per tensor: torch's grouped product, likewise
+    emulated_products.py MXFP8 and NVFP4: operands rounded to them, products of bf16
 
 A set of products is made for one index, one activation and the weights. Formats of what lies
 between two products are its own: what a verb returns goes to its other verbs alone. Letters: as in
@@ -26,6 +27,7 @@ from moecore.kernels.experts.contract import (
     LowRankUpdate,
     ProductsName,
 )
+from moecore.kernels.experts.emulated_products import EmulatedProducts
 from moecore.kernels.experts.fp8_products import BlockwiseProducts
 from moecore.kernels.experts.scaled_products import ScaledProducts
 from moecore.kernels.experts.torch_products import TorchProducts
@@ -94,10 +96,12 @@ class Products(Protocol):
         """Drop the matrices: gradients of weights alone are computed from here on."""
 
 
-OF_SCALING: dict[Scaling, type[BlockwiseProducts | ScaledProducts]] = {
+OF_SCALING: dict[Scaling, type[BlockwiseProducts | ScaledProducts | EmulatedProducts]] = {
     "blockwise": BlockwiseProducts,
     "rowwise": ScaledProducts,
     "tensorwise": ScaledProducts,
+    "mxfp8": EmulatedProducts,
+    "nvfp4": EmulatedProducts,
 }
 NAMED: dict[str, type[TorchProducts]] = {"triton": TritonProducts, "torch": TorchProducts}
 

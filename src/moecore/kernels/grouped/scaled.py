@@ -35,18 +35,18 @@ class PaddedRows(NamedTuple):
     length: int  # P
 
 
-def pad_rows(offsets_e: Tensor, num_rows: int) -> PaddedRows:
-    """Return where padded rows lie, in plain PyTorch. No host sync."""
+def pad_rows(offsets_e: Tensor, num_rows: int, multiple: int = ALIGNED) -> PaddedRows:
+    """Return where rows padded to a multiple lie, in plain PyTorch. No host sync."""
     # Every expert has rows there: torch's product leaves what has none uninitialised. Example,
     # experts of 3 and 17 rows in 22: offsets 16 and 48, place_R 0 to 2, 16 to 32, 64, 64.
     e = offsets_e.shape[0]
     counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
-    padded_e = (counts_e.clamp(min=1) + ALIGNED - 1) // ALIGNED * ALIGNED
+    padded_e = (counts_e.clamp(min=1) + multiple - 1) // multiple * multiple
     ends_e = padded_e.cumsum(0, dtype=torch.int32)
     row_R = torch.arange(num_rows, device=offsets_e.device)
     expert_R = torch.searchsorted(offsets_e, row_R.int(), right=True)
     shift_e = (ends_e - padded_e) - (offsets_e - counts_e)
-    length = cdiv(num_rows, ALIGNED) * ALIGNED + e * ALIGNED
+    length = cdiv(num_rows, multiple) * multiple + e * multiple
     place_R = row_R + shift_e[expert_R.clamp(max=e - 1)]
     return PaddedRows(expert_R, place_R.where(expert_R < e, length), ends_e, length)
 

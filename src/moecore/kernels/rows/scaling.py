@@ -15,6 +15,8 @@ what CPUs compute.
     "block"   [t, C, 128], columns of row tiles      -> [t, C / 128]
     "row"     [R, K] -> [R];  [e, N, K] -> [e, N];  [C, P], columns of every expert -> [e, C]
 
+Operands of "mxfp8" and "nvfp4" are values that are not FP8, see `microscaling.py`.
+
 Letters: M rows of an operand, K columns, the dim that is summed; T rows and D columns of what is
 quantised. A dense operand's M and K are padded with zeros up to what tensor cores take.
 

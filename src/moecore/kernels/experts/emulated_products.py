@@ -1,0 +1,85 @@
+"""Products of a rank's experts in MXFP8 and NVFP4, by operands that are rounded to these formats.
+
+For studying losses on GPUs without tensor cores for them: each operand passes plain PyTorch before
+the products in bf16, and a CPU multiplies in fp32. X and H are kept in the dtype of the rows, so
+recomputation rounds them alike. Rows are quantised in expert order: a tensor's scale is that of an
+expert's rows. Those that travelled as FP8 are widened first.
+
+Letters: as in `contract.py`; P expert rows, each expert's padded to whole blocks with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from moecore.base.options.precision import Recipe
+from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.experts.contract import ExpertSpec, GradTarget, ProductSource
+from moecore.kernels.experts.fp8_products import QuantisedProducts
+from moecore.kernels.experts.torch_products import TorchProducts
+from moecore.kernels.grouped.gemm import grouped_gemm
+from moecore.kernels.grouped.scaled import pad_rows
+from moecore.kernels.grouped.skeleton import Addend
+from moecore.kernels.grouped.wgrad import grouped_wgrad, put_grad
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.microscaling import BACKWARD, emulated, emulated_matrices
+from moecore.kernels.rows.scaling import Blocks, Both
+
+
+class EmulatedProducts(QuantisedProducts, TorchProducts):
+    """The contract is `products.Products`, recipes "mxfp8" and "nvfp4"."""
+
+    def __init__(self, index: ExpertIndex, *how: Any) -> None:
+        super().__init__(index, *how)
+        self.padded = pad_rows(index.offsets_e, index.row_ids_R.shape[0], self.recipe.multiple)
+
+    @staticmethod
+    def supports(spec: ExpertSpec) -> str | None:
+        assert spec.recipe is not None
+        return spec.refused_in_fp8(spec.recipe.multiple)
+
+    @staticmethod
+    def quantise(w_eNK: Tensor, recipe: Recipe, **layouts: Any) -> Both:
+        """Return one matrix of every expert as these products take it. No autograd."""
+        return emulated_matrices(w_eNK, recipe, **layouts)
+
+    def _operand(self, x: Tensor, expert: Tensor, **how: bool) -> Blocks:
+        e = self.offsets_e.shape[0]
+        return emulated(x, self.recipe, expert_M=expert, num_experts=e, **how)
+
+    def _rows(self, a_RK: Tensor, b: Any, addend: Addend | None) -> Tensor:
+        b_eKN = b.values.transpose(1, 2)
+        if not a_RK.shape[0]:
+            return a_RK.new_empty(0, b_eKN.shape[2])
+        # Matrices lie transposed for input gradients alone: what they multiply is a gradient.
+        a = self._operand(a_RK, self.padded.expert_R, is_gradient=b.kind == BACKWARD)
+        if has_hopper_kernels(a_RK.device):
+            out_RN = grouped_gemm(a.values, b_eKN, self.offsets_e)
+        else:
+            out_RN = grouped_mm(a.values, b_eKN, offs=self.offsets_e)
+        scales = a.scales[:-1] * b.scales
+        expert_R = self.padded.expert_R.clamp(max=scales.shape[0] - 1)
+        out_RN = (out_RN * scales[expert_R, None]).to(a_RK.dtype)
+        return self.low1.add(out_RN, addend)
+
+    def _weight_grad(
+        self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
+    ) -> Tensor:
+        padded = self.padded
+        row_P = torch.arange(padded.length, device=y_RN.device, dtype=torch.int32)
+        expert_P = torch.searchsorted(padded.offsets_e, row_P, right=True)
+        sides = []
+        for rows, is_gradient in ((source.rows, not transposed), (y_RN, transposed)):
+            x_PC = rows.new_zeros(padded.length + 1, rows.shape[1])
+            x_PC = x_PC.index_copy_(0, padded.place_R, rows)[:-1]
+            sides.append(self._operand(x_PC, expert_P, over_rows=True, is_gradient=is_gradient))
+        x, y = sides
+        how: Any = dict(transposed=transposed, dtype=torch.float32)
+        grad = grouped_wgrad(x.values, y.values, padded.offsets_e, **how)
+        grad = grad * (x.scales * y.scales)[:-1, None, None]
+        dtype = target.dtype or self.dtypes[not transposed]
+        return put_grad(grad, target.out, target.adds, dtype, target.scale)

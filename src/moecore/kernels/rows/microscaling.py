@@ -1,0 +1,270 @@
+"""MXFP8 and NVFP4 in plain PyTorch: values, scales, layouts in memory, and operands of products.
+
+             value                  scale of a block           scale of a tensor
+    mxfp8    E4M3                   E8M0, of 1 x 32            none
+    nvfp4    E2M1: 0, 1/2, 1, 3/2,  E4M3, of 1 x 16; weights   fp32; of experts one each
+             2, 3, 4, 6 and signs   16 x 16
+
+    x is about value * scale of its block * scale of its tensor
+
+Blocks lie along the summed dim. No tensor core for them is used here: a value times its block's
+scale is a number of bf16, so an operand is rounded to such numbers ("emulated") and multiplied as
+bf16; scales of tensors multiply the sums in fp32. A CPU multiplies in fp32.
+
+E8M0 scales are the least power of two with which a block's largest value fits 448 (`scaling.py`).
+The OCP specification's example rounds them down, so values from 1.75 times a power of two on would
+saturate; that costs loss in training, and would let a value depend on the rest of its block.
+
+NVFP4: a tensor's scale is amax / (6 * 448), or the least power of two that is not less; a block's
+is amax / 6 over that, rounded to the nearest E4M3. Values round to the nearest, ties to even, and
+saturate at 6. NaN and infinity are no amax of a tensor; either one makes its block NaN.
+
+Stochastic rounding draws from a hash of a fixed seed, an element's row and column in its operand,
+and its value truncated to bf16. So repeats and recomputation draw alike, without a state that
+checkpoints or graphs would have to know; layers and steps differ where values do; and another order
+of sums, which changes last bits of fp32, changes few draws.
+
+Letters: M, K rows and columns of an operand; P rows with each expert's padded to whole blocks.
+
+Source: OCP Microscaling Formats (MX) specification v1.0; "Recipes for pre-training LLMs with
+MXFP8" (arXiv:2506.08027) for scales that round up; "Pretraining large language models with NVFP4"
+(arXiv:2509.25149); cuBLAS's "1D block scaling factors layout" for `swizzle_scales`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moecore.base.options.precision import Recipe
+from moecore.kernels.common import cdiv
+from moecore.kernels.rows.e4m3 import FP8, MAX, block_scale_ref
+from moecore.kernels.rows.scaling import Blocks, Both, quantise_ref
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes, by the three low bits of a code
+LARGEST_E2M1 = 6.0
+TRANSFORMED = 16  # tokens of one Hadamard transform
+# Random once and fixed, one vector for all layers as in the paper: bit i is of token i.
+SIGNS = 0b1011_0010_0111_0001
+SEED = 0x5EED
+FORWARD, BACKWARD = "emulated", "emulated transposed"  # kinds of matrices; of `Blocks`
+SCALES_ROWS, SCALES_COLUMNS = 128, 4  # of a tile of swizzled scales
+
+
+def _blocked(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return [..., M, K] as [..., M / rows, rows, K / columns, columns], a view or a copy."""
+    (rows, columns), (*outer, M, K) = block, x.shape
+    return x.reshape(*outer, M // rows, rows, K // columns, columns)
+
+
+def _of_blocks(scales: Tensor) -> Tensor:
+    """Return what multiplies `_blocked` values."""
+    return scales[..., :, None, :, None]
+
+
+def quantise_mxfp8(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return E4M3 of x's shape, and fp32 scales, powers of two: [..., M / rows, K / columns]."""
+    values, scales = quantise_ref(_blocked(x, block), (-3, -1), power_of_two=True)
+    return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
+
+
+def quantise_nvfp4(
+    x: Tensor, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return fp32 values of E2M1, of x's shape, and E4M3 scales [..., M / rows, K / columns].
+
+    Args:
+        x: [..., M, K], of whole blocks.
+        block: rows and columns of one scale.
+        scale: fp32, of the tensor; broadcasts with the scales.
+        draws: in [0, 1), of x's shape: what exceeds a draw of the way to the next magnitude is
+            rounded up. None = to the nearest, ties to even.
+    """
+    wide = _blocked(x.float(), block)
+    amax = wide.abs().amax((-3, -1), keepdim=True)
+    # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
+    wanted = amax / torch.full_like(amax, LARGEST_E2M1) / _of_blocks(scale)
+    scales = wanted.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
+    step = scales.float() * _of_blocks(scale)
+    values = (wide / step).masked_fill(step == 0, 0)
+    values = _to_e2m1(values, None if draws is None else _blocked(draws, block))
+    return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
+
+
+def _to_e2m1(x: Tensor, draws: Tensor | None) -> Tensor:
+    magnitude = x.abs().clamp(max=LARGEST_E2M1)
+    step = torch.where(magnitude < 4, 1.0, 2.0).masked_fill(magnitude < 2, 0.5)
+    steps = magnitude / step
+    if draws is None:
+        steps = steps.round()  # its ties are even codes, too
+    else:
+        down = steps.floor()
+        steps = down + (steps - down > draws)
+    return (steps * step).copysign(x)
+
+
+def draws_of(x_MK: Tensor) -> Tensor:
+    """Return fp32 in [0, 1), multiples of 2^-24, which depend on place and value alone."""
+    rows, columns = (torch.arange(n, dtype=torch.int32, device=x_MK.device) for n in x_MK.shape)
+    hashed = _mixed(_mixed(rows + SEED)[:, None] + columns)
+    hashed = _mixed(hashed ^ (x_MK.float().view(torch.int32) >> 16 & 0xFFFF))
+    return (hashed >> 8 & 0xFFFFFF).float() * 2.0**-24
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Return a one-to-one hash of int32: MurmurHash3's finalizer; products wrap around."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * (0x85EBCA6B - 2**32)
+    x = (x ^ (x >> 13 & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def hadamard(x_PC: Tensor) -> Tensor:
+    """Return fp32: each 16 rows times their signs, then times a Hadamard matrix over 4.
+
+    The transform is orthogonal: a sum over rows of products of two transformed matrices is that of
+    the matrices themselves. Additions alone, so no mode of matrix products changes it.
+    """
+    P, C = x_PC.shape
+    # Made on the device: graphs capture no copies from the host.
+    signs = (SIGNS >> torch.arange(TRANSFORMED, device=x_PC.device) & 1) * 2.0 - 1.0
+    x = x_PC.float().reshape(-1, TRANSFORMED, C) * signs[:, None]
+    x = x.reshape(-1, 2, 2, 2, 2, C)
+    for dim in (1, 2, 3, 4):
+        first, second = x.unbind(dim)
+        x = torch.stack((first + second, first - second), dim)
+    return x.reshape(P, C) * 0.25
+
+
+def tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
+    """Return fp32 scales of tensors with these largest finite magnitudes; 1 without such scales."""
+    if recipe.scaling == "mxfp8":
+        return torch.ones_like(amax)
+    return block_scale_ref(amax, recipe.power_of_two, LARGEST_E2M1 * MAX)[0]
+
+
+def _rounded(
+    x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, is_gradient: bool = False
+) -> Tensor:
+    """Return values times scales of blocks, in the dtype in which they are multiplied."""
+    if recipe.scaling == "mxfp8":
+        values, scales = quantise_mxfp8(x, block)
+    else:
+        draws = draws_of(x) if is_gradient and recipe.stochastic_rounding else None
+        values, scales = quantise_nvfp4(x, block, scale, draws)
+    wide = _blocked(values.float(), block) * _of_blocks(scales.float())
+    return wide.reshape(x.shape).to(torch.float32 if x.device.type == "cpu" else torch.bfloat16)
+
+
+def emulated(
+    x_MK: Tensor,
+    recipe: Recipe,
+    *,
+    over_rows: bool = False,
+    is_gradient: bool = False,
+    expert_M: Tensor | None = None,
+    num_experts: int = 0,
+) -> Blocks:
+    """Return rows as an operand; its scales are of tensors, fp32 [e + 1]. No autograd, no sync.
+
+    Args:
+        x_MK: of a floating dtype; the summed dim has whole blocks.
+        recipe: "mxfp8" or "nvfp4".
+        over_rows: whether the product sums over rows, in place of columns.
+        is_gradient: whether values may be rounded at random.
+        expert_M: int64, the expert of each row; e = none, and its values change no other row. None
+            = one scale for all rows.
+        num_experts: e.
+    """
+    size = recipe.multiple
+    block = (size, 1) if over_rows else (1, size)
+    x_MK = x_MK.float()
+    if over_rows and recipe.scaling == "nvfp4" and recipe.hadamard:
+        x_MK = hadamard(x_MK)
+    if expert_M is None:
+        expert_M = torch.zeros(x_MK.shape[0], dtype=torch.int64, device=x_MK.device)
+    amax = x_MK.new_zeros(num_experts + 1)
+    if recipe.scaling == "nvfp4":
+        amax.scatter_reduce_(0, expert_M, finite_magnitude(x_MK).amax(1), "amax")
+    scales = tensor_scales(amax, recipe)
+    of_blocks = scales[expert_M[:: block[0]]][:, None]
+    return Blocks(_rounded(x_MK, recipe, block, of_blocks, is_gradient), scales, FORWARD)
+
+
+def emulated_matrices(
+    w_eNK: Tensor,
+    recipe: Recipe,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    amax_e: Tensor | None = None,
+) -> Both:
+    """Return matrices as operands summed over K and over N, with fp32 scales [e]. No autograd.
+
+    Both are the same numbers in "nvfp4", whose blocks are square. `amax_e` are largest finite
+    magnitudes, None = of each matrix.
+    """
+    w_eNK = w_eNK.detach().float()
+    if amax_e is None:
+        amax_e = finite_magnitude(w_eNK).amax((1, 2))
+    scales = tensor_scales(amax_e, recipe)
+    height, width = recipe.weight_block
+    assert height is not None and width is not None
+    found: dict[tuple[int, int], Tensor] = {}
+    operands: list[Blocks | None] = [None, None]
+    for i, (wanted, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):
+        if wanted:
+            if block not in found:
+                found[block] = _rounded(w_eNK, recipe, block, scales[:, None, None])
+            values = found[block].transpose(1, 2) if i else found[block]
+            operands[i] = Blocks(values, scales, (FORWARD, BACKWARD)[i])
+    return Both(*operands)
+
+
+def finite_magnitude(x: Tensor) -> Tensor:
+    """Return |x| as fp32, and 0 for NaN and infinity."""
+    x = x.float().abs()
+    return torch.where(x.isfinite(), x, 0)
+
+
+def pack_e2m1(values: Tensor) -> Tensor:
+    """Return uint8 [..., K / 2] of E2M1 values [..., K]: the first of two in the low four bits.
+
+    A code is a sign, two bits of exponent, one of mantissa. Example: (1, -6) is 0xF2.
+    """
+    magnitudes = torch.tensor(E2M1, device=values.device)
+    codes = torch.searchsorted(magnitudes, values.abs().float().contiguous())
+    codes = codes + 8 * values.signbit()
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return (low | high << 4).to(torch.uint8)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """Return the fp32 values [..., K] of bytes [..., K / 2]."""
+    numbers = torch.tensor((*E2M1, *(-x for x in E2M1)), device=packed.device)
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    return numbers[codes.long()]
+
+
+def to_e8m0(scales: Tensor) -> Tensor:
+    """Return fp32 powers of two as bytes: biased exponents; infinity is E8M0's NaN, 255."""
+    return (scales.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def swizzle_scales(scales_MB: Tensor) -> Tensor:
+    """Return one-byte scales [M, B] as tensor cores take them, flat, padded with zeros.
+
+    Tiles of 128 rows and 4 columns lie one after the other, columns first. A tile is [32, 16]: row
+    r, column c at r % 32, 4 * (r // 32) + c. Example: row 33, column 2 is byte 16 + 4 + 2.
+    """
+    M, B = scales_MB.shape
+    rows, columns = cdiv(M, SCALES_ROWS), cdiv(B, SCALES_COLUMNS)
+    padded = pad(scales_MB, (0, columns * SCALES_COLUMNS - B, 0, rows * SCALES_ROWS - M))
+    return padded.view(rows, 4, 32, columns, SCALES_COLUMNS).permute(0, 3, 2, 1, 4).flatten()
+
+
+def unswizzle_scales(flat: Tensor, M: int, B: int) -> Tensor:
+    """Return the scales [M, B] that `swizzle_scales` has laid out."""
+    rows, columns = cdiv(M, SCALES_ROWS), cdiv(B, SCALES_COLUMNS)
+    tiles = flat.view(rows, columns, 32, 4, SCALES_COLUMNS).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(rows * SCALES_ROWS, columns * SCALES_COLUMNS)[:M, :B]

@@ -1,0 +1,150 @@
+"""y = x @ weight^T + bias in MXFP8 or NVFP4, by operands that are rounded to these formats.
+
+    forward          y  = x  (over K)             @ weight (over K)
+    input gradient   dx = dy (over N, rounded     @ weight (over N)
+                             at random: "nvfp4")
+    weight gradient  dw = dy (over T, likewise)   @ x (over T), both transformed first: "nvfp4"
+
+x and the weight are kept as they are, and rounded once more in backward. The products are in bf16,
+on a CPU in fp32, and what is multiplied by scales of tensors afterwards in fp32.
+
+Letters: T tokens, K input features, N output features; formats are `kernels/rows/microscaling.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from typing_extensions import override
+
+from moecore.base.options.precision import Recipe
+from moecore.base.torch_names import autocast_dtype, is_plain_eager, unsafe_view
+from moecore.kernels.common import no_autocast
+from moecore.kernels.experts.contract import GradTarget, sink_of
+from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.ops import Op
+from moecore.kernels.rows.microscaling import emulated, emulated_matrices, finite_magnitude
+from moecore.kernels.rows.scaling import Blocks
+from moecore.moe.linear import Gradients, backward, linear
+from moecore.moe.params import local_param
+from moecore.precision.history import max_over_cut
+from moecore.precision.linear import Fp8Products, InputCast, check_operands
+
+
+def _linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    weight_amax: Tensor,
+    scaling: str,
+    power_of_two: bool,
+    hadamard: bool,
+    stochastic_rounding: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return y_TN."""
+    recipe = _recipe(scaling, power_of_two, hadamard, stochastic_rounding)
+    weight = emulated_matrices(weight_NK[None], recipe, columns=False, amax_e=weight_amax).rows
+    assert weight is not None
+    y_TN = _product(emulated(x_TK, recipe), weight.values[0].T, weight.scales, dtype)
+    return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+
+def _recipe(scaling: Any, power_of_two: bool, hadamard: bool, stochastic: bool) -> Recipe:
+    how: Any = dict(power_of_two=power_of_two, hadamard=hadamard, stochastic_rounding=stochastic)
+    return Recipe(scaling=scaling, **how)
+
+
+def _product(a: Blocks, b_KN: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    with no_autocast(b_KN):
+        return (a.values.mm(b_KN) * (a.scales * scale)).to(dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_TK, weight_NK, bias_N, weight_amax = inputs[:4]
+    wants_x, wants_weight, *_ = ctx.needs_input_grad
+    kept = (x_TK if wants_weight else None, weight_NK if wants_x else None, weight_amax)
+    ctx.save_for_backward(*kept)
+    ctx.how = inputs[4:8]
+    ctx.dtypes = (x_TK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
+    ctx.products, ctx.sink = EmulatedLinearProducts, None
+
+
+def _gradients(ctx: Any, dy_TN: Tensor) -> Gradients:
+    x_TK, weight_NK, weight_amax = ctx.saved_tensors
+    recipe = _recipe(*ctx.how)
+    x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    dx_TK = dbias_N = None
+    if wants_x:
+        both = emulated_matrices(weight_NK[None], recipe, rows=False, amax_e=weight_amax)
+        assert both.columns is not None
+        dy = emulated(dy_TN, recipe, is_gradient=True)
+        dx_TK = _product(dy, both.columns.values[0].T, both.columns.scales, x_dtype)
+    if wants_bias:
+        dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
+    return dx_TK, (dy_TN, x_TK, recipe, weight_dtype) if wants_weight else None, dbias_N
+
+
+_linear_op = Op(
+    "emulated_linear",
+    _linear,
+    lambda x_TK, w_NK, *how: x_TK.new_empty(x_TK.shape[0], w_NK.shape[0], dtype=how[-1]),
+    save=_save,
+    backward=backward,
+)
+
+
+class EmulatedLinearProducts(Fp8Products):
+    """What `Fp8Products` is, of recipes "mxfp8" and "nvfp4"."""
+
+    @override
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        recipe, weight_NK = self.recipe, local_param(weight)
+        check_operands(x, weight_NK, recipe)
+        with torch.no_grad():
+            amax = weight_NK.new_ones(1, dtype=torch.float32)
+            if recipe.scaling == "nvfp4":  # as one rank would quantise it, like "tensorwise"
+                amax = finite_magnitude(weight_NK).amax().reshape(1)
+                amax = amax if recipe.power_of_two else max_over_cut(amax, weight)
+        sink = None
+        if self.defers and torch.is_grad_enabled() and is_plain_eager():
+            sink = sink_of(weight, weight_NK.shape) if weight_NK.requires_grad else None
+        inputs = (
+            x.reshape(-1, x.shape[-1]),
+            weight_NK,
+            None if bias is None else local_param(bias),
+            amax,
+            recipe.scaling,
+            recipe.power_of_two,
+            recipe.hadamard,
+            recipe.stochastic_rounding,
+            autocast_dtype(x) or x.dtype,
+        )
+        y_TN = _linear_op(*inputs) if sink is None else linear(inputs, type(self), sink)
+        y: Tensor = unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
+        return y
+
+    forward = staticmethod(_linear)  # type: ignore[assignment]
+    save = staticmethod(_save)
+    gradients = staticmethod(_gradients)
+
+    @override
+    @staticmethod
+    def weight_grad(  # type: ignore[override]
+        dy_TN: Tensor, x_TK: Tensor, recipe: Recipe, dtype: torch.dtype, target: GradTarget
+    ) -> Tensor:
+        whole = (0, 0, 0, -x_TK.shape[0] % recipe.multiple)  # zeros, which change no scale
+        dy = emulated(pad(dy_TN, whole), recipe, over_rows=True, is_gradient=True)
+        x = emulated(pad(x_TK, whole), recipe, over_rows=True)
+        with no_autocast(x_TK):
+            grad = dy.values.T.mm(x.values) * (dy.scales * x.scales)
+        return put_grad(grad.to(dtype), target.out, target.adds, target.dtype, target.scale)
+
+
+def linear_products(recipe: Recipe, inputs: InputCast | None = None) -> Fp8Products:
+    """Return products of one weight by a recipe."""
+    return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, inputs)
