@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_names import register_dataclass
-from moecore.kernels.experts.contract import UnsummedInput
+from moecore.kernels.experts.contract import GradientReceiver, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
 from moecore.moe.pairs import Pairs
@@ -107,6 +107,8 @@ class ExpertInput:
             S and R are those that came.
         clones: None, or other ranks' experts that this forward computes behind its own
             (`moe/clones.py`); the index has them too.
+        receiver: None, or where gradients of the experts' output arrive as FP8, if the experts
+            would quantise them alike.
 
     Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
     slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
@@ -119,10 +121,11 @@ class ExpertInput:
     unsummed: UnsummedInput | None = None
     balanced: BalancedRows | None = None
     clones: Any = None
+    receiver: GradientReceiver | None = None
 
     def with_rows(self, rows: Rows) -> ExpertInput:
         """Return the same with other rows; `replace` costs a host four times as much."""
-        others = (self.index, self.plan, self.unsummed, self.balanced, self.clones)
+        others = (self.index, self.plan, self.unsummed, self.balanced, self.clones, self.receiver)
         return ExpertInput(rows, *others)
 
 

@@ -90,7 +90,8 @@ class HierarchicalDispatcher(Dispatcher):
             p = self.placement
             balanced = BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
         plan = HierarchicalPlan(came.plan, inp.plan, came.rows_SD.shape[0])
-        return ExpertInput(inp.rows, inp.index, plan, inp.unsummed, balanced)
+        parts = (inp.rows, inp.index, plan, inp.unsummed, balanced)
+        return ExpertInput(*parts, receiver=inp.receiver)
 
     def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
         """Return the rows to send across, of physical ids. No host sync or communication."""
