@@ -95,7 +95,7 @@ class ExpertInput:
 
     Attributes:
         rows: source rows held by this rank (without EP: the tokens themselves, no copy);
-            differentiable unless `unsummed`, which may bring them quantised.
+            differentiable unless `unsummed`, by their handle where they came quantised.
         index: expert rows in expert order. R is static: rows past `index.num_rows` have row id 0
             and weight 0, and nothing computed from them may be used. A slot is -1 where the choice
             was dropped or its expert lives on another rank.
@@ -186,7 +186,7 @@ class _HandleRows(torch.autograd.Function):
 def summed_input(inp: ExpertInput) -> ExpertInput:
     """Return the same input with wide differentiable rows, for experts that gather and sum."""
     if inp.unsummed is None:
-        return inp
+        return inp if inp.rows.scales is None else inp.with_rows(Rows(inp.rows.widen()))
     if inp.unsummed.refetch is not None:
         raise ValueError(
             "NVLinkOptions.keep_rows (False) must be True for experts that keep their rows "

@@ -150,7 +150,7 @@ def expert_mlp(
     quantised weights are not used then.
 
     Args:
-        rows: [S, D] source rows, differentiable; quantised ones only with `unsummed`.
+        rows: [S, D] source rows, differentiable, quantised ones by their handle or `unsummed`'s.
         weights: this rank's experts, without biases. Sinks are asked by every backward.
         index: which source row each expert row reads, and with which weight.
         unsummed: of a dispatcher that adds expert rows itself: the expert rows themselves come
@@ -194,6 +194,7 @@ def compute_experts(
         rows = replace(rows, values=rows.values.contiguous())
     if not is_plain_eager():
         return traced_expert_mlp(rows, weights, handle_RD, index, options)
-    leaves = (rows.values, *tensors[1:], handle_RD, *updates)
+    of_rows = rows.values if rows.handle_SD is None else rows.handle_SD
+    leaves = (of_rows, *tensors[1:], handle_RD, *updates)
     y: Tensor = _ExpertMLP.apply(*leaves, rows, weights, index, options, unsummed, receiver)
     return y

@@ -39,7 +39,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher, AllToAllPlan
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool, find_row_problem
-from moecore.moe.dispatch.wire import Receiver, Wire
+from moecore.moe.dispatch.wire import Receiver, Wire, handle_of
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing, UnsummedRows
 
@@ -54,7 +54,6 @@ class NVLinkPlan:
     peers_T: Tensor  # int32, bit g of each local token: rank g got the token
     places_S: Tensor  # int32, the number of the source row itself; -1 = a hole
     slots_SK: Tensor  # int32, expert rows of each source row; -1 = none
-    wire: Wire
     receiver: Receiver | None  # of combine's backward, with `fp8_dispatch`
 
 
@@ -67,7 +66,7 @@ class NVLinkDispatcher(Dispatcher):
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
         self.exchanges = exchanges
-        self._elsewhere = AllToAllDispatcher(placement)
+        self._elsewhere = AllToAllDispatcher(placement, fp8=exchanges.wire.fp8)
 
     @property
     def keeps_rows(self) -> bool:
@@ -92,9 +91,9 @@ class NVLinkDispatcher(Dispatcher):
             return self._elsewhere.dispatch(x_TD, routing)
         # On meta a plan of a step is made, so its capacity is limited.
         is_limited = self.exchanges.watch is not None or x_TD.is_meta
+        wire = self.exchanges.wire
+        wire.check(x_TD.shape[1])
         exchange = self.exchanges.get(x_TD, routing.destinations_TK.shape[1])
-        wire = Wire(exchange.options.fp8_dispatch)
-        wire.check(x_TD)
         tokens = (x_TD, routing.weights_TK, routing.destinations_TK)
         num_tokens, most = x_TD.shape[0], exchange.layout.max_tokens
         if num_tokens > most:  # `TokenCapacity` reruns the step with larger buffers
@@ -103,7 +102,7 @@ class NVLinkDispatcher(Dispatcher):
         how = (exchange, wire, self.placement, sender, is_limited)
         came = _Outputs(*_Dispatch.apply(*tokens, *how))
         places = (came.peers_T, came.places_S, came.slots_SK)
-        plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places, wire, wire.receiver())
+        plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places, wire.receiver())
         refetch = None
         if not exchange.options.keep_rows:
             fetch = partial(_send_again, exchange, wire)
@@ -292,7 +291,7 @@ class _Dispatch(torch.autograd.Function):
         sizes: dict[str, Any] = dict(num_local=place.num_physical, etp=place.etp)
         came = exchange.spread_choices(*sent, **sizes)
         index = _index_of(came, exchange, place, is_limited=is_limited)
-        handle_RD = x_TD.new_empty(1).expand(index.row_ids_R.shape[0], x_TD.shape[1])
+        handle_RD = handle_of(x_TD, index.row_ids_R.shape[0])
         where = (came.peers_T, came.places_S)
         ctx.exchange, ctx.sender = exchange, sender
         ctx.rows_like = (index.row_ids_R.shape[0], x_TD.shape[1]), x_TD.dtype
@@ -325,17 +324,17 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, slots_SN: Tensor) -> Tensor:
-        ctx.exchange, ctx.num_rows = plan.exchange, y_RD.shape[0]
-        ctx.wire, ctx.receiver = plan.wire, plan.receiver
+        ctx.exchange, ctx.num_rows, ctx.receiver = plan.exchange, y_RD.shape[0], plan.receiver
         where = (plan.peers_T, plan.places_S, slots_SN)
         ctx.save_for_backward(*where)
         return plan.exchange.reduce(y_RD, *where)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        exchange, dy_TD = ctx.exchange, grads[0]
         where = (*ctx.saved_tensors, ctx.num_rows)
-        if ctx.receiver is None or not ctx.receiver.takes_packed:
-            return exchange.spread(dy_TD, *where), None, None
-        came_RW = exchange.spread(ctx.wire.pack(dy_TD), *where)
-        return ctx.receiver.put(ctx.wire.unpack(came_RW, dy_TD)), None, None
+
+        def send(rows_TN: Tensor) -> Tensor:
+            return ctx.exchange.spread(rows_TN, *where)  # type: ignore[no-any-return]
+
+        dy_RD = None if ctx.receiver is None else ctx.receiver.bring(grads[0], send)
+        return send(grads[0]) if dy_RD is None else dy_RD, None, None
