@@ -236,6 +236,7 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
         meshes,
         dispatcher=args.dispatcher,
         nvlink=nvlink_options(args),
+        fp8_dispatch=args.fp8_dispatch,
         expert_backend=args.experts,
         memory=memory_options(args),
         clones=CloneOptions() if args.clones else None,

@@ -244,6 +244,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     help = "ZeRO of blocks; with degrees; default: optim_grads_params"
     add("--dense-strategy", choices=strategies, help=help)
     add("--fp8-param-gather", action="store_true", help="gather weights of blockwise FP8 as FP8")
+    add("--fp8-dispatch", action="store_true", help="tokens travel as FP8; with degrees")
     add("--experts-strategy", choices=strategies, help="of experts; default: as blocks")
     precisions = (*get_args(PrecisionName), "bf16")
     add("--precision", choices=precisions, help="default: bf16, or in a search as needed")

@@ -71,6 +71,13 @@ CASES: dict[str, dict[str, Any]] = {
     "freed, blocks ahead": {"fsdp": replace(FREED, prefetch_blocks=2)},
     "allgather": {"dispatcher": "allgather", "fsdp": STAYING, "config": SHORT},
     "two levels": {"dispatcher": "hierarchical", "domain": 2, "fsdp": STAYING, "config": SHORT},
+    "tokens as FP8": {"fp8_dispatch": True, "config": SHORT},
+    "two levels, tokens as FP8": {
+        "dispatcher": "hierarchical",
+        "domain": 2,
+        "fp8_dispatch": True,
+        "config": SHORT,
+    },
     "shared experts": moe(shared_hidden_dim=16, shared_gate=True),
     "capacity": moe(capacity=CapacityConfig(factor=1.0)),
     "static capacity": moe(capacity=CapacityConfig(factor=1.0, pad=True)),
@@ -85,6 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
     "transformers": {"family": "qwen3-moe", "fsdp": STAYING},
     "transformers, computed again": {"family": "qwen2-moe", "checkpoint": True, "fsdp": FREED},
     "no experts": {"config": replace(SHORT, moe=None, mlp_hidden_dim=48)},
+    "transformers, tokens as FP8": {"family": "qwen3-moe", "fp8_dispatch": True, "fsdp": FREED},
     "two chunks": {"layout": "Et|tttL", "fsdp": STAYING},
     "two freed chunks": {"layout": "Ettt|tL", "fsdp": FREED},
 }

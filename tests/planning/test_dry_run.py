@@ -292,3 +292,19 @@ def test_the_command_prints_the_plan_of_its_pipeline_rank(
 def test_a_world_that_is_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^rank \(4\) must be < world_size \(4\)"):
         dry_run(TINY, 4)
+
+
+@pytest.mark.parametrize("nvlink", [None, NVLinkOptions(row_factor=1.0)])
+@pytest.mark.parametrize("precision", [None, "blockwise"])
+def test_tokens_as_fp8_send_half_the_bytes(nvlink: NVLinkOptions | None, precision: Any) -> None:
+    """Tokens of each layer, and gradients of outputs where the experts are in FP8."""
+    wide = replace(NEAR, nvlink=nvlink, precision=Precision.of(precision))
+    names = ("alltoall_base_",) if nvlink is None else (SPREAD,)
+    sent, packed = (
+        Counter(w.num_bytes for w in found(run).forward_backward if w.name in names)
+        for run in (wide, replace(wide, fp8_dispatch=True))
+    )
+    row = max(sent)
+    as_fp8 = row * (2048 + 2048 // 128 * 4) // (2 * 2048)
+    layers = NEAR.model.num_layers * (1 if precision is None else 2)
+    assert packed - sent == {as_fp8: layers} and sent - packed == {row: layers}

@@ -344,6 +344,9 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     run = run_of(LARGE, Folding(pp=8, tp=2, ep=32, chunks=2), rung)
     args = parser.parse_args(["plan", "--preset", "deepseek-v3", "--gpus", "256", *flags_of(run)])
     assert run_of_options(args) == run
+    run = replace(run, fp8_dispatch=True)
+    args = parser.parse_args(["plan", "--preset", "deepseek-v3", "--gpus", "256", *flags_of(run)])
+    assert run_of_options(args) == run and "fp8_dispatch=True" in call_of(run)
     small = [*same, "--seq-len", "32"]
     assert main([*small, "--top", "1"]) == 0
     out, err = capsys.readouterr()

@@ -231,7 +231,8 @@ class Experts(nn.Module):
             if depends_on is not None:
                 self._chosen = depends_on, options
         with _counting(inp, is_quantised=self.recipe is not None):
-            y = compute_experts(inp.rows, weights, inp.index, options, unsummed=inp.unsummed)
+            how: Any = dict(unsummed=inp.unsummed, receiver=inp.receiver)
+            y = compute_experts(inp.rows, weights, inp.index, options, **how)
         return y if inp.unsummed is None else UnsummedRows(y)
 
     def _depends_on(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_names import register_dataclass
-from moecore.kernels.experts.contract import UnsummedInput
+from moecore.kernels.experts.contract import GradientReceiver, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
 from moecore.moe.pairs import Pairs
@@ -95,7 +95,7 @@ class ExpertInput:
 
     Attributes:
         rows: source rows held by this rank (without EP: the tokens themselves, no copy);
-            differentiable unless `unsummed`, which may bring them quantised.
+            differentiable unless `unsummed`, by their handle where they came quantised.
         index: expert rows in expert order. R is static: rows past `index.num_rows` have row id 0
             and weight 0, and nothing computed from them may be used. A slot is -1 where the choice
             was dropped or its expert lives on another rank.
@@ -107,6 +107,8 @@ class ExpertInput:
             S and R are those that came.
         clones: None, or other ranks' experts that this forward computes behind its own
             (`moe/clones.py`); the index has them too.
+        receiver: None, or where gradients of the experts' output arrive as FP8, if the experts
+            would quantise them alike.
 
     Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
     slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
@@ -119,10 +121,11 @@ class ExpertInput:
     unsummed: UnsummedInput | None = None
     balanced: BalancedRows | None = None
     clones: Any = None
+    receiver: GradientReceiver | None = None
 
     def with_rows(self, rows: Rows) -> ExpertInput:
         """Return the same with other rows; `replace` costs a host four times as much."""
-        others = (self.index, self.plan, self.unsummed, self.balanced, self.clones)
+        others = (self.index, self.plan, self.unsummed, self.balanced, self.clones, self.receiver)
         return ExpertInput(rows, *others)
 
 
@@ -183,7 +186,7 @@ class _HandleRows(torch.autograd.Function):
 def summed_input(inp: ExpertInput) -> ExpertInput:
     """Return the same input with wide differentiable rows, for experts that gather and sum."""
     if inp.unsummed is None:
-        return inp
+        return inp if inp.rows.scales is None else inp.with_rows(Rows(inp.rows.widen()))
     if inp.unsummed.refetch is not None:
         raise ValueError(
             "NVLinkOptions.keep_rows (False) must be True for experts that keep their rows "

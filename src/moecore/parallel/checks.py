@@ -19,6 +19,7 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_names import HAS_SEPARATE_PIECES, has_gradient_hooks
 from moecore.moe.backends import check_backend
+from moecore.moe.dispatch.wire import Wire
 from moecore.moe.expert_layout import expert_shapes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
@@ -75,6 +76,8 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
     is_tied = find_ties(model)
     for name, layer in layers.items():
         _check_experts(name, layer, request.meshes)
+        if request.meshes.parallel.ep * request.meshes.parallel.etp > 1:
+            Wire(request.fp8_dispatch).check(layer.config.expert_dim)
         if is_tied(layer.part("experts")):  # they are cut, each module its own
             raise ValueError(
                 f"{name}: parameters of experts must not be shared with another module, because "
@@ -97,6 +100,13 @@ def _check_arguments(request: Request) -> None:
             f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink', "
             "'hierarchical' or 'auto': drop it"
         )
+    if request.fp8_dispatch and dispatcher == "allgather":
+        raise ValueError(
+            "fp8_dispatch (True) must go with dispatcher ('allgather') = 'alltoall', 'nvlink', "
+            "'hierarchical' or 'auto': drop it"
+        )
+    if request.fp8_dispatch and p.ep * p.etp == 1:
+        warnings.warn("fp8_dispatch (True) is not used: ep * etp is 1", stacklevel=5)
     if dispatcher not in ("auto", "local") and p.ep * p.etp == 1:
         warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=5)
     if dispatcher == "local" and p.ep * p.etp > 1:

@@ -114,6 +114,7 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
             found.stores_in,
             ep=meshes.parallel.ep,
             options=_stores(request.nvlink, found.domains),
+            fp8=request.fp8_dispatch,
             is_required=_is_required(request),
         )
     stream = torch.cuda.Stream() if request.overlap_shared else None
@@ -173,7 +174,8 @@ def _dispatcher(num_experts: int, placement: ExpertPlacement | None, found: Atta
         return _among(placement, found)
     inside, across = found.domains
     domain = domain_of(placement, inside, across.size())
-    return HierarchicalDispatcher(placement, domain, _among(domain, found), across)
+    parts = (domain, _among(domain, found), across)
+    return HierarchicalDispatcher(placement, *parts, fp8=found.request.fp8_dispatch)
 
 
 def _among(placement: ExpertPlacement, found: Attached) -> Dispatcher:
@@ -182,7 +184,7 @@ def _among(placement: ExpertPlacement, found: Attached) -> Dispatcher:
         return NVLinkDispatcher(placement, found.exchanges)
     if found.plan.dispatcher == "allgather":
         return AllGatherDispatcher(placement)
-    return AllToAllDispatcher(placement)
+    return AllToAllDispatcher(placement, fp8=found.request.fp8_dispatch)
 
 
 def apply_context(model: nn.Module, found: Attached) -> None:

@@ -27,7 +27,7 @@ DEGREES = tuple(field.name for field in fields(ParallelConfig))
 OF_SEARCHES = ("global_batch", "gpus_per_node")
 OF_STAGES = ("layout", "chunks", "schedule")
 STRATEGIES = ("dense_strategy", "experts_strategy", "fp8_param_gather")
-OF_RUNS = ("batch_size", "micro_batches", *OF_STAGES, *STRATEGIES)
+OF_RUNS = ("batch_size", "micro_batches", "fp8_dispatch", *OF_STAGES, *STRATEGIES)
 
 
 def has_degrees(args: Any) -> bool:
@@ -151,6 +151,7 @@ def run_of_options(args: Any) -> TrainingRun:
         precision=_precision(args),
         optimizer=_optimizer(args),
         nvlink=_nvlink(args, ParallelConfig(**degrees)),
+        fp8_dispatch=args.fp8_dispatch,
     )
 
 

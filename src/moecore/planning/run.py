@@ -80,6 +80,7 @@ class TrainingRun:
         optimizer: options of AdamW.
         nvlink: the capacity of dispatcher "nvlink", which stores tokens into the memory of GPUs of
             one node; None = dispatcher "alltoall".
+        fp8_dispatch: whether tokens travel and are kept as FP8.
     """
 
     model: DecoderConfig
@@ -94,6 +95,7 @@ class TrainingRun:
     precision: Precision | None = None
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     nvlink: NVLinkOptions | None = None
+    fp8_dispatch: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
@@ -139,6 +141,7 @@ def model_of(run: TrainingRun, device_type: str) -> Decoder:
         build_meshes(run.parallel, device_type),
         dispatcher="alltoall" if run.nvlink is None else "nvlink",
         nvlink=run.nvlink,
+        fp8_dispatch=run.fp8_dispatch,
         memory=run.memory,
         precision=run.precision,
         fsdp=run.fsdp,
@@ -177,6 +180,7 @@ def lever_flags(run: TrainingRun) -> list[str]:
     found += ["--stash"] if run.memory.stash is not None else []
     if run.nvlink is not None and run.nvlink.row_factor is not None:
         found += ["--row-factor", f"{run.nvlink.row_factor:g}"]
+    found += ["--fp8-dispatch"] if run.fp8_dispatch else []
     found += ["--dense-strategy", run.fsdp.dense_strategy]
     found += ["--fp8-param-gather"] if run.fsdp.fp8_param_gather else []
     found += ["--moments", options.moment_dtype] if options.moment_dtype != "float32" else []
@@ -213,6 +217,8 @@ def call_of(run: TrainingRun) -> str:
         arguments |= {"dispatcher": "'nvlink'", "nvlink": _shown(run.nvlink)}
     elif run.resolved.ep * run.resolved.etp > 1:
         arguments["dispatcher"] = "'alltoall'"
+    if run.fp8_dispatch:
+        arguments["fp8_dispatch"] = "True"
     if run.pipeline is not None:
         arguments["pipeline"] = _shown(run.pipeline)
     options = run.optimizer

@@ -152,8 +152,6 @@ class UnsummedInput:
     # weights' gradients; None = backward returns them to the dispatcher
     sender: GradientSender | None = None
     refetch: Refetch | None = None  # brings the source rows in backward; None = they are kept
-    # where gradients of outputs may travel as FP8, for experts that would quantise them alike
-    receiver: GradientReceiver | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
