@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 WORLD, MICRO_BATCHES = 4, 2
 MOE = MoEConfig(dim=DIM, hidden_dim=8, num_experts=4, top_k=2)
-WIDTHS = (8, 16, 24, 12)
+WIDTHS = (DIM, 2 * DIM, 3 * DIM, 3 * DIM // 2)
 
 
 class Block(nn.Module):
