@@ -27,39 +27,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore import (
-    BalanceConfig,
-    FSDPOptions,
-    MoEConfig,
-    ParallelConfig,
-    TrainStep,
-    build_meshes,
-    parallelize_moe,
-)
+from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.io import Saver, latest, load
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder
 from tests.helpers.ranks import forks
+from tests.train.test_step import CONFIG
 
 WORLD = 4
 PAGE = resource.getpagesize()
 ENDS_WITHIN_S = 60.0  # ranks of which another was killed
-CONFIG = DecoderConfig(
-    vocab_size=61,
-    dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=32,
-    moe=MoEConfig(
-        dim=32,
-        hidden_dim=24,
-        num_experts=4,
-        top_k=2,
-        expert_bias=True,
-        balance=BalanceConfig(micro_batch_coef=0.01, bias_update_rate=0.01),
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +95,7 @@ def train(rank: int, plan: Plan, root: Path, store: Path, shared: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     model, optimizer, step = make()
     with Saver(root, model, optimizer, keep=2) as saver:
-        path, start, full = latest(root), 0, 0
+        path, start = latest(root), 0
         if path is not None:
             start = load(path, model, optimizer)["step"]
         for number in range(start + 1, plan.steps + 1):
@@ -129,14 +105,13 @@ def train(rank: int, plan: Plan, root: Path, store: Path, shared: Any) -> None:
             assert bool(step.finish().skipped) == is_nan, number
             if number % plan.save_every == 0:
                 with full_disk(plan.is_full(number) and rank == number % WORLD):
-                    full += not saved(saver, number, fails=plan.is_full(number))
+                    shared.full[rank] += not saved(saver, number, fails=plan.is_full(number))
             if rank == 0:
                 shared.reached.value = number
                 if number % max(plan.steps // 20, 1) == 0:
                     resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
                     shared.resident.append(resident)
     shared.digests[rank] = digest(model, optimizer)
-    shared.full[rank] += full
     dist.barrier()
     os._exit(0)  # gloo's threads may outlive what they use
 
@@ -167,7 +142,8 @@ def full_disk(is_full: bool) -> Iterator[None]:
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Return a hash of all that this rank holds of a model and its optimizer."""
     found = hashlib.sha256()
-    states = [x for p in model.parameters() for x in optimizer.state[p].values()]
+    states = [optimizer.state[p] for p in model.parameters()]
+    states = [state[slot] for state in states for slot in sorted(state)]  # `load` orders otherwise
     for tensor in [*model.state_dict().values(), *states]:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         found.update(local.detach().flatten().view(torch.uint8).numpy().tobytes())
@@ -180,6 +156,7 @@ def soak(plan: Plan, folder: Path) -> Found:
     Raises:
         AssertionError: when a rank ends otherwise, or does not end after another was killed.
     """
+    folder.mkdir(exist_ok=True)
     dice, found, context = random.Random(plan.seed), Found(), forks()
     kills = sorted(dice.sample(range(1, plan.steps), plan.kills))
     with context.Manager() as manager:
