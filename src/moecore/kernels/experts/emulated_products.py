@@ -58,7 +58,7 @@ class EmulatedProducts(QuantisedProducts, TorchProducts):
         # Matrices lie transposed for input gradients alone: what they multiply is a gradient.
         a = self._operand(a_RK, self.padded.expert_R, is_gradient=b.kind == BACKWARD)
         if has_hopper_kernels(a_RK.device):
-            out_RN = grouped_gemm(a.values, b_eKN, self.offsets_e)
+            out_RN = grouped_gemm(a.values, b_eKN, self.offsets_e, dtype=torch.float32)
         else:
             out_RN = grouped_mm(a.values, b_eKN, offs=self.offsets_e)
         scales = a.scales[:-1] * b.scales
