@@ -31,7 +31,7 @@ def start(arguments: str, launcher: str = "") -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize("model", ["tiny-dense", "tiny-qwen3 --ep 2"])
 def test_variants_compute_the_same(model: str, tmp_path: Path) -> None:
     arguments = f"--model {model} {ARGUMENTS} --variants fsdp2 moecore --results {tmp_path}"
-    done = start(arguments, "-m torch.distributed.run --nproc-per-node 2")
+    done = start(arguments, "-m torch.distributed.run --standalone --nproc-per-node 2")
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -18,7 +18,7 @@ ARGUMENTS = "--preset tiny-qwen3 --layers 1 --seq-len 32 --batch-size 2 --warm-u
 
 @pytest.mark.slow
 def test_all_variants_compute_the_same(tmp_path: Path) -> None:
-    launcher = "-m torch.distributed.run --nproc-per-node 2"
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
     command = f"{launcher} -m benchmarks.bench_hf {ARGUMENTS} --results {tmp_path}".split()
     here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     here |= {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)])}

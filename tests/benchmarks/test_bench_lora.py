@@ -20,7 +20,7 @@ ARGUMENTS = "--preset tiny-qwen3 --layers 1 --seq-len 32 --batch-size 2 --warm-u
 
 @pytest.mark.slow
 def test_adapters_train(tmp_path: Path) -> None:
-    launcher = "-m torch.distributed.run --nproc-per-node 2"
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
     how = f"{ARGUMENTS} --rank 4 --lr 0.01 --results {tmp_path}"
     command = f"{launcher} -m benchmarks.bench_lora {how}".split()
     here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -35,7 +35,8 @@ def test_the_share_beside_compute() -> None:
 
 @pytest.mark.slow
 def test_variants_compute_the_same(tmp_path: Path) -> None:
-    command = f"-m torch.distributed.run --nproc-per-node 2 -m benchmarks.bench_pairs {ARGUMENTS}"
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    command = f"{launcher} -m benchmarks.bench_pairs {ARGUMENTS}"
     here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     here |= {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)])}
     done = subprocess.run(

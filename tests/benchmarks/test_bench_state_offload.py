@@ -16,7 +16,7 @@ ARGUMENTS = "--preset tiny --seq-len 32 --batch-size 2 --micro-batches 2 --warm-
 
 @pytest.mark.slow
 def test_all_variants_compute_the_same(tmp_path: Path) -> None:
-    launcher = "-m torch.distributed.run --nproc-per-node 2"
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
     names = ["plain", "away", "host, away"]
     command = f"{launcher} -m benchmarks.bench_state_offload {ARGUMENTS} --gigabytes 1e-4".split()
     command += ["--results", str(tmp_path), "--variants", *names]

@@ -18,7 +18,7 @@ ARGUMENTS = (
 )
 
 
-TORCHRUN = "-m torch.distributed.run --nproc-per-node 2"
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1"}
 
 

@@ -260,10 +260,12 @@ def test_context_parallel_ranks_share_rows(tmp_path: Path) -> None:
     for name in ("loss", "grad_norm"):
         found = [line[name] for line in halves]
         assert found == pytest.approx([line[name] for line in whole], rel=1e-4), name
-    printed = run_in_forks(tmp_path / "text", "--layers 2 --cp 2 --steps 1 --eval-every 1")
+    printed = run_in_forks(
+        tmp_path / "text", "--layers 2 --cp 2 --steps 1 --eval-every 1 --lr 1e-9"
+    )
     assert "sample after 1 steps" in printed
     (line,) = metrics(tmp_path / "text")
-    assert line["eval_loss"] == pytest.approx(line["loss"], abs=0.5)
+    assert line["eval_loss"] == pytest.approx(line["loss"], abs=0.2)
 
 
 ERRORS = {

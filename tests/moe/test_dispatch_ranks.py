@@ -25,6 +25,7 @@ from moecore import (
     ParallelConfig,
     build_meshes,
 )
+from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
@@ -351,4 +352,5 @@ def test_each_token_travels_once_per_rank_in_three_collectives(
 def test_compilers_break_once_where_counts_are_kept(name: str, results: dict[str, Any]) -> None:
     is_equal, breaks = results["compiled"][name]
     assert is_equal
-    assert len(breaks) == 1 and "LoadTracker" in breaks[0]
+    assert sum("LoadTracker" in text for text in breaks) == 1
+    assert len(breaks) == 1 or not HAS_SEPARATE_PIECES  # older torch breaks elsewhere, too

@@ -27,6 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.options.memory import MemoryOptions
+from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.attached import moe_state
 from tests.families.transformers.family_models import (
@@ -52,7 +53,7 @@ REFUSED = {
 }
 ROOT = Path(__file__).parents[3]
 BEGIN, END = "<!-- families -->", "<!-- end of families -->"
-FOLDINGS = (dict(ep=2), dict(edp_shard=2), dict(etp=2))
+FOLDINGS = (dict(ep=2), dict(edp_shard=2), dict(etp=2))[: 2 + HAS_SEPARATE_PIECES]
 ON_ALL = {
     "qwen3_moe": "gate and up of an expert in one matrix, out before in",
     "qwen2_moe": "the same beside a shared expert with a gate",

@@ -27,6 +27,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from tests.families.transformers.family_models import tiny_model
@@ -64,7 +65,7 @@ CASES = {
         family="qwen3-moe", parallel=dict(cp=2, ep=4), way="p2p", packed=True, loss="sum"
     ),
     "qwen3, gathered, rows": Case(
-        family="qwen3-moe", parallel=dict(cp=4, ep=2, etp=2), way="allgather"
+        family="qwen3-moe", parallel=dict(cp=4, ep=2, etp=1 + HAS_SEPARATE_PIECES), way="allgather"
     ),
     "qwen3, documents balanced": Case(
         family="qwen3-moe",
