@@ -372,6 +372,13 @@ def run_cross_entropy(V: int) -> None:
     cross_entropy.cross_entropy_(bf16(T, V), labels, torch.bfloat16)
 
 
+def run_cross_entropy_of_parts(V: int) -> None:
+    logits, labels = torch.zeros(T, V), torch.zeros(T, dtype=torch.int64)
+    high, total, _ = cross_entropy.row_statistics(logits, labels).unbind(1)
+    for dtype in (torch.bfloat16, torch.float32):
+        cross_entropy.softmax_gradient_(logits, labels, high, total, dtype)
+
+
 CASES: dict[str, tuple[Callable[[], None], int]] = {
     "route": (lambda: run_route("softmax"), 2),
     "route weights": (run_route_weights, 2),
@@ -389,6 +396,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "rows": (run_rows, 2),
     "rows of expert choice": (lambda: run_rows(1024), 2),
     "cross_entropy": (lambda: run_cross_entropy(151936), 4),
+    "cross_entropy of parts": (lambda: run_cross_entropy_of_parts(75968), 3),
     "cross_entropy of an odd vocabulary": (lambda: run_cross_entropy(50257), 4),
     "swiglu": (lambda: run_activation("swiglu", False), 2),
     "gelu": (lambda: run_activation("gelu", False), 2),

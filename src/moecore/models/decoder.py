@@ -56,6 +56,7 @@ class Head(nn.Module):
     """The output matrix, and the loss on top of it. Without a weight of its own when tied."""
 
     is_fsdp_head = True
+    tp_shard_dim = 0
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -77,21 +78,20 @@ class Head(nn.Module):
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"
         weight_VD = local_param(weight)
+        if self.tp is not None:
+            x_BTD = self.tp.gather(x_BTD)
         if labels_BT is None:
             logits_BTV = F.linear(x_BTD, weight_VD)
-            logits_BTV = logits_BTV if self.tp is None else self.tp.gather_whole(logits_BTV)
+            logits_BTV = logits_BTV if self.tp is None else self.tp.gather_columns(logits_BTV)
             return logits_BTV if sequence.held is None else sequence.held.gather_whole(logits_BTV)
-        labels_BT = sequence.own(labels_BT)
-        if self.tp is not None:
-            labels_BT = self.tp.own(labels_BT)
         loss = linear_cross_entropy(
             x_BTD.flatten(0, 1),
             weight_VD,
-            labels_BT.flatten(),
+            sequence.own(labels_BT).flatten(),
             num_tokens=num_tokens,
             chunk_tokens=self.config.ce_chunk_tokens,
+            group=None if self.tp is None else self.tp.group,
         )
-        loss = loss if self.tp is None else sum_value(loss, self.tp.group)
         return loss if sequence.held is None else sum_value(loss, sequence.held.cp.group)
 
 

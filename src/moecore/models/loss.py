@@ -8,6 +8,9 @@ all the matrix work of backward too (three products per chunk, nothing recompute
 only scales by the incoming gradient. Memory: C * V * 4 bytes (C * V * 6 for 16-bit inputs) for the
 chunk, D * V * 4 for the fp32 d_weight, which is added up over chunks.
 
+Ranks may hold parts of the vocabulary (`group`): then V is that of a rank, and the ranks exchange
+three numbers per token, in one collective per chunk, between the two passes over its logits.
+
 Source: fusing head and loss is the idea of Liger Kernel (arXiv:2410.10989) and of cut
 cross-entropy (arXiv:2411.09009).
 """
@@ -17,13 +20,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.fields import Count, check_arguments
 from moecore.base.torch_names import autocast_dtype
 from moecore.kernels.common import is_gpu, no_autocast
-from moecore.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_
+from moecore.kernels.cross_entropy import (
+    IGNORE_INDEX,
+    cross_entropy_,
+    row_statistics,
+    softmax_gradient_,
+)
 from moecore.kernels.rows.scaled_cast import scaled_cast
+from moecore.moe.dispatch.collectives import gather_ranks
 
 
 def linear_cross_entropy(
@@ -33,6 +43,7 @@ def linear_cross_entropy(
     *,
     num_tokens: Tensor | int | None = None,
     chunk_tokens: Count = 2048,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return the cross-entropy of softmax(hidden @ weight^T) against the labels, an fp32 scalar.
 
@@ -42,13 +53,16 @@ def linear_cross_entropy(
         hidden_ND: any float dtype; N may be 0.
         weight_VD: the head, same dtype (under autocast any) and device.
         labels_N: int64 in [0, V), or -100 for tokens that do not count. Any other label raises on
-            a CPU and makes the loss NaN on a GPU.
+            a CPU and makes the loss NaN on a GPU and with a group.
         num_tokens: the sum over labels is divided by it (whole number or integer scalar tensor);
             None = by the number of labels that count. 0 divides by 1: nothing counts.
         chunk_tokens: tokens per chunk C.
+        group: ranks with the same tokens and labels, each with an equal part of the head's rows, in
+            rank order; None = weight_VD is whole.
 
     Returns:
-        Scalar, fp32 (fp64 for fp64 inputs). No host sync.
+        Scalar, fp32 (fp64 for fp64 inputs). No host sync. With a group it is equal on all ranks,
+        and the gradients are those of one rank's part: of hidden_ND they add up over the ranks.
 
     Raises:
         ValueError: when `num_tokens` is a floating tensor, `chunk_tokens` < 1, `labels_N` is not
@@ -78,7 +92,7 @@ def linear_cross_entropy(
             "one of them, or call it under torch.autocast"
         )
     total = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype
+        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype, group
     )
     if num_tokens is None:
         num_tokens = count_labels(labels_N)
@@ -103,6 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         train: bool,
         product_dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
         ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.dtype, weight_VD.dtype
         hidden_ND, weight_VD = hidden_ND.to(product_dtype), weight_VD.to(product_dtype)
@@ -117,8 +132,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden_ND.shape[0], chunk):
                 part = slice(start, start + chunk)
                 d_hidden_CD = None if d_hidden_ND is None else d_hidden_ND[part]
+                gradients = d_hidden_CD, d_weight_VD
                 total += _add_chunk_(
-                    hidden_ND[part], weight_VD, labels_N[part], d_hidden_CD, d_weight_VD, start == 0
+                    hidden_ND[part], weight_VD, labels_N[part], *gradients, start == 0, group
                 )
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
         return total
@@ -136,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if d_weight_VD is not None:
             # One pass and one rounding; an fp32 product as large as the head never exists.
             d_weight_VD = scaled_cast(d_weight_VD, ctx.weight_dtype, grads[0])
-        return d_hidden_ND, d_weight_VD, None, None, None, None
+        return d_hidden_ND, d_weight_VD, None, None, None, None, None
 
 
 def _add_chunk_(
@@ -146,13 +162,18 @@ def _add_chunk_(
     d_hidden_CD: Tensor | None,
     d_weight_VD: Tensor | None,
     first: bool,
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
     """Return the chunk's summed loss; fill d_hidden and add to d_weight, which `first` fills."""
     # What is as large as the logits is gone when this returns, before the next chunk's are made.
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     want = d_hidden_CD is not None or d_weight_VD is not None
     logits_CV = _product(hidden_CD, weight_VD.t(), dtype)
-    loss, d_logits_CV = cross_entropy_(logits_CV, labels_C, hidden_CD.dtype if want else None)
+    of_gradient = hidden_CD.dtype if want else None
+    if group is None:
+        loss, d_logits_CV = cross_entropy_(logits_CV, labels_C, of_gradient)
+    else:
+        loss, d_logits_CV = _cross_entropy_of_parts_(logits_CV, labels_C, of_gradient, group)
     if d_logits_CV is None:
         return loss
     del logits_CV
@@ -161,6 +182,26 @@ def _add_chunk_(
     if d_weight_VD is not None:
         _add_product_(d_weight_VD, d_logits_CV.t(), hidden_CD, beta=0 if first else 1)
     return loss
+
+
+def _cross_entropy_of_parts_(
+    logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `cross_entropy_` does, of rows that the ranks have parts of. Collective."""
+    V, num_ranks = logits_CV.shape[1], group.size()
+    counts_C = labels_C != IGNORE_INDEX
+    exists_C = (labels_C >= 0) & (labels_C < V * num_ranks)
+    own_C = labels_C - V * group.rank()
+    own_C = own_C.where((own_C >= 0) & (own_C < V), -1).where(counts_C, IGNORE_INDEX)
+    parts_GC3 = gather_ranks(row_statistics(logits_CV, own_C), group).unflatten(0, (num_ranks, -1))
+    highs_GC, sums_GC, picked_GC = parts_GC3.unbind(2)
+    high_C = highs_GC.amax(0)
+    sum_C = (sums_GC * (highs_GC - high_C).exp()).sum(0)
+    sum_C = sum_C.masked_fill(counts_C & ~exists_C, torch.nan)
+    loss = (sum_C.log() - (picked_GC.sum(0) - high_C)).masked_fill(~counts_C, 0).sum()
+    if dtype is None:
+        return loss, None
+    return loss, softmax_gradient_(logits_CV, own_C, high_C, sum_C, dtype)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,8 +10,13 @@ every rank the sum of the partial results for its own tokens:
 
 Latent attention gathers its latents instead, which each rank makes of its own tokens (see mla.py).
 
-So norms, embedding, head, router and shared experts need no communication; their weights are whole
-on each tp rank, and their gradients are partial sums over tp (`moecore.moe.params.local_param`).
+So norms, router and shared experts need no communication; their weights are whole on each tp rank,
+and their gradients are partial sums over tp (`moecore.moe.params.local_param`). Embedding and head
+are cut over the vocabulary: a rank looks up or multiplies its rows for all tokens,
+
+    tokens_BT -> own rows, else 0 -> scatter_sum -> x_BtD ... x_BtD -> gather -> own logits_BTv
+
+and the loss needs three numbers per token of each rank (`loss.py`).
 
 A gradient on one rank is that of the sum of all ranks' losses with respect to what the rank holds;
 each exchange below is the transpose of itself under that reading.
@@ -51,11 +56,7 @@ class TensorParallel:
 
     def own(self, x_BT: Tensor) -> Tensor:
         """Return this rank's slice of dim 1, contiguous. No communication."""
-        if x_BT.shape[1] % self.size:
-            raise ValueError(
-                f"sequence length ({x_BT.shape[1]}) must be a multiple of tp ({self.size}): "
-                "pad the sequences"
-            )
+        self._check(x_BT)
         return x_BT.chunk(self.size, dim=1)[self.rank].contiguous()
 
     def gather(self, x_BtD: Tensor) -> Tensor:
@@ -64,11 +65,23 @@ class TensorParallel:
 
     def scatter_sum(self, y_BTD: Tensor) -> Tensor:
         """Return y_BtD, this rank's tokens of the sum over ranks, added in fp32."""
+        self._check(y_BTD)
         return once(_scatter_sum, y_BTD, self.group)
 
     def gather_whole(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD for a result equal on all ranks; backward takes this rank's slice of it."""
         return once(exchanged, x_BtD, partial(_gather, group=self.group), self.own)
+
+    def gather_columns(self, x_BTv: Tensor) -> Tensor:
+        """Return x_BTV, as `gather_whole` does of dim 1."""
+        return self.gather_whole(x_BTv.transpose(1, 2)).transpose(1, 2).contiguous()
+
+    def _check(self, x_BT: Tensor) -> None:
+        if x_BT.shape[1] % self.size:
+            raise ValueError(
+                f"sequence length ({x_BT.shape[1]}) must be a multiple of tp ({self.size}): "
+                "pad the sequences"
+            )
 
     def sum_shared(self, value: Tensor) -> Tensor:
         """Return the sum over ranks, which each uses in its own way; backward adds gradients."""
@@ -112,7 +125,7 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
 
 def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
     """Raise a ValueError that names the field of a decoder that tp does not divide."""
-    for name in ("num_heads", "num_kv_heads", "mlp_hidden_dim"):
+    for name in ("num_heads", "num_kv_heads", "mlp_hidden_dim", "vocab_size"):
         value = getattr(config, name)
         if value % tp:
             raise ValueError(

@@ -86,7 +86,9 @@ GATHERED = TileConfig()
 # Few columns: a product reads its rows, and does little else. Not measured.
 NARROW = TileConfig(block_n=64, num_stages=4, num_warps=4, flatten=True)
 NARROW_GATHERED = TileConfig(block_n=64, num_stages=4, num_warps=4)
-WIDE = TileConfig(block_n=128, num_stages=2, epilogue_parts=2)  # a short sum, and the old output; or fp32
+WIDE = TileConfig(
+    block_n=128, num_stages=2, epilogue_parts=2
+)  # a short sum, and the old output; or fp32
 SMALL = TileConfig(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4)
 
 
