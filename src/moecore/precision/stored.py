@@ -69,10 +69,11 @@ def refuse_stored(model: nn.Module, verb: str) -> None:
 
 
 def _check(name: str, experts: Experts, param: nn.Parameter) -> None:
-    scaling = None if experts.recipe is None else experts.recipe.scaling
-    if scaling != "blockwise" or experts.is_separate:
+    recipe = experts.recipe
+    if recipe is None or not recipe.reads_blocks or experts.is_separate:
+        shown = None if recipe is None else recipe.describe()
         raise ValueError(
-            f"recipe of {name} ({scaling}) must be 'blockwise', with gate and up in one parameter, "
+            f"recipe of {name} ({shown}) must be moecore's 'blockwise', with gate and up in one parameter, "
             "to be stored in FP8: pass precision='blockwise' to parallelize_moe"
         )
     if param.requires_grad:
