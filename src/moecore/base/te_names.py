@@ -115,7 +115,7 @@ def quantise(
             how: Any = dict(rowwise=True, columnwise=over_rows)
             return _internal(names().pytorch.Float8Quantizer(scale, seen, dtype, **how))(x_RK)
         (quantizer,) = _quantizers(recipe, operand, over_rows, 1, x_RK.device)
-        return quantizer(x_RK)
+        return quantizer(_taken(x_RK, recipe))
 
 
 def quantise_experts(
@@ -124,6 +124,7 @@ def quantise_experts(
     """Return the rows of each expert as an operand; `quantise` has the arguments."""
     quantizers = _quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
+        x_RK = _taken(x_RK, recipe)
         return names().extension.split_quantize(x_RK, splits, quantizers)  # type: ignore[no-any-return]
 
 
@@ -167,6 +168,11 @@ def multiply_experts(
         use_split_accumulator=True,
         single_output=layout != "NT",
     )
+
+
+def _taken(x_RK: Tensor, recipe: Recipe) -> Tensor:
+    """Return a matrix as quantizers take it: what transforms reads bf16 alone."""
+    return x_RK.bfloat16() if recipe.scaling == "nvfp4" else x_RK
 
 
 def _quantizers(

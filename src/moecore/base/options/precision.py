@@ -284,6 +284,11 @@ class Precision:
             f"{', '.join(map(repr, SCALINGS))}, a Recipe, a Precision or None: use 'auto'"
         )
 
+    @property
+    def recipes(self) -> list[Recipe]:
+        """All recipes that a module may have."""
+        return [self.recipe, *(recipe for _, recipe in self.overrides if recipe is not None)]
+
     def recipe_of(self, name: str, role: Role | None) -> Recipe | None:
         """Return the recipe of a module by its clean name and its role; None = no quantisation."""
         # The name is like "model.layers.3.mlp.experts", without what wrappers add. A role of None
