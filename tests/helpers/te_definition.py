@@ -139,9 +139,7 @@ class Float8Quantizer(Quantizer):
 class MXFP8Quantizer(Quantizer):
     align = 32
 
-    def __init__(
-        self, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True
-    ) -> None:
+    def __init__(self, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         assert fp8_dtype is DType.kFloat8E4M3
 

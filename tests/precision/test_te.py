@@ -192,9 +192,17 @@ def test_who_is_quantised_and_refused() -> None:
     assert "blockwise FP8, Transformer Engine: e4m3" in repr(model["q_proj"])
     twin = copy.deepcopy(model)
     assert isinstance(twin["q_proj"].products, TELinearProducts)
-    assert list(model.state_dict()) == ["q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"]
+    assert list(model.state_dict()) == [
+        "q_proj.weight",
+        "q_proj.bias",
+        "k_proj.weight",
+        "k_proj.bias",
+    ]
     for how, message in (
-        (dict(scaling="rowwise"), "Recipe.backend ('te') must be 'moecore' with scaling ('rowwise')"),
+        (
+            dict(scaling="rowwise"),
+            "Recipe.backend ('te') must be 'moecore' with scaling ('rowwise')",
+        ),
         (dict(scaling="nvfp4"), "Recipe.power_of_two (True) must be False with scaling ('nvfp4')"),
         (dict(keep_hidden="fp8"), "Recipe.keep_hidden ('fp8') must be 'wide' with backend ('te')"),
     ):

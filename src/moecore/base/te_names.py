@@ -77,7 +77,9 @@ def why_not(recipe: Recipe | None, device: torch.device | None) -> str | None:
     if device is None:
         return None
     if device.type != found.device_type:
-        return f"device ({device}) must be {found.device_type} for Transformer Engine: move the model"
+        return (
+            f"device ({device}) must be {found.device_type} for Transformer Engine: move the model"
+        )
     if recipe is None:
         return None
     _, reason = getattr(found.pytorch, AVAILABLE[recipe.scaling])(return_reason=True)

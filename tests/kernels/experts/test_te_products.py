@@ -43,9 +43,7 @@ RECIPES = {
     "tensorwise": Recipe(backend="te", scaling="tensorwise"),
     "tensorwise, e5m2": Recipe(backend="te", scaling="tensorwise", grad_format="e5m2"),
     "mxfp8": Recipe(backend="te", scaling="mxfp8"),
-    "nvfp4": Recipe(
-        backend="te", scaling="nvfp4", power_of_two=False, stochastic_rounding=False
-    ),
+    "nvfp4": Recipe(backend="te", scaling="nvfp4", power_of_two=False, stochastic_rounding=False),
 }
 # What transforms reads bf16 alone.
 # Only the order of sums differs. Where that moves a value over a tie, it moves by one step of its
@@ -241,9 +239,7 @@ def test_rows_past_the_last_one_and_padding_may_hold_anything(recipe: Recipe) ->
         handle_RD = leaves["x"].new_empty(1).expand(R, D).requires_grad_()
         weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
         unsummed = UnsummedInput(handle_RD)
-        y_RD = expert_mlp(
-            Rows(leaves["x"]), weights, index, options_of(recipe), unsummed=unsummed
-        )
+        y_RD = expert_mlp(Rows(leaves["x"]), weights, index, options_of(recipe), unsummed=unsummed)
         where = (index.row_ids_R, index.slots_SK, index.num_rows)
         assert torch.equal(sum_rows(y_RD.detach(), *where), expected["y"])
         dy_RD = torch.full_like(y_RD, filler)

@@ -135,7 +135,10 @@ class Recipe:
         if self.scaling == "nvfp4" and self.power_of_two:
             yield "power_of_two", f"be False with {rule} and backend ('te'), which rounds no scale"
         if self.keep_hidden == "fp8":
-            yield "keep_hidden", "be 'wide' with backend ('te'), whose products read H wide: drop it"
+            yield (
+                "keep_hidden",
+                "be 'wide' with backend ('te'), whose products read H wide: drop it",
+            )
 
     @property
     def is_emulated(self) -> bool:

@@ -109,9 +109,7 @@ class QuantisedProducts:
 class BlockwiseProducts(QuantisedProducts):
     """The contract is `products.Products`, the recipe "blockwise". On a CPU, the references."""
 
-    def __init__(
-        self, index: ExpertIndex, *how: Any, of_index: RowTiles | None = None
-    ) -> None:
+    def __init__(self, index: ExpertIndex, *how: Any, of_index: RowTiles | None = None) -> None:
         super().__init__(index, *how)
         length = index.row_ids_R.shape[0]
         self.of_index = self.tiles = of_index or map_row_tiles(index.offsets_e, length)
