@@ -86,8 +86,8 @@ def why_not(recipe: Recipe | None, device: torch.device | None) -> str | None:
     if not reason:
         return None
     return (
-        f"device ({device}) must have what Transformer Engine's {recipe.scaling!r} needs ({reason}):"
-        " use another recipe, or backend='moecore'"
+        f"device ({device}) must have what Transformer Engine's {recipe.scaling!r} needs "
+        f"({reason}): use another recipe, or backend='moecore'"
     )
 
 

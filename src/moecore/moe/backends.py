@@ -6,12 +6,12 @@
 "te"          Transformer Engine's, moecore's row movers; keeps X and H; one host sync
 "sequential"  one product per expert, the oracle; keeps what autograd keeps; one host sync
 "auto"        "te" for a recipe of it; "triton" for gated experts that it can multiply, else
-              "torch": it was faster at every shape of docs/benchmarks.md. In a plain layer "sequential" for what neither of them
-              can multiply (fp64, rows that are no multiple of 16 bytes), which parallelize_moe
-              refuses
+              "torch": it was faster at every shape of docs/benchmarks.md. In a plain layer
+              "sequential" for what neither of them can multiply (fp64, rows that are no multiple of
+              16 bytes), which parallelize_moe refuses
 
-"triton", "torch", "te" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases or an
-activation of the model's own, whose products are torch's under autograd.
+"triton", "torch", "te" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases
+or an activation of the model's own, whose products are torch's under autograd ("te" refuses them).
 With "triton" a NaN in one expert's first rows reaches the weight gradient of the expert before it,
 too (`kernels/grouped/wgrad.py`).
 

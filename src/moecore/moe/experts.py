@@ -114,8 +114,9 @@ class Experts(nn.Module):
         if recompute_fc1 and (backend == "sequential" or self.has_more):
             raise ValueError(
                 "MemoryOptions.recompute ('expert_fc1') must go with expert_backend "
-                f"({backend!r}) = 'auto', 'triton', 'torch' or 'te', without biases ({self._is_biased}) "
-                "or an activation of the model's own: use activation checkpointing instead"
+                f"({backend!r}) = 'auto', 'triton', 'torch' or 'te', without biases "
+                f"({self._is_biased}) or an activation of the model's own: use activation "
+                "checkpointing instead"
             )
 
     def adapt(self, name: str, update: LowRank) -> None:

@@ -135,7 +135,7 @@ def refuse_recipe(name: str, recipe: Recipe) -> str:
 
 
 def uses_te(name: str, recipe: Recipe | None) -> bool:
-    """Whether Transformer Engine multiplies, which reads the experts' numbers of rows on the host."""
+    """Whether Transformer Engine multiplies: the host reads how many rows each expert has."""
     return name == "te" or (recipe is not None and recipe.backend == "te")
 
 

@@ -63,8 +63,8 @@ class TEProducts(TorchProducts):
             )
         if recipe is not None and recipe.amax_history:
             return (
-                f"Recipe.amax_history ({recipe.amax_history}) must be 0 for experts, whose products "
-                f"keep no history: {LEAVE_OUT}"
+                f"Recipe.amax_history ({recipe.amax_history}) must be 0 for experts, which keep no "
+                f"history: {LEAVE_OUT}"
             )
         multiple = 1 if recipe is None else recipe.multiple
         multiple = BLOCK if recipe is not None and recipe.scaling == "blockwise" else multiple
