@@ -1,7 +1,7 @@
 """The few functions of Transformer Engine that `base/te_names.py` calls, defined in plain PyTorch.
 
 This is no Transformer Engine: it is the definition of what moecore asks of it, so that CPUs can run
-what is around it. Signatures are those of release 2.12, and `tests/test_te_gpu.py` compares the two
+what is around it. Signatures are those of release 2.12; `tests/moe/test_te_gpu.py` compares the two
 where Transformer Engine is installed. A quantised operand holds the numbers that it stands for, by
 moecore's reference quantisers, in the usage (summed over columns, or over rows) that was asked for;
 a product that reads another usage fails, as Transformer Engine's does on Hopper.
@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from moecore.base import te_names
 from moecore.base.options.precision import Recipe
+from moecore.kernels.rows.e4m3 import magnitude_ref
 from moecore.kernels.rows.microscaling import emulated, emulated_matrices, quantise_mxfp8
 from moecore.kernels.rows.scaling import DTYPES, LARGEST, quantise_ref
 
@@ -57,12 +58,16 @@ class Quantizer:
 
 def by_blocks(x: Tensor, block: tuple[int, int], power_of_two: bool, fmt: str) -> Tensor:
     """Return fp32 values quantised in blocks, the last of which may be partial."""
+    # A block with an infinity has scale 1, and infinity becomes the largest value of FP8.
     rows, columns = block
-    M, K = x.shape
+    (M, K), largest = x.shape, torch.tensor(LARGEST[fmt])
     x = pad(x.float(), (0, -K % columns, 0, -M % rows))
-    shape = (x.shape[0] // rows, rows, x.shape[1] // columns, columns)
-    values, scales = quantise_ref(x.view(shape), (1, 3), power_of_two, fmt)
-    return (values.float() * scales).view(x.shape)[:M, :K]
+    x = x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+    amax = magnitude_ref(x).amax((1, 3), keepdim=True)
+    amax = torch.where(amax.isinf(), largest, amax)
+    x = torch.where(x.isinf(), largest.copysign(x), x)
+    values, scales = quantise_ref(x, (1, 3), power_of_two, fmt, amax)
+    return (values.float() * scales).flatten(2).flatten(0, 1)[:M, :K]
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -109,10 +114,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         self.how = (force_pow_2_scales, fp8_dtype.value)
 
     def rounded(self, x: Tensor, *, over_rows: bool) -> Tensor:
-        if not x.numel():
-            return x.float()
-        values, scales = quantise_ref(x, (0, 1), *self.how)
-        return values.float() * scales
+        return by_blocks(x, tuple(x.shape), *self.how) if x.numel() else x.float()
 
 
 class Float8Quantizer(Quantizer):
@@ -133,7 +135,7 @@ class Float8Quantizer(Quantizer):
         largest = LARGEST[self.fmt]
         self.amax.copy_(torch.maximum(self.amax, x.float().abs().amax()))
         values = (x.float() * self.scale).clamp(-largest, largest)
-        return values.masked_fill(x.isinf(), torch.nan).to(DTYPES[self.fmt]).float() / self.scale
+        return values.to(DTYPES[self.fmt]).float() / self.scale
 
 
 class MXFP8Quantizer(Quantizer):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe, Scaling
 
-INSTALL = "pip install 'moecore[te]'"
+INSTALL = "pip install --no-build-isolation 'moecore[te]'"
 OLDEST = (2, 12)  # an older one has not been tried
 
 Operand = Literal["activation", "weight", "gradient"]
@@ -89,6 +89,12 @@ def why_not(recipe: Recipe | None, device: torch.device | None) -> str | None:
         f"device ({device}) must have what Transformer Engine's {recipe.scaling!r} needs "
         f"({reason}): use another recipe, or backend='moecore'"
     )
+
+
+def without_infinities(x: Tensor) -> Tensor:
+    """Return NaN for infinity, which Transformer Engine would quantise to a finite number."""
+    # In one pass: x + 0 * x. A step that is not finite must be seen to be skipped.
+    return torch.addcmul(x, x, x.new_zeros(()))
 
 
 def quantise(

@@ -80,7 +80,7 @@ def _operand(
     over_rows: bool = False,
 ) -> Any:
     """Return a matrix as an operand, by a largest magnitude of its own where none is given."""
-    x_RC = x_RC.detach().contiguous()
+    x_RC = te_names.without_infinities(x_RC.detach().contiguous())
     if operand != "weight":  # zeros, which change no scale
         x_RC = pad(x_RC, (0, 0, 0, -x_RC.shape[0] % recipe.rows))
     if largest is None and seen is None:

@@ -261,7 +261,8 @@ def test_an_infinity_reaches_its_tokens_and_its_expert_alone(recipe: Recipe) -> 
     with torch.no_grad():
         bad["x"][0, 7] = torch.inf
     found = run(bad, ids, options_of(recipe))
-    assert not found["y"][0].isfinite().all()
+    assert not found["y"][0].isfinite().any()
+    assert found["y"][1:].isfinite().all()
     spared = [i for i in range(5) if i not in ids[0].tolist()]
     assert spared and all(torch.equal(found["w1"][i], expected["w1"][i]) for i in spared)
 

@@ -4,7 +4,8 @@ Each product is a list of products, one per expert, whose sizes come from the ho
 per forward, none in backward. By a recipe everything is quantised from the dtype of the rows, along
 the dim that is summed, where it is multiplied: rows of X and matrices in forward and once more in
 backward. X and H are kept in that dtype. The index pads each expert's rows (`Recipe.rows`), and
-these rows are zero in X, A, dY and dH: they change no scale and no gradient.
+these rows are zero in X, A, dY and dH: they change no scale and no gradient. Infinities of X and dY
+become NaN, because Transformer Engine saturates them; those of matrices do not.
 
 Letters: as in `contract.py`.
 """
@@ -25,13 +26,14 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     ProductSource,
 )
-from moecore.kernels.experts.torch_products import Role, TorchProducts
+from moecore.kernels.experts.torch_products import Role, TorchProducts, Use
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import clear_unnamed
+from moecore.kernels.rows.record import Rows
 
 ACCUMULATED = (torch.float32, torch.bfloat16)  # dtypes in which a product adds to a gradient
 
@@ -86,8 +88,13 @@ class TEProducts(TorchProducts):
 
     def dy(self, dy: Tensor, *, unsummed: bool) -> ProductSource:
         if unsummed and self.recipe is not None:  # padding may hold anything
-            dy = clear_unnamed(dy, self.where[1])
+            dy = te_names.without_infinities(clear_unnamed(dy, self.where[1]))
         return super().dy(dy, unsummed=unsummed)
+
+    def _source(self, rows: Rows, use: Use) -> ProductSource:
+        if self.recipe is not None:
+            rows = Rows(te_names.without_infinities(rows.widen()))
+        return super()._source(rows, use)
 
     def drop_weights(self) -> None:
         super().drop_weights()
