@@ -133,7 +133,7 @@ class Float8Quantizer(Quantizer):
 
     def rounded(self, x: Tensor, *, over_rows: bool) -> Tensor:
         largest = LARGEST[self.fmt]
-        self.amax.copy_(torch.maximum(self.amax, x.float().abs().amax()))
+        self.amax.copy_(torch.maximum(self.amax, magnitude_ref(x.float()).amax()))
         values = (x.float() * self.scale).clamp(-largest, largest)
         return values.to(DTYPES[self.fmt]).float() / self.scale
 

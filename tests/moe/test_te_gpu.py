@@ -169,6 +169,9 @@ def test_a_scale_and_the_largest_magnitude() -> None:
     found = te_names.multiply(a, b, "TN", torch.float32)
     rounded = (x.float() * 64).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 64
     assert relative_error(found, (rounded.double() @ rounded.double().T)) < 1e-5
+    largest, x[3, 5] = seen.clone(), torch.nan
+    te_names.quantise(x, recipe, "activation", **how, seen=seen)
+    assert torch.equal(seen, largest)
 
 
 @pytest.mark.parametrize("name", [None, "blockwise"])

@@ -115,7 +115,9 @@ def test_what_is_not_finite_reaches_no_history() -> None:
     y = products(x, weight)
     y.backward(dy)
     assert products.history is not None
-    assert products.history.seen["input"].isfinite().all() and not y[3].isfinite().any()
+    largest = torch.cat((x[:3], x[4:])).abs().max()
+    assert products.history.seen["input"] >= largest and not y[3].isfinite().any()
+    assert products.history.seen["input"].isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

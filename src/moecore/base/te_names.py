@@ -114,7 +114,7 @@ def quantise(
         operand: what the matrix is.
         over_rows: which dim is summed.
         scale: of "tensorwise", fp32 [1]: what values are multiplied by; None = by 448 / amax.
-        seen: fp32 [1], which grows to the largest magnitude of x_RK; with a scale alone.
+        seen: fp32 [1], which grows to the largest magnitude of x_RK, NaN left out; with a scale.
     """
     with torch.no_grad():
         if scale is not None:

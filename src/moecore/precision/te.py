@@ -88,11 +88,7 @@ def _operand(
     fmt = recipe.grad_format if operand == "gradient" else "e4m3"
     of_own = amax(x_RC) if largest is None else largest
     _, scale = block_scale_ref(of_own, recipe.power_of_two, LARGEST[fmt])
-    now = torch.zeros_like(scale)
-    made = te_names.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=now)
-    if seen is not None:  # infinity would clip nothing for many steps
-        seen.copy_(torch.maximum(seen, torch.where(now.isfinite(), now, 0)))
-    return made
+    return te_names.quantise(x_RC, recipe, operand, over_rows=over_rows, scale=scale, seen=seen)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
