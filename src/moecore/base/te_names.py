@@ -133,15 +133,16 @@ def quantise_experts(
     quantizers = _quantizers(recipe, operand, over_rows, len(splits), x_RK.device)
     with torch.no_grad():
         x_RK = _taken(x_RK, recipe)
+        if operand == "weight" and recipe.scaling == "nvfp4":  # as its own layers quantise matrices
+            parts = zip(quantizers, x_RK.split(splits), strict=True)
+            return [quantizer(part) for quantizer, part in parts]
         return names().extension.split_quantize(x_RK, splits, quantizers)  # type: ignore[no-any-return]
 
 
-def multiply(
-    a: Any, b: Any, layout: Layout, dtype: torch.dtype, out: Tensor | None = None
-) -> Tensor:
-    """Return one product, summed in fp32; `out` takes it, else a new tensor of a dtype."""
+def multiply(a: Any, b: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Return one product, summed in fp32 and rounded to a dtype."""
     how: Any = dict(layout=layout, grad=layout != "TN", use_split_accumulator=True)
-    return names().products.general_gemm(a, b, out_dtype=dtype, out=out, **how)[0]  # type: ignore[no-any-return]
+    return names().products.general_gemm(a, b, out_dtype=dtype, **how)[0]  # type: ignore[no-any-return]
 
 
 def multiply_experts(
