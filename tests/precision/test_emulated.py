@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.experts.contract import SINK
-from moecore.precision.apply import apply_precision
-from moecore.precision.emulated import EmulatedLinearProducts, linear_products
+from moecore.precision.apply import apply_precision, linear_products
+from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, why_not
 from tests.kernels.rows.microscaling_oracle import linear
 from tests.precision.plain import relative_error, worst_row_error

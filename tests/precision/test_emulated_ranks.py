@@ -17,8 +17,7 @@ from moecore import CloneOptions, ContextOptions, MoEConfig, ParallelConfig, bui
 from moecore.base.options.precision import Precision, Recipe
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.layer import MoELayer
-from moecore.precision.apply import apply_precision
-from moecore.precision.emulated import linear_products
+from moecore.precision.apply import apply_precision, linear_products
 from tests.helpers.parity import Case, error_ratio, make_batches, parallelize, train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.whole import gather_whole

@@ -43,6 +43,7 @@ class Routing:
         padding_mask_T: bool, True = padding, whose ids are all -1; None = no padding.
         capacity: no expert is wanted by more of these tokens; None = by all at most.
         pad: dispatchers size buffers by the capacity and not by counts, so without a host sync.
+        rows_multiple: of which the rows of each expert are a multiple; padding has weight 0.
     """
 
     expert_ids_TK: Tensor
@@ -53,6 +54,7 @@ class Routing:
     padding_mask_T: Tensor | None = None
     capacity: int | None = None
     pad: bool = False
+    rows_multiple: int = 1
 
     @property
     def destinations_TK(self) -> Tensor:

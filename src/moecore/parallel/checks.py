@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from moecore.base import te_names
 from moecore.base.fields import shown
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.precision import Recipe
@@ -95,6 +96,11 @@ def _check_arguments(request: Request) -> None:
                 f"moe ({name!r}) must name one of {', '.join(map(repr, MOE_FIELDS))}: balance is "
                 "an argument of its own, and the model decides what else its layers compute"
             )
+    recipes = [] if request.precision is None else request.precision.recipes
+    for recipe in (recipe for recipe in recipes if recipe.backend == "te"):
+        problem = te_names.why_not(recipe, request.meshes.device)
+        if problem is not None:
+            raise ValueError(problem)
     if nvlink is not None and dispatcher not in ("auto", "nvlink", "hierarchical"):
         raise ValueError(
             f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink', "

@@ -41,7 +41,7 @@ from moecore.parallel.mesh import (
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.request import Request
 from moecore.parallel.shard.late_parameters import refuse_added
-from moecore.precision.emulated import linear_products
+from moecore.precision.apply import linear_products
 
 logger = logging.getLogger("moecore.parallelize")
 

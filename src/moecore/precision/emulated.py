@@ -31,7 +31,7 @@ from moecore.kernels.rows.scaling import Blocks
 from moecore.moe.linear import Gradients, backward, linear
 from moecore.moe.params import local_param
 from moecore.precision.history import max_over_cut
-from moecore.precision.linear import Fp8Products, InputCast, check_operands
+from moecore.precision.linear import Fp8Products, check_operands
 
 
 def _linear(
@@ -143,8 +143,3 @@ class EmulatedLinearProducts(Fp8Products):
         with no_autocast(x_TK):
             grad = dy.values.T.mm(x.values) * (dy.scales * x.scales)
         return put_grad(grad.to(dtype), target.out, target.adds, target.dtype, target.scale)
-
-
-def linear_products(recipe: Recipe, inputs: InputCast | None = None) -> Fp8Products:
-    """Return products of one weight by a recipe."""
-    return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, inputs)

@@ -69,11 +69,13 @@ def refuse_stored(model: nn.Module, verb: str) -> None:
 
 
 def _check(name: str, experts: Experts, param: nn.Parameter) -> None:
-    scaling = None if experts.recipe is None else experts.recipe.scaling
-    if scaling != "blockwise" or experts.is_separate:
+    recipe = experts.recipe
+    if recipe is None or not recipe.reads_blocks or experts.is_separate:
+        scaling = None if recipe is None else recipe.scaling
+        who = ", Transformer Engine's" if recipe is not None and recipe.backend == "te" else ""
         raise ValueError(
-            f"recipe of {name} ({scaling}) must be 'blockwise', with gate and up in one parameter, "
-            "to be stored in FP8: pass precision='blockwise' to parallelize_moe"
+            f"recipe of {name} ({scaling}{who}) must be 'blockwise', with gate and up in one "
+            "parameter, to be stored in FP8: pass precision='blockwise' to parallelize_moe"
         )
     if param.requires_grad:
         raise ValueError(

@@ -37,7 +37,7 @@ class MoECore:
 
     dispatcher: DispatcherName = "auto"
     row_factor: float | None = None
-    expert_backend: Literal["auto", "triton", "torch", "sequential"] = "auto"
+    expert_backend: Literal["auto", "triton", "torch", "te", "sequential"] = "auto"
     recompute: list[str] = field(default_factory=list)
     prefetch_blocks: int = FSDPOptions().prefetch_blocks
     blocks_per_unit: int = FSDPOptions().blocks_per_unit

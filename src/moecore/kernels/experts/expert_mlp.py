@@ -68,7 +68,7 @@ class _ExpertMLP(torch.autograd.Function):
         receiver: GradientReceiver | None,
     ) -> Tensor:
         products = make_products(options, index, weights)
-        ctx.tiles = getattr(products, "tiles", None)  # a few kB, which nobody offloads
+        ctx.of_index = products.of_index  # a few kB, which nobody offloads
         x = products.as_kept(rows)
         h, a = products.fc1(x)
         h_kept = products.h_as_kept(h) if options.keep_h and any(ctx.needs_input_grad) else None
@@ -111,7 +111,7 @@ class _ExpertMLP(torch.autograd.Function):
         arrived = None if ctx.receiver is None else ctx.receiver.take(grads[0])
         if is_plain_eager() and not torch.is_grad_enabled():
             found = differentiate(
-                make_products(ctx.options, saved.index, saved.weights, ctx.tiles),
+                make_products(ctx.options, saved.index, saved.weights, ctx.of_index),
                 saved,
                 grads[0].contiguous() if arrived is None else arrived,
                 wants,

@@ -109,9 +109,10 @@ class QuantisedProducts:
 class BlockwiseProducts(QuantisedProducts):
     """The contract is `products.Products`, the recipe "blockwise". On a CPU, the references."""
 
-    def __init__(self, index: ExpertIndex, *how: Any, tiles: RowTiles | None = None) -> None:
+    def __init__(self, index: ExpertIndex, *how: Any, of_index: RowTiles | None = None) -> None:
         super().__init__(index, *how)
-        self.tiles = tiles or map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
+        length = index.row_ids_R.shape[0]
+        self.of_index = self.tiles = of_index or map_row_tiles(index.offsets_e, length)
 
     @staticmethod
     def quantise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:

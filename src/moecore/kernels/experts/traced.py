@@ -33,7 +33,7 @@ _UPDATES = "Tensor? a1_erD, Tensor? b1_eCr, Tensor? a2_erF, Tensor? b2_eDr"
 _OPTIONS = (
     "str kind, float limit, float alpha, bool interleaved, str products, bool keep_h, "
     "str scaling, bool power_of_two, str grad_format, int amax_history, str keep_hidden, "
-    "bool hadamard, bool stochastic_rounding, ScalarType dtype"
+    "bool hadamard, bool stochastic_rounding, str backend, ScalarType dtype"
 )
 _FORWARD = (
     f"(Tensor x_SD, Tensor w1_eCD, Tensor w2_eDF, {_UPDATES}, Tensor weights_R, "

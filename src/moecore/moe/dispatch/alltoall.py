@@ -203,6 +203,7 @@ class AllToAllDispatcher(Dispatcher):
             came.weights_SK,
             first=p.first_physical,
             num_local=p.num_physical,
+            multiple=routing.rows_multiple,
             length=num_rows,
         )
         balanced = None

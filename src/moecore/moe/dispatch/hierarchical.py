@@ -128,6 +128,7 @@ class HierarchicalDispatcher(Dispatcher):
                 chosen_ids_TK=ids_AK,
                 capacity=capacity,
                 pad=routing.pad,
+                rows_multiple=routing.rows_multiple,
             ),
         )
         if own is not None:

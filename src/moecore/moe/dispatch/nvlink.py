@@ -22,6 +22,7 @@ before, and the rows of combine's backward arrive in expert order.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -99,7 +100,9 @@ class NVLinkDispatcher(Dispatcher):
         if num_tokens > most:  # `TokenCapacity` reruns the step with larger buffers
             tokens = (tokens[0][:most], tokens[1][:most], tokens[2][:most])
         sender = _Sender(exchange) if exchange.layout.sums_slot else None
-        how = (exchange, wire, self.placement, sender, is_limited)
+        is_as: Any = dict(is_limited=is_limited, multiple=routing.rows_multiple)
+        index_of = partial(_index_of, exchange=exchange, place=self.placement, **is_as)
+        how = (exchange, wire, self.placement, sender, index_of)
         came = _Outputs(*_Dispatch.apply(*tokens, *how))
         places = (came.peers_T, came.places_S, came.slots_SK)
         plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places, wire.receiver())
@@ -163,7 +166,12 @@ class NVLinkDispatcher(Dispatcher):
 
 
 def _index_of(
-    came: SpreadChoices, exchange: Exchange, place: ExpertPlacement, *, is_limited: bool
+    came: SpreadChoices,
+    *,
+    exchange: Exchange,
+    place: ExpertPlacement,
+    is_limited: bool,
+    multiple: int,
 ) -> ExpertIndex:
     """Return the index; R has capacity for any routing, or the capacity of `row_factor`."""
     owned = dict(first=place.first_physical, num_local=place.num_physical)
@@ -173,9 +181,11 @@ def _index_of(
         num_rows = _count_rows(exchange, came.ids_SK, **owned)
     elif factor is not None and is_limited:
         num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
-    index = build_index(came.ids_SK, came.weights_SK, **owned, length=num_rows)
+    how = dict(multiple=multiple, length=num_rows)
+    index = build_index(came.ids_SK, came.weights_SK, **owned, **how)
     if factor not in (None, "exact") and is_limited:
-        index = index._replace(offsets_e=exchange.limit_rows(index.offsets_e, num_rows))
+        limited = exchange.limit_rows(index.offsets_e, index.row_ids_R.shape[0])
+        index = index._replace(offsets_e=limited)
     return index
 
 
@@ -285,12 +295,12 @@ class _Dispatch(torch.autograd.Function):
         wire: Wire,
         place: ExpertPlacement,
         sender: _Sender | None,
-        is_limited: bool,
+        index_of: Callable[[SpreadChoices], ExpertIndex],
     ) -> tuple[Tensor, ...]:
         sent = (wire.pack(x_TD), ids_TK, weights_TK)
         sizes: dict[str, Any] = dict(num_local=place.num_physical, etp=place.etp)
         came = exchange.spread_choices(*sent, **sizes)
-        index = _index_of(came, exchange, place, is_limited=is_limited)
+        index = index_of(came)
         handle_RD = handle_of(x_TD, index.row_ids_R.shape[0])
         where = (came.peers_T, came.places_S)
         ctx.exchange, ctx.sender = exchange, sender

@@ -368,7 +368,7 @@ def _read_in_blocks(
 
 
 def _blockwise(recipe: Recipe | None) -> Recipe | None:
-    return recipe if recipe is not None and recipe.scaling == "blockwise" else None
+    return recipe if recipe is not None and recipe.reads_blocks else None
 
 
 def _check_gathered(name: str, param: nn.Parameter, num_places: int) -> None:
