@@ -280,7 +280,7 @@ def decoder_config(case: Case) -> DecoderConfig:
     """Return two MoE blocks; before them a dense one where units are shared or results rough."""
     has_dense = case.is_rough or case.fsdp.blocks_per_unit > 1
     return DecoderConfig(
-        vocab_size=61,
+        vocab_size=60,
         dim=48,
         num_layers=case.layers or (3 if has_dense else 2),
         num_heads=24,
@@ -369,8 +369,8 @@ def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[
         if case.is_rough:  # sums long enough that one unlucky rounding does not decide
             length *= 10
         shape = (case.sequences * (1 + data_rank % 2), length)
-        tokens = torch.randint(0, 61, shape, generator=generator)
-        labels = torch.randint(0, 61, shape, generator=generator)
+        tokens = torch.randint(0, 60, shape, generator=generator)
+        labels = torch.randint(0, 60, shape, generator=generator)
         labels[:, -1] = -100
         found = {"tokens_BT": tokens.to(device), "labels_BT": labels.to(device)}
         if case.packed:  # the last but one may cross a row

@@ -154,7 +154,7 @@ def decoder() -> Decoder:
     torch.manual_seed(0)
     return Decoder(
         DecoderConfig(
-            vocab_size=61,
+            vocab_size=60,
             dim=128,
             num_layers=2,
             num_heads=4,
@@ -176,7 +176,7 @@ def trained(steps: int = 2, **how: Any) -> tuple[nn.Module, AdamW, list[float]]:
 
 def train(model: nn.Module, optimizer: AdamW, steps: int) -> list[float]:
     step, losses = TrainStep(model, optimizer, num_micro_batches=2), []
-    tokens = torch.randint(0, 61, (2, 2, 17), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(0, 60, (2, 2, 17), generator=torch.Generator().manual_seed(3))
     tokens = tokens.to(next(model.parameters()).device)
     for _ in range(steps):
         for batch_BT in tokens:

@@ -25,7 +25,7 @@ from tests.helpers.whole import gather_whole
 pytestmark = pytest.mark.slow
 
 CONFIG = DecoderConfig(
-    vocab_size=61,
+    vocab_size=60,
     dim=64,
     num_layers=2,
     num_heads=6,

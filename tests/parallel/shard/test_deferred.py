@@ -49,7 +49,7 @@ from tests.parallel.shard.units import recorded, units
 WORLD, N = 4, 3
 Turns = Sequence[tuple[str, int]]
 CONFIG = DecoderConfig(
-    vocab_size=61,
+    vocab_size=60,
     dim=128,
     num_layers=2,
     num_heads=4,

@@ -50,7 +50,7 @@ WORLD, BOUND = 4, 3e-3
 DEVICE_TYPE: list[Any] = ["cpu"]  # of this process
 # Matrices of 384 rows or columns are cut into 96, within blocks; others are less than a block.
 CONFIG = DecoderConfig(
-    vocab_size=61,
+    vocab_size=60,
     dim=384,
     num_layers=2,
     num_heads=4,
@@ -173,7 +173,7 @@ def bits(parallel: ParallelConfig, recipe: Recipe) -> dict[str, Any]:
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    tokens = torch.randint(0, 61, (1, 17), generator=generator)
+    tokens = torch.randint(0, 60, (1, 17), generator=generator)
     tokens = torch.where(torch.arange(17) % 2 == 0, tokens, tokens.roll(1))  # something to learn
     tokens = tokens.to(DEVICE_TYPE[0])
     return tokens[:, :-1], tokens[:, 1:]

@@ -29,7 +29,7 @@ from tests.parallel.shard.units import units as units_of
 WORLD = 4
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 DECODER = DecoderConfig(
-    vocab_size=61,
+    vocab_size=60,
     dim=32,
     num_layers=3,
     num_heads=4,

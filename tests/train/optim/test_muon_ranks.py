@@ -47,7 +47,7 @@ MOE = MoEConfig(
     dim=36, hidden_dim=24, num_experts=4, top_k=2, shared_hidden_dim=10, num_shared_experts=1
 )
 CONFIG = DecoderConfig(
-    vocab_size=61,
+    vocab_size=60,
     dim=36,
     num_layers=1 + len(STORED),
     num_heads=4,
