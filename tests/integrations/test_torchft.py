@@ -176,10 +176,10 @@ def test_replicas_that_are_killed_lose_no_step(num_replicas: int, tmp_path: Path
 def test_a_replica_that_made_steps_apart_ends(tmp_path: Path) -> None:
     """The first two have a step in common that the third one does not know."""
     with lighthouse() as address:
-        replicas = [Replica(i, tmp_path, address) for i in range(2)]
+        replicas = [Replica(i, tmp_path, address, -1, 5) for i in range(2)]
         try:
             wait(lambda: all(one.steps for one in replicas), "a replica does not come")
-            stray = Replica(2, tmp_path, address, 1 + max(one.steps for one in replicas) + 40)
+            stray = Replica(2, tmp_path, address, 5 + max(one.steps for one in replicas) + 40, 5)
             replicas.append(stray)
             wait(lambda: all(rank.exitcode == 1 for rank in stray.ranks), "a stray goes on")
             go_on(replicas[0], 3)
@@ -191,6 +191,7 @@ def test_a_replica_that_made_steps_apart_ends(tmp_path: Path) -> None:
     made = [row["place"] for row in rows if "norm" in row]
     strayed = 1 + max(step for step, _, size in made if size == 3)
     assert {size for step, _, size in made if step == strayed} == {2}
+    assert min(step for step, _, _ in made) == 5, "steps go on behind those of a checkpoint"
     digests = defaultdict[Any, set[str]](set)
     for row in rows:
         if "norm" in row:

@@ -56,7 +56,7 @@ def num_steps(stop: Path) -> float:
     return int(stop.read_text()) if stop.exists() else math.inf
 
 
-def main(log: Path, env: dict[str, str], strays_at: int | None = None) -> None:
+def main(log: Path, env: dict[str, str], strays_at: int = -1, first_step: int = 0) -> None:
     """Train until the step in the file "stop" beside the log, to which each attempt adds a line.
 
     With `strays_at` it is taken, from that step on, for one that has made steps of its own.
@@ -70,7 +70,7 @@ def main(log: Path, env: dict[str, str], strays_at: int | None = None) -> None:
     model, optimizer, step = model_of(
         build_meshes(ParallelConfig(ep=NUM_RANKS, edp_shard=1), "cpu")
     )
-    replicas = Replicas(model, optimizer, step, timeout_s=20)
+    replicas = Replicas(model, optimizer, step, first_step=first_step, timeout_s=20)
     with log.open("w", buffering=1) as lines:
         while replicas.step < num_steps(log.parent / "stop"):
             place = replicas.begin()

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.base.fields import Count, Positive, check_arguments
+from moecore.base.fields import Count, CountOrZero, Positive, check_arguments
 from moecore.base.torch_names import local_of
 from moecore.io.checkpoint.in_memory import load_rank_state, rank_state
 from moecore.io.checkpoint.snapshot import Schedulers
@@ -50,7 +50,7 @@ STRAY = (
 )
 
 
-class Place(NamedTuple):
+class ReplicaPlace(NamedTuple):
     """What a replica does in a step: its data are those of `replica` of `num_replicas`."""
 
     step: int
@@ -71,6 +71,7 @@ class Replicas:
         optimizer: that of the step, or its list.
         step: steps the model, with that optimizer. Forwards go through `forward_backward`.
         scheduler: goes along with the state of a replica that comes back; the caller steps it.
+        first_step: the number of steps that weights and optimizer have, of a loaded checkpoint.
         min_replicas: fewer do not step: they wait for others.
         timeout_s: seconds after which a replica that does not answer has left.
 
@@ -94,6 +95,7 @@ class Replicas:
         step: TrainStep,
         *,
         scheduler: Schedulers | None = None,
+        first_step: CountOrZero = 0,
         min_replicas: Count = 1,
         timeout_s: Positive = 60.0,
     ) -> None:
@@ -110,8 +112,10 @@ class Replicas:
         self._device = request.meshes.device
         own = torch.tensor([secrets.randbits(LINEAGE_BITS)], device=self._device)
         dist.broadcast(own, 0)
-        self._name = self._lineage = int(own)  # of this start of the replica; of what it has made
-        self._place: Place | None = None
+        self._name = int(own)  # of this start of the replica
+        # All who have loaded a step are alike; without one torchft gives all the state of one.
+        self._lineage = first_step or self._name
+        self._place: ReplicaPlace | None = None
         self._is_healed = False
         timeout = timedelta(seconds=timeout_s)
         is_cpu = request.meshes.device_type == "cpu"
@@ -129,6 +133,7 @@ class Replicas:
             store_addr=os.environ["MASTER_ADDR"],
             store_port=int(os.environ["MASTER_PORT"]),
         )
+        self._manager.load_state_dict({"step": first_step, "batches_committed": 0})
 
     @property
     def step(self) -> int:
@@ -136,7 +141,7 @@ class Replicas:
         found: int = self._manager.current_step()
         return found
 
-    def begin(self) -> Place:
+    def begin(self) -> ReplicaPlace:
         """Begin a step with the replicas that are there; waits for `min_replicas`."""
         self._manager.start_quorum()
         replica = self._manager.participating_rank()
@@ -144,7 +149,7 @@ class Replicas:
         if self._is_healed:
             self._is_healed = False
             self._check_peers()
-        self._place = Place(self.step, replica, self._manager.num_participants())
+        self._place = ReplicaPlace(self.step, replica, self._manager.num_participants())
         return self._place
 
     def finish(self) -> StepResult | None:
