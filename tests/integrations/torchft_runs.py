@@ -56,10 +56,10 @@ def num_steps(stop: Path) -> float:
     return int(stop.read_text()) if stop.exists() else math.inf
 
 
-def main(log: Path, env: dict[str, str], strays_at: int = -1, first_step: int = 0) -> None:
+def main(log: Path, env: dict[str, str], strays_after: int = -1, first_step: int = 0) -> None:
     """Train until the step in the file "stop" beside the log, to which each attempt adds a line.
 
-    With `strays_at` it is taken, from that step on, for one that has made steps of its own.
+    After `strays_after` attempts it is taken for one that has made steps of its own.
     """
     from moecore.integrations.torchft import Replicas
 
@@ -72,10 +72,12 @@ def main(log: Path, env: dict[str, str], strays_at: int = -1, first_step: int = 
     )
     replicas = Replicas(model, optimizer, step, first_step=first_step, timeout_s=20)
     with log.open("w", buffering=1) as lines:
+        attempts = 0
         while replicas.step < num_steps(log.parent / "stop"):
             place = replicas.begin()
-            if place.step == strays_at:
+            if attempts == strays_after:
                 replicas._lineage += 1
+            attempts += 1
             losses = step.forward_backward([batch_of(place.step, place.replica, rank)])
             done = replicas.finish()
             row = {"place": list(place), "rank": rank, "loss": losses.item()}

@@ -8,13 +8,14 @@ A replica is a world of torch.distributed of its own: ep and every other degree 
 Between replicas there are gradients, counts of choices and, of one that comes back, state.
 
 Replicas that lost sight of each other may each make a step of the same number. They are told apart
-by their lineage: a number that a step makes of the one before and of all who made it. It comes
-along with state. Where replicas of a step differ in it, the step is dropped, and those that are not
-of the largest part end, to come back with the state of the others.
+by their lineage: a number of the first weights, of which a step makes another one with the names of
+all who made it. It comes along with state. Where replicas of a step differ in it, the step is
+dropped, and those that are not of the largest part end, to come back with the state of the others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -45,8 +46,8 @@ except ModuleNotFoundError as error:
 BUCKET = 1 << 26  # bytes of gradients that travel together
 LINEAGE_BITS = 62
 STRAY = (
-    "steps of this replica must be those of the others, but it has made some apart from them: end "
-    "all of its processes and start them again"
+    "first weights and steps of this replica must be those of the others, but some differ: end all "
+    "of its processes and start them again, with the same seed or checkpoint"
 )
 
 
@@ -67,7 +68,7 @@ class Replicas:
     replicas that are there, and expert biases move by the choices of all.
 
     Args:
-        model: parallelized, with loss="mean".
+        model: parallelized, with loss="mean"; with the same weights on all replicas.
         optimizer: that of the step, or its list.
         step: steps the model, with that optimizer. Forwards go through `forward_backward`.
         scheduler: goes along with the state of a replica that comes back; the caller steps it.
@@ -113,10 +114,8 @@ class Replicas:
         own = torch.tensor([secrets.randbits(LINEAGE_BITS)], device=self._device)
         dist.broadcast(own, 0)
         self._name = int(own)  # of this start of the replica
-        # All who have loaded a step are alike; without one torchft gives all the state of one.
-        self._lineage = first_step or self._name
+        self._lineage = self._first_lineage(first_step)
         self._place: ReplicaPlace | None = None
-        self._is_healed = False
         timeout = timedelta(seconds=timeout_s)
         is_cpu = request.meshes.device_type == "cpu"
         self._manager = Manager(
@@ -124,6 +123,7 @@ class Replicas:
             load_state_dict=self._load,
             state_dict=self._state,
             min_replica_size=min_replicas,
+            init_sync=False,  # ranks of one replica would take the state of several
             use_async_quorum=False,  # a replica that comes back has its state before its forward
             timeout=timeout,
             quorum_timeout=timeout,
@@ -146,9 +146,7 @@ class Replicas:
         self._manager.start_quorum()
         replica = self._manager.participating_rank()
         assert replica is not None, "replicas that have been healed take part"
-        if self._is_healed:
-            self._is_healed = False
-            self._check_peers()
+        self._check_peers()
         self._place = ReplicaPlace(self.step, replica, self._manager.num_participants())
         return self._place
 
@@ -178,10 +176,20 @@ class Replicas:
         how: Any = dict(scheduler=self._scheduler)
         extra = load_rank_state(state, self._model, self._optimizer, **how)
         self._step.load_state_dict(extra)
-        self._lineage, self._is_healed = int(extra["lineage"]), True
+        self._lineage = int(extra["lineage"])
+
+    def _first_lineage(self, first_step: int) -> int:
+        """Return a number of the step and of the weights of all ranks of this replica."""
+        tensors = [local_of(x.detach()) for x in self._model.state_dict().values()]
+        sums = torch.stack([x.double().sum() for x in tensors]).cpu()
+        found = hashlib.sha256(bytes(sums.view(torch.uint8).tolist())).digest()
+        number = int.from_bytes(found[:4], "big")
+        total = torch.tensor([number], device=self._device)
+        dist.all_reduce(total)
+        return hash((first_step, int(total))) % (1 << LINEAGE_BITS)
 
     def _check_peers(self) -> None:
-        """Raise if ranks of this replica took the state of replicas that differ."""
+        """Raise if ranks of this replica have the state of replicas that differ."""
         own = torch.tensor([self._lineage, -self._lineage], device=self._device)
         dist.all_reduce(own, dist.ReduceOp.MAX)
         largest, smallest = own[0], -own[1]
