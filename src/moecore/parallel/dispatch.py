@@ -139,9 +139,12 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
 
 def _stores(options: NVLinkOptions | None, domains: DomainGroups | None) -> NVLinkOptions | None:
     """Return the options of stores; what comes from all domains is their tokens inside of one."""
-    if options is None or options.max_tokens is None or domains is None:
+    if domains is None:
         return options
-    return replace(options, max_tokens=options.max_tokens * domains.across.size())
+    options, num_domains = options or NVLinkOptions(), domains.across.size()
+    most = None if options.max_tokens is None else options.max_tokens * num_domains
+    # Copy engines would carry holes for all tokens of all domains: at 8 of them 7 rows of 8.
+    return replace(options, max_tokens=most, overlap_weight_grads=False)
 
 
 def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:

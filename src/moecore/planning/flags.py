@@ -18,7 +18,7 @@ from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
-from moecore.planning.gpus import NODE
+from moecore.planning.gpus import GPUS, domain_of
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.stored import stages_of
 
@@ -27,7 +27,7 @@ DEGREES = tuple(field.name for field in fields(ParallelConfig))
 OF_SEARCHES = ("global_batch", "gpus_per_node")
 OF_STAGES = ("layout", "chunks", "schedule")
 STRATEGIES = ("dense_strategy", "experts_strategy", "fp8_param_gather")
-OF_RUNS = ("batch_size", "micro_batches", "fp8_dispatch", *OF_STAGES, *STRATEGIES)
+OF_RUNS = ("batch_size", "micro_batches", "dispatcher", "fp8_dispatch", *OF_STAGES, *STRATEGIES)
 
 
 def has_degrees(args: Any) -> bool:
@@ -87,7 +87,7 @@ def request_of_options(args: Any) -> SearchRequest:
         model=_model(args),
         num_gpus=args.gpus,
         gpu=args.gpu,
-        gpus_per_node=NODE if args.gpus_per_node is None else args.gpus_per_node,
+        gpus_per_node=args.gpus_per_node,
         seq_len=args.seq_len,
         global_batch=args.global_batch,
         memory=ANY if memory == MemoryOptions() else memory,
@@ -151,14 +151,18 @@ def run_of_options(args: Any) -> TrainingRun:
         precision=_precision(args),
         optimizer=_optimizer(args),
         nvlink=_nvlink(args, ParallelConfig(**degrees)),
+        dispatcher=args.dispatcher or "auto",
+        ranks_per_domain=domain_of(args.gpu, args.gpus),
         fp8_dispatch=args.fp8_dispatch,
     )
 
 
 def _nvlink(args: Any, parallel: ParallelConfig) -> NVLinkOptions | None:
-    """Return the capacity of nvlink, inside of a node; None = all-to-all."""
+    """Return the capacity of nvlink, inside of a server or domain; None = all-to-all."""
     if _has_room(args):
         return NVLinkOptions(row_factor=args.row_factor)
+    if args.dispatcher == "hierarchical":
+        return NVLinkOptions()
     degrees = parallel.resolve(args.gpus)
     group = degrees.ep * degrees.etp
-    return None if group == 1 or NODE % group else NVLinkOptions()
+    return None if group == 1 or GPUS[args.gpu].server % group else NVLinkOptions()

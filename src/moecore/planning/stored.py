@@ -61,6 +61,7 @@ def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
         memory=MemoryOptions(recompute=("expert_fc1",) if is_fc1 else ()),
         optimizer=OptimizerOptions(master_remainder=run.optimizer.master_remainder),
         nvlink=None,
+        dispatcher="auto",
     )
     return _sizes(plain)
 

@@ -196,7 +196,10 @@ class ExchangePool(Holder):
         none = torch.empty(0, dtype=torch.int32, device="meta")
         words: Any = dict(bases=none, state=none, report=none, timeout_ns=0)
         buffer = SymmetricBuffer(layout=layout, rank=dist.get_rank(self.group), **words)
-        return MetaExchange(buffer, self.group, self.options, balanced_rows=self._balanced(layout))
+        balanced = self._balanced(layout)
+        exchange = MetaExchange(buffer, self.group, self.options, balanced_rows=balanced)
+        exchange.ep = self.ep
+        return exchange
 
     def _layout(self, x_TD: Tensor, top_k: int, most: int, programs: int) -> ExchangeLayout:
         return ExchangeLayout(

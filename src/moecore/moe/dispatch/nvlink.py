@@ -52,7 +52,7 @@ class NVLinkPlan:
     exchange: Exchange
     dtype: torch.dtype  # of the tokens, and so of all sums
     num_tokens: int  # of combine's output; tokens for which the buffers had no capacity get 0
-    peers_T: Tensor  # int32, bit g of each local token: rank g got the token
+    peers_T: Tensor  # int64, bit g of each local token: rank g got the token
     places_S: Tensor  # int32, the number of the source row itself; -1 = a hole
     slots_SK: Tensor  # int32, expert rows of each source row; -1 = none
     receiver: Receiver | None  # of combine's backward, with `fp8_dispatch`
