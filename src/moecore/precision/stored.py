@@ -27,8 +27,9 @@ def store_experts_in_fp8(model: nn.Module) -> None:
 
     A byte per parameter stays of two or four; one parameter at a time is there twice. The blocks
     are those that products make of the weights in each forward, so outputs keep their bits; only
-    backward transposes bytes. Call it when the weights are loaded. What reads values (`save`,
-    `export_hf`, `merge_adapters`) raises from then on; `save_adapters` works.
+    backward transposes bytes. Call it when the weights are loaded. What needs the
+    values before rounding (`save`, `merge_adapters`) raises from then on; `save_adapters` works,
+    and `export_hf` writes what products read.
 
     Args:
         model: parallelized, with storage, whose experts are computed with a "blockwise" recipe.

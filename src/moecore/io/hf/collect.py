@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -83,7 +84,7 @@ class ErrorKeeper:
             raise self._error
 
 
-class Held(NamedTuple):
+class HeldPart(NamedTuple):
     """What one rank holds of a tensor: shape and dtype are those of the whole."""
 
     shape: tuple[int, ...]
@@ -95,7 +96,7 @@ class Holders:
     """Which ranks hold which part of each tensor of a model, of all its stages. Collective."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        mine = on_every_rank(lambda: {name: _held(tensor) for name, tensor in tensors.items()})
+        mine = on_every_rank(lambda: {name: held_of(tensor) for name, tensor in tensors.items()})
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._ranks: dict[str, dict[Holding, list[int]]] = {}
@@ -105,6 +106,13 @@ class Holders:
             for name, (shape, dtype, holding) in held.items():
                 self.shapes[name], self.dtypes[name] = shape, dtype
                 self._ranks.setdefault(name, {}).setdefault(holding, []).append(rank)
+
+    def joined(self, others: Holders) -> Holders:
+        """Return these and the holders of other tensors."""
+        found = copy(self)
+        found.shapes, found.dtypes = self.shapes | others.shapes, self.dtypes | others.dtypes
+        found._ranks = self._ranks | others._ranks
+        return found
 
     def of(self, name: str) -> dict[Holding, list[int]]:
         """Return the different shards of a tensor, and the ranks that hold each."""
@@ -258,8 +266,9 @@ def num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> in
     )
 
 
-def _held(tensor: Tensor) -> Held:
-    return Held(tuple(tensor.shape), tensor.dtype, _holding(tensor))
+def held_of(tensor: Tensor) -> HeldPart:
+    """Return what this rank holds of a tensor."""
+    return HeldPart(tuple(tensor.shape), tensor.dtype, _holding(tensor))
 
 
 def _holding(tensor: Tensor) -> Holding:

@@ -156,10 +156,15 @@ def check_target(path: Path, dtype: torch.dtype | None) -> None:
     """Raise ValueError for a directory that is there, or a dtype that would quantise."""
     if path.exists():
         raise ValueError(f"path ({path}) must not exist yet: choose another, or remove it")
+    check_dtype(dtype)
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise ValueError for a dtype that would quantise."""
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
         raise ValueError(
-            f"dtype ({dtype!r}) must be a float of 16 bits or more, a torch.dtype, or None: export "
-            "quantises nothing"
+            f"dtype ({dtype!r}) must be a float of 16 bits or more, a torch.dtype, or None: "
+            "nothing is quantised here"
         )
 
 

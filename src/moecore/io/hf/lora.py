@@ -80,6 +80,10 @@ class Merge:
         found = [owner[n] for n in _waiting(self.layer) for owner in owners if n in owner]
         return [one if isinstance(one, Tensor) else one.weight for one in found]
 
+    def factors(self) -> tuple[float, ...]:
+        """Return what their products are multiplied by."""
+        return tuple(self.layer.scaling[name] for name in _waiting(self.layer))
+
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int = 0) -> None:
