@@ -17,6 +17,7 @@ _NAMES = {
     "hf.buckets": "WeightBucket",
     "hf.changes": "WeightsVersion",
     "hf.stream": "WeightStream stream_weights",
+    "hf.transfer": "open_bucket receive_weights send_weights share_bucket",
     "hf.load": "LoadReport init_hf load_hf",
     "hf.lora": "init_adapters load_adapters merge_adapters save_adapters",
     "interchange.convert": "dcp_to_native native_to_dcp",

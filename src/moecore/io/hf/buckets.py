@@ -55,6 +55,12 @@ class WeightBucket:
             yield meta.name, part.view(meta.dtype).view(meta.shape)
             at += aligned(meta.nbytes)
 
+    @classmethod
+    def empty(cls, metas: Sequence[WeightMeta], device: torch.device) -> WeightBucket:
+        """Return a bucket for these tensors, with any values."""
+        size = sum(aligned(meta.nbytes) for meta in metas)
+        return cls(tuple(metas), torch.empty(size, dtype=torch.uint8, device=device))
+
 
 def aligned(num_bytes: int) -> int:
     """Return so many bytes, rounded up to where a tensor may begin."""
@@ -137,9 +143,7 @@ class BucketCollector(ErrorKeeper):
         """Return a bucket of these items, new; None after an error of this rank. Collective."""
         bucket, parts = None, list[list[Tensor]]()
         with self._keep_error():
-            size = sum(aligned(item.nbytes) for item in items)
-            flat = torch.empty(size, dtype=torch.uint8, device=self.device)
-            bucket = WeightBucket(tuple(map(meta_of, items)), flat)
+            bucket = WeightBucket.empty([meta_of(item) for item in items], self.device)
             parts = [
                 [
                     whole if piece.view is None else whole.new_empty(piece.shape)

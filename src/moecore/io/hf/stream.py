@@ -140,6 +140,11 @@ class WeightStream:
             raise ValueError("version (None) must be of a pass to its end: iterate first")
         return self._version
 
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return self._plan.device
+
     def metadata(self) -> list[WeightMeta]:
         """Return name, dtype and shape of each tensor, in order. No communication."""
         return [meta_of(item) for item in self._items]
