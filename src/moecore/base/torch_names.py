@@ -317,16 +317,6 @@ def storage_key(x: Tensor) -> int:
     return id(x.untyped_storage())  # one Python object for as long
 
 
-def base_of(x: Tensor) -> Tensor | None:
-    """Return the tensor that a view keeps alive; None for a tensor that is no view."""
-    return x._base
-
-
-def num_users(x: Tensor) -> int:
-    """Return how many tensors and storage objects share the memory of a tensor, itself included."""
-    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata)) - 1
-
-
 def version(x: Tensor) -> int:
     """Return the count of changes in place; 0 for a tensor of inference mode, which has none."""
     return 0 if x.is_inference() else x._version
@@ -378,7 +368,11 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def own_local(tensor: Tensor) -> Tensor:
     """Return the tensor in which a DTensor has its part: `local_of` of a parameter is a view."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()  # the part is the first of what a DTensor is made of
+    found: Tensor = getattr(tensor, names[0])
+    return found
 
 
 def wrapped_like(local: Tensor, like: Tensor) -> Tensor:
@@ -400,12 +394,6 @@ def parameter_like(data: Tensor, like: Tensor) -> nn.Parameter:
     found = nn.Parameter(data, requires_grad=like.requires_grad)
     vars(found).pop("detach", None)
     return found
-
-
-def clear_workspaces() -> None:
-    """Free the workspaces of cuBLAS, which it allocates anew; 32 MiB per stream on Hopper."""
-    if torch.cuda.is_initialized():
-        torch._C._cuda_clearCublasWorkspaces()
 
 
 def clear_sharding_caches() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore import MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_names import local_of
@@ -55,7 +54,7 @@ class Run:
         states = [state[key] for state in of_params for key in sorted(state)]
         return [local_of(x) for x in (*self.model.parameters(), *self.model.buffers(), *states)]
 
-    def memory(self) -> list[StorageWeakRef]:
+    def memory(self) -> list[torch.UntypedStorage]:
         buffers = [
             flat
             for unit in vars(self.model)["_moecore_attached"].engine.units
@@ -63,7 +62,7 @@ class Run:
             if (flat := buffer._flat) is not None
         ]
         self.buffer_bytes = sum(flat.untyped_storage().nbytes() for flat in buffers)
-        return [StorageWeakRef(x.untyped_storage()) for x in self.tensors()]
+        return [x.untyped_storage() for x in self.tensors()]
 
 
 def equal(one: Run, other: Run) -> bool:
@@ -79,7 +78,7 @@ def test_cycles_change_no_bit_and_grow_nothing(no_group_left: None, number: int)
         assert torch.equal(run.train(i), other.train(i))
         before = run.memory()
         run.offload.offload()
-        assert all(storage.expired() for storage in before)
+        assert all(storage.nbytes() == 0 for storage in before)
         run.offload.onload()
         sizes.add((run.offload.host_bytes, len(before)))
     assert equal(run, other) and len(sizes) == 1
@@ -99,7 +98,7 @@ def cycles(rank: int, device: torch.device, folder: str) -> dict[str, list[Any]]
         held = run.buffer_bytes
         for part in parts:
             run.offload.offload(part)
-        found["freed"].append(sum(storage.expired() for storage in before))
+        found["freed"].append(sum(storage.nbytes() == 0 for storage in before))
         now = run.memory()
         found.setdefault("buffers", []).append((held > 0, run.buffer_bytes))
         same = all(torch.equal(t, sent[n]) for n, t in stream)  # of weights that are away
@@ -163,17 +162,28 @@ def test_gradients_and_shared_memory_come_back(no_group_left: None) -> None:
     model(torch.ones(2, 4)).sum().backward()
     want = [x.clone() for x in (model.weight, model.bias, model.weight.grad, model.bias.grad)]
     offload = TrainingOffload(model)
-    with pytest.raises(ValueError, match=r"memory of weights \(of a tensor \(3, 4\), and 0 more\)"):
-        offload.offload()
-    assert model.weight.data_ptr() == flat.data_ptr()  # nothing has moved
-    del flat
     offload.offload()
+    assert flat.untyped_storage().nbytes() == 0
+    with torch.no_grad():
+        assert torch.equal(model.weight, want[0])  # as any tensor of the host
+        model.bias.add_(1)
+        want[1] += 1
     assert model.weight.untyped_storage()._cdata == model.bias.untyped_storage()._cdata
+    want[0] = torch.full((3, 4), 5.0)
+    model.weight.data = want[0].clone()  # other memory, whose values come back too
     offload.onload()
     found = [model.weight, model.bias, model.weight.grad, model.bias.grad]
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
     assert model.weight.untyped_storage()._cdata == model.bias.untyped_storage()._cdata
-    assert model.bias.storage_offset() == 12
+    assert model.bias.storage_offset() == 12 and torch.equal(flat[12:], want[1])
+
+
+def test_memory_of_others_is_refused() -> None:
+    model = torch.nn.Linear(4, 3)
+    model.weight.data = torch.frombuffer(bytearray(48), dtype=torch.float32).view(3, 4)
+    with pytest.raises(ValueError, match=r"memory of weights \(of a tensor \(3, 4\)\) must be"):
+        TrainingOffload(model).offload()
+    assert torch.equal(model.weight, torch.zeros(3, 4))
 
 
 def test_a_captured_graph_is_refused(no_group_left: None) -> None:

@@ -13,18 +13,20 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from moecore.base.fields import CountOrZero, Device, check_arguments
 from moecore.io.hf.buckets import WeightBucket, WeightMeta
 from moecore.io.hf.stream import WeightStream
 
 DEVICE_PLACE = 6  # of the device's index among the arguments that torch rebuilds a tensor from
 
 
+@runtime_checkable
 class BroadcastGroup(Protocol):
     """What is asked of a process group, such as `dist.ProcessGroupNCCL(store, rank, size)`."""
 
@@ -48,6 +50,7 @@ def send_weights(stream: WeightStream, group: BroadcastGroup | None) -> None:
             not received within the group's timeout; as `WeightStream.buckets`. Training goes on;
             the group is of no use any more.
     """
+    check_arguments(send_weights, locals())
     with closing(stream.buckets()) as buckets:
         while (bucket := next(buckets, None)) is not None:
             if group is not None:
@@ -58,8 +61,21 @@ def send_weights(stream: WeightStream, group: BroadcastGroup | None) -> None:
         _send(group, (), stream.device)
 
 
-def receive_weights(group: BroadcastGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield the (name, tensor) of a pass that rank 0 of a group sends, on a device."""
+def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator of the (name, tensor) of a pass that rank 0 of a group sends.
+
+    Args:
+        group: where this rank is none of the training, and not rank 0.
+        device: of the tensors, which the group's backend reads and writes.
+
+    Raises:
+        RuntimeError: in iteration, in one line, when another rank is gone or late.
+    """
+    check_arguments(receive_weights, locals())
+    return _passed(group, torch.device(device))
+
+
+def _passed(group: BroadcastGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     while metas := _received(group, device):
         bucket = WeightBucket.empty(metas, device)
         _reach(group, bucket.flat)
@@ -112,6 +128,7 @@ def share_bucket(bucket: WeightBucket) -> BucketHandle:
     Raises:
         ValueError: for a bucket that is on no GPU.
     """
+    check_arguments(share_bucket, locals())
     if not bucket.flat.is_cuda:
         raise ValueError(
             f"device of the bucket ({bucket.flat.device}) must be a GPU to be shared by a handle: "
@@ -121,11 +138,12 @@ def share_bucket(bucket: WeightBucket) -> BucketHandle:
     return BucketHandle(bucket.metas, rebuild, tuple(arguments))
 
 
-def open_bucket(handle: BucketHandle, device_index: int | None = None) -> WeightBucket:
+def open_bucket(handle: BucketHandle, device_index: CountOrZero | None = None) -> WeightBucket:
     """Return the bucket of a handle, in the memory of the process that made it.
 
     `device_index` is the GPU's number here where it has another one (CUDA_VISIBLE_DEVICES).
     """
+    check_arguments(open_bucket, locals())
     arguments = list(handle.arguments)
     if device_index is not None:
         arguments[DEVICE_PLACE] = device_index

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.failures import known_to_others
-from moecore.base.torch_names import no_dispatch_modes, own_local, set_versions, version
+from moecore.base.torch_names import no_dispatch_modes, set_versions, version
 from moecore.kernels.experts.contract import SINK
 from moecore.parallel.shard.buffers import Buffer
 from moecore.parallel.shard.formats import Format
@@ -227,14 +227,6 @@ class Unit:
         if self.buffer is not None:
             self.buffer.mark.clear()
         self.gradients.drop_marks()
-
-    def aliases(self) -> list[Tensor]:
-        """Return the tensors of its own that lie in the memory of its shards."""
-        shards = [param.shard for param in self.params]
-        if self.buffer is not None:
-            return shards
-        wholes = [own_local(param.whole) for param in self.params if param.whole is not None]
-        return [*shards, *wholes, *map(own_local, self._counting)]
 
     def buffers(self) -> list[Buffer[Any]]:
         """Return the buffers that the unit uses in turn with others."""

@@ -8,9 +8,11 @@
                   sums of gradients, exchanges of "nvlink", pages, graphs
     "all"         all of these, and what torch's allocator caches
 
-A tensor stays the same object. Its memory is pinned host memory while it is away, so checkpoints
-and streams of weights read it as ever; what computes with it raises: forward without "weights" or
-"buffers", and the optimizer's step without any. What shares memory on the device does on the host.
+A tensor stays the same object, and so does its storage, which has no bytes while it is away. What
+else lies in the storage (views of a unit, of the caller) is right again when it is back. Meanwhile
+the tensors themselves lie in pinned host memory, where checkpoints and streams of weights read and
+write them as ever. What computes with them raises: forward without "weights" or "buffers", and the
+optimizer's step without any.
 """
 
 from __future__ import annotations
@@ -25,15 +27,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.base.fields import check_arguments
-from moecore.base.torch_names import base_of, clear_workspaces, num_users, own_local, tree_leaves
+from moecore.base.torch_names import own_local, storage_key, tree_leaves
 from moecore.moe.params import gathered_blocks
 from moecore.parallel.attached import attached_in, engines_of
 from moecore.parallel.shard.buffers import Buffer
 from moecore.parallel.shard.engine import free_units, progress_of
 from moecore.train.graphs.regions import drop_graphs
-from moecore.train.memory.host import HostCopies
+from moecore.train.memory.host import HostCopies, of_host_memory
 from moecore.train.memory.stash import Stash
-from moecore.train.optim.state_offload import of_host_memory
 
 Part = Literal["weights", "grads", "optimizer", "buffers"]
 What = Literal["weights", "grads", "optimizer", "buffers", "all"]
@@ -42,24 +43,30 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(slots=True)
 class _MovedStorage:
-    """Memory that is away, and the tensors that lie in it, each with its place."""
+    """A storage whose bytes are in host memory, and tensors that lie in it."""
 
-    tensors: list[tuple[Tensor, int]]
+    memory: Tensor  # uint8, all bytes of the storage
+    size: int
+    tensors: list[tuple[Tensor, Tensor]]  # each with another one of the same place in the storage
     host: Tensor  # uint8
 
-    def come_back(self, device: torch.device) -> None:
-        """Copy it to new memory of the device, where the tensors are from then on."""
-        memory = torch.empty(self.host.shape, dtype=torch.uint8, device=device)
-        memory.copy_(self.host, non_blocking=True)
-        self.lie_in(memory)
-
-    def lie_in(self, memory: Tensor) -> None:
-        """Let the tensors lie in other memory."""
+    def leave(self) -> None:
+        """Free the device's memory; the tensors lie in the host's."""
         for tensor, place in self.tensors:
-            size = tensor.element_size()
-            flat = memory[: memory.numel() // size * size].view(tensor.dtype)
-            start = place + int(flat.storage_offset())
-            tensor.data = flat.as_strided(tensor.shape, tensor.stride(), start)
+            itemsize = place.element_size()
+            flat = self.host[: self.size // itemsize * itemsize].view(place.dtype)
+            start = int(place.storage_offset()) + int(flat.storage_offset())
+            tensor.data = flat.as_strided(place.shape, place.stride(), start)
+        self.memory.untyped_storage().resize_(0)
+
+    def come_back(self) -> None:
+        """Allocate the device's memory, and copy the host's to it."""
+        self.memory.untyped_storage().resize_(self.size)
+        self.memory.copy_(self.host, non_blocking=True)
+        for tensor, place in self.tensors:
+            if storage_key(tensor) != storage_key(self.host):  # somebody has given it other memory
+                place.copy_(tensor)
+            tensor.data = place
 
 
 class TrainingOffload:
@@ -110,7 +117,7 @@ class TrainingOffload:
 
         Raises:
             ValueError: within a step; while a `GraphedForwardBackward` of the model is captured;
-                when a tensor elsewhere shares memory that would move. The part has not moved.
+                for memory that is not torch's own. Nothing of the part has moved.
             MemoryError: when host memory is short. The part is whole, on the device.
         """
         check_arguments(TrainingOffload.offload, locals())
@@ -128,7 +135,6 @@ class TrainingOffload:
             self._guard()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            clear_workspaces()
             torch.cuda.empty_cache()
 
     @torch.no_grad()
@@ -143,7 +149,7 @@ class TrainingOffload:
         for part in PARTS if what == "all" else (what,):
             moved = self._away.get(part, [])
             while moved:
-                moved[-1].come_back(self._device)
+                moved[-1].come_back()
                 moved.pop()
             while part == "buffers" and self._freed:
                 self._freed[-1].restore()
@@ -193,37 +199,26 @@ class TrainingOffload:
     def _send(self, part: Part) -> list[_MovedStorage]:
         """Move the storages of a part to the host."""
         found: dict[int, list[Tensor]] = {}
-        for tensor in self._tensors(part):
+        for tensor in {id(x): x for x in map(own_local, self._values(part))}.values():
             if tensor.device == self._device and tensor.untyped_storage().nbytes():
-                found.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-        bytes_of = {f"{part}.{i}": _bytes_of(ts[0]) for i, ts in enumerate(found.values())}
-        gib = sum(x.nbytes for x in bytes_of.values()) / 2**30
+                found.setdefault(storage_key(tensor), []).append(tensor)
+        for tensors in found.values():
+            if not tensors[0].untyped_storage().resizable():
+                raise ValueError(
+                    f"memory of {part} (of a tensor {tuple(tensors[0].shape)}) must be torch's own "
+                    "to be freed: clone what comes from files, other processes or libraries"
+                )
+        memory = {f"{part}.{i}": _bytes_of(ts[0]) for i, ts in enumerate(found.values())}
+        gib = sum(x.nbytes for x in memory.values()) / 2**30
         with of_host_memory(f"{part} ({gib:.1f} GiB)"):
-            hosts = self._copies.fill(bytes_of)
-        moved = []
-        for tensors, host in zip(found.values(), hosts.values(), strict=True):
-            moved.append(_MovedStorage([(x, int(x.storage_offset())) for x in tensors], host))
-            moved[-1].lie_in(host)
-        shared = [one for one, x in zip(moved, bytes_of.values(), strict=True) if num_users(x) > 1]
-        if shared:
-            for one, memory in zip(moved, bytes_of.values(), strict=True):
-                one.lie_in(memory)
-            shape = tuple(shared[0].tensors[0][0].shape)
-            raise ValueError(
-                f"memory of {part} (of a tensor {shape}, and {len(shared) - 1} more) must not be "
-                "shared with tensors that the model does not know, which would be cut off: delete "
-                "views of it such as param.detach()"
-            )
+            hosts = self._copies.fill(memory)
+        moved = [
+            _MovedStorage(memory[name], host.nbytes, [(x, x.data) for x in tensors], host)
+            for (name, host), tensors in zip(hosts.items(), found.values(), strict=True)
+        ]
+        for one in moved:
+            one.leave()
         return moved
-
-    def _tensors(self, part: Part) -> Iterator[Tensor]:
-        """Yield this rank's tensors of a part, each object once."""
-        seen = set[int]()
-        owns = map(own_local, self._values(part))
-        for tensor in (x for own in owns for x in (own, base_of(own)) if x is not None):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
 
     def _values(self, part: Part) -> Iterator[Tensor]:
         params = list(self._model.parameters())
@@ -232,9 +227,6 @@ class TrainingOffload:
             yield from self._model.buffers()
             for blocks in filter(None, map(gathered_blocks, params)):
                 yield from (blocks.values, blocks.scales)
-            for engine in engines_of(self._model):
-                for unit in engine.units:
-                    yield from unit.aliases()
         elif part == "grads":
             yield from (param.grad for param in params if param.grad is not None)
         elif part == "optimizer":
