@@ -9,7 +9,6 @@ So messages have their memory before the first of them, and an error waits until
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,11 +22,9 @@ from torch import Tensor
 
 from moecore.io.checkpoint.ranks import gather, on_every_rank, rank_and_world
 from moecore.io.hf.names import TensorPiece
-from moecore.io.hf.target import PieceOverlap, local_part, overlaps
+from moecore.io.hf.target import Holding, PieceOverlap, holding_of, local_part, overlaps
 from moecore.moe.params import gathered_blocks, global_indices
 from moecore.precision.stored import stored_values
-
-Holding = tuple[tuple[tuple[int, int], ...], ...]  # per dim: runs (first index, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +119,7 @@ class Holders:
         self, source: str, piece: TensorPiece, holding: Holding, max_numel: int = 1 << 62
     ) -> list[PieceOverlap]:
         """Return the boxes that a shard and a piece of a tensor have in common."""
-        shape = self.shapes[source]
-        if not num_common(holding, piece, shape):
-            return []
-        return list(overlaps(_indices(holding), piece, shape, max_numel=max_numel))
+        return list(overlaps(holding, piece, self.shapes[source], max_numel=max_numel))
 
 
 def part_of(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
@@ -174,7 +168,7 @@ class RankCollector(ErrorKeeper):
 
     def _collect_part(self, item: _Part, writer: int, whole: Tensor | None) -> None:
         for holding, holders in self._holders.of(item.source).items():
-            numel = num_common(holding, item.piece, self._holders.shapes[item.source])
+            numel = _num_common(holding, item.piece, self._holders.shapes[item.source])
             if not numel:
                 continue
             sender = writer if writer in holders else holders[0]
@@ -258,7 +252,7 @@ def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
-def num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> int:
+def _num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> int:
     """Return how many elements of a piece a shard holds; cannot fail, as it makes no tensors."""
     return math.prod(
         sum(max(0, min(a + n, part.stop) - max(a, part.start)) for a, n in runs)
@@ -268,20 +262,4 @@ def num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> in
 
 def held_of(tensor: Tensor) -> HeldPart:
     """Return what this rank holds of a tensor."""
-    return HeldPart(tuple(tensor.shape), tensor.dtype, _holding(tensor))
-
-
-def _holding(tensor: Tensor) -> Holding:
-    return tuple(_runs(index) for index in global_indices(tensor))
-
-
-def _runs(index: Tensor) -> tuple[tuple[int, int], ...]:
-    if not index.numel():
-        return ()
-    edges = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), index.numel()]
-    return tuple((int(index[a]), b - a) for a, b in itertools.pairwise(edges))
-
-
-def _indices(holding: Holding) -> list[Tensor]:
-    empty = torch.empty(0, dtype=torch.int64)
-    return [torch.cat([empty, *(torch.arange(a, a + n) for a, n in runs)]) for runs in holding]
+    return HeldPart(tuple(tensor.shape), tensor.dtype, holding_of(global_indices(tensor)))
