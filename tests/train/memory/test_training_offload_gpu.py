@@ -12,18 +12,19 @@ import pytest
 import torch
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.torch_names import local_of
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW, TrainingOffload
 
 pytestmark = pytest.mark.gpu
 CONFIG = DecoderConfig(
     vocab_size=32_000,
-    dim=1024,
+    dim=2048,
     num_layers=8,
-    num_heads=8,
+    num_heads=16,
     num_kv_heads=4,
     head_dim=128,
-    moe=MoEConfig(dim=1024, hidden_dim=1024, num_experts=16, top_k=2),
+    moe=MoEConfig(dim=2048, hidden_dim=2048, num_experts=16, top_k=2),
 )
 
 
@@ -86,9 +87,9 @@ def test_offload_frees_the_device_at_the_speed_of_the_bus(no_group_left: None) -
             bus_out, bus_back = bus_seconds(moved)
             print(f"{before / 1e9:.2f} GB; {left / 2**20:.0f} MiB left, {allocated} allocated")
             print(f"out {out:.3f} s of {bus_out:.3f}, back {back:.3f} s of {bus_back:.3f}")
-            assert before > 4e9 and left <= 300 * 2**20
+            assert before > 15e9 and left <= 300 * 2**20
             assert out <= 1.2 * bus_out and back <= 1.2 * bus_back
-        return [*losses, *(p.detach().to_local().clone() for p in model.parameters())]
+        return [*losses, *(local_of(p.detach()).clone() for p in model.parameters())]
 
     found = run(cycles=True)
     torch.cuda.empty_cache()

@@ -156,14 +156,15 @@ class BucketCollector(ErrorKeeper):
             for number, item in enumerate(items)
             for box in self._boxes_of(item)
         ]
-        self._copy_own([copy for copy in copies if copy.box.sender < 0], parts, read)
-        for sender in sorted({copy.box.sender for copy in copies} - {-1}):
+        for sender in sorted({copy.box.sender for copy in copies}):
             for message in self._messages([c for c in copies if c.box.sender == sender]):
-                self._broadcast(sender, message, items, parts, read)
+                if sender < 0:
+                    self._copy_own(message, parts, read)
+                else:
+                    self._broadcast(sender, message, items, parts, read)
         with self._keep_error():
-            for item, of_item, (_, whole) in zip(
-                items, parts, bucket.tensors() if bucket else (), strict=False
-            ):
+            wholes = () if bucket is None else (whole for _, whole in bucket.tensors())
+            for item, of_item, whole in zip(items, parts, wholes, strict=False):
                 for (_, piece), part in zip(item.parts, of_item, strict=True):
                     if piece.view is not None:
                         put(part, piece, whole)
@@ -171,7 +172,7 @@ class BucketCollector(ErrorKeeper):
 
     def _copy_own(self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read) -> None:
         with self._keep_error():
-            if copies and parts:
+            if parts:
                 _copy([_target(c, parts) for c in copies], [_source(c, read) for c in copies])
 
     def _broadcast(
