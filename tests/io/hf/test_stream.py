@@ -26,6 +26,7 @@ from moecore.train import AdamW
 from tests.families.transformers.hf_models import random_model
 from tests.helpers.ranks import run_ranks
 from tests.io.hf.test_config import TINY_JSON
+from tests.parallel.pipeline.stages import build
 
 pytestmark = pytest.mark.slow
 WORLD, BUCKET, SMALL = 4, 200_000, 30_000
@@ -251,6 +252,8 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     root = Path(folder)
     changes.CHUNK = 1 << 8  # so that small tensors have several
     found: dict[str, Any] = {layout: native_case(root, layout) for layout in LAYOUTS}
+    wanted = passed(stream_weights(build("whole")))  # a tied head, whose table two stages hold
+    found["native stages"] = equal(passed(stream_weights(build("turns"))), wanted)
     model = staged()
     wanted = exported(model, root / "staged")
     found["staged"] = equal(passed(stream_weights(model, bucket_bytes=BUCKET)), wanted)
@@ -280,7 +283,7 @@ def test_two_buckets_are_there_at_a_time(results: dict[str, Any]) -> None:
 
 def test_stages_and_adapters(results: dict[str, Any]) -> None:
     found = {n: value for n, value in results.items() if n not in (*LAYOUTS, "changes")}
-    assert all(value is True for value in found.values()) and len(found) == 11
+    assert all(value is True for value in found.values()) and len(found) == 12
 
 
 def test_a_stream_gives_what_changed(results: dict[str, Any]) -> None:
