@@ -16,6 +16,8 @@ from moecore import BalanceConfig, LayerLayout, MoEConfig, MoELayer, ParallelCon
 from moecore.base.fields import shown
 from moecore.io import (
     UpcycleOptions,
+    WeightBucket,
+    WeightStream,
     decoder_config_from_hf,
     hf_to_native,
     latest,
@@ -26,6 +28,7 @@ from moecore.io import (
     set_latest,
     verify,
 )
+from moecore.io.hf.transfer import BucketHandle
 from moecore.models import Decoder, preset
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
@@ -81,6 +84,7 @@ NO_CALLS = {
         "Queued",
     ),
     *("Action", "Overlap", "PipelineError", "PipelineLayout", "Schedule", "Stage", "Timeline"),
+    *("WeightBucket", "WeightStream", "WeightsVersion"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }
 # Without a rule in the annotations: optimizers of torch check these in their own words.
@@ -118,6 +122,19 @@ METHODS: tuple[tuple[Any, str], ...] = (
     *((TABLE, n) for n in ("of", "read", "on", "write", "extended", "seconds", "wall")),
     *((REPLAY, n) for n in ("choices", "replay", "select", "to_engine", "from_engine")),
 )
+
+
+class Group:
+    """What is asked of a group of `send_weights`."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        """Do nothing."""
+
+    def size(self) -> int:
+        """Return a number."""
+        return 2
+
+
 # Valid values of parameters without a default, by name, and where one name has several types.
 VALID: dict[str, Any] = {
     **dict(model=META, meshes=None, parallel=ParallelConfig(), path="no", root="no", out="no"),
@@ -139,6 +156,9 @@ VALID: dict[str, Any] = {
     "run": RUN,
     "request": SearchRequest(model=TINY, num_gpus=1, seq_len=8),
     "folding": Folding(),
+    **dict(group=Group(), device="cpu", handle=BucketHandle((), print, ())),
+    "stream": object.__new__(WeightStream),
+    "bucket": WeightBucket.empty([], torch.device("cpu")),
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
     **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),
     **dict(

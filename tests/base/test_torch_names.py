@@ -392,6 +392,9 @@ def test_groups_and_meshes() -> None:
     sharded = DTensor.from_local(local, both, [Shard(0)] * 3, run_check=False)
     again = _torch.wrapped_like(torch.zeros(2, 2), sharded)
     assert again.placements == sharded.placements and again.full_tensor().sum() == 0
+    param = torch.nn.Parameter(sharded.detach())
+    _torch.own_local(param).data = torch.full((2, 2), 7.0)
+    assert _torch.local_of(param)[0, 0] == 7 and _torch.own_local(param) is _torch.own_local(param)
     part = _torch.local_of(sharded.requires_grad_())
     assert part is _torch.local_of(sharded) and torch.equal(part, local) and part.is_leaf
 

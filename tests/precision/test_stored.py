@@ -90,8 +90,9 @@ def test_what_reads_values_is_refused(no_group_left: None, tmp_path: Path) -> No
         assert "\n" not in str(e.value)
 
 
-def test_export_is_refused_without_adapters_on_experts(no_group_left: None, tmp_path: Path) -> None:
+def test_export_writes_the_values_that_products_read(no_group_left: None, tmp_path: Path) -> None:
     import peft
+    from safetensors.torch import load_file
 
     from tests.families.transformers.hf_models import random_model
 
@@ -100,9 +101,23 @@ def test_export_is_refused_without_adapters_on_experts(no_group_left: None, tmp_
     )
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=PRECISION)
     merge_adapters(model)
+    export_hf(model, tmp_path / "plain")
     store_experts_in_fp8(model)
-    with pytest.raises(ValueError, match=r"must have values to be exported"):
-        export_hf(model, tmp_path / "exported")
+    export_hf(model, tmp_path / "stored")
+    plain, stored = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("plain", "stored")
+    )
+    assert plain.keys() == stored.keys()
+    for name, weight in plain.items():
+        wanted = weight
+        if ".experts." in name:
+            blocks = weight.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+            mantissa, power = torch.frexp(blocks.abs().amax((1, 3), keepdim=True) / 448)
+            scales = torch.exp2(power - (mantissa == 0.5).float())  # rounded up
+            wanted = ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).flatten(2)
+            wanted = wanted.flatten(0, 1)
+            assert 0 < (wanted - weight).abs().max() <= weight.abs().max() / 16
+        assert torch.equal(stored[name], wanted), name
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def whole(tensor: Tensor) -> Tensor:
 def in_peft_form(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
     """Every tensor of the adapter, or its gradient, as peft's file would have it."""
     return {
-        name: one.to_file(whole(one.tensor.grad if grads else one.tensor)).reshape(one.shape)
+        name: one.to_file(whole(one.tensor.grad if grads else one.tensor))
         for name, one in adapter_tensors(model, "default").items()
     }
 

@@ -288,8 +288,3 @@ def _expert_lora_class() -> type[LowRank]:
 def from_peft(b: Tensor, num_experts: int) -> Tensor:
     """Return peft's B, [O, r * E], as [E, O, r]."""
     return b.unflatten(1, (-1, num_experts)).permute(2, 0, 1).contiguous()
-
-
-def to_peft(b_EOr: Tensor) -> Tensor:
-    """Return B as peft has it, [O, r * E]: see `from_peft`."""
-    return b_EOr.permute(1, 2, 0).flatten(1)

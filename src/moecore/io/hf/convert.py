@@ -26,15 +26,9 @@ from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, layout_of
 from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item, put
 from moecore.io.hf.config import HFConfig, config_problems, decoder_config_from_hf, read_config
-from moecore.io.hf.export import (
-    ExportLayout,
-    check_target,
-    fill_shards,
-    make_items,
-    names_of,
-    write_directory,
-)
+from moecore.io.hf.export import check_target, fill_shards, write_directory
 from moecore.io.hf.export_config import finish_config
+from moecore.io.hf.export_plan import ExportLayout, make_items, names_of
 from moecore.io.hf.files import CONFIG, Box, HFFiles, common_part, listed, read_json
 from moecore.io.hf.names import (
     EMBEDDING,

@@ -106,3 +106,13 @@ class Buffer(Generic[Holder]):
             with torch.inference_mode(False):
                 self._flat = torch.empty(self.numel, dtype=self.dtype, device=device)
         return self._flat
+
+    def free(self) -> None:
+        """Free the memory of a buffer that nobody holds; its views stay valid for `restore`."""
+        if self._flat is not None:
+            self._flat.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory that `free` has freed, with any values."""
+        if self._flat is not None:
+            self._flat.untyped_storage().resize_(self._flat.nbytes)

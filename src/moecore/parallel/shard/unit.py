@@ -228,6 +228,10 @@ class Unit:
             self.buffer.mark.clear()
         self.gradients.drop_marks()
 
+    def buffers(self) -> list[Buffer[Any]]:
+        """Return the buffers that the unit uses in turn with others."""
+        return [b for b in (self.buffer, self.gradients.buffer) if b is not None]
+
     def _take_buffer(self) -> None:
         if self.buffer is None:
             return
