@@ -61,6 +61,18 @@ def linear_cross_entropy(
         raise ValueError(
             f"num_tokens ({num_tokens.dtype}) must be an integer tensor: pass num_tokens.long()"
         )
+    dtype = product_dtype(hidden_ND, weight_VD, labels_N)
+    total = _LinearCrossEntropy.apply(
+        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype
+    )
+    if num_tokens is None:
+        num_tokens = count_labels(labels_N)
+    divisor = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
+    return total / divisor
+
+
+def product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
+    """Return what products of a head are in; raises for what does not fit each other."""
     if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"labels_N {tuple(labels_N.shape)} must have one label for each row of "
@@ -71,19 +83,13 @@ def linear_cross_entropy(
     dtype = hidden_ND.dtype
     wanted = autocast_dtype(hidden_ND)
     if wanted is not None and dtype != torch.float64:
-        dtype = wanted
-    elif weight_VD.dtype != dtype:
+        return wanted
+    if weight_VD.dtype != dtype:
         raise ValueError(
             f"weight_VD ({weight_VD.dtype}) must have the dtype of hidden_ND ({dtype}): convert "
             "one of them, or call it under torch.autocast"
         )
-    total = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype
-    )
-    if num_tokens is None:
-        num_tokens = count_labels(labels_N)
-    divisor = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
-    return total / divisor
+    return dtype
 
 
 def count_labels(labels: Tensor) -> Tensor:
@@ -151,7 +157,7 @@ def _add_chunk_(
     # What is as large as the logits is gone when this returns, before the next chunk's are made.
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     want = d_hidden_CD is not None or d_weight_VD is not None
-    logits_CV = _product(hidden_CD, weight_VD.t(), dtype)
+    logits_CV = product(hidden_CD, weight_VD.t(), dtype)
     loss, d_logits_CV = cross_entropy_(logits_CV, labels_C, hidden_CD.dtype if want else None)
     if d_logits_CV is None:
         return loss
@@ -159,11 +165,11 @@ def _add_chunk_(
     if d_hidden_CD is not None:
         torch.mm(d_logits_CV, weight_VD, out=d_hidden_CD)
     if d_weight_VD is not None:
-        _add_product_(d_weight_VD, d_logits_CV.t(), hidden_CD, beta=0 if first else 1)
+        add_product_(d_weight_VD, d_logits_CV.t(), hidden_CD, beta=0 if first else 1)
     return loss
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a @ b in `dtype`, not rounded to the dtype of a and b on the way."""
     if a.dtype == dtype:
         return a @ b
@@ -172,7 +178,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def _add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
+def add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
     """Write out * beta + a @ b to out, in its dtype; beta 0 does not read it."""
     if a.dtype != out.dtype and is_gpu(a):
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
