@@ -1,0 +1,243 @@
+"""Log-probabilities of tokens, and entropies, of a linear head: logits are made chunk by chunk.
+
+Legend: B rows, T tokens of a row, t tokens of a row of this rank, N tokens, C tokens of one chunk,
+D model dim, V vocabulary.
+
+A chunk's logits are made in fp32, give a number or two for each token, and are gone. What a loss
+does with the numbers is known when all of them are, so backward makes the logits once more (four
+products for a chunk, where `loss.py` has three), from the hidden states and the fp32 logarithm of
+each token's sum of exponentials. With x the logits over the temperature, p = softmax(x) and entropy
+H = -sum of p log p,
+
+    d log p[label] / d x[v] = (v == label) - p[v]         d H / d x[v] = -p[v] (log p[v] + H)
+
+Memory: two times C * V * 4 bytes, and in backward D * V * 4 for the fp32 d_weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from moecore.base.fields import Count, Positive, check_arguments, check_fields
+from moecore.kernels.common import no_autocast
+from moecore.models.loss import IGNORE_INDEX, add_product_, product, product_dtype
+
+Scalar = Callable[[Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LogProbLoss:
+    """What a forward returns in place of the cross-entropy: a loss of log-probabilities.
+
+    Attributes:
+        labels_BT: int64, the token that should follow each position (already shifted), or -100
+            where none is asked for; of whole rows, on the device of the model.
+        function: gets fp32 [B, T] of whole rows, the log-probability of each label (0 for -100) and
+            the entropy of the distribution it is from (None without `entropy`), and returns an fp32
+            scalar. Under cp and tp it runs on every rank, on equal numbers.
+        temperature: the logits are divided by it.
+        entropy: whether entropies are computed.
+    """
+
+    labels_BT: Annotated[Tensor, "pass int64 [B, T]"]
+    function: Scalar
+    temperature: Positive = 1.0
+    entropy: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def of_head(
+        self,
+        hidden_BtD: Tensor,
+        weight_VD: Tensor,
+        labels_Bt: Tensor,
+        whole: Callable[[Tensor], Tensor],
+        *,
+        chunk_tokens: int = 2048,
+    ) -> Tensor:
+        """Return the loss, from this rank's tokens; `whole` makes [B, t, X] whole rows."""
+        numbers = linear_log_probs(
+            hidden_BtD.flatten(0, 1),
+            weight_VD,
+            labels_Bt.flatten(),
+            temperature=self.temperature,
+            entropy=self.entropy,
+            chunk_tokens=chunk_tokens,
+        )
+        return self._of(numbers, labels_Bt, whole)
+
+    def of_logits(
+        self, logits_BtV: Tensor, labels_Bt: Tensor, whole: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return the loss from logits, which a model has changed since its head."""
+        x_NV = logits_BtV.flatten(0, 1)
+        x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
+        labels_N = labels_Bt.flatten()
+        all_NV = x_NV.log_softmax(1)
+        counts_N = labels_N != IGNORE_INDEX
+        picked_N1 = all_NV.gather(1, labels_N.where(counts_N, 0)[:, None])
+        log_probs_N = picked_N1[:, 0].where(counts_N, 0)
+        entropy_N = -(all_NV.exp() * all_NV).sum(1).where(counts_N, 0) if self.entropy else None
+        return self._of((log_probs_N, entropy_N), labels_Bt, whole)
+
+    def _of(
+        self,
+        numbers: tuple[Tensor, Tensor | None],
+        labels_Bt: Tensor,
+        whole: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        given = [x_N.view_as(labels_Bt) for x_N in numbers if x_N is not None]
+        rows_BTX = whole(torch.stack(given, dim=-1))
+        return self.function(rows_BTX[..., 0], rows_BTX[..., 1] if self.entropy else None)
+
+
+def linear_log_probs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    temperature: Positive = 1.0,
+    entropy: bool = False,
+    chunk_tokens: Count = 2048,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log softmax(hidden @ weight^T / temperature) at the labels, and its entropy.
+
+    Under autocast products are in its dtype, as those of `F.linear` are; nothing else is rounded.
+
+    Args:
+        hidden_ND: any float dtype; N may be 0.
+        weight_VD: the head, same dtype (under autocast any) and device.
+        labels_N: int64 in [0, V), or -100 for tokens that are not asked for. Any other label raises
+            on a CPU, and fails on a GPU as an index does.
+        temperature: the logits are divided by it.
+        entropy: whether entropies are computed.
+        chunk_tokens: tokens per chunk C.
+
+    Returns:
+        fp32 [N] each (fp64 for fp64 inputs), differentiable once in hidden states and weight, 0
+        where the label is -100. The second is in nats, None without `entropy`. No host sync.
+
+    Raises:
+        ValueError: as `linear_cross_entropy`.
+        NotImplementedError: in backward with create_graph=True.
+    """
+    check_arguments(linear_log_probs, locals())
+    dtype = product_dtype(hidden_ND, weight_VD, labels_N)
+    numbers: tuple[Tensor, Tensor | None] = _LinearLogProbs.apply(
+        hidden_ND, weight_VD, labels_N, temperature, entropy, chunk_tokens, dtype
+    )
+    return numbers
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """See the module's text."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        temperature: float,
+        entropy: bool,
+        chunk: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
+        hidden_MD, weight_WD = hidden_ND.to(dtype), weight_VD.to(dtype)
+        of_sums = torch.promote_types(dtype, torch.float32)
+        log_probs_N, log_sums_N, entropy_N = (
+            hidden_ND.new_zeros(len(hidden_ND), dtype=of_sums) for _ in range(3)
+        )
+        with no_autocast(hidden_ND):
+            for start in range(0, len(hidden_ND), chunk):
+                part = slice(start, start + chunk)
+                x_CV = _logits(hidden_MD[part], weight_WD, labels_N[part], temperature)
+                high_C1 = x_CV.amax(1, keepdim=True)
+                x_CV.sub_(high_C1)
+                labels_C = labels_N[part]
+                counts_C = labels_C != IGNORE_INDEX
+                picked_C = x_CV.gather(1, labels_C.where(counts_C, 0)[:, None])[:, 0]
+                e_CV = x_CV.exp() if entropy else x_CV.exp_()
+                sums_C = e_CV.sum(1)
+                log_C = sums_C.log()
+                log_probs_N[part] = (picked_C - log_C).where(counts_C, 0)
+                log_sums_N[part] = log_C + high_C1[:, 0]
+                if entropy:
+                    mean_C = e_CV.mul_(x_CV).sum(1) / sums_C
+                    entropy_N[part] = (log_C - mean_C).where(counts_C, 0)
+                del x_CV, e_CV  # before the next chunk's are made
+        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, log_sums_N, entropy_N)
+        return log_probs_N, entropy_N.clone() if entropy else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "create_graph (True) must be False for linear_log_probs, which makes logits anew "
+                "in backward: compute log-probabilities from logits"
+            )
+        hidden_ND, weight_VD, labels_N, log_sums_N, entropy_N = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden_MD, weight_WD = hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype)
+        d_hidden_ND = torch.empty_like(hidden_MD) if wants_hidden else None
+        d_weight_VD = torch.zeros_like(weight_VD, dtype=log_sums_N.dtype) if wants_weight else None
+        with no_autocast(hidden_ND):
+            for start in range(0, len(hidden_ND), ctx.chunk):
+                part = slice(start, start + ctx.chunk)
+                d_log_prob_C, d_entropy_C = (None if g is None else g[part] for g in grads)
+                x_CV = _logits(hidden_MD[part], weight_WD, labels_N[part], ctx.temperature)
+                d_CV = _logits_gradient(
+                    x_CV.sub_(log_sums_N[part, None]),
+                    labels_N[part],
+                    d_log_prob_C,
+                    d_entropy_C,
+                    entropy_N[part],
+                )
+                del x_CV
+                d_CV = d_CV.div_(ctx.temperature).to(ctx.dtype)
+                if d_hidden_ND is not None:
+                    torch.mm(d_CV, weight_WD, out=d_hidden_ND[part])
+                if d_weight_VD is not None:
+                    add_product_(d_weight_VD, d_CV.t(), hidden_MD[part], beta=1)
+                del d_CV
+        d_hidden = None if d_hidden_ND is None else d_hidden_ND.to(hidden_ND.dtype)
+        d_weight = None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
+        return d_hidden, d_weight, *[None] * 5
+
+
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, temperature: float) -> Tensor:
+    """Return the logits of a chunk over the temperature; 0 in rows that are not asked for."""
+    dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
+    x_CV = product(hidden_CD, weight_VD.t(), dtype)
+    # What such a row holds, NaN or inf, must not get past a gradient of 0.
+    x_CV.masked_fill_((labels_C == IGNORE_INDEX)[:, None], 0)
+    return x_CV if temperature == 1.0 else x_CV.div_(temperature)
+
+
+def _logits_gradient(
+    log_p_CV: Tensor,  # used up
+    labels_C: Tensor,
+    d_log_prob_C: Tensor | None,
+    d_entropy_C: Tensor | None,
+    entropy_C: Tensor,
+) -> Tensor:
+    """Return the gradient of the logits over the temperature, see the module's text."""
+    counts_C = labels_C != IGNORE_INDEX
+    zeros_C = torch.zeros_like(entropy_C)
+    d_log_prob_C = zeros_C if d_log_prob_C is None else d_log_prob_C.where(counts_C, 0)
+    if d_entropy_C is None:
+        d_CV = log_p_CV.exp_().mul_(-d_log_prob_C[:, None])
+    else:
+        d_entropy_C1 = d_entropy_C.where(counts_C, 0)[:, None]
+        p_CV = log_p_CV.exp()
+        factor_CV = log_p_CV.add_(entropy_C[:, None]).mul_(d_entropy_C1)
+        d_CV = factor_CV.add_(d_log_prob_C[:, None]).mul_(p_CV).neg_()
+    labels_C1 = labels_C.where(counts_C, 0)[:, None]
+    return d_CV.scatter_add_(1, labels_C1, d_log_prob_C[:, None])
