@@ -125,14 +125,16 @@ def test_a_second_derivative_is_refused():
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements of a tensor that an operation returns."""
+    """Notes the most elements of the memory of a tensor that an operation returns."""
 
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self.elements = max(self.elements, *sizes, 0)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                size = leaf.untyped_storage().nbytes() // leaf.itemsize
+                self.elements = max(self.elements, size)
         return out
 
 
