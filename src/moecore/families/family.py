@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from moecore.families.transformers.log_probs import take_log_prob_losses
 from moecore.families.transformers.lora import (
     adapt_experts,
     adapted,
+    adapters_off,
     experts_unwrapped,
     refuse_peft_methods,
 )
@@ -72,6 +74,13 @@ class Plain(Family):
             "cu_seqlens": batch["cu_seqlens"],
             "max_seqlen": batch["max_seqlen"],
         }
+
+    @override
+    def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
+        raise ValueError(
+            f"model ({type(model).__name__}) must have adapters of peft to be its own reference: "
+            "pass a reference model"
+        )
 
     @override
     def staged(self, model: nn.Module) -> StagedModel:
@@ -132,6 +141,10 @@ class Transformers(Plain):
         names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
         found: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
         return found | {"use_cache": False}
+
+    @override
+    def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
+        return adapters_off(model) if adapted(model) is not model else super().adapters_off(model)
 
     @override
     def staged(self, model: nn.Module) -> StagedModel:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -51,6 +52,9 @@ class Family(Protocol):
 
     def arguments(self, batch: PackedBatch) -> dict[str, Any]:
         """Return a packed batch as keyword arguments of a forward, without its labels."""
+
+    def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a model runs without its adapters; ValueError without any."""
 
     def fuse_loss(self, model: nn.Module) -> None:
         """Let a loss that reads logits of all tokens be computed in chunks of them, if one does."""

@@ -106,6 +106,11 @@ class Engine:
             raise ValueError(
                 f"model ({type(model).__name__}) must be parallelized: call parallelize_moe first"
             )
+        if step.model is not model:
+            raise ValueError(
+                f"step (of a {type(step.model).__name__}) must be of the model: pass "
+                "TrainStep(model, optimizer)"
+            )
         if found.request.is_dynamic:
             raise NotImplementedError("ContextOptions.dynamic (True) must be False for an Engine")
         self.model, self.step = model, step
@@ -128,13 +133,19 @@ class Engine:
                 have other ones.
         """
         check_arguments(Engine.log_probs, locals())
-        return self._scores(self.step, rollouts, entropy)
+        return self._scores(self.step, rollouts, entropy=entropy)
 
     def reference_log_probs(self, rollouts: Rollouts) -> TokenScores:
-        """Return what the reference model says; otherwise as `log_probs`."""
+        """Return what the reference model says; otherwise as `log_probs`.
+
+        Raises:
+            ValueError: for a model without adapters and reference; as `log_probs`.
+        """
         check_arguments(Engine.reference_log_probs, locals())
-        assert self._reference is not None
-        return self._scores(self._reference, rollouts, False)
+        if self._reference is not None:
+            return self._scores(self._reference, rollouts, entropy=False)
+        with self._request.family.adapters_off(self.model):
+            return self._scores(self.step, rollouts, entropy=False)
 
     def forward_backward(self, rollouts: Rollouts, objective: Objective) -> ObjectiveResult:
         """Run forward and backward of an objective on a batch; `step.finish()` follows.
@@ -166,7 +177,7 @@ class Engine:
                 loss=loss, scores=self._of_stages(scores), num_micro_batches=number
             )
 
-    def _scores(self, step: TrainStep, rollouts: Rollouts, entropy: bool) -> TokenScores:
+    def _scores(self, step: TrainStep, rollouts: Rollouts, *, entropy: bool) -> TokenScores:
         with known_to_others("log_probs() of rollouts"):
             rows, _ = self._rows(rollouts, None)
             scores = self._empty(rollouts, entropy)
