@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from moecore import BalanceConfig
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.rl import DPO, GRPO, GSPO, PPO, Objective, OwnObjective, Rollouts
+from moecore.rl import (
+    DPO,
+    GRPO,
+    GSPO,
+    PPO,
+    Objective,
+    OwnObjective,
+    Rollouts,
+    RouterReplay,
+)
 from tests.rl.replay_cases import randomize
 
 VOCABULARY = 128
@@ -106,6 +115,36 @@ def responses_of(logits_of: Callable[[Tensor], Tensor], rollouts: Rollouts) -> l
         picked = log_p.gather(1, ids[chosen][:, None])[:, 0]
         found.append(Response(picked, -(log_p.exp() * log_p).sum(-1), *given))  # type: ignore[arg-type]
     return found
+
+
+def routes_by_hand(model: nn.Module, rollouts: Rollouts) -> Tensor:
+    """int32 [N, L, K], which experts each token goes to, one forward for each sequence."""
+    replay = RouterReplay(model)
+    with torch.no_grad(), replay.record():
+        responses_of(model, rollouts)
+    layers = [torch.cat(ids) for ids in replay.choices().values()]
+    return torch.stack(layers, dim=1)
+
+
+def log_probs_by_hand(model: nn.Module, rollouts: Rollouts) -> Tensor:
+    """fp32 [N], by the routes of the rollouts, one forward for each sequence."""
+    replay, routes = RouterReplay(model), rollouts.routes_NLK
+    assert routes is not None
+    choices = {
+        name: list(routes[:, place].split(rollouts.lengths))
+        for place, name in enumerate(replay.layer_names)
+    }
+    with torch.no_grad(), replay.replay(choices):
+        found = responses_of(model, rollouts)
+    log_probs_N = torch.zeros(len(rollouts.tokens_N))
+    log_probs_N[rollouts.response_mask_N] = torch.cat([r.log_p for r in found])
+    return log_probs_N
+
+
+def forced(routes_NLK: Tensor, num_experts: int) -> Tensor:
+    """Other experts for every third token."""
+    moved = (routes_NLK + 1) % num_experts
+    return torch.where(torch.arange(len(moved))[:, None, None] % 3 == 0, moved, routes_NLK)
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

@@ -6,13 +6,15 @@
                             -> the objective: a loss per token, its share of the global mean
                             -> `TrainStep`: backward, and the rest of the step
 
-Legend: N tokens of a data rank's rollouts.
+Legend: N tokens of a data rank's rollouts, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -31,7 +33,9 @@ from moecore.rl.micro_batches import (
     sequences_of_micro_batches,
 )
 from moecore.rl.objectives import Mean, Objective
+from moecore.rl.replay import RouterReplay
 from moecore.rl.rollouts import Rollouts
+from moecore.rl.routes import check_routes, choices_of, routes_of
 from moecore.train.step import TrainStep
 
 
@@ -42,10 +46,12 @@ class TokenScores:
     Attributes:
         log_probs_N: fp32 [N], of each token of a response given those before it; 0 elsewhere.
         entropy_N: fp32 [N], of the distribution that it is from, in nats; None = not asked for.
+        routes_NLK: int32 [N, L, K], the experts of each token; None = not asked for.
     """
 
     log_probs_N: Tensor
     entropy_N: Tensor | None
+    routes_NLK: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +125,9 @@ class Engine:
         self._limits = RowLimits.of(max_tokens, self._meshes.parallel)
         self._reference = None if reference is None else TrainStep(reference)
 
-    def log_probs(self, rollouts: Rollouts, *, entropy: bool = False) -> TokenScores:
+    def log_probs(
+        self, rollouts: Rollouts, *, entropy: bool = False, routes: bool = False
+    ) -> TokenScores:
         """Return what the model says of the tokens of responses, without gradients.
 
         The model runs in its mode. Collective over the world; one host sync before the forwards.
@@ -127,21 +135,26 @@ class Engine:
         Args:
             rollouts: of this data rank.
             entropy: whether entropies are computed.
+            routes: whether the experts of each token are recorded, for `Rollouts.routes_NLK`.
 
         Raises:
             ValueError: on every rank, when rollouts of one do not fit, or ranks that share rows
                 have other ones.
+            NotImplementedError: for routes over pipeline stages.
         """
         check_arguments(Engine.log_probs, locals())
-        return self._scores(self.step, rollouts, entropy=entropy)
+        if routes and rollouts.routes_NLK is not None:
+            raise ValueError("routes (True) must be False for rollouts with routes_NLK: drop one")
+        return self._scores(self.step, rollouts, entropy=entropy, routes=routes)
 
     def reference_log_probs(self, rollouts: Rollouts) -> TokenScores:
-        """Return what the reference model says; otherwise as `log_probs`.
+        """Return what the reference model says, by its own routes; otherwise as `log_probs`.
 
         Raises:
             ValueError: for a model without adapters and reference; as `log_probs`.
         """
         check_arguments(Engine.reference_log_probs, locals())
+        rollouts = rollouts.replace(routes_NLK=None)
         if self._reference is not None:
             return self._scores(self._reference, rollouts, entropy=False)
         with self._request.family.adapters_off(self.model):
@@ -171,21 +184,46 @@ class Engine:
             micro_batches = [
                 self._inputs(row, scores, objective, shares_N[row.places_N]) for row in rows
             ]
-            losses = self.step.forward_backward(micro_batches)
+            with self._replaying(rows, rollouts):
+                losses = self.step.forward_backward(micro_batches)
             loss = sum_of_data_ranks(losses.sum() / factor, self._meshes)
             return ObjectiveResult(
                 loss=loss, scores=self._of_stages(scores), num_micro_batches=number
             )
 
-    def _scores(self, step: TrainStep, rollouts: Rollouts, *, entropy: bool) -> TokenScores:
+    def _scores(
+        self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
+    ) -> TokenScores:
         with known_to_others("log_probs() of rollouts"):
-            rows, _ = self._rows(rollouts, None)
+            rows, _ = self._rows(rollouts, None, routes=routes)
             scores = self._empty(rollouts, entropy)
-            step.losses([self._inputs(row, scores, None, None) for row in rows])
+            micro_batches = [self._inputs(row, scores, None, None) for row in rows]
+            how = self._replay.record() if routes else self._replaying(rows, rollouts)
+            with how:
+                step.losses(micro_batches)
+            if routes:
+                scores = replace(scores, routes_NLK=routes_of(self._replay, rows, rollouts))
             return self._of_stages(scores)
 
+    @cached_property
+    def _replay(self) -> RouterReplay:
+        if self._pipeline is not None:
+            raise NotImplementedError(
+                "routes of rollouts must be None over pipeline stages, which have a part of the "
+                "layers: use RouterReplay of a stage"
+            )
+        return RouterReplay(self.model)
+
+    def _replaying(
+        self, rows: Sequence[RolloutRow], rollouts: Rollouts
+    ) -> AbstractContextManager[None]:
+        """Return a context in which forwards of rows follow the routes of rollouts, if any."""
+        if rollouts.routes_NLK is None:
+            return nullcontext()
+        return self._replay.replay(choices_of(self._replay, rows), unrecorded="route")
+
     def _rows(
-        self, rollouts: Rollouts, objective: Objective | None
+        self, rollouts: Rollouts, objective: Objective | None, *, routes: bool = False
     ) -> tuple[list[RolloutRow], Totals]:
         """Return this rank's micro-batches, and the numbers of the global batch. Collective."""
         own = problem = None
@@ -197,12 +235,15 @@ class Engine:
                         f"Rollouts.{name} (None) must be given for {type(objective).__name__}: "
                         "pass rollouts.replace(...)"
                     )
+            if routes or rollouts.routes_NLK is not None:
+                check_routes(self._replay, rollouts.routes_NLK)
             together = 1 if objective is None else objective.together
             planned = sequences_of_micro_batches(rollouts, self._limits, together)
             own = _totals(rollouts, len(planned))
         except ValueError as error:
             problem = str(error)
         alike = {"the objective": type(objective).__name__, "temperature": rollouts.temperature}
+        alike["whether Rollouts.routes_NLK is None"] = rollouts.routes_NLK is None
         for field in fields(objective) if objective is not None else ():  # type: ignore[arg-type]
             alike[f"{type(objective).__name__}.{field.name}"] = getattr(objective, field.name)
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
