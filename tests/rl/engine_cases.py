@@ -8,6 +8,7 @@ Divergence").
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,15 +127,20 @@ def routes_by_hand(model: nn.Module, rollouts: Rollouts) -> Tensor:
     return torch.stack(layers, dim=1)
 
 
+def replayed(model: nn.Module, every: Sequence[Rollouts]) -> AbstractContextManager[None]:
+    """Return a context in which each sequence in its turn goes to the experts of its routes."""
+    replay = RouterReplay(model)
+    choices: dict[str, list[Tensor]] = {name: [] for name in replay.layer_names}
+    for rollouts in every:
+        assert rollouts.routes_NLK is not None
+        for place, own in enumerate(choices.values()):
+            own.extend(rollouts.routes_NLK[:, place].split(rollouts.lengths))
+    return replay.replay(choices)
+
+
 def log_probs_by_hand(model: nn.Module, rollouts: Rollouts) -> Tensor:
     """fp32 [N], by the routes of the rollouts, one forward for each sequence."""
-    replay, routes = RouterReplay(model), rollouts.routes_NLK
-    assert routes is not None
-    choices = {
-        name: list(routes[:, place].split(rollouts.lengths))
-        for place, name in enumerate(replay.layer_names)
-    }
-    with torch.no_grad(), replay.replay(choices):
+    with torch.no_grad(), replayed(model, [rollouts]):
         found = responses_of(model, rollouts)
     log_probs_N = torch.zeros(len(rollouts.tokens_N))
     log_probs_N[rollouts.response_mask_N] = torch.cat([r.log_p for r in found])

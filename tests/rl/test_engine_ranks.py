@@ -7,6 +7,7 @@ made near those of the policy, so that some ratios are clipped and others are no
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,9 +25,13 @@ from tests.rl.engine_cases import (
     OBJECTIVES,
     by_hand,
     decoder,
+    forced,
+    log_probs_by_hand,
     near,
+    replayed,
     responses_of,
     rollouts_of,
+    routes_by_hand,
     worst,
 )
 
@@ -37,10 +42,9 @@ WORLD = 6
 CASES: dict[str, tuple[dict[str, int], str, str, str]] = {
     "dp3-tp2-ep3": (dict(dp_shard=3, tp=2, ep=3), "mean", "native", "grpo"),
     "cp3-tp2-ep2": (dict(dp_shard=1, cp=3, tp=2, ep=2), "sum", "native", "gspo"),
-    "dp3-cp2-ep6": (dict(dp_shard=3, cp=2, ep=6), "mean", "native", "ppo-k1"),
     "pp2-dp3-ep3": (dict(pp=2, dp_shard=3, ep=3), "sum", "native", "dpo"),
     "hf-dp2-cp3-ep2": (dict(dp_shard=2, cp=3, ep=2), "mean", "transformers", "own"),
-    "hf-pp3-dp2-ep2": (dict(pp=3, dp_shard=2, ep=2), "sum", "transformers", "grpo"),
+    "hf-pp3-dp2-ep2": (dict(pp=3, dp_shard=2, ep=2), "sum", "transformers", "ppo-k1"),
 }
 
 
@@ -66,12 +70,12 @@ class LogitsOf(nn.Module):
 
 
 def all_rollouts(
-    plain: nn.Module, data_ranks: int, vocabulary: int
-) -> tuple[list[Rollouts], list[Tensor]]:
-    """Of each data rank, with the log-probabilities of one process; computed on rank 0."""
+    plain: nn.Module, data_ranks: int, vocabulary: int, *, routed: bool
+) -> tuple[list[Rollouts], list[Tensor], list[Tensor]]:
+    """Of each data rank, with log-probabilities and routes of one process; made on rank 0."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
-        every, log_probs = [], []
+        every, log_probs, routes = [], [], []
         for data_rank in range(data_ranks):
             rollouts = rollouts_of(data_rank, vocabulary)
             with torch.no_grad():
@@ -80,7 +84,17 @@ def all_rollouts(
             log_probs_N[rollouts.response_mask_N] = torch.cat([r.log_p for r in responses])
             every.append(near(rollouts, log_probs_N))
             log_probs.append(log_probs_N)
-        found = [(every, log_probs)]
+            if routed:
+                routes.append(routes_by_hand(plain, rollouts))
+        found = [(every, log_probs, routes)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def forced_log_probs(plain: nn.Module, every: list[Rollouts]) -> list[Tensor]:
+    """By given routes; made on rank 0."""
+    is_first = dist.get_rank() == 0
+    found: list[Any] = [[log_probs_by_hand(plain, r) for r in every] if is_first else None]
     dist.broadcast_object_list(found)
     return found[0]
 
@@ -90,13 +104,23 @@ def run_case(name: str) -> dict[str, float]:
     meshes = build_meshes(ParallelConfig(**degrees), "cpu")
     plain = LogitsOf(made(family))
     vocabulary = 128 if family == "native" else 61
-    every, log_probs = all_rollouts(plain, meshes.data_ranks, vocabulary)
+    routed = family == "native" and "pp" not in name
+    every, log_probs, routes = all_rollouts(plain, meshes.data_ranks, vocabulary, routed=routed)
     model = copy.deepcopy(plain.model)
     options: dict[str, Any] = {"pipeline": PipelineConfig(schedule="1f1b")} if "pp" in name else {}
     parallelize_moe(model, meshes, loss=loss, **options)  # type: ignore[arg-type]
     engine = Engine(model, TrainStep(model), max_tokens=36)
     own = every[meshes.data_rank]
-    scores = engine.log_probs(own, entropy=True)
+    scores = engine.log_probs(own, entropy=True, routes=routed)
+    if routed:
+        assert scores.routes_NLK is not None
+        assert torch.equal(scores.routes_NLK, routes[meshes.data_rank])
+        by_force = [forced(r, 6) for r in routes]
+        every = [r.replace(routes_NLK=f) for r, f in zip(every, by_force, strict=True)]
+        log_probs = forced_log_probs(plain, every)
+        every = [near(r, x) for r, x in zip(every, log_probs, strict=True)]
+        own = every[meshes.data_rank]
+        scores = engine.log_probs(own)
     found = engine.forward_backward(own, OBJECTIVES[objective][0])
     errors = [
         float((scores.log_probs_N - log_probs[meshes.data_rank]).abs().max()),
@@ -107,7 +131,8 @@ def run_case(name: str) -> dict[str, float]:
     whole = gather_whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     if dist.get_rank():
         return {}
-    want_loss, want = by_hand(plain, every, objective)
+    with replayed(plain, every) if routed else nullcontext():
+        want_loss, want = by_hand(plain, every, objective)
     return {
         "log-probs": float(largest[0]),
         "of the step": float(largest[1]),
@@ -161,4 +186,4 @@ def test_wrong_rollouts_of_one_rank_are_an_error_of_all(results: Any) -> None:
     found = results[1]
     assert found["a field"] == "rollouts of another rank must be right: see its error"
     assert found["tp ranks"].startswith("rollouts of data rank 2 must be the same on the ranks")
-    assert found["temperature"].startswith("the objective, temperature, PPO.clip")
+    assert found["temperature"].startswith("the objective, temperature, ")
