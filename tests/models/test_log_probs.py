@@ -169,7 +169,9 @@ def test_a_loss_of_logits_is_that_of_the_head():
 
 def test_bad_inputs_are_one_line():
     hidden, weight, labels = make(6, 4, 8)
-    with pytest.raises(ValueError, match=r"temperature \(0.0\) must be a finite number > 0: [^\n]*$"):
+    with pytest.raises(
+        ValueError, match=r"temperature \(0.0\) must be a finite number > 0: [^\n]*$"
+    ):
         linear_log_probs(hidden, weight, labels, temperature=0.0)
     with pytest.raises(ValueError, match=r"labels_N \(torch.int32\) must be int64: [^\n]*$"):
         linear_log_probs(hidden, weight, labels.int())

@@ -205,6 +205,8 @@ def test_what_does_not_fit_is_one_line(meshes: Meshes) -> None:
     refused(engine, rollouts.take([0, 1, 2]), DPO(), r"rollouts \(3 sequences\) must be a multiple")
     refused(engine, rollouts, DPO(), r"max_tokens \(16\) must be >= 19, the tokens of sequence 0")
     nothing = rollouts.replace(response_mask_N=torch.zeros_like(rollouts.response_mask_N))
+    pairs = nothing.replace(tokens_N=nothing.tokens_N).take([0, 2])
+    refused(engine, pairs, DPO(), r"rollouts \(0 responses with a weight\) must have one in each")
     refused(engine, nothing, PPO(), r"rollouts \(0 tokens of responses with a weight")
     negative = rollouts.replace(weights_N=-torch.ones(len(rollouts.tokens_N)))
     refused(engine, negative, PPO(), "Rollouts.weights_N must be finite and >= 0")

@@ -56,7 +56,7 @@ def agree(
         ValueError: on every rank, when one has a problem or ranks differ.
     """
     own = own or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
-    weight = torch.tensor(own.weight, dtype=torch.float64).view(torch.int64).item()
+    weight = int(torch.tensor(own.weight, dtype=torch.float64).view(torch.int64))
     numbers = [meshes.data_rank, problem is not None, own.num_micro_batches, own.num_responses]
     numbers += [weight, _digest(alike), _digest(shared)]
     mine = torch.tensor(numbers, dtype=torch.int64, device=meshes.device_type)

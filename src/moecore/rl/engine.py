@@ -130,7 +130,8 @@ class Engine:
     ) -> TokenScores:
         """Return what the model says of the tokens of responses, without gradients.
 
-        The model runs in its mode. Collective over the world; one host sync before the forwards.
+        The model runs in its mode. Collective over the world, with host syncs before
+        the forwards.
 
         Args:
             rollouts: of this data rank.
@@ -164,7 +165,8 @@ class Engine:
         """Run forward and backward of an objective on a batch; `step.finish()` follows.
 
         Gradients are those of the objective's mean over the rollouts of all data ranks, whatever
-        the micro-batches. Collective over the world; one host sync before the forwards.
+        the micro-batches. Collective over the world, with host syncs before
+        the forwards.
 
         Args:
             rollouts: of this data rank, with the fields that the objective needs; ranks may have
@@ -239,7 +241,7 @@ class Engine:
                 check_routes(self._replay, rollouts.routes_NLK)
             together = 1 if objective is None else objective.together
             planned = sequences_of_micro_batches(rollouts, self._limits, together)
-            own = _totals(rollouts, len(planned))
+            own = _totals(rollouts, len(planned), together)
         except ValueError as error:
             problem = str(error)
         alike = {"the objective": type(objective).__name__, "temperature": rollouts.temperature}
@@ -312,19 +314,26 @@ def _weights(rollouts: Rollouts) -> Tensor:
 
 
 def _of_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
+    """Return the weight of each sequence, fp64 [n]."""
     sums_n = weights_N.new_zeros(rollouts.num_sequences)
     return sums_n.index_add(0, rollouts.sequence_N.cpu(), weights_N)
 
 
-def _totals(rollouts: Rollouts, num_micro_batches: int) -> Totals:
+def _totals(rollouts: Rollouts, num_micro_batches: int, together: int) -> Totals:
     """Return the numbers of a data rank's rollouts; raises for weights that are none."""
     weights_N = _weights(rollouts)
     if not bool((weights_N.isfinite() & (weights_N >= 0)).all()):
         raise ValueError("Rollouts.weights_N must be finite and >= 0 in responses: clamp them")
+    num_responses = int((_of_sequences(rollouts, weights_N) > 0).sum())
+    if together > 1 and num_responses < rollouts.num_sequences:
+        raise ValueError(
+            f"rollouts ({num_responses} responses with a weight) must have one in each sequence "
+            f"({rollouts.num_sequences}) where sequences belong together: leave pairs out"
+        )
     return Totals(
         num_micro_batches=num_micro_batches,
         weight=float(weights_N.sum()),
-        num_responses=int((_of_sequences(rollouts, weights_N) > 0).sum()),
+        num_responses=num_responses,
     )
 
 

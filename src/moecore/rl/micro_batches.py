@@ -3,7 +3,7 @@
 Legend: N tokens of the sequences of a micro-batch, T tokens of its row, M of them with a
 log-probability.
 
-    sequences     whole ones, as they fit (`packing/bins.py`), neighbours that belong together as one
+    sequences     whole ones, as they fit (`packing/bins.py`); what belongs together is as one
     row           sequences end to end, each padded to what cp ranks share, the row to what tp does
     rows_M        the places of the row that predict a token of a response
     tokens_M      those tokens among the N
@@ -84,7 +84,9 @@ def sequences_of_micro_batches(
             f"{units[sums.index(longest)][0]} with padding and what belongs to it: raise it, or "
             "leave the sequence out"
         )
-    return [[i for unit in bin_ for i in units[unit]] for bin_ in pack_lengths(sums, limits.max_tokens)]
+    return [
+        [i for unit in bin_ for i in units[unit]] for bin_ in pack_lengths(sums, limits.max_tokens)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

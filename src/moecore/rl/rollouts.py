@@ -72,7 +72,12 @@ class Rollouts:
             yield "tokens_N", f"be int64 [N], found {shape}: lay sequences end to end"
         N, cu = len(self.tokens_N), self.cu_seqlens
         is_list = cu.ndim == 1 and not cu.is_floating_point() and len(cu) > 0
-        if not is_list or self.borders[0] != 0 or self.borders[-1] != N or min(self.lengths, default=1) < 1:
+        if (
+            not is_list
+            or self.borders[0] != 0
+            or self.borders[-1] != N
+            or min(self.lengths, default=1) < 1
+        ):
             yield "cu_seqlens", f"be integers that ascend from 0 to the number of tokens ({N})"
         mask = self.response_mask_N
         if mask.dtype != torch.bool or tuple(mask.shape) != shape:
@@ -96,9 +101,7 @@ class Rollouts:
             yield "routes_NLK", f"be integers [{N}, layers, experts per token]"
 
     @classmethod
-    def of(
-        cls, prompts: Sequence[Any], responses: Sequence[Any], **others: Any
-    ) -> Rollouts:
+    def of(cls, prompts: Sequence[Any], responses: Sequence[Any], **others: Any) -> Rollouts:
         """Return prompts and their responses end to end, each a list or tensor of token ids.
 
         `others` are fields by name.
@@ -152,8 +155,8 @@ class Rollouts:
     def sum_responses(self, values_N: Tensor) -> Tensor:
         """Return [n], the sum over the response of each sequence; differentiable."""
         masked_N = values_N.where(self.response_mask_N, 0)
-        sums_n = values_N.new_zeros(self.num_sequences)
-        return sums_n.index_add(0, self.sequence_N, masked_N)
+        lengths_n = self.cu_seqlens.to(values_N.device).diff().long()
+        return torch.segment_reduce(masked_N, "sum", lengths=lengths_n)
 
     def replace(self, **changes: Any) -> Rollouts:
         """Return rollouts with other fields, such as `old_log_probs_N`."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of packed documents: those of the stock model's logits, document by document."""
+"""Log-probabilities of packed documents: those of a stock model's logits, one by one."""
 
 from __future__ import annotations
 

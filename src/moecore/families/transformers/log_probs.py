@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moecore.families.transformers.head import IS_SCORED, Logits
 from moecore.families.transformers.rows import READER, SEQUENCE
@@ -76,6 +77,10 @@ def _function(loss: LogProbLoss) -> Callable[..., Tensor]:
     """Return a loss function of a causal language model of transformers."""
 
     def of(logits: Tensor, labels: Tensor, *_: Any, **given: Any) -> Tensor:
+        if isinstance(logits, DTensor):
+            raise NotImplementedError(
+                "log_prob_loss must be of a model whose head is whole: use tp with a Decoder"
+            )
         held = getattr(given.get(SEQUENCE), "held", None)
         whole: Callable[[Tensor], Tensor] = (lambda x: x) if held is None else held.gather
         if isinstance(logits, Logits):
