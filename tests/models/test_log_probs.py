@@ -177,3 +177,38 @@ def test_bad_inputs_are_one_line():
         linear_log_probs(hidden, weight, labels.int())
     with pytest.raises(ValueError, match=r"LogProbLoss.function \(3\) must be a function: [^\n]*$"):
         LogProbLoss(labels_BT=labels, function=3)
+
+
+@pytest.mark.gpu
+def test_bf16_on_cuda_equals_fp64() -> None:
+    hidden, weight, labels = make(300, 64, 1000, torch.bfloat16)
+    h, w = (t.detach().cuda().requires_grad_() for t in (hidden, weight))
+    found = linear_log_probs(h, w, labels.cuda(), entropy=True, chunk_tokens=128)
+    steps = torch.linspace(-1, 2, 300, device="cuda")
+    ((found[0] * steps).sum() + (found[1] * steps.flip(0)).sum()).backward()
+    exact = reference(hidden, weight, labels, 1.0)
+    plain = reference(hidden, weight, labels, 1.0, torch.bfloat16)
+    for got, same, want in zip((*found, h.grad, w.grad), plain, exact, strict=True):
+        error = (got.detach().cpu() - want).norm()
+        assert error <= 2 * (same - want).norm() + 1e-6 * want.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entropy", [False, True])
+def test_peak_memory_on_cuda_is_one_chunk_and_the_gradients(entropy: bool) -> None:
+    n, d, v, chunk = 1024, 64, 65536, 256
+    hidden, weight, labels = make(n, d, v, torch.bfloat16)
+    h, w = (t.detach().cuda().requires_grad_() for t in (hidden, weight))
+    labels = labels.cuda()
+
+    def run() -> None:
+        found = linear_log_probs(h, w, labels, entropy=entropy, chunk_tokens=chunk)
+        torch.autograd.grad([x for x in found if x is not None], (h, w), [found[0]] * (1 + entropy))
+
+    run()  # the workspace of products
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    peak = torch.cuda.max_memory_allocated() - before
+    # logits, twice with entropies, and their rounded gradient; the head's in fp32, rounded at last
+    assert peak <= 1.05 * (chunk * v * (10 if entropy else 6) + d * v * 6 + n * d * 4)

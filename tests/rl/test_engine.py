@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_names import local_of
-from moecore.rl import DPO, GRPO, PPO, Engine, OwnObjective, Rollouts, group_advantages
+from moecore.models import Decoder
+from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, OwnObjective, Rollouts, group_advantages
 from moecore.train import AdamW
 from tests.rl.engine_cases import (
     LENGTHS,
     OBJECTIVES,
     by_hand,
+    config,
     decoder,
     near,
     responses_of,
@@ -142,6 +147,52 @@ def test_numbers_outside_of_responses_are_not_read(meshes: Meshes) -> None:
         engine.step.finish()
         engine.model.zero_grad()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+class Widths(TorchDispatchMode):
+    """Notes how many rows matrices of so many columns have."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns = columns
+        self.rows: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[-1] == self.columns:
+                self.rows.add(leaf.shape[:-1].numel())
+        return out
+
+
+def test_logits_of_all_tokens_never_exist(meshes: Meshes) -> None:
+    sizes = replace(config(), vocab_size=131)
+    engine, rollouts = engine_of(Decoder(sizes), meshes), rollouts_of(1)
+    with Widths(131) as seen:
+        engine.log_probs(rollouts, entropy=True)
+        engine.forward_backward(rollouts, PPO(entropy_coef=0.1))
+    assert seen.rows - {sizes.dim} == set(range(1, 8)) & seen.rows, "the head, and chunks of 7"
+    assert max(seen.rows - {sizes.dim}) == sizes.ce_chunk_tokens == 7
+
+
+@pytest.mark.gpu
+def test_on_cuda_numbers_are_those_of_the_cpu(meshes: Meshes) -> None:
+    rollouts = whole_rollouts()
+    found = []
+    for device in ("cpu", "cuda"):
+        model = copy.deepcopy(plain()).to(device)
+        engine = engine_of(model, build_meshes(ParallelConfig(), device_type=device))
+        on_device = {
+            field.name: getattr(rollouts, field.name).to(device)
+            for field in fields(rollouts)
+            if isinstance(getattr(rollouts, field.name), Tensor)
+        }
+        given = rollouts.replace(**on_device)
+        routes = engine.log_probs(given, entropy=True, routes=True).routes_NLK
+        result = engine.forward_backward(given.replace(routes_NLK=routes), GSPO(entropy_coef=0.1))
+        numbers = {"loss": result.loss, "log_probs": result.scores.log_probs_N}
+        found.append({n: x.cpu() for n, x in (numbers | gradients(model)).items()})
+    assert worst(found[1], found[0]) < 1e-4
 
 
 def test_group_advantages() -> None:
