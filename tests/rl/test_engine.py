@@ -25,6 +25,7 @@ from tests.rl.engine_cases import (
     config,
     decoder,
     near,
+    own,
     responses_of,
     rollouts_of,
     worst,
@@ -263,6 +264,8 @@ def test_what_does_not_fit_is_one_line(meshes: Meshes) -> None:
     refused(engine, negative, PPO(), "Rollouts.weights_N must be finite and >= 0")
     mean = OwnObjective(lambda log_probs, *_: log_probs.mean())
     refused(engine, rollouts, mean, "OwnObjective returned .* must be one loss per token")
+    bare = r"objective \(<function.*\) must be an? .*: pass PPO\(\), GRPO\(\) or OwnObjective"
+    refused(engine, rollouts, own, bare)
     with pytest.raises(ValueError, match=r"PPO.clip \(1.5\) must be"):
         PPO(clip=1.5)
     with pytest.raises(ValueError, match=r"model \(Decoder\) must be parallelized"):

@@ -186,4 +186,4 @@ def test_wrong_rollouts_of_one_rank_are_an_error_of_all(results: Any) -> None:
     found = results[1]
     assert found["a field"] == "rollouts of another rank must be right: see its error"
     assert found["tp ranks"].startswith("rollouts of data rank 2 must be the same on the ranks")
-    assert found["temperature"].startswith("the objective, temperature, ")
+    assert found["temperature"].startswith("the objective, entropy, PPO.clip")

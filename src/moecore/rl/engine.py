@@ -130,8 +130,8 @@ class Engine:
     ) -> TokenScores:
         """Return what the model says of the tokens of responses, without gradients.
 
-        The model runs in its mode. Collective over the world, with host syncs before
-        the forwards.
+        The model runs in its mode. Collective over the world, with host syncs
+        before the forwards.
 
         Args:
             rollouts: of this data rank.
@@ -161,12 +161,16 @@ class Engine:
         with self._request.family.adapters_off(self.model):
             return self._scores(self.step, rollouts, entropy=False)
 
-    def forward_backward(self, rollouts: Rollouts, objective: Objective) -> ObjectiveResult:
+    def forward_backward(
+        self,
+        rollouts: Rollouts,
+        objective: Annotated[Objective, "pass PPO(), GRPO() or OwnObjective(function)"],
+    ) -> ObjectiveResult:
         """Run forward and backward of an objective on a batch; `step.finish()` follows.
 
         Gradients are those of the objective's mean over the rollouts of all data ranks, whatever
-        the micro-batches. Collective over the world, with host syncs before
-        the forwards.
+        the micro-batches. Collective over the world, with host syncs
+        before the forwards.
 
         Args:
             rollouts: of this data rank, with the fields that the objective needs; ranks may have
@@ -176,8 +180,9 @@ class Engine:
         Raises:
             ValueError: as `log_probs`, when a field is missing, or no token of any rank counts.
         """
+        check_arguments(Engine.forward_backward, locals())
         with known_to_others("forward_backward() of rollouts"):
-            rows, totals = self._rows(rollouts, objective)
+            rows, totals = self._rows(rollouts, objective, entropy=objective.entropy)
             number = self.step.num_micro_batches = totals.num_micro_batches
             is_mean = self._request.loss == "mean"
             factor = number * self._meshes.data_ranks if is_mean else 1
@@ -197,7 +202,7 @@ class Engine:
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
         with known_to_others("log_probs() of rollouts"):
-            rows, _ = self._rows(rollouts, None, routes=routes)
+            rows, _ = self._rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._empty(rollouts, entropy)
             micro_batches = [self._inputs(row, scores, None, None) for row in rows]
             how = self._replay.record() if routes else self._replaying(rows, rollouts)
@@ -225,7 +230,12 @@ class Engine:
         return self._replay.replay(choices_of(self._replay, rows), unrecorded="route")
 
     def _rows(
-        self, rollouts: Rollouts, objective: Objective | None, *, routes: bool = False
+        self,
+        rollouts: Rollouts,
+        objective: Objective | None,
+        *,
+        entropy: bool,
+        routes: bool = False,
     ) -> tuple[list[RolloutRow], Totals]:
         """Return this rank's micro-batches, and the numbers of the global batch. Collective."""
         own = problem = None
@@ -244,10 +254,11 @@ class Engine:
             own = _totals(rollouts, len(planned), together)
         except ValueError as error:
             problem = str(error)
-        alike = {"the objective": type(objective).__name__, "temperature": rollouts.temperature}
-        alike["whether Rollouts.routes_NLK is None"] = rollouts.routes_NLK is None
-        for field in fields(objective) if objective is not None else ():  # type: ignore[arg-type]
-            alike[f"{type(objective).__name__}.{field.name}"] = getattr(objective, field.name)
+        alike: dict[str, Any] = {"the objective": type(objective).__name__, "entropy": entropy}
+        for name in getattr(objective, "__dataclass_fields__", ()):
+            alike[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
+        alike |= {"routes": routes, "whether routes_NLK is None": rollouts.routes_NLK is None}
+        alike["temperature"] = rollouts.temperature
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
         totals = agree(self._meshes, own, problem, alike=alike, shared=shared)
         if objective is not None and not totals.weight:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ Share = Annotated[float, Bound(">", 0), Bound("<", 1)]
 TokenLoss = Callable[[Tensor, Tensor | None, Rollouts], Tensor]
 
 
+@runtime_checkable
 class Objective(Protocol):
     """What `Engine.forward_backward` asks of an objective."""
 
