@@ -100,6 +100,14 @@ def test_an_objective_is_its_formula_whatever_the_micro_batches(
     assert max(numbers) > 1 == min(numbers)
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_of_no_sequences_has_a_gradient_of_nothing(name: str) -> None:
+    log_probs = torch.zeros(0, requires_grad=True)
+    found = OBJECTIVES[name][0](log_probs, torch.zeros(0), rollouts_of(0).take([]))
+    found.sum().backward()
+    assert found.shape == (0,) and log_probs.grad is not None
+
+
 def test_the_first_step_on_fresh_rollouts_has_ratio_one(meshes: Meshes) -> None:
     rollouts = rollouts_of(0).replace(old_log_probs_N=None)
     engine = engine_of(copy.deepcopy(plain()), meshes)
