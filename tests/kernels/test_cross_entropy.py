@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_, cross_entropy_ref_
+from moecore.kernels.cross_entropy import (
+    IGNORE_INDEX,
+    cross_entropy_,
+    cross_entropy_ref_,
+    row_cross_entropy_,
+)
 from moecore.models.loss import linear_cross_entropy
 from tests.kernels.conftest import poison
 
@@ -175,6 +180,17 @@ def test_kernel_shows_labels_out_of_range(device: str) -> None:
     loss, expected = cross_entropy_(x, labels, FP16)
     assert loss.isfinite() and expected is not None
     assert torch.equal(d[~wrong], expected[~wrong])
+
+
+def test_rows_have_the_losses_of_which_the_sum_is(device: str) -> None:
+    for dtype in (FP32, FP16):
+        x, labels = inputs(9, 100, device=device, dtype=dtype)
+        kept = x.clone()
+        losses = row_cross_entropy_(x.clone(), labels)
+        wanted = F.cross_entropy(x.double(), labels, reduction="none")
+        torch.testing.assert_close(losses.double(), wanted, rtol=1e-6, atol=1e-6)
+        assert losses.dtype == FP32 and torch.equal(x, kept)
+        torch.testing.assert_close(losses.sum(), cross_entropy_(x, labels, None)[0])
 
 
 def test_kernel_reuses_memory_of_its_own_dtype_alone(device: str) -> None:

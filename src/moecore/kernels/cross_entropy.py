@@ -45,6 +45,13 @@ def cross_entropy_ref_(
     logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the summed loss and its gradient in `dtype`; overwrites fp32 and fp64 logits."""
+    losses_C, d_logits_CV = _rows_ref_(logits_CV, labels_C, dtype)
+    return losses_C.sum(), d_logits_CV
+
+
+def _rows_ref_(
+    logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     ignored_C1 = (labels_C == IGNORE_INDEX)[:, None]
     # Only the ignored label is replaced: any other one out of range fails in gather.
@@ -55,11 +62,11 @@ def cross_entropy_ref_(
     logits_CV.sub_(logits_CV.amax(1, keepdim=True))
     picked_C1 = logits_CV.gather(1, labels_C1)
     sums_C1 = logits_CV.exp_().sum(1, keepdim=True)
-    loss = ((sums_C1.log() - picked_C1) * counts_C1).sum()
+    losses_C = ((sums_C1.log() - picked_C1) * counts_C1)[:, 0]
     if dtype is None:
-        return loss, None
+        return losses_C, None
     logits_CV.mul_(counts_C1 / sums_C1).scatter_add_(1, labels_C1, -counts_C1)
-    return loss, logits_CV.to(dtype)
+    return losses_C, logits_CV.to(dtype)
 
 
 @cache
@@ -209,3 +216,11 @@ def cross_entropy_(
         return _cross_entropy_op(logits_CV, labels_C, None, True).sum(), logits_CV
     d_logits_CV = None if dtype is None else torch.empty_like(logits_CV, dtype=dtype)
     return _cross_entropy_op(logits_CV, labels_C, d_logits_CV, False).sum(), d_logits_CV
+
+
+def row_cross_entropy_(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    """Return the loss of each row, fp32 [C], 0 where the label is -100: see `cross_entropy_`."""
+    if not (logits_CV.dtype in KERNEL_DTYPES and use_kernel(logits_CV)):
+        return _rows_ref_(logits_CV, labels_C, None)[0]
+    losses_C: Tensor = _cross_entropy_op(logits_CV.contiguous(), labels_C.contiguous(), None, False)
+    return losses_C

@@ -4,14 +4,17 @@ Legend: B rows, T tokens of a row, t tokens of a row of this rank, N tokens, C t
 D model dim, V vocabulary.
 
 A chunk's logits are made in fp32, give a number or two for each token, and are gone. What a loss
-does with the numbers is known when all of them are, so backward makes the logits once more (four
-products for a chunk, where `loss.py` has three), from the hidden states and the fp32 logarithm of
-each token's sum of exponentials. With x the logits over the temperature, p = softmax(x) and entropy
-H = -sum of p log p,
+does with the numbers is known when all of them are, so backward makes the logits once more: four
+products for a chunk, where `loss.py` has three. With x the logits over the temperature, p =
+softmax(x) and entropy H = -sum of p log p,
 
     d log p[label] / d x[v] = (v == label) - p[v]         d H / d x[v] = -p[v] (log p[v] + H)
 
-Memory: two times C * V * 4 bytes, and in backward D * V * 4 for the fp32 d_weight.
+Without H both are kernels of `kernels/cross_entropy.py`, of which log p[label] is the loss with
+another sign: its gradient is scaled where it has D columns, not V.
+
+Memory: C * V * 4 bytes (C * V * 6 for 16-bit inputs, in backward), C * V * 4 more with entropies,
+and in backward D * V * 4 for the fp32 d_weight.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from torch import Tensor
 
 from moecore.base.fields import Count, Positive, check_arguments, check_fields
 from moecore.kernels.common import no_autocast
+from moecore.kernels.cross_entropy import cross_entropy_, row_cross_entropy_
 from moecore.models.loss import IGNORE_INDEX, add_product_, product, product_dtype
 
 Scalar = Callable[[Tensor, Tensor | None], Tensor]
@@ -94,6 +98,12 @@ class LogProbLoss:
     ) -> Tensor:
         given = [x_N.view_as(labels_Bt) for x_N in numbers if x_N is not None]
         rows_BTX = whole(torch.stack(given, dim=-1))
+        if rows_BTX.shape[:2] != self.labels_BT.shape:
+            raise ValueError(
+                f"log-probabilities {tuple(rows_BTX.shape[:2])} must have the shape of "
+                f"LogProbLoss.labels_BT {tuple(self.labels_BT.shape)}: let the model's head see "
+                "all tokens of its rows"
+            )
         return self.function(rows_BTX[..., 0], rows_BTX[..., 1] if self.entropy else None)
 
 
@@ -151,30 +161,22 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
         hidden_MD, weight_WD = hidden_ND.to(dtype), weight_VD.to(dtype)
-        of_sums = torch.promote_types(dtype, torch.float32)
-        log_probs_N, log_sums_N, entropy_N = (
-            hidden_ND.new_zeros(len(hidden_ND), dtype=of_sums) for _ in range(3)
+        log_probs_N = hidden_ND.new_zeros(
+            len(hidden_ND), dtype=torch.promote_types(dtype, torch.float32)
         )
+        log_sums_N, entropy_N = (torch.zeros_like(log_probs_N) if entropy else None for _ in "12")
         with no_autocast(hidden_ND):
             for start in range(0, len(hidden_ND), chunk):
                 part = slice(start, start + chunk)
-                x_CV = _logits(hidden_MD[part], weight_WD, labels_N[part], temperature)
-                high_C1 = x_CV.amax(1, keepdim=True)
-                x_CV.sub_(high_C1)
-                labels_C = labels_N[part]
-                counts_C = labels_C != IGNORE_INDEX
-                picked_C = x_CV.gather(1, labels_C.where(counts_C, 0)[:, None])[:, 0]
-                e_CV = x_CV.exp() if entropy else x_CV.exp_()
-                sums_C = e_CV.sum(1)
-                log_C = sums_C.log()
-                log_probs_N[part] = (picked_C - log_C).where(counts_C, 0)
-                log_sums_N[part] = log_C + high_C1[:, 0]
-                if entropy:
-                    mean_C = e_CV.mul_(x_CV).sum(1) / sums_C
-                    entropy_N[part] = (log_C - mean_C).where(counts_C, 0)
-                del x_CV, e_CV  # before the next chunk's are made
+                x_CV = _logits(hidden_MD[part], weight_WD, temperature)
+                if log_sums_N is None or entropy_N is None:
+                    log_probs_N[part] = -row_cross_entropy_(x_CV, labels_N[part])
+                else:
+                    found = _with_entropy_(x_CV, labels_N[part])
+                    log_probs_N[part], log_sums_N[part], entropy_N[part] = found
+                del x_CV  # before the next chunk's are made
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N, log_sums_N, entropy_N)
-        return log_probs_N, entropy_N.clone() if entropy else None
+        return log_probs_N, None if entropy_N is None else entropy_N.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -186,58 +188,77 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden_ND, weight_VD, labels_N, log_sums_N, entropy_N = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_MD, weight_WD = hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype)
+        d_log_probs_N, d_entropy_N = (
+            None if g is None else (g / ctx.temperature).where(labels_N != IGNORE_INDEX, 0)
+            for g in grads
+        )
         d_hidden_ND = torch.empty_like(hidden_MD) if wants_hidden else None
-        d_weight_VD = torch.zeros_like(weight_VD, dtype=log_sums_N.dtype) if wants_weight else None
+        d_weight_VD = (
+            torch.zeros_like(weight_VD, dtype=d_log_probs_N.dtype) if wants_weight else None
+        )
         with no_autocast(hidden_ND):
             for start in range(0, len(hidden_ND), ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                d_log_prob_C, d_entropy_C = (None if g is None else g[part] for g in grads)
-                x_CV = _logits(hidden_MD[part], weight_WD, labels_N[part], ctx.temperature)
-                d_CV = _logits_gradient(
-                    x_CV.sub_(log_sums_N[part, None]),
-                    labels_N[part],
-                    d_log_prob_C,
-                    d_entropy_C,
-                    entropy_N[part],
-                )
+                hidden_CD = hidden_MD[part]
+                x_CV = _logits(hidden_CD, weight_WD, ctx.temperature)
+                scale_C1 = None
+                if entropy_N is None:
+                    _, d_CV = cross_entropy_(x_CV, labels_N[part], ctx.dtype)
+                    scale_C1 = -d_log_probs_N[part, None]
+                    hidden_CD = (hidden_CD * scale_C1).to(ctx.dtype)
+                else:
+                    given = (log_sums_N, entropy_N, d_log_probs_N, d_entropy_N)
+                    d_CV = _gradient_(x_CV, labels_N[part], *(x_N[part] for x_N in given))
+                    d_CV = d_CV.to(ctx.dtype)
                 del x_CV
-                d_CV = d_CV.div_(ctx.temperature).to(ctx.dtype)
                 if d_hidden_ND is not None:
                     torch.mm(d_CV, weight_WD, out=d_hidden_ND[part])
+                    if scale_C1 is not None:
+                        d_hidden_ND[part].mul_(scale_C1)
                 if d_weight_VD is not None:
-                    add_product_(d_weight_VD, d_CV.t(), hidden_MD[part], beta=1)
+                    add_product_(d_weight_VD, d_CV.t(), hidden_CD, beta=1)
                 del d_CV
         d_hidden = None if d_hidden_ND is None else d_hidden_ND.to(hidden_ND.dtype)
         d_weight = None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
         return d_hidden, d_weight, *[None] * 5
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, temperature: float) -> Tensor:
-    """Return the logits of a chunk over the temperature; 0 in rows that are not asked for."""
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
+    """Return the logits of a chunk over the temperature, fp32."""
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     x_CV = product(hidden_CD, weight_VD.t(), dtype)
-    # What such a row holds, NaN or inf, must not get past a gradient of 0.
-    x_CV.masked_fill_((labels_C == IGNORE_INDEX)[:, None], 0)
     return x_CV if temperature == 1.0 else x_CV.div_(temperature)
 
 
-def _logits_gradient(
-    log_p_CV: Tensor,  # used up
-    labels_C: Tensor,
-    d_log_prob_C: Tensor | None,
-    d_entropy_C: Tensor | None,
-    entropy_C: Tensor,
-) -> Tensor:
-    """Return the gradient of the logits over the temperature, see the module's text."""
+def _with_entropy_(x_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log p of the labels, the logarithm of the sum of exponentials, and H; [C] each."""
     counts_C = labels_C != IGNORE_INDEX
-    zeros_C = torch.zeros_like(entropy_C)
-    d_log_prob_C = zeros_C if d_log_prob_C is None else d_log_prob_C.where(counts_C, 0)
-    if d_entropy_C is None:
-        d_CV = log_p_CV.exp_().mul_(-d_log_prob_C[:, None])
-    else:
-        d_entropy_C1 = d_entropy_C.where(counts_C, 0)[:, None]
-        p_CV = log_p_CV.exp()
-        factor_CV = log_p_CV.add_(entropy_C[:, None]).mul_(d_entropy_C1)
-        d_CV = factor_CV.add_(d_log_prob_C[:, None]).mul_(p_CV).neg_()
-    labels_C1 = labels_C.where(counts_C, 0)[:, None]
-    return d_CV.scatter_add_(1, labels_C1, d_log_prob_C[:, None])
+    high_C1 = x_CV.amax(1, keepdim=True)
+    x_CV.sub_(high_C1)
+    picked_C = x_CV.gather(1, labels_C.where(counts_C, 0)[:, None])[:, 0]
+    e_CV = x_CV.exp()
+    sums_C = e_CV.sum(1)
+    log_C = sums_C.log()
+    entropy_C = log_C - e_CV.mul_(x_CV).sum(1) / sums_C
+    zeroed = ((picked_C - log_C).where(counts_C, 0), entropy_C.where(counts_C, 0))
+    return zeroed[0], log_C + high_C1[:, 0], zeroed[1]
+
+
+def _gradient_(
+    x_CV: Tensor,  # used up
+    labels_C: Tensor,
+    log_sums_C: Tensor,
+    entropy_C: Tensor,
+    d_log_probs_C: Tensor,  # 0 where nothing is asked for, and the next
+    d_entropy_C: Tensor,
+) -> Tensor:
+    """Return the gradient of logits, see the module's text."""
+    ignored_C = labels_C == IGNORE_INDEX
+    log_p_CV = x_CV.sub_(log_sums_C[:, None])
+    # What such a row holds, NaN or inf, must not get past a gradient of 0.
+    log_p_CV.masked_fill_(ignored_C[:, None], 0)
+    p_CV = log_p_CV.exp()
+    d_CV = log_p_CV.add_(entropy_C[:, None]).mul_(d_entropy_C[:, None])
+    d_CV = d_CV.add_(d_log_probs_C[:, None]).mul_(p_CV).neg_()
+    labels_C1 = labels_C.masked_fill(ignored_C, 0)[:, None]
+    return d_CV.scatter_add_(1, labels_C1, d_log_probs_C[:, None])
