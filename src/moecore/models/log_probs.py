@@ -185,38 +185,26 @@ class _LinearLogProbs(torch.autograd.Function):
                 "create_graph (True) must be False for linear_log_probs, which makes logits anew "
                 "in backward: compute log-probabilities from logits"
             )
-        hidden_ND, weight_VD, labels_N, log_sums_N, entropy_N = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden_ND, weight_VD, labels_N, *of_entropy = ctx.saved_tensors
         hidden_MD, weight_WD = hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype)
-        d_log_probs_N, d_entropy_N = (
-            None if g is None else (g / ctx.temperature).where(labels_N != IGNORE_INDEX, 0)
-            for g in grads
-        )
+        counts_N = labels_N != IGNORE_INDEX
+        d_N = [(g / ctx.temperature).where(counts_N, 0) for g in grads if g is not None]
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         d_hidden_ND = torch.empty_like(hidden_MD) if wants_hidden else None
-        d_weight_VD = (
-            torch.zeros_like(weight_VD, dtype=d_log_probs_N.dtype) if wants_weight else None
-        )
+        d_weight_VD = torch.zeros_like(weight_VD, dtype=d_N[0].dtype) if wants_weight else None
         with no_autocast(hidden_ND):
             for start in range(0, len(hidden_ND), ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                hidden_CD = hidden_MD[part]
-                x_CV = _logits(hidden_CD, weight_WD, ctx.temperature)
-                scale_C1 = None
-                if entropy_N is None:
-                    _, d_CV = cross_entropy_(x_CV, labels_N[part], ctx.dtype)
-                    scale_C1 = -d_log_probs_N[part, None]
-                    hidden_CD = (hidden_CD * scale_C1).to(ctx.dtype)
-                else:
-                    given = (log_sums_N, entropy_N, d_log_probs_N, d_entropy_N)
-                    d_CV = _gradient_(x_CV, labels_N[part], *(x_N[part] for x_N in given))
-                    d_CV = d_CV.to(ctx.dtype)
+                x_CV = _logits(hidden_MD[part], weight_WD, ctx.temperature)
+                given = (x_N[part] for x_N in (labels_N, *of_entropy, *d_N) if x_N is not None)
+                d_CV, scale_C1 = _gradient_(x_CV, ctx.dtype, *given)
                 del x_CV
                 if d_hidden_ND is not None:
                     torch.mm(d_CV, weight_WD, out=d_hidden_ND[part])
-                    if scale_C1 is not None:
-                        d_hidden_ND[part].mul_(scale_C1)
+                    d_hidden_ND[part].mul_(scale_C1)
                 if d_weight_VD is not None:
-                    add_product_(d_weight_VD, d_CV.t(), hidden_CD, beta=1)
+                    scaled_CD = (hidden_MD[part] * scale_C1).to(ctx.dtype)
+                    add_product_(d_weight_VD, d_CV.t(), scaled_CD, beta=1)
                 del d_CV
         d_hidden = None if d_hidden_ND is None else d_hidden_ND.to(hidden_ND.dtype)
         d_weight = None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
@@ -246,19 +234,21 @@ def _with_entropy_(x_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def _gradient_(
     x_CV: Tensor,  # used up
+    dtype: torch.dtype,
     labels_C: Tensor,
-    log_sums_C: Tensor,
-    entropy_C: Tensor,
-    d_log_probs_C: Tensor,  # 0 where nothing is asked for, and the next
-    d_entropy_C: Tensor,
-) -> Tensor:
-    """Return the gradient of logits, see the module's text."""
-    ignored_C = labels_C == IGNORE_INDEX
-    log_p_CV = x_CV.sub_(log_sums_C[:, None])
+    *numbers: Tensor,  # [C]: gradients of log p; or log-sums, H, and gradients of log p and H
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a chunk's logits in `dtype`, and what its rows are to be times."""
+    if len(numbers) == 1:
+        _, d_CV = cross_entropy_(x_CV, labels_C, dtype)
+        assert d_CV is not None, "it was asked for"
+        return d_CV, -numbers[0][:, None]
+    log_sums_C1, entropy_C1, d_log_probs_C1, d_entropy_C1 = (x_C[:, None] for x_C in numbers)
+    ignored_C1 = (labels_C == IGNORE_INDEX)[:, None]
     # What such a row holds, NaN or inf, must not get past a gradient of 0.
-    log_p_CV.masked_fill_(ignored_C[:, None], 0)
+    log_p_CV = x_CV.sub_(log_sums_C1).masked_fill_(ignored_C1, 0)
     p_CV = log_p_CV.exp()
-    d_CV = log_p_CV.add_(entropy_C[:, None]).mul_(d_entropy_C[:, None])
-    d_CV = d_CV.add_(d_log_probs_C[:, None]).mul_(p_CV).neg_()
-    labels_C1 = labels_C.masked_fill(ignored_C, 0)[:, None]
-    return d_CV.scatter_add_(1, labels_C1, d_log_probs_C[:, None])
+    d_CV = log_p_CV.add_(entropy_C1).mul_(d_entropy_C1)
+    d_CV = d_CV.add_(d_log_probs_C1).mul_(p_CV).neg_()
+    d_CV.scatter_add_(1, labels_C[:, None].masked_fill(ignored_C1, 0), d_log_probs_C1)
+    return d_CV.to(dtype), torch.ones_like(d_log_probs_C1)
