@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moecore.models import Decoder, preset
 from moecore.models.log_probs import LogProbLoss, linear_log_probs
 
 
@@ -165,6 +166,25 @@ def test_a_loss_of_logits_is_that_of_the_head():
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_decoder_returns_a_loss_of_its_logits_without_predicting_further() -> None:
+    model = Decoder(preset("tiny-deepseek-v3"))
+    tokens = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    given = LogProbLoss(labels_BT=labels, function=lambda x, _: x.square().mean(), temperature=0.6)
+    found = model(tokens, log_prob_loss=given)
+    log_p = (model(tokens) / 0.6).log_softmax(-1)
+    picked = log_p.gather(2, labels.clamp(min=0)[..., None])[..., 0].where(labels != -100, 0)
+    torch.testing.assert_close(found, picked.square().mean())
+    found.backward()
+    assert model.mtp_losses is None
+    assert all((p.grad is None) == ("mtp" in n) for n, p in model.named_parameters())
+    with pytest.raises(ValueError, match=r"labels \(2, 12\) must be None with a log_prob_loss"):
+        model(tokens, labels, log_prob_loss=given)
+    with pytest.raises(ValueError, match=r"LogProbLoss.labels_BT \(2, 12\) must have the shape"):
+        model(tokens[:, :8], log_prob_loss=given)
 
 
 def test_bad_inputs_are_one_line():
