@@ -17,7 +17,15 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from moecore.base.fields import Bound, Positive, PositiveOrZero, check_fields
+from moecore.base.fields import (
+    Bound,
+    Count,
+    Positive,
+    PositiveOrZero,
+    Rules,
+    check_arguments,
+    check_fields,
+)
 from moecore.rl.rollouts import Rollouts
 
 Mean = Literal["token", "sequence"]
@@ -50,11 +58,21 @@ class Objective(Protocol):
         """Return the loss of each token, fp32 [N]; outside of responses it is not read."""
 
 
-def kl_estimate(log_probs_N: Tensor, ref_log_probs_N: Tensor, estimator: KLEstimator) -> Tensor:
+def kl_estimate(
+    log_probs_N: Annotated[Tensor, "pass fp32 [N]"],
+    ref_log_probs_N: Annotated[Tensor, "pass fp32 [N]"],
+    estimator: KLEstimator,
+) -> Tensor:
     """Return an estimate of KL(p || p_ref) at each token that p sampled, in nats, fp32 [N].
 
     With d = log p_ref - log p it is -d ("k1"), d^2 / 2 ("k2") or exp(d) - 1 - d ("k3").
     """
+    check_arguments(kl_estimate, locals())
+    if log_probs_N.shape != ref_log_probs_N.shape:
+        raise ValueError(
+            f"ref_log_probs_N {tuple(ref_log_probs_N.shape)} must have the shape of log_probs_N "
+            f"{tuple(log_probs_N.shape)}: pass those of the same tokens"
+        )
     d_N = ref_log_probs_N - log_probs_N
     if estimator == "k1":
         return -d_N
@@ -207,10 +225,15 @@ class OwnObjective:
     mean: Mean = "token"
     needs: tuple[str, ...] = ()
     entropy: bool = False
-    together: Annotated[int, Bound(">=", 1)] = 1
+    together: Count = 1
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        known = Rollouts.__dataclass_fields__
+        if any(name not in known for name in self.needs):
+            yield "needs", f"be fields of Rollouts ({', '.join(known)}): name those"
 
     def __call__(self, *args: Any) -> Tensor:
         """Return the loss of each token."""
