@@ -45,6 +45,7 @@ from moecore.planning import (
 )
 from moecore.rl import RouterReplay
 from moecore.train import assign_matrices
+from moecore.train.step import TrainStep
 from tests.base.test_fields import RECORDS
 from tests.test_api import SECTIONS
 
@@ -85,6 +86,8 @@ NO_CALLS = {
     ),
     *("Action", "Overlap", "PipelineError", "PipelineLayout", "Schedule", "Stage", "Timeline"),
     *("WeightBucket", "WeightStream", "WeightsVersion"),
+    *("Objective", "ObjectiveResult", "TokenScores"),
+    *("GRPO", "GSPO"),  # with the fields of PPO
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }
 # Without a rule in the annotations: optimizers of torch check these in their own words.
@@ -161,6 +164,8 @@ VALID: dict[str, Any] = {
     "bucket": WeightBucket.empty([], torch.device("cpu")),
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
     **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),
+    **dict(rewards_n=TOKENS[0].float(), groups_n=[0] * 4, estimator="k1"),
+    **dict(log_probs_N=torch.ones(2), ref_log_probs_N=torch.ones(2)),
     **dict(
         world_size=1, balance=BalanceConfig(), max_new_tokens=1, indices=TOKENS, dim=1, hidden_dim=4
     ),
@@ -177,6 +182,7 @@ OWN: dict[str, dict[str, Any]] = {
     "balanced_layout": {"costs": LayoutCosts(layers=(1.0,))},
     "simulate": {"costs": Costs.of_forward((1.0,))},
     "offload_fractions": {"costs": Costs.of_forward((1.0,))},
+    "Engine": {"step": object.__new__(TrainStep)},
     "StateOffload": {"optimizer": torch.optim.SGD(META.parameters())},
 }
 

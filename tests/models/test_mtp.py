@@ -21,7 +21,7 @@ BALANCE = BalanceConfig(micro_batch_coef=0.1, sequence_coef=0.2, z_loss_coef=0.0
 DEEPSEEK = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=7)
 DEEPSEEK = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, balance=BALANCE))
 GROUPED = DecoderConfig(
-    vocab_size=61,
+    vocab_size=60,
     dim=32,
     num_layers=2,
     num_heads=4,

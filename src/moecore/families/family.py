@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -21,9 +22,11 @@ from moecore.families.transformers.guards import (
     warn_about_cache,
 )
 from moecore.families.transformers.head import fuse_loss
+from moecore.families.transformers.log_probs import take_log_prob_losses
 from moecore.families.transformers.lora import (
     adapt_experts,
     adapted,
+    adapters_off,
     experts_unwrapped,
     refuse_peft_methods,
 )
@@ -32,6 +35,7 @@ from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import tell_layers
 from moecore.families.transformers.stock import is_hf, is_pretrained
 from moecore.moe.layer import RoutedLayer
+from moecore.packing.collate import PackedBatch
 from moecore.parallel.family import Adapter, Family
 from moecore.parallel.pipeline.stages import StagedModel
 
@@ -61,6 +65,22 @@ class Plain(Family):
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
         mask_BT = inputs.get("padding_mask_BT")
         return True if mask_BT is None else ~mask_BT.all()
+
+    @override
+    def arguments(self, batch: PackedBatch) -> dict[str, Any]:
+        return {
+            "tokens_BT": batch["input_ids"],
+            "padding_mask_BT": batch["padding_mask"],
+            "cu_seqlens": batch["cu_seqlens"],
+            "max_seqlen": batch["max_seqlen"],
+        }
+
+    @override
+    def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
+        raise ValueError(
+            f"model ({type(model).__name__}) must have adapters of peft to be its own reference: "
+            "pass a reference model"
+        )
 
     @override
     def staged(self, model: nn.Module) -> StagedModel:
@@ -105,6 +125,7 @@ class Transformers(Plain):
         refuse_lost_outputs(model)
         tell_layers(model)
         run_vision_experts(model)
+        take_log_prob_losses(model)
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
@@ -114,6 +135,16 @@ class Transformers(Plain):
         mask = inputs.get("attention_mask")
         is_padding = isinstance(mask, Tensor) and mask.ndim == 2
         return mask.any() if is_padding else super().has_tokens(inputs)  # type: ignore[union-attr]
+
+    @override
+    def arguments(self, batch: PackedBatch) -> dict[str, Any]:
+        names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
+        found: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
+        return found | {"use_cache": False}
+
+    @override
+    def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
+        return adapters_off(model) if adapted(model) is not model else super().adapters_off(model)
 
     @override
     def staged(self, model: nn.Module) -> StagedModel:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
 from moecore.models.config import DecoderConfig
 from moecore.models.layers import RMSNorm
+from moecore.models.log_probs import LogProbLoss
 from moecore.models.loss import IGNORE_INDEX, count_labels, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel, sum_value
 from moecore.moe.layer import MoELayer
@@ -73,6 +75,7 @@ class Head(nn.Module):
         num_tokens: Tensor | int | None,
         tied_weight: Tensor | None,  # the embedding table
         sequence: Sequence,
+        log_prob_loss: LogProbLoss | None = None,
     ) -> Tensor:
         """Return the loss, or the logits when there are no labels; see `Decoder.forward`."""
         weight = tied_weight if self.weight is None else self.weight
@@ -80,18 +83,19 @@ class Head(nn.Module):
         weight_VD = local_param(weight)
         if self.tp is not None:
             x_BTD = self.tp.gather(x_BTD)
+        group = None if self.tp is None else self.tp.group
+        how: Any = dict(chunk_tokens=self.config.ce_chunk_tokens, group=group)
+        if log_prob_loss is not None:
+            own_BT = sequence.own(log_prob_loss.labels_BT)
+            whole = partial(_over_cp, sequence=sequence)
+            return log_prob_loss.of_head(x_BTD, weight_VD, own_BT, whole, **how)
         if labels_BT is None:
             logits_BTV = F.linear(x_BTD, weight_VD)
             logits_BTV = logits_BTV if self.tp is None else self.tp.gather_columns(logits_BTV)
-            return logits_BTV if sequence.held is None else sequence.held.gather_whole(logits_BTV)
-        loss = linear_cross_entropy(
-            x_BTD.flatten(0, 1),
-            weight_VD,
-            sequence.own(labels_BT).flatten(),
-            num_tokens=num_tokens,
-            chunk_tokens=self.config.ce_chunk_tokens,
-            group=None if self.tp is None else self.tp.group,
-        )
+            return _over_cp(logits_BTV, sequence)
+        own_N = sequence.own(labels_BT).flatten()
+        of_tokens = x_BTD.flatten(0, 1), weight_VD, own_N
+        loss = linear_cross_entropy(*of_tokens, num_tokens=num_tokens, **how)
         return loss if sequence.held is None else sum_value(loss, sequence.held.cp.group)
 
 
@@ -200,6 +204,7 @@ class Decoder(nn.Module):
         cp: Count | None = None,
         hidden: Tensor | None = None,
         stage: Stage | None = None,
+        log_prob_loss: LogProbLoss | None = None,
     ) -> Tensor:
         """Return the mean cross-entropy over the labels that count, or the logits without labels.
 
@@ -233,6 +238,8 @@ class Decoder(nn.Module):
                 with the embedding.
             stage: which part of the model runs; None = all of it. Every stage gets the same other
                 arguments.
+            log_prob_loss: a loss of log-probabilities of its own labels, which is returned;
+                `labels_BT` is None then, and no multi-token prediction module runs.
 
         Returns:
             An fp32 scalar, the same on every cp and tp rank (0 when no label counts), or logits
@@ -246,7 +253,7 @@ class Decoder(nn.Module):
         """
         check_arguments(Decoder.forward, locals())
         stage = self.model.whole if stage is None else stage
-        self._check(tokens_BT, labels_BT, padding_mask_BT)
+        self._check(tokens_BT, labels_BT, padding_mask_BT, log_prob_loss)
         check_held(self, self.stage_parts(), stage, len(self.mtp))
         if num_tokens is None and labels_BT is not None:
             num_tokens = count_labels(labels_BT)
@@ -262,7 +269,8 @@ class Decoder(nn.Module):
                 return x_BTD
             states = [x_BTD]
         if stage.loss:
-            out = self.lm_head(states[0], labels_BT, num_tokens, self._tied_weight, sequence)
+            args = (states[0], labels_BT, num_tokens, self._tied_weight, sequence)
+            out = self.lm_head(*args, log_prob_loss)
         if self._predicts(labels_BT):
             assert labels_BT is not None, "modules run with labels only"
             if padding_mask_BT is None:
@@ -388,7 +396,11 @@ class Decoder(nn.Module):
         return self(tokens_BT, padding_mask_BT=mask_BT if padding else None)[:, T - 1]
 
     def _check(
-        self, tokens_BT: Tensor, labels_BT: Tensor | None, padding_mask_BT: Tensor | None
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor | None,
+        padding_mask_BT: Tensor | None,
+        log_prob_loss: LogProbLoss | None,
     ) -> None:
         if tokens_BT.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens ({tokens_BT.dtype}) must be ids: pass tokens.long()")
@@ -398,6 +410,16 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"labels {tuple(labels_BT.shape)} must have the shape of tokens "
                 f"{tuple(tokens_BT.shape)}: shift them and fill the end with -100"
+            )
+        if log_prob_loss is not None and labels_BT is not None:
+            raise ValueError(
+                f"labels {tuple(labels_BT.shape)} must be None with a log_prob_loss, which has its "
+                "own: pass one of them"
+            )
+        if log_prob_loss is not None and log_prob_loss.labels_BT.shape != tokens_BT.shape:
+            raise ValueError(
+                f"LogProbLoss.labels_BT {tuple(log_prob_loss.labels_BT.shape)} must have the shape "
+                f"of tokens {tuple(tokens_BT.shape)}: shift them and fill the end with -100"
             )
         mask = padding_mask_BT
         if mask is not None and (mask.shape != tokens_BT.shape or mask.dtype != torch.bool):
@@ -414,3 +436,8 @@ def _residual_weights(layer: MoELayer) -> list[nn.Parameter]:
     if layer.config.shared_hidden_dim:
         weights.append(layer.part("shared").w2)
     return weights
+
+
+def _over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:
+    """Return whole rows, for a result equal on all cp ranks."""
+    return x_BTX if sequence.held is None else sequence.held.gather_whole(x_BTX)

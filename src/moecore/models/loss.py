@@ -17,7 +17,7 @@ cross-entropy (arXiv:2411.09009).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,18 @@ def linear_cross_entropy(
         raise ValueError(
             f"num_tokens ({num_tokens.dtype}) must be an integer tensor: pass num_tokens.long()"
         )
+    dtype = product_dtype(hidden_ND, weight_VD, labels_N)
+    total = _LinearCrossEntropy.apply(
+        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype, group
+    )
+    if num_tokens is None:
+        num_tokens = count_labels(labels_N)
+    divisor = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
+    return total / divisor
+
+
+def product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
+    """Return what products of a head are in; raises for what does not fit each other."""
     if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"labels_N {tuple(labels_N.shape)} must have one label for each row of "
@@ -85,19 +97,13 @@ def linear_cross_entropy(
     dtype = hidden_ND.dtype
     wanted = autocast_dtype(hidden_ND)
     if wanted is not None and dtype != torch.float64:
-        dtype = wanted
-    elif weight_VD.dtype != dtype:
+        return wanted
+    if weight_VD.dtype != dtype:
         raise ValueError(
             f"weight_VD ({weight_VD.dtype}) must have the dtype of hidden_ND ({dtype}): convert "
             "one of them, or call it under torch.autocast"
         )
-    total = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype, group
-    )
-    if num_tokens is None:
-        num_tokens = count_labels(labels_N)
-    divisor = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
-    return total / divisor
+    return dtype
 
 
 def count_labels(labels: Tensor) -> Tensor:
@@ -152,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if d_weight_VD is not None:
             # One pass and one rounding; an fp32 product as large as the head never exists.
             d_weight_VD = scaled_cast(d_weight_VD, ctx.weight_dtype, grads[0])
-        return d_hidden_ND, d_weight_VD, None, None, None, None, None
+        return d_hidden_ND, d_weight_VD, *[None] * 5
 
 
 def _add_chunk_(
@@ -168,43 +174,59 @@ def _add_chunk_(
     # What is as large as the logits is gone when this returns, before the next chunk's are made.
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     want = d_hidden_CD is not None or d_weight_VD is not None
-    logits_CV = _product(hidden_CD, weight_VD.t(), dtype)
-    of_gradient = hidden_CD.dtype if want else None
+    logits_CV = product(hidden_CD, weight_VD.t(), dtype)
+    d_logits_CV = None
     if group is None:
-        loss, d_logits_CV = cross_entropy_(logits_CV, labels_C, of_gradient)
+        loss, d_logits_CV = cross_entropy_(logits_CV, labels_C, hidden_CD.dtype if want else None)
     else:
-        loss, d_logits_CV = _cross_entropy_of_parts_(logits_CV, labels_C, of_gradient, group)
+        of_rows = whole_rows(logits_CV, labels_C, group)
+        loss = -of_rows.log_probs().sum()
+        if want:
+            d_logits_CV = softmax_gradient_(logits_CV, *of_rows[:3], hidden_CD.dtype)
     if d_logits_CV is None:
         return loss
     del logits_CV
     if d_hidden_CD is not None:
         torch.mm(d_logits_CV, weight_VD, out=d_hidden_CD)
     if d_weight_VD is not None:
-        _add_product_(d_weight_VD, d_logits_CV.t(), hidden_CD, beta=0 if first else 1)
+        add_product_(d_weight_VD, d_logits_CV.t(), hidden_CD, beta=0 if first else 1)
     return loss
 
 
-def _cross_entropy_of_parts_(
-    logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor | None]:
-    """Return what `cross_entropy_` does, of rows that the ranks have parts of. Collective."""
-    V, num_ranks = logits_CV.shape[1], group.size()
+class WholeRows(NamedTuple):
+    """Of whole rows of logits, by token, what their softmax follows from; fp32 or fp64."""
+
+    own_labels_C: Tensor  # among this rank's columns; -1 = elsewhere, -100 = the row does not count
+    highs_C: Tensor  # the maximum
+    sums_C: Tensor  # of exp(x - maximum); NaN where the label does not exist
+    picked_C: Tensor  # x at the label
+
+    def log_probs(self) -> Tensor:
+        """Return the log-probability of each label, 0 where the row does not count."""
+        log_probs_C = self.picked_C - self.highs_C - self.sums_C.log()
+        return log_probs_C.masked_fill(self.own_labels_C == IGNORE_INDEX, 0)
+
+
+def whole_rows(logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None) -> WholeRows:
+    """Return the numbers of rows that the ranks of a group have equal parts of. Collective."""
+    V, rank, size = logits_CV.shape[1], 0, 1
+    if group is not None:
+        rank, size = group.rank(), group.size()
     counts_C = labels_C != IGNORE_INDEX
-    exists_C = (labels_C >= 0) & (labels_C < V * num_ranks)
-    own_C = labels_C - V * group.rank()
+    exists_C = (labels_C >= 0) & (labels_C < V * size)
+    own_C = labels_C - V * rank
     own_C = own_C.where((own_C >= 0) & (own_C < V), -1).where(counts_C, IGNORE_INDEX)
-    parts_GC3 = gather_ranks(row_statistics(logits_CV, own_C), group).unflatten(0, (num_ranks, -1))
-    highs_GC, sums_GC, picked_GC = parts_GC3.unbind(2)
+    found_C3 = row_statistics(logits_CV, own_C)
+    if group is not None:
+        found_C3 = gather_ranks(found_C3, group)
+    highs_GC, sums_GC, picked_GC = found_C3.unflatten(0, (size, -1)).unbind(2)
     high_C = highs_GC.amax(0)
     sum_C = (sums_GC * (highs_GC - high_C).exp()).sum(0)
     sum_C = sum_C.masked_fill(counts_C & ~exists_C, torch.nan)
-    loss = (sum_C.log() - (picked_GC.sum(0) - high_C)).masked_fill(~counts_C, 0).sum()
-    if dtype is None:
-        return loss, None
-    return loss, softmax_gradient_(logits_CV, own_C, high_C, sum_C, dtype)
+    return WholeRows(own_C, high_C, sum_C, picked_GC.sum(0))
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a @ b in `dtype`, not rounded to the dtype of a and b on the way."""
     if a.dtype == dtype:
         return a @ b
@@ -213,7 +235,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def _add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
+def add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
     """Write out * beta + a @ b to out, in its dtype; beta 0 does not read it."""
     if a.dtype != out.dtype and is_gpu(a):
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)

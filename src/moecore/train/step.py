@@ -138,6 +138,11 @@ class TrainStep:
         self.num_micro_batches = num_micro_batches
 
     @property
+    def model(self) -> nn.Module:
+        """The model; several are a ModuleList."""
+        return self._model
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches of a step; it may be set between steps."""
         return self._progress.number

@@ -37,7 +37,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.linear import PlainProducts
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.apply import shard_model
-from moecore.parallel.shard.engine import Engine
+from moecore.parallel.shard.engine import UnitEngine
 from moecore.parallel.shard.weight_gradients import WeightGradients, WeightProduct
 from moecore.precision.apply import defer_linears
 from moecore.precision.linear import Fp8Products
@@ -175,7 +175,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def deferring_linears() -> Iterator[None]:
     """Within, linears of models that are parallelized can defer."""
 
-    def shard(model: nn.Module, *args: Any) -> Engine:
+    def shard(model: nn.Module, *args: Any) -> UnitEngine:
         defer_linears(model)
         return shard_model(model, *args)
 

@@ -31,6 +31,7 @@ ABOUT = frozenset(
     + [getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__")]
 )
 _NOW = threading.local()
+IS_SCORED = "_moecore_is_scored"  # attribute of a model in a forward with a `log_prob_loss`
 
 
 @dataclass(eq=False)
@@ -193,7 +194,8 @@ def fuse_loss(model: nn.Module) -> None:
 
 def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     has_labels = named(model, args, kwargs).get("labels") is not None
-    trains = has_labels and model.training and torch.is_grad_enabled()
+    trains = model.training and torch.is_grad_enabled()
+    trains = has_labels and (trains or hasattr(model, IS_SCORED))
     _forwards().append(Forward(model, model.get_output_embeddings() if trains else None))
 
 

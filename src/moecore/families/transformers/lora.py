@@ -153,6 +153,18 @@ def adapted(model: nn.Module) -> nn.Module:
     return model
 
 
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """Within, a PeftModel runs without its adapters; what is trained is the same afterwards."""
+    trained = [(param, param.requires_grad) for param in model.parameters()]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for param, is_trained in trained:
+            param.requires_grad_(is_trained)
+
+
 def without_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors, by name in a model, under their names before peft adapted it."""
     holders, homes = _peft_paths(model)

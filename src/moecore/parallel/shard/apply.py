@@ -1,6 +1,6 @@
 """Applies a ShardPlan to a model: parameters become shards, and an engine runs the units.
 
-A model and its plan come in; the sharded model and its `Engine` go out. Modules, placements,
+A model and its plan come in; the sharded model and its `UnitEngine` go out. Modules, placements,
 divisors and prefetch are the plan's; this file decides nothing.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moecore.moe.params import ParamReader
 from moecore.parallel.mesh import Meshes, concatenate
 from moecore.parallel.shard.buffers import Buffer, plan_buffers
-from moecore.parallel.shard.engine import Engine
+from moecore.parallel.shard.engine import UnitEngine
 from moecore.parallel.shard.formats import BlockFormat, CastFormat, Format
 from moecore.parallel.shard.gradients import Gradients
 from moecore.parallel.shard.make import is_whole
@@ -32,7 +32,7 @@ from moecore.parallel.shard.unit import Unit, UnitOptions
 NOTHING = flat_layout("float32", "float32", "float32", None, (), 1)
 
 
-def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
+def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine:
     """Shard a model, cut over tp, ep and etp, in place; return its engine. No communication."""
     streams, owners = UnitStreams(meshes.device_type), _owners(model)
     join = cache(concatenate)  # a mesh takes milliseconds, and parameters share few
@@ -52,7 +52,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
     _share_buffers(plan, made, streams)
     root, *others = [unit for planned in plan.units for unit in made[planned.name]]
     joins = meshes.parallel.pp == 1  # a stage's forward runs a part of the modules
-    engine = Engine(model, [*others, root], streams, joins=joins)
+    engine = UnitEngine(model, [*others, root], streams, joins=joins)
     _move_buffers(model, meshes.device_type)
     return engine
 

@@ -1,4 +1,4 @@
-"""Engine: all-gathers, reshards and reduces the units of a model as its modules run.
+"""UnitEngine: all-gathers, reshards and reduces the units of a model as its modules run.
 
 The engine gets a model and its units, and hooks the modules and the values between them:
 
@@ -63,7 +63,7 @@ from moecore.parallel.shard.weight_gradients import WeightGradients
 BORDER = "_moecore_border"
 
 
-class Engine:
+class UnitEngine:
     """Runs the units of a model, in the order of forward but with the root's unit last.
 
     `joins` = some ranks may skip modules that others run.

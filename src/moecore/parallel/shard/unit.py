@@ -237,7 +237,7 @@ class Unit:
             return
         holder = self.buffer.holder
         if holder is not None and holder is not self:
-            # In a pair the other side may have the buffer: `Engine.resume` repeats its all-gather.
+            # In a pair the other side may have it: `UnitEngine.resume` repeats its all-gather.
             if any(map(all, zip(self.runs, holder.runs, strict=True))):
                 raise RuntimeError(
                     f"{self.options.name} and {holder.options.name} must not run at one time, "

@@ -1,0 +1,84 @@
+"""Routes of rollouts: recorded by token, and replayed in other micro-batches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.torch_names import local_of
+from moecore.rl import PPO, Engine
+from tests.rl.engine_cases import (
+    decoder,
+    forced,
+    log_probs_by_hand,
+    rollouts_of,
+    routes_by_hand,
+)
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Meshes:
+    return build_meshes(ParallelConfig(), device_type="cpu")
+
+
+def test_routes_are_recorded_and_replayed_by_token(meshes: Meshes) -> None:
+    plain, rollouts = decoder(), rollouts_of(1)
+    model = parallelize_moe(copy.deepcopy(plain), meshes)
+    step = TrainStep(model)
+    found = Engine(model, step, max_tokens=20).log_probs(rollouts, routes=True)
+    assert found.routes_NLK is not None
+    assert torch.equal(found.routes_NLK, routes_by_hand(plain, rollouts))
+    other = rollouts.replace(routes_NLK=forced(found.routes_NLK, 8))
+    wanted = log_probs_by_hand(plain, other)
+    assert (wanted - found.log_probs_N).abs().max() > 0.1
+    mini = [5, 0, 3]
+    for max_tokens in (20, 64):
+        engine = Engine(model, step, max_tokens=max_tokens)
+        torch.testing.assert_close(
+            engine.log_probs(other).log_probs_N, wanted, rtol=1e-6, atol=2e-6
+        )
+        result = engine.forward_backward(other.take(mini), PPO())
+        step.drop()
+        torch.testing.assert_close(
+            result.scores.log_probs_N, wanted[other.places(mini)], rtol=1e-6, atol=2e-6
+        )
+
+
+def test_the_model_routes_what_an_engine_did_not_run(meshes: Meshes) -> None:
+    plain, rollouts = decoder(), rollouts_of(0)
+    model = parallelize_moe(copy.deepcopy(plain), meshes)
+    engine = Engine(model, TrainStep(model), max_tokens=20)
+    found = engine.log_probs(rollouts, routes=True)
+    assert found.routes_NLK is not None
+    routes = found.routes_NLK.clone()
+    routes[::2] = -1
+    again = engine.log_probs(rollouts.replace(routes_NLK=routes))
+    assert torch.equal(again.log_probs_N, found.log_probs_N)
+
+
+def test_a_replayed_step_trains_the_routers(meshes: Meshes) -> None:
+    rollouts = rollouts_of(0)
+    model = parallelize_moe(decoder(), meshes)
+    engine = Engine(model, TrainStep(model), max_tokens=20)
+    routes = engine.log_probs(rollouts, routes=True).routes_NLK
+    engine.forward_backward(rollouts.replace(routes_NLK=routes), PPO())
+    grads = {n: p.grad for n, p in model.named_parameters() if n.endswith("router.weight")}
+    assert grads and all(local_of(g).any() for g in grads.values() if g is not None)
+
+
+def test_routes_that_do_not_fit_are_one_line(meshes: Meshes) -> None:
+    rollouts = rollouts_of(0)
+    model = parallelize_moe(decoder(), meshes)
+    engine = Engine(model, TrainStep(model), max_tokens=20)
+    few = rollouts.replace(routes_NLK=torch.zeros(31, 1, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"routes_NLK \(31, 1, 2\) must be \[tokens, 2 layers"):
+        engine.log_probs(few)
+    wrong = rollouts.replace(routes_NLK=torch.full((31, 2, 2), 9))
+    with pytest.raises(ValueError, match=r"choices\['model.layers.1.mlp'\]\[0\]\[0, 0\] \(9\)"):
+        engine.log_probs(wrong)
+    given = rollouts.replace(routes_NLK=torch.full((31, 2, 2), -1))
+    with pytest.raises(ValueError, match=r"routes \(True\) must be False for rollouts with"):
+        engine.log_probs(given, routes=True)
