@@ -182,6 +182,7 @@ def _start_group(rank: int, world_size: int, transport: str, *, store: str) -> N
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             LIBRARY.impl("all_gather_into_tensor", _all_gather_into_tensor, "CUDA")
             dist.batch_isend_irecv = _batch_through_host
+            dist.send, dist.recv = _send_through_host, _recv_through_host
     elif transport == "gloo":
         _share_gloo_device()
     else:
@@ -225,6 +226,16 @@ class _ThroughHost:
         self._work.wait()
         if not self._sends:
             self._tensor.copy_(self._on_host)
+
+
+def _send_through_host(x: torch.Tensor, *where: Any, **how: Any) -> None:
+    dist.isend(x.cpu(), *where, **how).wait()
+
+
+def _recv_through_host(x: torch.Tensor, *where: Any, **how: Any) -> None:
+    on_host = torch.empty_like(x, device="cpu")
+    dist.irecv(on_host, *where, **how).wait()
+    x.copy_(on_host)
 
 
 def _batch_through_host(ops: list[dist.P2POp]) -> list[_ThroughHost]:

@@ -168,7 +168,8 @@ def test_a_scale_and_the_largest_magnitude() -> None:
     assert seen.item() == x.abs().max().item()
     found = te_names.multiply(a, b, "TN", torch.float32)
     rounded = (x.float() * 64).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 64
-    assert relative_error(found, (rounded.double() @ rounded.double().T)) < 1e-5
+    # Hopper's FP8 tensor cores add products with 13 bits behind the largest one's first.
+    assert relative_error(found, (rounded.double() @ rounded.double().T)) < 1e-3
     largest, x[3, 5] = seen.clone(), torch.nan
     te_names.quantise(x, recipe, "activation", **how, seen=seen)
     assert torch.equal(seen, largest)
@@ -265,13 +266,25 @@ def test_bf16_is_at_most_twice_as_far_from_fp32_as_torch(name: str) -> None:
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])
 @recipes
 def test_experts_equal_the_oracle(name: str, kind: str) -> None:
-    """H, dA, A, dH and rows that are added are rounded to bf16, and a value may lie over a tie."""
+    """As near to fp32 without quantisation as the oracle is, and near to the oracle.
+
+    Sums of 13 bits move roundings of H, dA, A and dH to bf16, and with them values over a tie of
+    FP8, a step of 2^-4 each.
+    """
     recipe = recipe_here(name)
     leaves, ids = make(kind, S=300, D=256, F=256, dtype=BF16)
     on_gpu = {n: t.detach().to(CUDA).requires_grad_() for n, t in leaves.items()}
     found = run(on_gpu, ids.to(CUDA), options_of(recipe, kind))
     truth = oracle(leaves, ids, recipe, kind)
-    check({n: t.cpu() for n, t in found.items()}, truth, 2**-6 if name == "nvfp4" else 2**-7)
+    check({n: t.cpu() for n, t in found.items()}, truth, 2**-6, worst=2**-4)
+    wide = {n: t.detach().float().requires_grad_() for n, t in leaves.items()}
+    exact = run(wide, ids, options_of(None, kind, products="torch"))
+    for key in OUTPUTS:
+        ours, theirs = (
+            (t.cpu().double() - exact[key]).reshape(-1, exact[key].shape[-1]).norm(dim=1)
+            for t in (found[key], getattr(truth, key))
+        )
+        assert ours.norm() <= 1.1 * theirs.norm() and ours.max() <= 1.5 * theirs.max(), key
     assert {found[n].dtype for n in ("y", "x", "w1", "w2")} == {BF16}
 
 

@@ -76,7 +76,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 def inputs(seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    tokens, labels = torch.randint(1, 61, (2, ROWS, LENGTH), generator=generator)
+    tokens, labels = torch.randint(1, 60, (2, ROWS, LENGTH), generator=generator)
     return dict(tokens_BT=tokens, labels_BT=labels, num_tokens=4 * LENGTH) | dict(more)
 
 

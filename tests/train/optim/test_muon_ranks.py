@@ -210,7 +210,7 @@ def cost_of(shape: tuple[int, ...]) -> int:
 
 
 def batch_of(data_rank: int) -> Tensor:
-    return torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(data_rank))
+    return torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(data_rank))
 
 
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
