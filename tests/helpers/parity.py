@@ -341,11 +341,14 @@ def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
     _freeze(model, case)
     if case.recompute:
         apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
+    nvlink = case.nvlink
+    if nvlink is not None and case.dispatcher == "hierarchical":
+        nvlink = replace(nvlink, max_tokens=128)  # ranks have different numbers of tokens
     parallelize_moe(
         model,
         meshes,
         dispatcher=case.dispatcher if meshes.dispatch_group else "auto",  # type: ignore[arg-type]
-        nvlink=case.nvlink,
+        nvlink=nvlink,
         clones=case.clones,
         memory=case.memory,
         expert_backend=case.expert_backend,  # type: ignore[arg-type]
