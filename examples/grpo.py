@@ -96,7 +96,9 @@ class Reinforcement(Job):
     def begin(self) -> None:
         rank, group = self.args.batch_size, self.args.group
         how = f"{group} responses to each of {rank} prompts per data rank"
-        say(f"GRPO {begins(self, 'from scratch')} to step {self.args.steps} on {ranks_of(self)}: {how}")
+        say(
+            f"GRPO {begins(self, 'from scratch')} to step {self.args.steps} on {ranks_of(self)}: {how}"
+        )
 
     def next_batch(self, step: int) -> Samples:
         """Sample and score. A step's random numbers are its own, so a run may stop behind any."""
@@ -220,7 +222,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--steps", type=whole, default=120, help="optimizer steps of the whole run")
     add("--batch-size", type=whole, default=16, help="prompts per data rank and step")
     add("--group", type=whole, default=16, help="responses to a prompt")
-    add("--seq-len", type=whole, default=256, help="tokens of a row, which rollouts are packed into")
+    add(
+        "--seq-len", type=whole, default=256, help="tokens of a row, which rollouts are packed into"
+    )
     add("--lr", type=positive, default=4e-3, help="peak of warm-up and cosine")
     add("--seed", type=count, default=0, help="of first weights, prompts and samples")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
