@@ -94,11 +94,9 @@ class Reinforcement(Job):
         self.weights: WeightStream = self.engine.weights(bucket_bytes=1 << 24, layout="fused")
 
     def begin(self) -> None:
-        rank, group = self.args.batch_size, self.args.group
-        how = f"{group} responses to each of {rank} prompts per data rank"
-        say(
-            f"GRPO {begins(self, 'from scratch')} to step {self.args.steps} on {ranks_of(self)}: {how}"
-        )
+        prompts, group = self.args.batch_size, self.args.group
+        where = f"{begins(self, 'from scratch')} to step {self.args.steps} on {ranks_of(self)}"
+        say(f"GRPO {where}: {group} responses to each of {prompts} prompts per data rank")
 
     def next_batch(self, step: int) -> Samples:
         """Sample and score. A step's random numbers are its own, so a run may stop behind any."""

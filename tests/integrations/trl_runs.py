@@ -1,4 +1,4 @@
-"""SFT, DPO and GRPO of TRL, by its own trainers under DDP and by the same with MoETrainer in front."""
+"""SFT, DPO, GRPO of TRL, by its own trainers under DDP and by the same with MoETrainer in front."""
 
 from __future__ import annotations
 
