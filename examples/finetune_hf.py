@@ -133,8 +133,8 @@ class FineTuning(Job):
         total, num_tokens = sums.tolist()
         return total / num_tokens
 
-    def more_metrics(self, labels: int, tokens: int, pairs: int, seconds: float) -> Metrics:
-        return {"answer_tokens": labels}
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        return {"answer_tokens": counts[0]}
 
     def finish(self) -> None:
         target = self.args.run_dir / EXPORT

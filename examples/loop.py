@@ -1,4 +1,4 @@
-"""The loop of train.py and finetune_hf.py: ranks, steps, metrics, checkpoints and errors.
+"""The loop of train.py, finetune_hf.py and grpo.py: ranks, steps, metrics, checkpoints and errors.
 
 `start` starts the ranks, `run` is one of them, `train` is its loop and `train_step` one optimizer
 step. A script builds a `Job`, whose methods are what differs: data, loss, and what a run leaves.
@@ -52,7 +52,7 @@ class Job:
     A script's subclass has the methods that differ:
 
         begin()                          prints what is trained, before the first step of a start
-        next_batch(step)                 -> StepBatch of this rank
+        next_batch(step)                 -> StepBatch of this rank, or what else has such counts
         forward_backward(labels, batch)  -> this rank's part of the mean loss over all data ranks'
                                          labels, an int64 scalar, after backward
         evaluate()                       -> loss on held-out data, or None; waits for the device
@@ -97,8 +97,8 @@ class Job:
         self.start = resume(self.args, self.model, self.optimizers, self.facts, self.owner, sampler)
         self.reader = torch.cuda.Stream() if self.device.type == "cuda" else None
 
-    def more_metrics(self, labels: int, tokens: int, pairs: int, seconds: float) -> Metrics:
-        """Return a script's own metrics of a step: see `StepBatch.counts`."""
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return a script's own metrics of a step, whose batches have these counts together."""
         return {}
 
 
@@ -229,10 +229,9 @@ def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int 
     while len(running) > keep:
         done = running.popleft()
         metrics = done.metrics()
-        labels, tokens, pairs = done.read_counts()
-        seconds = done.began.seconds_until(done.ended)
-        metrics |= {"tokens_per_second": tokens / seconds, **memory_gib(job.device)}
-        metrics |= job.more_metrics(labels, tokens, pairs, seconds)
+        counts, seconds = done.read_counts(), done.began.seconds_until(done.ended)
+        metrics |= {"tokens_per_second": counts[1] / seconds, **memory_gib(job.device)}
+        metrics |= job.more_metrics(counts, seconds)
         if report:
             report.log(done.step, metrics)
 

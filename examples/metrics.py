@@ -61,7 +61,7 @@ class Launched:
         step: its number.
         loss: mean over ranks, on the device.
         done: what the step was, on the device.
-        counts: `StepBatch.counts` over all data ranks, on the device.
+        counts: of the step's batch over all data ranks, on the device.
         ep: ranks that share a layer's experts.
         expert_loads: whether the load of each expert is among the metrics.
         reader: the stream that the host reads on, see `Job`.

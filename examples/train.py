@@ -146,9 +146,10 @@ class Pretraining(Job):
         dist.all_reduce(total)
         return float(total) / (EVAL_BATCHES * dist.get_world_size())
 
-    def more_metrics(self, labels: int, tokens: int, pairs: int, seconds: float) -> Metrics:
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
         if not self.peak_tflops:
             return {}
+        _, tokens, pairs = counts
         peak = dist.get_world_size() * self.peak_tflops * 1e12
         return {"mfu": flops_of(self.model.config, tokens, pairs) / seconds / peak}
 

@@ -94,6 +94,7 @@ ALLOWED = {
 # Of other libraries, from where moecore adapts to them.
 FOREIGN = {
     "_apply_gate": "transformers",
+    "_attn_implementation": "transformers",
     "_debug_force_load_balance": "torchtitan",
     "_experts_implementation": "transformers",
     "_flash_attn_bwd": "flash-attn-4",

@@ -142,6 +142,36 @@ def test_steps_raise_the_objective(meshes: Meshes) -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+def test_a_step_after_offload_has_the_bits_of_one_without(meshes: Meshes) -> None:
+    rollouts, found = whole_rollouts(), []
+    for away in ([], ["all"], ["optimizer", "weights"]):
+        model = copy.deepcopy(plain())
+        parallelize_moe(model, meshes)
+        step = TrainStep(model, AdamW(model.parameters(), lr=1e-3), max_norm=1.0)
+        reference = parallelize_moe(copy.deepcopy(plain()), meshes)
+        engine = Engine(model, step, max_tokens=20, reference=reference)
+        before = {name: tensor.clone() for name, tensor in engine.weights(bucket_bytes=1 << 20)}
+        for _ in range(2):
+            engine.forward_backward(rollouts, GRPO())
+            step.finish()
+            for part in away:
+                engine.offload(part)
+            if "weights" in away or "all" in away:
+                with pytest.raises(ValueError, match=r"forward must not run while .*weights"):
+                    engine.reference_log_probs(rollouts)
+            for part in away:
+                engine.onload(part)
+        scores = engine.reference_log_probs(rollouts)
+        found.append(dict(model.named_parameters()) | {"reference": scores.log_probs_N})
+    assert all(torch.equal(found[0][n], other[n]) for other in found[1:] for n in found[0])
+    after = dict(engine.weights(bucket_bytes=1 << 20))
+    names = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight")
+    for name in names:
+        assert torch.equal(after[name], local_of(found[0][name]))
+        assert not torch.equal(after[name], before[name])
+    assert after.keys() == before.keys()
+
+
 def test_numbers_outside_of_responses_are_not_read(meshes: Meshes) -> None:
     rollouts = whole_rollouts()
     spoiled = {

@@ -7,9 +7,18 @@ import copy
 import pytest
 import torch
 
-from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import (
+    FSDPOptions,
+    Meshes,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.base.torch_names import local_of
+from moecore.families import use_causal_attention
 from moecore.rl import PPO, Engine
+from tests.families.transformers.hf_models import random_model
 from tests.rl.engine_cases import (
     decoder,
     forced,
@@ -45,6 +54,19 @@ def test_routes_are_recorded_and_replayed_by_token(meshes: Meshes) -> None:
         torch.testing.assert_close(
             result.scores.log_probs_N, wanted[other.places(mini)], rtol=1e-6, atol=2e-6
         )
+
+
+def test_routes_of_a_transformers_model_in_bf16(meshes: Meshes) -> None:
+    """Whose weights are gathered anew for each forward, so that no logits can be computed after."""
+    model, rollouts = random_model("qwen3-moe"), rollouts_of(1, 61)
+    use_causal_attention(model)
+    parallelize_moe(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
+    engine = Engine(model, TrainStep(model), max_tokens=40)
+    found = engine.log_probs(rollouts, routes=True)
+    replayed = rollouts.replace(routes_NLK=found.routes_NLK)
+    assert torch.equal(engine.log_probs(replayed).log_probs_N, found.log_probs_N)
+    result = engine.forward_backward(replayed, PPO())
+    assert torch.equal(result.scores.log_probs_N, found.log_probs_N)
 
 
 def test_the_model_routes_what_an_engine_did_not_run(meshes: Meshes) -> None:

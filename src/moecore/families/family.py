@@ -19,6 +19,7 @@ from moecore.families.transformers.guards import (
     refuse_accelerate,
     refuse_native_names,
     refuse_save_pretrained,
+    sync_generation,
     warn_about_cache,
 )
 from moecore.families.transformers.head import fuse_loss
@@ -167,6 +168,7 @@ class Transformers(Plain):
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         super().attached(model, wrapper=wrapper, drops_cache=drops_cache)
         refuse_save_pretrained(model)
+        sync_generation(model)
         refuse_native_names(model)
         if drops_cache:
             warn_about_cache(model)

@@ -5,6 +5,7 @@
                             -> the model's forward: log-probabilities of responses, no logits
                             -> the objective: a loss per token, its share of the global mean
                             -> `TrainStep`: backward, and the rest of the step
+    between steps           -> weights by Hugging Face names, and the device for who samples
 
 Legend: N tokens of a data rank's rollouts, L MoE layers, K experts per token.
 """
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,11 @@ from moecore.rl.objectives import Mean, Objective
 from moecore.rl.replay import RouterReplay
 from moecore.rl.rollouts import Rollouts
 from moecore.rl.routes import check_routes, choices_of, routes_of
+from moecore.train.memory.training_offload import TrainingOffload, What
 from moecore.train.step import TrainStep
+
+if TYPE_CHECKING:
+    from moecore.io import WeightStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +129,8 @@ class Engine:
         self._meshes = found.request.meshes
         self._limits = RowLimits.of(max_tokens, self._meshes.parallel)
         self._reference = None if reference is None else TrainStep(reference)
+        steps = [step, *filter(None, [self._reference])]
+        self._offloads = [TrainingOffload(one.model, one.optimizers) for one in steps]
 
     def log_probs(
         self, rollouts: Rollouts, *, entropy: bool = False, routes: bool = False
@@ -197,6 +204,25 @@ class Engine:
             return ObjectiveResult(
                 loss=loss, scores=self._of_stages(scores), num_micro_batches=number
             )
+
+    def weights(self, **options: Any) -> WeightStream:
+        """Return a stream of the model's weights, each pass of which gives them as they are then.
+
+        Arguments are those of `moecore.io.stream_weights`. Collective.
+        """
+        from moecore.io import stream_weights  # needs safetensors
+
+        return stream_weights(self.model, **options)
+
+    def offload(self, what: What = "all") -> None:
+        """Free device memory of model, optimizers and reference: see `TrainingOffload.offload`."""
+        for one in self._offloads:
+            one.offload(what)
+
+    def onload(self, what: What = "all") -> None:
+        """Bring it back: see `TrainingOffload.onload`."""
+        for one in self._offloads:
+            one.onload(what)
 
     def _scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moecore import MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_names import local_of
-from moecore.io import latest, load, save, stream_weights
+from moecore.io import Saver, latest, load, save, stream_weights
 from moecore.io.checkpoint.ranks import gather
 from moecore.models import Decoder, DecoderConfig
 from moecore.train import AdamW, TrainingOffload
@@ -176,6 +176,20 @@ def test_gradients_and_shared_memory_come_back(no_group_left: None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
     assert model.weight.untyped_storage()._cdata == model.bias.untyped_storage()._cdata
     assert model.bias.storage_offset() == 12 and torch.equal(flat[12:], want[1])
+
+
+def test_a_checkpoint_leaves_memory_that_can_be_freed(tmp_path: Path, no_group_left: None) -> None:
+    run, other = Run(), Run()
+    with Saver(tmp_path, run.model, run.optimizer) as saver:
+        for number in range(2):
+            assert torch.equal(run.train(number), other.train(number))
+            saver.save(number, wait=number > 0)
+            run.offload.offload()
+            run.offload.onload()
+    load(latest(tmp_path), run.model, run.optimizer)
+    run.offload.offload()
+    run.offload.onload()
+    assert equal(run, other)
 
 
 def test_memory_of_others_is_refused() -> None:

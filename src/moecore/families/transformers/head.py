@@ -27,7 +27,8 @@ from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
 # What says nothing of values.
 ABOUT = frozenset(
     [getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")]
-    + [getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "is_cuda", "is_meta")]
+    + [getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")]
+    + [getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta")]
     + [getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__")]
 )
 _NOW = threading.local()

@@ -50,6 +50,7 @@ READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "ma
 CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of that loss
 NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
 KINDS = ("full_attention", "sliding_attention")  # layers that mix tokens by attention alone
+MASKED = ("eager", "sdpa")  # attention whose mask says all
 Kwargs = dict[str, Any]
 Choose = Callable[[Tensor], Tensor]  # [B, T] of rows to [N], of the tokens that a layer gets
 
@@ -145,6 +146,42 @@ class MaskReader:
             if isinstance(layer, RoutedLayer):
                 tell = partial(self._tell, choices.get(layer, Tensor.flatten))
                 layer.register_forward_pre_hook(tell, with_kwargs=True)
+        self._unchecked = {
+            block
+            for block in _listed(base)
+            if any(isinstance(module, RoutedLayer) for module in block.modules())
+        }
+        for block in self._unchecked:
+            block.register_forward_pre_hook(self._check_packed, with_kwargs=True)
+
+    def _check_packed(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+        """Refuse documents that attention does not keep apart, in a block's first training forward.
+
+        The host waits for the device there: for positions, and for one number of the mask.
+        """
+        if block not in self._unchecked or not self._model.training or hasattr(self._model, READER):
+            return
+        self._unchecked.discard(block)
+        places_BT, mask = kwargs.get("position_ids"), kwargs.get("attention_mask", "not told")
+        if not isinstance(places_BT, Tensor) or places_BT.ndim != 2 or places_BT.is_meta:
+            return
+        begins = (places_BT[:, 1:] == 0).nonzero().tolist()  # the place before one of them
+        text = self._model.config.get_text_config()
+        other = _other_kind(text)
+        if begins and other is not None:
+            self._unchecked.clear()
+            warnings.warn(
+                f"position_ids are of several documents a row, and {other} may not keep them "
+                "apart: give rows of one sequence each",
+                stacklevel=2,
+            )
+        elif begins and text._attn_implementation in MASKED and _attends(mask, *begins[0]):
+            name, how = type(self._model).__name__, text._attn_implementation
+            raise ValueError(
+                f"position_ids must be of rows of one sequence each for {name} with {how!r} "
+                "attention, whose mask does not read them: call use_causal_attention(model) before "
+                "parallelize_moe"
+            )
 
     def _enter(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
@@ -220,6 +257,14 @@ class MaskReader:
     ) -> tuple[Any, Kwargs] | None:
         sequence = getattr(self._now, "sequence", None)
         return None if sequence is None else _told(sequence, choose, layer, args, kwargs)
+
+
+def _attends(mask: Any, row: int, place: int) -> bool:
+    """Return whether the token behind a place attends to it; None = causal attention."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        return mask is None
+    value = mask[row % len(mask), 0, place + 1, place]
+    return bool(value if mask.dtype == torch.bool else value == 0)
 
 
 class KindReader:
@@ -304,9 +349,8 @@ def why_whole(model: nn.Module) -> str | None:
     """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing."""
     config: Any = model.config
     text = config.get_text_config()
-    for place, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind not in KINDS:
-            return f"layer_types[{place}] ({kind!r})"
+    if (other := _other_kind(text)) is not None:
+        return other
     for owner, field in [(config, "is_encoder_decoder"), *((text, name) for name in NOT_COMPUTED)]:
         if getattr(owner, field, None):
             return f"{field} ({getattr(owner, field)})"
@@ -315,6 +359,12 @@ def why_whole(model: nn.Module) -> str | None:
         if is_convolution or getattr(module, "is_causal", True) is False:
             return f"{name} ({type(module).__name__})"
     return None
+
+
+def _other_kind(text: Any) -> str | None:
+    """Return the first layer of a config that mixes tokens by other means than attention."""
+    kinds = enumerate(getattr(text, "layer_types", None) or ())
+    return next((f"layer_types[{i}] ({kind!r})" for i, kind in kinds if kind not in KINDS), None)
 
 
 def _of(given: Kwargs, names: tuple[str, ...]) -> Any:
