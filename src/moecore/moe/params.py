@@ -141,7 +141,7 @@ class ParamReader:
         """Return what stands for the values of a parameter that was gathered in FP8; else None."""
         found = gathered_blocks(param)
         if found is not None and self._packs:
-            for tensor in (found.values, found.scales):
+            for tensor in found.tensors():
                 self._made[storage_key(tensor)] = tensor
         return found
 
