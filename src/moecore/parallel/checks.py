@@ -314,7 +314,7 @@ def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
 
 
 def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
-    problem = why_not(shared.w1) or why_not(shared.w2)
+    problem = why_not(shared.w1, recipe) or why_not(shared.w2, recipe)
     if recipe.amax_history:
         problem = "the layer keeps no history of amax"
     if problem is not None:

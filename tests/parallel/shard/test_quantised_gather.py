@@ -54,7 +54,9 @@ CONFIG = DecoderConfig(
 DENSE = ("attention", "mlp")
 PRECISIONS: dict[str, Any] = {
     "tensorwise": Recipe(scaling="tensorwise", power_of_two=False),
-    "delayed": Precision(recipe=Recipe(scaling="tensorwise", amax_history=2), roles=DENSE),
+    "delayed": Precision(
+        recipe=Recipe(scaling="tensorwise", power_of_two=False, amax_history=2), roles=DENSE
+    ),
     "nvfp4": Recipe(scaling="nvfp4"),
     "nvfp4, exact": Recipe(scaling="nvfp4", power_of_two=False),
 }
