@@ -83,8 +83,8 @@ def check_values(local: Tensor) -> None:
     """Raise NotImplementedError for a part of a parameter without values."""
     if not has_values(local):
         raise NotImplementedError(
-            f"a weight {list(local.shape)} was gathered or is stored in FP8, so blockwise products "
-            "alone can read it, outside of torch.compile and dispatch modes (selective "
+            f"a weight {list(local.shape)} was gathered or is stored in FP8, so products of its "
+            "recipe alone can read it, outside of torch.compile and dispatch modes (selective "
             "checkpointing): set FSDPOptions.fp8_param_gather to False, or do not store it so"
         )
 

@@ -60,8 +60,8 @@ def amax_of_squares_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
         row, column = place.indices(part)
         found = part.float().abs().nan_to_num(torch.inf, torch.inf).view(row.numel(), -1)
         of_rows = amax.new_zeros(amax.shape[0], found.shape[1])
-        of_rows.index_reduce_(0, row // SQUARE, found, "amax")
-        amax.index_reduce_(1, column // SQUARE, of_rows, "amax")
+        of_rows.scatter_reduce_(0, (row // SQUARE)[:, None].expand_as(found), found, "amax")
+        amax.scatter_reduce_(1, (column // SQUARE).expand_as(of_rows), of_rows, "amax")
 
 
 def cast_part_(

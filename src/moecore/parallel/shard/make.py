@@ -357,7 +357,8 @@ def _read_quantised(
                     f"{name}: {GATHER} must go with ExpertLayout.gate_up ('separate') = 'split' or "
                     "'concatenated', because gate and up are one matrix: drop it"
                 )
-            for param in experts.parameters():
+            for attribute in (experts.layout.w1, experts.layout.w2):  # no adapters
+                param = getattr(experts, attribute)
                 _check_pairs(name, experts, param, recipe, request.meshes)
                 yield param, recipe
         shared = layer.part("shared")
