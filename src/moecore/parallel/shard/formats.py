@@ -78,6 +78,7 @@ class QuantisedFormat(ABC):
     """What a recipe's products read, in place of values."""
 
     dtype = torch.uint8
+    _scales = torch.float32  # their dtype
 
     def __init__(
         self,
@@ -86,11 +87,18 @@ class QuantisedFormat(ABC):
         group: dist.ProcessGroup | None,
         cuts: dist.ProcessGroup | None = None,
     ) -> None:
-        """Of the dtype of compute; `group` has the shards, `cuts` parts that share a scale."""
+        """Make the format of one unit.
+
+        Args:
+            dtype: dtype of compute, which parameters without values have.
+            recipe: recipe whose products read them.
+            group: ranks with the other shards; None = this rank has all.
+            cuts: ranks with other parts of the same matrices, which share their scale; or None.
+        """
         self._dtype, self._recipe, self._group, self._cuts = dtype, recipe, group, cuts
         self._amax = torch.empty(0)  # fp32, of blocks of all parameters, then of matrices
         self._of_matrices = torch.empty(0)  # a view of the latter
-        self._parts: list[_Part] = []
+        self._parts: list[_ShardPart] = []
 
     def make_whole(self, params: Sequence[UnitParam], data: Sequence[Tensor]) -> list[Tensor]:
         """As of `Format`."""
@@ -115,21 +123,19 @@ class QuantisedFormat(ABC):
         for shard, part, values in zip(shards, self._parts, own, strict=True):
             self._quantise(shard, part, values)
 
-    def _make_parts(self, params: Sequence[UnitParam]) -> list[_Part]:
+    def _make_parts(self, params: Sequence[UnitParam]) -> list[_ShardPart]:
         places = [_place(param) for param in params]
         shapes = [self._blocks_shape(place) for place in places]
         numbers = [self._num_matrices(param.shape) for param in params]
         sizes = [*map(math.prod, shapes), *numbers]
         self._amax = torch.zeros(sum(sizes), device=params[0].shard.device)
         self._of_matrices = self._amax[sum(sizes[: len(params)]) :]
-        views, parts = self._amax.split(sizes), list[_Part]()
+        views, parts = self._amax.split(sizes), list[_ShardPart]()
         for i, (param, place, shape) in enumerate(zip(params, places, shapes, strict=True)):
             blocks, matrices = views[i].view(shape), views[len(params) + i]
             scales = torch.zeros_like(blocks if blocks.numel() else matrices)
-            parts.append(_Part(param, place, blocks, matrices, scales.to(self._scales)))
+            parts.append(_ShardPart(param, place, blocks, matrices, scales.to(self._scales)))
         return parts
-
-    _scales = torch.float32
 
     def _num_matrices(self, shape: torch.Size) -> int:
         """Return how many matrices have scales of their own."""
@@ -140,15 +146,15 @@ class QuantisedFormat(ABC):
         """Return the shape of the blocks' largest magnitudes."""
 
     @abstractmethod
-    def _gathered(self, memory: Tensor, part: _Part) -> Blocks:
+    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
         """Return what products read; tensors that `fill` writes have counts of their own."""
 
     @abstractmethod
-    def _measure(self, shard: Tensor, part: _Part) -> None:
+    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
         """Write largest magnitudes of a shard."""
 
     @abstractmethod
-    def _quantise(self, shard: Tensor, part: _Part, values: Tensor) -> None:
+    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
         """Write a shard's values, and all scales, by largest magnitudes of all ranks."""
 
 
@@ -164,15 +170,15 @@ class BlockFormat(QuantisedFormat):
         return place.scales_shape
 
     @override
-    def _gathered(self, memory: Tensor, part: _Part) -> Blocks:
+    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
         return Blocks(memory.view(FP8), part.scales.data, "block")
 
     @override
-    def _measure(self, shard: Tensor, part: _Part) -> None:
+    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
         block_amax_(shard, part.place, part.of_blocks)
 
     @override
-    def _quantise(self, shard: Tensor, part: _Part, values: Tensor) -> None:
+    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
         how = (part.place, part.of_blocks, part.scales, values)
         quantise_blocks_(shard, *how, power_of_two=self._recipe.power_of_two)
 
@@ -185,16 +191,16 @@ class MatrixFormat(QuantisedFormat):
         return (0, 0)
 
     @override
-    def _gathered(self, memory: Tensor, part: _Part) -> Blocks:
+    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
         seen = None if part.history is None else part.of_matrices.data
         return Blocks(memory.view(FP8), part.scales.data, "tensor", seen)
 
     @override
-    def _measure(self, shard: Tensor, part: _Part) -> None:
+    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
         amax_of_matrices_(shard, part.first, part.of_matrices)
 
     @override
-    def _quantise(self, shard: Tensor, part: _Part, values: Tensor) -> None:
+    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
         past = None if part.history is None else part.history.amax("weight")
         amax = part.of_matrices if past is None else past
         how = (part.first, amax, part.scales, values)
@@ -211,16 +217,16 @@ class PackedFormat(QuantisedFormat):
         return place.rows // SQUARE, place.columns // SQUARE
 
     @override
-    def _gathered(self, memory: Tensor, part: _Part) -> Blocks:
+    def _gathered(self, memory: Tensor, part: _ShardPart) -> Blocks:
         return Blocks(memory, part.scales.data, "packed", part.of_matrices.data)
 
     @override
-    def _measure(self, shard: Tensor, part: _Part) -> None:
+    def _measure(self, shard: Tensor, part: _ShardPart) -> None:
         amax_of_squares_(shard, part.place, part.of_blocks)
         amax_of_matrices_(shard, part.first, part.of_matrices, finite=True)
 
     @override
-    def _quantise(self, shard: Tensor, part: _Part, values: Tensor) -> None:
+    def _quantise(self, shard: Tensor, part: _ShardPart, values: Tensor) -> None:
         how = (part.place, part.of_blocks, part.of_matrices, part.scales, values)
         pack_part_(shard, *how, self._recipe)
 
@@ -232,7 +238,7 @@ FORMATS: dict[Scaling, type[QuantisedFormat]] = {
 }
 
 
-class _Part:
+class _ShardPart:
     """This rank's shard in a parameter, and its largest magnitudes and scales of the whole."""
 
     def __init__(
