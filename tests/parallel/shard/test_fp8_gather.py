@@ -421,11 +421,13 @@ def tied() -> Decoder:
     return model
 
 
-NVFP4 = Precision(recipe=Recipe(scaling="nvfp4"), roles=("experts",))
+MXFP8, NVFP4 = (
+    Precision(recipe=Recipe(scaling=scaling), roles=("experts",)) for scaling in ("mxfp8", "nvfp4")
+)
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no FP8": (None, {"precision": None}, "there are none: set precision='blockwise'"),
     "by row": (None, {"precision": "rowwise"}, "there are none: set precision='blockwise'"),
-    "mxfp8": (None, {"precision": "mxfp8"}, "quantise rows and columns apart"),
+    "mxfp8": (None, {"precision": MXFP8}, "quantise rows and columns apart"),
     "odd": (None, {"precision": NVFP4, "parallel": 1, "world": 128}, r"dim \(384\) / .* \(128\)"),
     "whole experts": (
         None,
