@@ -34,7 +34,7 @@ from moecore.kernels.rows.microscaling import (
     finite_magnitude,
     unpacked_matrices,
 )
-from moecore.kernels.rows.scaling import KINDS, Blocks
+from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
 from moecore.moe.linear import Gradients, backward, linear
 from moecore.moe.params import has_values, local_param
 from moecore.precision.history import max_over_cut
@@ -132,7 +132,7 @@ class EmulatedLinearProducts(Fp8Products):
         with torch.no_grad():
             amax = weight_NK.new_ones(1, dtype=torch.float32)
             if not has_values(weight_NK):
-                found = gathered_as(KINDS.get(recipe.weight_block), weight, weight_NK)
+                found = gathered_as(GATHERED_KINDS.get(recipe.weight_block), weight, weight_NK)
                 assert found.amax is not None, "it was gathered by it"
                 amax, packed = found.amax, (found.values, found.scales)
             elif recipe.scaling == "nvfp4":  # as one rank would quantise it, like "tensorwise"

@@ -55,8 +55,8 @@ KINDS: dict[Block, str] = {
     (128, 128): "block",
     (1, None): "row",
     (None, None): "tensor",
-    (16, 16): "packed",
 }
+GATHERED_KINDS: dict[Block, str] = {(128, 128): "block", (None, None): "tensor", (16, 16): "packed"}
 BY_BLOCKS = ("tile", "block")
 DIMS: dict[str, int | tuple[int, ...]] = {"tile": 3, "block": (1, 3), "row": 1, "tensor": (0, 1)}
 
