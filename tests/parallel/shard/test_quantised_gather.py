@@ -21,6 +21,7 @@ from moecore import (
     ParallelConfig,
     TrainStep,
     build_meshes,
+    explain,
     parallelize_moe,
 )
 from moecore.base.options.precision import Precision, Recipe
@@ -182,6 +183,7 @@ def test_bytes(name: str, size: float) -> None:
         model = Decoder(config, device="meta")
         plan = planned(4, ParallelConfig(), model, fsdp=fsdp, precision=name)
         roles = rank_bytes(plan).roles
+        assert ("in NVFP4" in explain(plan)) == (fsdp.fp8_param_gather and name == "nvfp4")
         found.append(next(role.gathered for role in roles if role.role == "experts"))
     assert found[1] / found[0] == size / 2
 
