@@ -271,7 +271,7 @@ def test_refusals_of_a_call(defined: None) -> None:
     for how, message in (
         (dict(expert_backend="te", precision="blockwise"), "or Recipe.backend ('moecore') 'te'"),
         (dict(expert_backend="torch", precision=BLOCKWISE), "must be 'auto' or 'te' for experts"),
-        (dict(precision=BLOCKWISE, fsdp=gathered), "must go with blockwise products"),
+        (dict(precision=BLOCKWISE, fsdp=gathered), "must go with weights that several ranks share"),
         (dict(precision=Recipe(backend="te", scaling="tensorwise", amax_history=2)), "must be 0"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)) as caught:

@@ -40,6 +40,7 @@ from moecore.moe.placement import ExpertPlacement, domain_of
 from moecore.moe.records import Dispatcher
 from moecore.parallel.mesh import domain_groups
 from tests.helpers.ranks import run_ranks
+from tests.helpers.te_definition import te_defined
 from tests.moe.emulated_exchange import EmulatedExchangePool
 from tests.moe.rounded import RoundedDispatcher
 
@@ -80,6 +81,16 @@ CASES: dict[str, dict[str, Any]] = {
         config=replace(CONFIG, dim=256, hidden_dim=256), recipe=Recipe(power_of_two=False)
     ),
 }
+WIDENED = {  # by products that quantise what came once more
+    "mxfp8": dict(recipe=Recipe(scaling="mxfp8"), config=replace(CONFIG, dim=160)),
+    # At random each place of a row would have a draw of its own.
+    "nvfp4": dict(recipe=Recipe(scaling="nvfp4", stochastic_rounding=False)),
+    "te": dict(recipe=Recipe(scaling="mxfp8", backend="te"), config=replace(CONFIG, dim=160)),
+}
+
+
+GRID = [(folding, name) for folding in FOLDINGS for name in CASES]
+GRID += [("ep3-etp2", name) for name in WIDENED]
 
 
 def placed(folding: str) -> tuple[Any, ExpertPlacement]:
@@ -258,11 +269,11 @@ def refusals() -> dict[str, str]:
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        f"{folding}/{name}": compared(folding, case)
-        for folding in FOLDINGS
-        for name, case in CASES.items()
-    }
+    with te_defined():
+        found: dict[str, Any] = {
+            f"{folding}/{name}": compared(folding, (CASES | WIDENED)[name])
+            for folding, name in GRID
+        }
     for folding in ("ep2-edp3", "3 x 2"):
         found[f"traffic/{folding}"] = traffic(folding, True), traffic(folding, False)
         found[f"hooked/{folding}"] = hooked(folding)
@@ -277,8 +288,7 @@ def results() -> list[dict[str, Any]]:
     return run_ranks(WORLD, worker)["everyone"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("folding", FOLDINGS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("folding", "name"), GRID)
 def test_has_the_bits_of_tokens_that_were_rounded(
     folding: str, name: str, results: list[dict[str, Any]]
 ) -> None:

@@ -36,7 +36,7 @@ from moecore.kernels.experts.expert_mlp import compute_experts
 from moecore.kernels.experts.products import choose_products, quantise_matrices, uses_te
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.scaling import Both
+from moecore.kernels.rows.scaling import GATHERED_KINDS, Both
 from moecore.kernels.rows.shard_blocks import as_matrices
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.clone_weights import with_clones
@@ -310,7 +310,7 @@ class Experts(nn.Module):
         for roles, matrices in ((fc1, w1_eCD), (["w2"], w2_eDF)):
             params = [getattr(self, getattr(self.layout, role)) for role in roles]
             gathered = self.reader.gathered(params[0])
-            if gathered is not None and recipe.reads_blocks:
+            if gathered is not None and gathered.kind == GATHERED_KINDS.get(recipe.weight_block):
                 found.append(as_matrices(gathered, matrices.shape))
                 continue
             check_values(matrices)

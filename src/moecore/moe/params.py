@@ -83,8 +83,8 @@ def check_values(local: Tensor) -> None:
     """Raise NotImplementedError for a part of a parameter without values."""
     if not has_values(local):
         raise NotImplementedError(
-            f"a weight {list(local.shape)} was gathered or is stored in FP8, so blockwise products "
-            "alone can read it, outside of torch.compile and dispatch modes (selective "
+            f"a weight {list(local.shape)} was gathered or is stored in FP8, so products of its "
+            "recipe alone can read it, outside of torch.compile and dispatch modes (selective "
             "checkpointing): set FSDPOptions.fp8_param_gather to False, or do not store it so"
         )
 
@@ -141,7 +141,7 @@ class ParamReader:
         """Return what stands for the values of a parameter that was gathered in FP8; else None."""
         found = gathered_blocks(param)
         if found is not None and self._packs:
-            for tensor in (found.values, found.scales):
+            for tensor in found.tensors():
                 self._made[storage_key(tensor)] = tensor
         return found
 

@@ -101,6 +101,11 @@ def _check_arguments(request: Request) -> None:
         problem = te_names.why_not(recipe, request.meshes.device)
         if problem is not None:
             raise ValueError(problem)
+        if request.compile_dense and recipe.amax_history:
+            raise ValueError(
+                f"compile_dense (True) must go with Recipe.amax_history ({recipe.amax_history}) = "
+                "0 by backend 'te': use backend='moecore', or drop one of them"
+            )
     if nvlink is not None and dispatcher not in ("auto", "nvlink", "hierarchical"):
         raise ValueError(
             f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink', "
@@ -314,7 +319,7 @@ def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
 
 
 def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
-    problem = why_not(shared.w1) or why_not(shared.w2)
+    problem = why_not(shared.w1, recipe) or why_not(shared.w2, recipe)
     if recipe.amax_history:
         problem = "the layer keeps no history of amax"
     if problem is not None:

@@ -5,7 +5,8 @@
                              at random: "nvfp4")
     weight gradient  dw = dy (over T, likewise)   @ x (over T), both transformed first: "nvfp4"
 
-x and the weight are kept as they are, and rounded once more in backward. The products are in bf16,
+x and the weight are kept as they are, and rounded once more in backward. A weight that was gathered
+packed ("nvfp4") has no values: both passes read what was gathered. The products are in bf16,
 on a CPU in fp32, and what is multiplied by scales of tensors afterwards in fp32.
 
 Letters: T tokens, K input features, N output features; formats are `kernels/rows/microscaling.py`.
@@ -13,6 +14,7 @@ Letters: T tokens, K input features, N output features; formats are `kernels/row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,12 +28,19 @@ from moecore.kernels.common import no_autocast
 from moecore.kernels.experts.contract import GradTarget, sink_of
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.microscaling import emulated, emulated_matrices, finite_magnitude
-from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.rows.microscaling import (
+    emulated,
+    emulated_matrices,
+    finite_magnitude,
+    unpacked_matrices,
+)
+from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
 from moecore.moe.linear import Gradients, backward, linear
-from moecore.moe.params import local_param
+from moecore.moe.params import has_values, local_param
 from moecore.precision.history import max_over_cut
-from moecore.precision.linear import Fp8Products, check_operands
+from moecore.precision.linear import Fp8Products, check_operands, gathered_as
+
+Parts = Sequence[Tensor | None]  # E2M1 in pairs and E4M3 scales of a gathered weight, or nothing
 
 
 def _linear(
@@ -39,6 +48,8 @@ def _linear(
     weight_NK: Tensor,
     bias_N: Tensor | None,
     weight_amax: Tensor,
+    packed: Tensor | None,
+    packed_scales: Tensor | None,
     scaling: str,
     power_of_two: bool,
     hadamard: bool,
@@ -47,8 +58,7 @@ def _linear(
 ) -> Tensor:
     """Return y_TN."""
     recipe = _recipe(scaling, power_of_two, hadamard, stochastic_rounding)
-    weight = emulated_matrices(weight_NK[None], recipe, columns=False, amax_e=weight_amax).rows
-    assert weight is not None
+    weight = _weight(weight_NK, weight_amax, (packed, packed_scales), recipe, transposed=False)
     y_TN = _product(emulated(x_TK, recipe), weight.values[0].T, weight.scales, dtype)
     return y_TN if bias_N is None else y_TN.add_(bias_N)
 
@@ -58,17 +68,31 @@ def _recipe(scaling: Any, power_of_two: bool, hadamard: bool, stochastic: bool) 
     return Recipe(scaling=scaling, **how)
 
 
+def _weight(
+    weight_NK: Tensor, amax: Tensor, packed: Parts, recipe: Recipe, *, transposed: bool
+) -> Blocks:
+    """Return the weight as the operand [1, N, K], or transposed."""
+    values, scales = packed
+    if values is not None and scales is not None:
+        gathered = Blocks(values[None], scales[None], "packed", amax)
+        return unpacked_matrices(gathered, recipe, transposed=transposed)
+    how: Any = dict(rows=not transposed, columns=transposed, amax_e=amax)
+    operand = emulated_matrices(weight_NK[None], recipe, **how)[transposed]
+    assert operand is not None, "it was asked for"
+    return operand
+
+
 def _product(a: Blocks, b_KN: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     with no_autocast(b_KN):
         return (a.values.mm(b_KN) * (a.scales * scale)).to(dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_TK, weight_NK, bias_N, weight_amax = inputs[:4]
+    x_TK, weight_NK, bias_N, weight_amax, *ctx.packed = inputs[:6]
     wants_x, wants_weight, *_ = ctx.needs_input_grad
     kept = (x_TK if wants_weight else None, weight_NK if wants_x else None, weight_amax)
     ctx.save_for_backward(*kept)
-    ctx.how = inputs[4:8]
+    ctx.how = inputs[6:10]
     ctx.dtypes = (x_TK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
     ctx.products, ctx.sink = EmulatedLinearProducts, None
 
@@ -80,10 +104,9 @@ def _gradients(ctx: Any, dy_TN: Tensor) -> Gradients:
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     dx_TK = dbias_N = None
     if wants_x:
-        both = emulated_matrices(weight_NK[None], recipe, rows=False, amax_e=weight_amax)
-        assert both.columns is not None
+        weight = _weight(weight_NK, weight_amax, ctx.packed, recipe, transposed=True)
         dy = emulated(dy_TN, recipe, is_gradient=True)
-        dx_TK = _product(dy, both.columns.values[0].T, both.columns.scales, x_dtype)
+        dx_TK = _product(dy, weight.values[0].T, weight.scales, x_dtype)
     if wants_bias:
         dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx_TK, (dy_TN, x_TK, recipe, weight_dtype) if wants_weight else None, dbias_N
@@ -103,11 +126,16 @@ class EmulatedLinearProducts(Fp8Products):
 
     @override
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        recipe, weight_NK = self.recipe, local_param(weight)
+        recipe, weight_NK = self.recipe, local_param(weight, reads=False)
         check_operands(x, weight_NK, recipe)
+        packed: Parts = (None, None)
         with torch.no_grad():
             amax = weight_NK.new_ones(1, dtype=torch.float32)
-            if recipe.scaling == "nvfp4":  # as one rank would quantise it, like "tensorwise"
+            if not has_values(weight_NK):
+                found = gathered_as(GATHERED_KINDS.get(recipe.weight_block), weight, weight_NK)
+                assert found.amax is not None, "it was gathered by it"
+                amax, packed = found.amax, (found.values, found.scales)
+            elif recipe.scaling == "nvfp4":  # as one rank would quantise it, like "tensorwise"
                 amax = finite_magnitude(weight_NK).amax().reshape(1)
                 amax = amax if recipe.power_of_two else max_over_cut(amax, weight)
         sink = None
@@ -118,6 +146,7 @@ class EmulatedLinearProducts(Fp8Products):
             weight_NK,
             None if bias is None else local_param(bias),
             amax,
+            *packed,
             recipe.scaling,
             recipe.power_of_two,
             recipe.hadamard,

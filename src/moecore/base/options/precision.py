@@ -147,8 +147,14 @@ class Recipe:
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether products take weights that were gathered or stored in FP8, in blocks of 128."""
+        """Whether products take weights that are stored in FP8, in blocks of 128."""
         return self.scaling == "blockwise" and self.backend == "moecore"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether units may gather weights quantised: both operands are the same numbers."""
+        once = ("blockwise", "tensorwise", "nvfp4")
+        return self.scaling in once and self.backend == "moecore"
 
     @property
     def multiple(self) -> int:

@@ -82,7 +82,7 @@ class Digests:
 def memory_of(tensor: Tensor) -> list[Tensor]:
     """Return what this rank holds of a tensor: values, or FP8 blocks and their scales."""
     blocks = gathered_blocks(tensor)
-    return [local_of(tensor).detach()] if blocks is None else [blocks.values, blocks.scales]
+    return [local_of(tensor).detach()] if blocks is None else blocks.tensors()
 
 
 def _bits(tensor: Tensor) -> Tensor:

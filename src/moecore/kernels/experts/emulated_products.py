@@ -26,7 +26,12 @@ from moecore.kernels.grouped.scaled import pad_rows
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad, put_grad
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.microscaling import BACKWARD, emulated, emulated_matrices
+from moecore.kernels.rows.microscaling import (
+    BACKWARD,
+    emulated,
+    emulated_matrices,
+    unpacked_matrices,
+)
 from moecore.kernels.rows.scaling import Blocks, Both
 
 
@@ -46,6 +51,10 @@ class EmulatedProducts(QuantisedProducts, TorchProducts):
     def quantise(w_eNK: Tensor, recipe: Recipe, **layouts: Any) -> Both:
         """Return one matrix of every expert as these products take it. No autograd."""
         return emulated_matrices(w_eNK, recipe, **layouts)
+
+    def gathered(self, matrix: Blocks, backward: bool) -> Blocks:  # type: ignore[override]
+        """Return an operand of a matrix that was gathered packed."""
+        return unpacked_matrices(matrix, self.recipe, transposed=backward)
 
     def _operand(self, x: Tensor, expert: Tensor, **how: bool) -> Blocks:
         e = self.offsets_e.shape[0]

@@ -33,6 +33,8 @@ MXFP8" (arXiv:2506.08027) for scales that round up; "Pretraining large language 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -80,16 +82,22 @@ def quantise_nvfp4(
     """
     wide = _blocked(x.float(), block)
     amax = wide.abs().amax((-3, -1), keepdim=True)
-    # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
-    wanted = amax / torch.full_like(amax, LARGEST_E2M1) / _of_blocks(scale)
-    scales = wanted.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
+    scales = nvfp4_scales(amax, _of_blocks(scale))
     step = scales.float() * _of_blocks(scale)
-    values = (wide / step).masked_fill(step == 0, 0)
-    values = _to_e2m1(values, None if draws is None else _blocked(draws, block))
+    values = to_e2m1(wide, step, None if draws is None else _blocked(draws, block))
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
 
-def _to_e2m1(x: Tensor, draws: Tensor | None) -> Tensor:
+def nvfp4_scales(amax: Tensor, scale: Tensor) -> Tensor:
+    """Return the E4M3 scales of blocks with these largest magnitudes; `scale` is of the tensor."""
+    # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
+    wanted = amax / torch.full_like(amax, LARGEST_E2M1) / scale
+    return wanted.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
+
+
+def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
+    """Return fp32 values of E2M1, of x over the scales of block and tensor; 0 where these are."""
+    x = (x / step).masked_fill(step == 0, 0)
     magnitude = x.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(magnitude < 4, 1.0, 2.0).masked_fill(magnitude < 2, 0.5)
     steps = magnitude / step
@@ -99,6 +107,33 @@ def _to_e2m1(x: Tensor, draws: Tensor | None) -> Tensor:
         down = steps.floor()
         steps = down + (steps - down > draws)
     return (steps * step).copysign(x)
+
+
+def packed_e2m1(values: Tensor) -> Tensor:
+    """Return values of E2M1 as uint8, two of the last dim in a byte, the first one low."""
+    # Magnitudes from 2 on are 4, 5, 6 and 7; NaN, of which only the scale is read, is 0.
+    magnitude = values.nan_to_num(0).abs()
+    large = torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4)
+    codes = torch.where(magnitude < 2, magnitude * 2, large) + 8 * values.signbit()
+    low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4
+
+
+def unpacked_e2m1(packed: Tensor) -> Tensor:
+    """Return the fp32 values that `packed_e2m1` has packed."""
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    bits = (codes & 7).float()
+    large = torch.where(bits < 6, bits - 2, bits * 2 - 8)
+    magnitude = torch.where(bits < 4, bits / 2, large)
+    return torch.where(codes < 8, magnitude, -magnitude)
+
+
+def unpacked_matrices(packed: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
+    """Return matrices [e, N, K] that were gathered packed, as `emulated_matrices` makes them."""
+    assert packed.amax is not None, "they were gathered by it"
+    wide = _times(unpacked_e2m1(packed.values), packed.scales, recipe.weight_block)
+    scales = tensor_scales(packed.amax, recipe)
+    return Blocks(wide.mT if transposed else wide, scales, (FORWARD, BACKWARD)[transposed])
 
 
 def draws_of(x_MK: Tensor) -> Tensor:
@@ -149,8 +184,14 @@ def _rounded(
     else:
         draws = draws_of(x) if is_gradient and recipe.stochastic_rounding else None
         values, scales = quantise_nvfp4(x, block, scale, draws)
+    return _times(values, scales, block)
+
+
+def _times(values: Tensor, scales: Tensor, block: Any) -> Tensor:
+    """Return values times scales of their blocks, in the dtype in which they are multiplied."""
     wide = _blocked(values.float(), block) * _of_blocks(scales.float())
-    return wide.reshape(x.shape).to(torch.float32 if x.device.type == "cpu" else torch.bfloat16)
+    on_cpu = values.device.type == "cpu"
+    return wide.reshape(values.shape).to(torch.float32 if on_cpu else torch.bfloat16)
 
 
 def emulated(

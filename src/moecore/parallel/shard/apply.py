@@ -20,7 +20,7 @@ from moecore.moe.params import ParamReader
 from moecore.parallel.mesh import Meshes, concatenate
 from moecore.parallel.shard.buffers import Buffer, plan_buffers
 from moecore.parallel.shard.engine import UnitEngine
-from moecore.parallel.shard.formats import BlockFormat, CastFormat, Format
+from moecore.parallel.shard.formats import FORMATS, CastFormat, Format
 from moecore.parallel.shard.gradients import Gradients
 from moecore.parallel.shard.make import is_whole
 from moecore.parallel.shard.params import Owners, UnitParam
@@ -89,7 +89,7 @@ def _unit(
         modules,
         [UnitParam(slot, owners[slot.param], mesh, **how) for slot in layout.slots],
         layout=layout,
-        format=_format(layout, planned, group),
+        format=_format(layout, planned, group, meshes),
         shard_group=group,
         replicas=[group for group in groups if group.size() > 1],
         options=UnitOptions(
@@ -112,13 +112,20 @@ def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
     return None if is_whole(meshes) else meshes.expert_fsdp
 
 
-def _format(layout: FlatLayout, planned: UnitPlan, group: dist.ProcessGroup | None) -> Format:
+def _format(
+    layout: FlatLayout, planned: UnitPlan, group: dist.ProcessGroup | None, meshes: Meshes
+) -> Format:
     """Return the format that a unit's shards get for the all-gather."""
     if layout.recipe is None:
         return CastFormat(getattr(torch, layout.gathers))
     dtype = _dtype(planned.gather_dtype or layout.dtype)
     assert dtype is not None
-    return BlockFormat(dtype, power_of_two=layout.recipe.power_of_two, group=group)
+    recipe, cuts = layout.recipe, None
+    # Parts of a linear share its scale. In "nvfp4" powers of two shift exponents alone.
+    shares = recipe.scaling == "tensorwise" or not recipe.power_of_two
+    if shares and planned.mesh == "dense" and meshes.parallel.tp > 1:
+        cuts = meshes.dense["tp"].get_group()
+    return FORMATS[recipe.scaling](dtype, recipe, group, cuts)
 
 
 def _share_buffers(plan: ShardPlan, made: dict[str, list[Unit]], streams: UnitStreams) -> None:

@@ -84,10 +84,14 @@ def _turns(
     """Yield so many buffers of one size, in which layouts take turns."""
     for first in range(min(number, len(layouts))):
         users = layouts[first::number]
+        sizes = [
+            unit.layouts[i].buffer_numel // (unit.layouts[i].packed if holds == "weights" else 1)
+            for unit, i in users
+        ]
         yield BufferPlan(
             holds=holds,
             dtype=dtype,
-            numel=max(unit.layouts[i].buffer_numel for unit, i in users),
+            numel=max(sizes),
             places=tuple((unit.name, i) for unit, i in users),
         )
 

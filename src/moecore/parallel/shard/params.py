@@ -203,20 +203,22 @@ class UnitViews:
     parameters: list[Tensor]  # where dim 0 is cut, the regions without padding
 
 
-def cut_views(params: Sequence[UnitParam], flat: Tensor, beside: int) -> UnitViews:
+def cut_views(params: Sequence[UnitParam], flat: Tensor, beside: int, packed: int = 1) -> UnitViews:
     """Cut a unit's memory; strided parameters lie from `beside` on, behind all regions."""
-    views = UnitViews(flat, [], [], [], [])
+    # An element of the memory is `packed` values of a last dim.
+    views, beside = UnitViews(flat, [], [], [], []), beside // packed
     for param in params:
-        slot, size = param.slot, param.shape.numel()
-        n, at = slot.shard_numel, slot.whole_offset
+        slot, size = param.slot, param.shape.numel() // packed
+        n, at = slot.shard_numel // packed, slot.whole_offset // packed
         region = flat[at : at + param.num_ranks * n]
         padded = region[param.rank * n : (param.rank + 1) * n]
         if param.is_strided:
             at, beside = beside, beside + size
         views.regions.append(region)
         views.padded.append(padded)
-        views.own.append(padded[: param.shard.numel()])
-        views.parameters.append(flat[at : at + size].view(param.shape))
+        views.own.append(padded[: param.shard.numel() // packed])
+        shape = (*param.shape[:-1], param.shape[-1] // packed)
+        views.parameters.append(flat[at : at + size].view(shape))
     return views
 
 

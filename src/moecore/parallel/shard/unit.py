@@ -252,7 +252,8 @@ class Unit:
             data = [param.shard for param in self.params]
             if self.buffer is not None:
                 flat = self.buffer.flat(self.device)
-                self._views = cut_views(self.params, flat, self._layout.whole_numel)
+                how = (self._layout.whole_numel, self._layout.packed)
+                self._views = cut_views(self.params, flat, *how)
                 data = self._views.parameters
             self._counting = self._format.make_whole(self.params, data)
         for index, param in enumerate(self.params):
@@ -272,5 +273,6 @@ class Unit:
             self.notes.check(self, found, self._group)
         for param, region, data in zip(params, views.regions, views.parameters, strict=True):
             if param.is_strided:
-                parts = region.view(param.num_ranks, *param.shard_shape)
+                *outer, last = param.shard_shape
+                parts = region.view(param.num_ranks, *outer, last // self._layout.packed)
                 torch.cat(list(parts.unbind()), dim=param.slot.dim, out=data)

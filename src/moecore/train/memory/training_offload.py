@@ -227,7 +227,7 @@ class TrainingOffload:
             yield from params
             yield from self._model.buffers()
             for blocks in filter(None, map(gathered_blocks, params)):
-                yield from (blocks.values, blocks.scales)
+                yield from blocks.tensors()
         elif part == "grads":
             yield from (param.grad for param in params if param.grad is not None)
         elif part == "optimizer":
