@@ -34,17 +34,17 @@ def test_a_recipe_fits_where_it_ran(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if r.tokens_per_second])
 def test_a_recipe_takes_as_long_as_it_did(name: str) -> None:
-    """Within 2%; if pairs hid nothing between nodes, it would take 1.4 to 1.7 times as long.
+    """At most 6% faster: a plan has no late ranks. Without what pairs hide it is slower by far.
 
     DeepSeek-V3 with the products that the report measured beside DeepEP: as fast as alone they
-    give 1,476 tokens/s (+5%). Of Qwen3 it names no such loss; with the same one it had 1,928.
+    give 1,541 tokens/s (+9%). Of Qwen3 it names no such loss; with the same one it had 1,959.
     """
     run, reported = run_of(RECIPES[name]), RECIPES[name].tokens_per_second
     gpu, rate = GPUS[RECIPES[name].gpu], 1 / (1 + RECIPES[name].slower)
     assert reported is not None and gpu.fp8_flops is not None
     slow = replace(gpu, bf16_flops=rate * gpu.bf16_flops, fp8_flops=rate * gpu.fp8_flops)
     table = CostTable.of(slow)
-    assert plan_time(run, table).tokens_per_second == pytest.approx(reported, rel=0.02)
+    assert reported <= plan_time(run, table).tokens_per_second <= 1.06 * reported
     without = plan_time(run, replace(table, pairs_hide=0.0))
     assert without.tokens_per_second < 0.75 * reported
 

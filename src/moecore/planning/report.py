@@ -35,7 +35,7 @@ CATEGORIES = {
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
     r"|add_margins|even_bias|add_entropy|^_(split|product|sum_splits)_kernel"
     r"|plan_clones|physical_ids",
-    "loss": r"cross_entropy",
+    "loss": r"cross_entropy|_row_statistics|_softmax_gradient",
     "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel",
     "dense products": r"nvjet|gemm|cutlass|cublas|splitK",
     "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce|scaled_cast|_momentum_kernel",
