@@ -85,7 +85,7 @@ class CutTransformer:
         if tp.size == 1:
             return
         _check(self.model, tp.size)
-        cuts, whole = _cuts(self.model, tp.size)
+        cuts, whole = find_cuts(self.model, tp.size)
         if not cuts:
             raise NotImplementedError(
                 f"ParallelConfig.tp ({tp.size}) must be 1 for {type(self.model).__name__}, of "
@@ -123,7 +123,7 @@ def _check(model: nn.Module, tp: int) -> None:
             )
 
 
-def _cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, Cut], list[str]]:
+def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, Cut], list[str]]:
     """Return how modules of decoder layers are cut, and why others are not, one of each class."""
     found, whole = dict[nn.Module, Cut](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
@@ -325,8 +325,8 @@ def _shard(
 class OwnTokens:
     """Lets a MoE layer get this rank's slice of the tokens, and return those of all ranks.
 
-    Slices are of each row, or of tokens that have no rows any more. Padding makes them equal, and is
-    routed nowhere.
+    Slices are of each row, or of tokens that have no rows any more. Padding makes them equal, and
+    is routed nowhere.
     """
 
     def __init__(self, tp: TensorParallel, layer: RoutedLayer) -> None:
