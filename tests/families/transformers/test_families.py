@@ -183,7 +183,9 @@ def cut_of(model: nn.Module) -> str:
     if not kinds:
         return "refused"
     classes = re.findall(r"\((\w+)\), whose", " ".join(whole))
-    return ", ".join(sorted(kinds, reverse=True)) + (f"; not {', '.join(classes)}" if classes else "")
+    return ", ".join(sorted(kinds, reverse=True)) + (
+        f"; not {', '.join(classes)}" if classes else ""
+    )
 
 
 def refill(model: nn.Module, fill: Callable[[], Any]) -> None:

@@ -177,7 +177,8 @@ def worker(
     for case in cases:
         name, folding, variant = case
         own_loss = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
-        model = random_model(name, **own_loss if name in WITH_BALANCE_LOSS else {}).to(device)
+        options = dict(vocab_size=64) | (own_loss if name in WITH_BALANCE_LOSS else {})
+        model = random_model(name, **options).to(device)
         plain = copy.deepcopy(model)
         found = run_sharded(model, folding, variant, device)
         assert ("value/0/2" in found) == (name in WITH_BALANCE_LOSS)

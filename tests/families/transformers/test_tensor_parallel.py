@@ -38,7 +38,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def checkpoints(folder: Path) -> bool:
     """A step after a checkpoint of tp = 2 on tp = 4 and on one data rank each, and files of it."""
-    model = parallelize_moe(random_model("gpt-oss"), build_meshes(ParallelConfig(tp=2, ep=2), "cpu"))
+    model = parallelize_moe(
+        random_model("gpt-oss"), build_meshes(ParallelConfig(tp=2, ep=2), "cpu")
+    )
     optimizer = optimizer_of(model)
     train(model, optimizer)
     with Saver(folder / "run", model, optimizer) as saver:
@@ -106,7 +108,9 @@ def only_whole(meshes: Meshes) -> None:
     with pytest.raises(ValueError, match="Qwen3MoeModel must be called by its whole model"):
         model.model(input_ids=ids)
     places = torch.arange(11).expand(2, -1)
-    with pytest.raises(ValueError, match=r"rows of documents \(11 tokens\) must be multiples of tp"):
+    with pytest.raises(
+        ValueError, match=r"rows of documents \(11 tokens\) must be multiples of tp"
+    ):
         model(
             input_ids=ids,
             position_ids=places,

@@ -35,6 +35,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from moecore.base.torch_names import tree_map_only
 from moecore.families.transformers.stock import is_hf, named, outermost, own_methods
+from moecore.families.transformers.vocabulary import cut_vocabulary
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.dispatch.collectives import exchanged
 from moecore.moe.layer import MoELayer, RoutedLayer
@@ -97,6 +98,7 @@ class CutTransformer:
         for module, cut in cuts.items():
             dims |= _dims(module, cut)
             _hook(tp, module, cut)
+        dims |= {(module, "weight"): 0 for module in cut_vocabulary(self.model, tp)}
         for layer in self.model.modules():
             if isinstance(layer, RoutedLayer):
                 OwnTokens(tp, layer)
@@ -291,7 +293,7 @@ def _add(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Tensor) -> Tenso
 
 def _gather_columns(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *rest = args
-    return tp.gather(x.transpose(1, 2)).transpose(1, 2), *rest
+    return tp.gather_last(x), *rest
 
 
 def _own_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
