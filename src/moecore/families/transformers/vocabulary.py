@@ -26,8 +26,8 @@ def cut_vocabulary(model: nn.Module, tp: TensorParallel) -> list[nn.Module]:
     found = list[nn.Module]()
     for outer in outermost(model):
         get = (getattr(outer, f"get_{side}_embeddings", None) for side in ("input", "output"))
-        embedding, head = (None if of is None else of() for of in get)
-        parts = [m for m in (embedding, head) if getattr(m, "weight", None) is not None]
+        ends: list[Any] = [None if of is None else of() for of in get]
+        parts = [m for m in ends if getattr(m, "weight", None) is not None]
         if any(m.weight.shape[0] % tp.size or not _is_plain(m) for m in parts):
             continue
         for module in parts:
