@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
 from moecore.io import Saver, load
 from tests.families.transformers.family_models import tiny_model
@@ -151,6 +152,25 @@ def scores(meshes: Meshes) -> bool:
     return bool(is_near and worst(whole_gradients(model), grads)[0] <= 2e-5)
 
 
+def stages(meshes: Meshes, schedule: Any, *, tied: bool) -> bool:
+    """Gradients of two stages of two tp ranks, and their norm."""
+    options = dict(vocab_size=64, tie_word_embeddings=tied)
+    plain, model = (random_model("qwen3-moe", **options) for _ in range(2))
+    parallelize_moe(model, meshes, pipeline=PipelineConfig(schedule=schedule))
+    step = TrainStep(model, optimizer_of(model), num_micro_batches=2)
+    ids, labels = batch()
+    inputs = [dict(input_ids=x, labels=y) for x, y in ((ids, labels), (ids.flip(0), labels))]
+    losses = step.forward_backward(inputs)
+    for given in inputs:
+        (plain(**given, use_cache=False).loss / 2).backward()
+    expected, ours = whole_gradients(plain), whole_gradients(model)
+    error = worst(ours, {name: expected[name] for name in ours})[0]
+    norm = torch.stack([g.norm() for g in expected.values()]).norm()
+    found = step.finish().norm
+    assert found is not None and losses is not None
+    return bool(error <= 1e-5 and abs(found.total / norm - 1) <= 1e-5)
+
+
 def frozen(meshes: Meshes) -> bool:
     """Gradients where only a router and a norm are trained, whose others all ranks have alike."""
     names = ("mlp.gate.weight", "input_layernorm.weight")
@@ -168,14 +188,20 @@ def frozen(meshes: Meshes) -> bool:
 
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
     meshes = {tp: build_meshes(ParallelConfig(tp=tp), "cpu") for tp in (2, 4)}
+    cut = build_meshes(ParallelConfig(pp=2, tp=2, ep=2), "cpu")
     refused(meshes)
     only_whole(meshes[2])
-    return {
+    own = {
         "checkpoints": checkpoints(Path(folder)),
         "frozen": frozen(meshes[4]),
         "padded": padded(meshes[4]),
         "scores": scores(meshes[2]),
+        "stages": stages(cut, "1f1b", tied=True),
+        "deferred": stages(cut, "zero-bubble", tied=False),
     }
+    every: list[Any] = [None] * 4
+    dist.all_gather_object(every, own)
+    return {name: all(found[name] for found in every) for name in own}
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +210,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
     return ran
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "frozen", "padded", "scores"])
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "frozen", "padded", "scores", "stages", "deferred"]
+)
 def test_over_tp(name: str, found: dict[str, bool]) -> None:
     assert found[name]

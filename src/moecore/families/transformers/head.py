@@ -56,7 +56,7 @@ class Source:
 
     def begun(self, loss: Tensor) -> Tensor:
         """Return a loss of all parts, equal on all ranks, whose gradients are those of one part."""
-        # Of the gradient each rank begins with its share (`tensor_parallel.Seed`).
+        # Of the gradient each rank begins with its share (`tensor_parallel.EqualLosses`).
         if self.tp is None:
             return loss
         size = self.tp.size

@@ -50,13 +50,12 @@ OUTPUTS = ("o_proj", "out_proj")
 COUNTS = frozenset(("num_heads", "num_attention_heads", "num_key_value_heads"))
 # Linears of an MLP, the last of which reads what an activation has made of the others, by element.
 MLPS = (("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"), ("w1", "w3", "w2"))
-ROUTER_LOSS = "output_router_logits"
 
 logger = logging.getLogger("moecore.parallelize")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ModuleCut:
     """What of a module a rank has a part of, by name."""
 
     columns: tuple[str, ...]  # linears, of whose outputs a rank has some
@@ -103,7 +102,7 @@ class CutTransformer:
             if isinstance(layer, RoutedLayer):
                 OwnTokens(tp, layer)
         _shard(self.model, tp_mesh, dims)
-        Seed(tp, self.model)
+        EqualLosses(tp, self.model)
 
 
 def _check(model: nn.Module, tp: int) -> None:
@@ -125,9 +124,9 @@ def _check(model: nn.Module, tp: int) -> None:
             )
 
 
-def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, Cut], list[str]]:
+def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], list[str]]:
     """Return how modules of decoder layers are cut, and why others are not, one of each class."""
-    found, whole = dict[nn.Module, Cut](), dict[type, str]()
+    found, whole = dict[nn.Module, ModuleCut](), dict[type, str]()
     names = {module: name for name, module in model.named_modules()}
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     skipped = {m for layer in layers for m in layer.modules()}
@@ -137,17 +136,16 @@ def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, Cut], list[str
                 continue
             is_attention = any(isinstance(getattr(module, n, None), nn.Linear) for n in OUTPUTS)
             cut = cut_attention if is_attention else cut_mlp
-            problem = cut(names[module], module, tp)
-            if isinstance(problem, Cut):
-                found[module] = problem
-            elif problem is not None:
-                whole.setdefault(
-                    type(module), f"{names[module]} ({type(module).__name__}), whose {problem}"
-                )
+            how = cut(names[module], module, tp)
+            if isinstance(how, ModuleCut):
+                found[module] = how
+            elif how is not None:
+                of = f"{names[module]} ({type(module).__name__})"
+                whole.setdefault(type(module), f"{of}, whose {how}")
     return found, list(whole.values())
 
 
-def cut_attention(name: str, module: Any, tp: int) -> Cut | str:
+def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     """Return how an attention module is cut by heads, or what of it is not known to have a part.
 
     Raises:
@@ -191,7 +189,7 @@ def cut_attention(name: str, module: Any, tp: int) -> Cut | str:
     shared = {} if kv_heads % tp == 0 else {"k_proj": key_dim, "v_proj": value_dim}
     columns = tuple(n for n in (*BY_HEAD, *BY_KV_HEAD) if n in linears and n not in shared)
     own = tuple(module._parameters)
-    return Cut(columns, row, own, norms, {n: d for n, d in shared.items() if n in linears})
+    return ModuleCut(columns, row, own, norms, {n: d for n, d in shared.items() if n in linears})
 
 
 def _gated(module: Any, size: int) -> tuple[int, ...]:
@@ -216,8 +214,8 @@ def _unknown(module: nn.Module, known: set[str], num_heads: int) -> str | None:
         if not (child in known or is_norm) and next(part.parameters(), None) is not None:
             return f"{child} ({type(part).__name__}) may read all heads"
     for child, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and tensor.shape != (num_heads,):
-            return f"{child} {tuple(tensor.shape)} has no element per head"
+        if child in module._buffers or (tensor is not None and tensor.shape != (num_heads,)):
+            return f"{child} may not have an element per head"
     for method in own_methods(type(module)):
         code = getattr(inspect.unwrap(getattr(type(module), method)), "__code__", None)
         counts = COUNTS.intersection(getattr(code, "co_names", ()))
@@ -226,7 +224,7 @@ def _unknown(module: nn.Module, known: set[str], num_heads: int) -> str | None:
     return None
 
 
-def cut_mlp(name: str, module: nn.Module, tp: int) -> Cut | None:
+def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
     """Return how a dense MLP is cut by its hidden dim; None for any other module."""
     parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
     names = next((names for names in MLPS if set(names) == parts.keys()), None)
@@ -244,10 +242,10 @@ def cut_mlp(name: str, module: nn.Module, tp: int) -> Cut | None:
             f"{name}: the hidden dim ({size}) of {type(module).__name__} must be a multiple of "
             f"ParallelConfig.tp ({tp}): lower tp"
         )
-    return Cut(tuple(columns), row)
+    return ModuleCut(tuple(columns), row)
 
 
-def _dims(module: nn.Module, cut: Cut) -> Iterator[tuple[tuple[nn.Module, str], int]]:
+def _dims(module: nn.Module, cut: ModuleCut) -> Iterator[tuple[tuple[nn.Module, str], int]]:
     """Yield parameters that are cut, with their dims."""
     for name in cut.columns:
         yield (module.get_submodule(name), "weight"), 0
@@ -257,7 +255,7 @@ def _dims(module: nn.Module, cut: Cut) -> Iterator[tuple[tuple[nn.Module, str], 
         yield (module, name), 0
 
 
-def _hook(tp: TensorParallel, module: Any, cut: Cut) -> None:
+def _hook(tp: TensorParallel, module: Any, cut: ModuleCut) -> None:
     """Let the parts of a module exchange what a rank's part of the weights does not give."""
     row: Any = module.get_submodule(cut.row)
     if row.bias is None:
@@ -384,7 +382,7 @@ class OwnTokens:
         return tuple(logits_TE for _ in logits)
 
 
-class Seed:
+class EqualLosses:
     """Divides the gradient by which a backward of equal ranks begins by their number."""
 
     def __init__(self, tp: TensorParallel, model: nn.Module) -> None:
@@ -399,7 +397,7 @@ class Seed:
         self._now.depth = self._depth + 1
 
     def _leave(self, model: nn.Module, _args: Any, output: Any) -> Any:
-        self._now.depth = self._depth - 1
+        self._now.depth = max(self._depth - 1, 0)  # another hook may have raised before
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if isinstance(head, Elsewhere):  # a pipeline stage, whose gradient another one begins
             return output
