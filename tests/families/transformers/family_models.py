@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 
 MODELS = Path(transformers.__file__).parent / "models"
 SIZES: dict[str, Any] = {
-    "vocab_size": 62,
+    "vocab_size": 64,
     "hidden_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

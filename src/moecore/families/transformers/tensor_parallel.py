@@ -341,7 +341,7 @@ class OwnTokens:
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = named(layer, args, kwargs)
-        x, *others = given.values()
+        x = given.pop("x" if isinstance(layer, MoELayer) else "hidden_states")
         self._now.shape = shape = x.shape[:-1]
         padding = -shape[-1] % self._tp.size
         if isinstance(layer, MoELayer):
@@ -355,10 +355,10 @@ class OwnTokens:
                 mask = x.new_zeros(shape, dtype=bool)
             if mask is not None:
                 given["padding_mask"] = self._own(mask[..., None], padding, True)[..., 0]
-            return (self._own(x, padding),), {n: v for n, v in given.items() if v is not x}
-        ids_TK, weights_TK = others
-        owns = (self._own(x, padding), self._own(ids_TK, padding, -1))
-        return (*owns, self._own(weights_TK, padding)), {}
+            return (self._own(x, padding),), given
+        fills = {"top_k_index": -1, "top_k_weights": 0}
+        own = {name: self._own(given[name], padding, fill) for name, fill in fills.items()}
+        return (self._own(x, padding),), own
 
     def _own(self, x_TD: Tensor, padding: int, fill: float = 0) -> Tensor:
         """Return this rank's slice of the tokens, which are the dim before the last."""
@@ -377,7 +377,9 @@ class OwnTokens:
             return (self._whole(output[0]), *output[1:])
         return self._whole(output)
 
-    def _whole_logits(self, _recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
+    def _whole_logits(self, recorder: nn.Module, _args: Any, logits: tuple[Tensor, ...]) -> Any:
+        if len(recorder._forward_hooks) == 1:  # transformers was never asked for them
+            return logits
         logits_TE = self._whole(logits[0]).flatten(0, -2)
         return tuple(logits_TE for _ in logits)
 
