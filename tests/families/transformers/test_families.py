@@ -77,7 +77,7 @@ ON_ALL = {
     "nemotron_h": "no gate",
     "glm5_next": "an activation of its own",
 }
-STEPS, RATE = 2, 0.1
+STEPS, RATE, VOCABULARY = 2, 0.1, 64  # tokens, which tp ranks have parts of
 # The gradient of a factor on outputs that are normed afterwards is a difference of large numbers,
 # of which stock transformers is 5e-5 away from fp64.
 # Hyper-connections normalise in turns; there stock is up to 2e-5 away.
@@ -108,7 +108,7 @@ def steps_of(family: str) -> range:
 
 def reference(family: str) -> tuple[nn.Module, Found]:
     """A stock model that sees both ranks' batches; losses, first gradients, last parameters."""
-    model, found = tiny_model(family), {}
+    model, found = tiny_model(family, vocab_size=VOCABULARY), {}
     for i in steps_of(family):
         for rank in range(2):
             loss = loss_of(model, batch(model, 2 * i + rank))
@@ -133,7 +133,10 @@ def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found,
         Numbers on rank `to`, and the family's row of the table.
     """
     memory = MemoryOptions(recompute="gemm_last")
-    model, found = parallelize_moe(tiny_model(family), meshes, memory=memory), {}
+    model, found = (
+        parallelize_moe(tiny_model(family, vocab_size=VOCABULARY), meshes, memory=memory),
+        {},
+    )
     optimizer, num = on_parts(torch.optim.SGD)(model.parameters(), lr=RATE), 2 // meshes.data_ranks
     step = TrainStep(model, optimizer, num_micro_batches=num)
     for i in steps_of(family):
