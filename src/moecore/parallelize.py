@@ -217,7 +217,7 @@ def _agree(model: nn.Module, found: Attached, entries: Mapping[str, Any]) -> Non
 
 
 def _cut(model: nn.Module, found: Attached) -> None:
-    cut_model(model, found.layers, found.request.meshes)
+    cut_model(model, found.layers, found.request)
 
 
 def _quantise(model: nn.Module, found: Attached) -> None:

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[dict[str, int], str, str, str]] = {
     "pp2-dp3-ep3": (dict(pp=2, dp_shard=3, ep=3), "sum", "native", "dpo"),
     "hf-dp2-cp3-ep2": (dict(dp_shard=2, cp=3, ep=2), "mean", "transformers", "own"),
     "hf-pp3-dp2-ep2": (dict(pp=3, dp_shard=2, ep=2), "sum", "transformers", "ppo-k1"),
+    "hf-dp3-tp2-ep2": (dict(dp_shard=3, tp=2, ep=2), "mean", "transformers", "ppo-k1"),
 }
 
 

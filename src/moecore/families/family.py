@@ -35,6 +35,7 @@ from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import tell_layers
 from moecore.families.transformers.stock import is_hf, is_pretrained
+from moecore.families.transformers.tensor_parallel import CutTransformer
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
 from moecore.parallel.family import Adapter, Family
@@ -91,6 +92,10 @@ class Plain(Family):
                 "transformers, or have stage_parts, to be cut to stages"
             )
         return cast(StagedModel, model)
+
+    @override
+    def tensor_parallel(self, model: nn.Module) -> Any:
+        return model
 
     @override
     def context(self, model: nn.Module) -> Any:
@@ -151,6 +156,10 @@ class Transformers(Plain):
     def staged(self, model: nn.Module) -> StagedModel:
         is_causal = hasattr(model, "get_output_embeddings") and not hasattr(model, "stage_parts")
         return StagedCausal(model) if is_causal else super().staged(model)
+
+    @override
+    def tensor_parallel(self, model: nn.Module) -> Any:
+        return model if hasattr(model, "apply_tensor_parallel") else CutTransformer(model)
 
     @override
     def context(self, model: nn.Module) -> Any:

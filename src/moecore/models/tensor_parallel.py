@@ -63,6 +63,11 @@ class TensorParallel:
         """Return x_BTD, all ranks' tokens; backward adds what all ranks did with this rank's."""
         return once(_gather, x_BtD, self.group)
 
+    def gather_last(self, x_BTv: Tensor) -> Tensor:
+        """Return x_BTV, all ranks' columns, of any dims before; backward as of `gather`."""
+        parts_GNv = self.gather(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
+        return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
+
     def scatter_sum(self, y_BTD: Tensor) -> Tensor:
         """Return y_BtD, this rank's tokens of the sum over ranks, added in fp32."""
         self._check(y_BTD)

@@ -200,7 +200,8 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
             )
     if request.graph_dense:
         _check_graphs(request)
-    if p.tp > 1 and not is_cut(model) and not isinstance(model, TensorParallelModel):
+    owner = request.family.tensor_parallel(model)
+    if p.tp > 1 and not is_cut(model) and not isinstance(owner, TensorParallelModel):
         raise NotImplementedError(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
             "needs a model with apply_tensor_parallel(tp_mesh), such as moecore.models.Decoder"

@@ -44,6 +44,9 @@ class Family(Protocol):
     def staged(self, model: nn.Module) -> StagedModel:
         """Return what runs pipeline stages; NotImplementedError for a model that cannot be cut."""
 
+    def tensor_parallel(self, model: nn.Module) -> Any:
+        """Return what may be a `TensorParallelModel` for a model."""
+
     def context(self, model: nn.Module) -> Any:
         """Return what may be a `ContextParallelModel` or a `DynamicContextModel` for a model."""
 

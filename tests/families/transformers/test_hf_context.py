@@ -85,6 +85,17 @@ CASES = {
         family="deepseek-v3", parallel=dict(cp=2, ep=4), way="p2p", packed=True
     ),
     "gpt-oss, heads, packed": Case(family="gpt-oss", parallel=dict(cp=2, ep=4), packed=True),
+    "qwen3, tp, packed": Case(
+        family="qwen3-moe",
+        parallel=dict(cp=2, tp=2, ep=4),
+        packed=True,
+        balance=BALANCED,
+        checkpointing=True,
+    ),
+    "deepseek, tp, packed": Case(
+        family="deepseek-v3", parallel=dict(cp=2, tp=2, ep=2), packed=True, loss="sum"
+    ),
+    "gpt-oss, tp, rows": Case(family="gpt-oss", parallel=dict(cp=2, tp=2, ep=4)),
     "gpt-oss, gathered, rows": Case(family="gpt-oss", parallel=dict(cp=4, ep=4)),
 }
 TAMPERED = {

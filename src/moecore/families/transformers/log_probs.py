@@ -85,7 +85,8 @@ def _function(loss: LogProbLoss) -> Callable[..., Tensor]:
         whole: Callable[[Tensor], Tensor] = (lambda x: x) if held is None else held.gather
         if isinstance(logits, Logits):
             source = logits.source
-            found = loss.of_head(source.hidden, source.weight, labels, whole)
+            how: Any = dict(group=source.group)
+            found = source.begun(loss.of_head(source.hidden, source.weight, labels, whole, **how))
         else:
             found = loss.of_logits(logits, labels, whole)
         return found if held is None else found / held.cp.size

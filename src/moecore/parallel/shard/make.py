@@ -54,7 +54,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     copies = copy_modules(model, on_meta)
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
-    cut_model(twin, twins, request.meshes)
+    cut_model(twin, twins, request)
     found = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in found.items() if linear.recipe}
     maker = _Maker(twin, twins, request, gathered_recipes(twin, twins, linears, request), fp32)
@@ -73,11 +73,11 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     )
 
 
-def cut_model(model: nn.Module, layers: Layers, meshes: Meshes) -> None:
+def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
     """Reduce a model to this rank's part over tp, ep and etp, in place. No communication."""
-    p = meshes.parallel
+    meshes, p = request.meshes, request.meshes.parallel
     if p.tp > 1 and not is_cut(model):
-        cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
+        request.family.tensor_parallel(model).apply_tensor_parallel(meshes.dense["tp"])
     if p.ep * p.etp > 1 or is_whole(meshes):
         for layer in layers.values():
             layer.part("experts").shard(meshes.expert["ep", "etp"])
