@@ -82,6 +82,7 @@ OPERATORS = {
 ALLOWED = {
     "_apply": "subclasses of nn.Module extend it, as torch.nn.RNNBase does: `to` calls no other",
     "_buffers": "what an nn.Module is made of, as its subclasses and its pickles see it",
+    "_forward_hooks": "as _buffers",
     "_last_lr": "a key of the state dicts of schedulers: data",
     "_load_from_state_dict": "subclasses extend it, as the documentation of nn.Module has it",
     "_modules": "as _buffers",

@@ -383,8 +383,8 @@ def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[
         if case.is_rough:  # sums long enough that one unlucky rounding does not decide
             length *= 10
         shape = (case.sequences * (1 + data_rank % 2), length)
-        tokens = torch.randint(0, 84, shape, generator=generator)
-        labels = torch.randint(0, 84, shape, generator=generator)
+        tokens = torch.randint(0, 60, shape, generator=generator)
+        labels = torch.randint(0, 60, shape, generator=generator)
         labels[:, -1] = -100
         found = {"tokens_BT": tokens.to(device), "labels_BT": labels.to(device)}
         if case.packed:  # the last but one may cross a row

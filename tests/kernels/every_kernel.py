@@ -19,7 +19,7 @@ from moecore import MoEConfig, MoELayer
 from moecore.base.options.layer import BalanceConfig
 from moecore.base.options.precision import Recipe
 from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
-from moecore.kernels.cross_entropy import cross_entropy_
+from moecore.kernels.cross_entropy import cross_entropy_, row_statistics, softmax_gradient_
 from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
@@ -232,6 +232,9 @@ def run_loss(device: str) -> None:
         labels_C = torch.tensor([V - 1, -100, 0], device=device)
         for dtype in (None, torch.bfloat16, torch.float32):
             cross_entropy_(logits_CV, labels_C, dtype)
+        high, total, _ = row_statistics(logits_CV, labels_C).unbind(1)
+        for dtype in (torch.bfloat16, torch.float32):
+            softmax_gradient_(logits_CV, labels_C, high, total, dtype)
 
 
 if __name__ == "__main__":

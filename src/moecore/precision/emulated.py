@@ -23,9 +23,8 @@ from torch.nn.functional import pad
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.base.torch_names import autocast_dtype, is_plain_eager, unsafe_view
 from moecore.kernels.common import no_autocast
-from moecore.kernels.experts.contract import GradTarget, sink_of
+from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.microscaling import (
@@ -35,7 +34,7 @@ from moecore.kernels.rows.microscaling import (
     unpacked_matrices,
 )
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
-from moecore.moe.linear import Gradients, backward, linear
+from moecore.moe.linear import Gradients, backward
 from moecore.moe.params import has_values, local_param
 from moecore.precision.history import max_over_cut
 from moecore.precision.linear import Fp8Products, check_operands, gathered_as
@@ -138,24 +137,8 @@ class EmulatedLinearProducts(Fp8Products):
             elif recipe.scaling == "nvfp4":  # as one rank would quantise it, like "tensorwise"
                 amax = finite_magnitude(weight_NK).amax().reshape(1)
                 amax = amax if recipe.power_of_two else max_over_cut(amax, weight)
-        sink = None
-        if self.defers and torch.is_grad_enabled() and is_plain_eager():
-            sink = sink_of(weight, weight_NK.shape) if weight_NK.requires_grad else None
-        inputs = (
-            x.reshape(-1, x.shape[-1]),
-            weight_NK,
-            None if bias is None else local_param(bias),
-            amax,
-            *packed,
-            recipe.scaling,
-            recipe.power_of_two,
-            recipe.hadamard,
-            recipe.stochastic_rounding,
-            autocast_dtype(x) or x.dtype,
-        )
-        y_TN = _linear_op(*inputs) if sink is None else linear(inputs, type(self), sink)
-        y: Tensor = unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
-        return y
+        how = recipe.scaling, recipe.power_of_two, recipe.hadamard, recipe.stochastic_rounding
+        return self._run(_linear_op, x, weight, weight_NK, bias, amax, *packed, *how)
 
     forward = staticmethod(_linear)  # type: ignore[assignment]
     save = staticmethod(_save)

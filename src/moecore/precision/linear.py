@@ -199,32 +199,38 @@ class Fp8Products(LinearProducts):
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight_NK = local_param(weight, reads=False)
         check_operands(x, weight_NK, self.recipe)
-        bias_N = None if bias is None else local_param(bias)
         with_grad = torch.is_grad_enabled()
         seen = self.history.record(x.device) if self.history is not None and with_grad else {}
         columns = with_grad and weight_NK.requires_grad
         x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
         weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
+        operands = (*_parts(x_both.rows), *_parts(x_both.columns, x), *_parts(weight_rows))
+        scales = weight_amax, self._past("gradient"), seen.get("gradient")
+        how = *kinds, self.recipe.grad_format, self.recipe.power_of_two
+        return self._run(_linear_op, x, weight, weight_NK, bias, *operands, *scales, *how)
+
+    def _run(
+        self,
+        op: Op,
+        x: Tensor,
+        weight: Tensor,
+        weight_NK: Tensor,
+        bias: Tensor | None,
+        *more: Any,
+    ) -> Tensor:
+        """Return y of x [..., K], by an op of the flat x, weight, bias, more, and y's dtype."""
         sink = None
-        if self.defers and columns and is_plain_eager():
+        if self.defers and torch.is_grad_enabled() and is_plain_eager() and weight_NK.requires_grad:
             sink = sink_of(weight, weight_NK.shape)
         inputs = (
             x.reshape(-1, x.shape[-1]),
             weight_NK,
-            bias_N,
-            *_parts(x_both.rows),
-            *_parts(x_both.columns, x),
-            *_parts(weight_rows),
-            weight_amax,
-            self._past("gradient"),
-            seen.get("gradient"),
-            *kinds,
-            self.recipe.grad_format,
-            self.recipe.power_of_two,
+            None if bias is None else local_param(bias),
+            *more,
             autocast_dtype(x) or x.dtype,  # as of `nn.Linear`
         )
-        y_TN = _linear_op(*inputs) if sink is None else linear(inputs, Fp8Products, sink)
+        y_TN = op(*inputs) if sink is None else linear(inputs, type(self), sink)
         # No view, as of `nn.Linear`: what follows may change it in place.
         y: Tensor = unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
         return y

@@ -23,14 +23,14 @@ from typing_extensions import override
 
 from moecore.base import te_names
 from moecore.base.options.precision import Recipe
-from moecore.base.torch_names import autocast_dtype, is_plain_eager, unsafe_view
-from moecore.kernels.experts.contract import GradTarget, sink_of
+from moecore.base.torch_names import is_plain_eager
+from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import amax
 from moecore.kernels.rows.e4m3 import block_scale_ref
 from moecore.kernels.rows.scaling import LARGEST
-from moecore.moe.linear import Gradients, backward, linear
+from moecore.moe.linear import Gradients, backward
 from moecore.moe.params import check_values, local_param
 from moecore.precision.history import max_over_cut
 from moecore.precision.linear import Fp8Products, check_operands
@@ -154,13 +154,7 @@ class TELinearProducts(Fp8Products):
         if weight_amax is None and recipe.scaling == "tensorwise":  # as one rank would quantise it
             with torch.no_grad():
                 weight_amax = max_over_cut(amax(weight_NK), weight)
-        sink = None
-        if self.defers and with_grad and is_plain_eager() and weight_NK.requires_grad:
-            sink = sink_of(weight, weight_NK.shape)
-        inputs = (
-            x.reshape(-1, x.shape[-1]),
-            weight_NK,
-            None if bias is None else local_param(bias),
+        how = (
             self._past("input"),
             weight_amax,
             self._past("gradient"),
@@ -170,11 +164,8 @@ class TELinearProducts(Fp8Products):
             recipe.grad_format,
             recipe.hadamard,
             recipe.stochastic_rounding,
-            autocast_dtype(x) or x.dtype,
         )
-        y_TN = _linear_op(*inputs) if sink is None else linear(inputs, type(self), sink)
-        y: Tensor = unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
-        return y
+        return self._run(_linear_op, x, weight, weight_NK, bias, *how)
 
     forward = staticmethod(_linear)  # type: ignore[assignment]
     save = staticmethod(_save)
