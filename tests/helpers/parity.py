@@ -8,7 +8,6 @@ tokens.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -230,17 +229,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
         return errors | {name: worst_error(found[name], expected[name]) for name in expected}
     plain = train_reference(config, initial, batches, case, device, is_rough=True)
     names = [n for n in expected if n.startswith(("loss/0", "norm/0", "grad/"))]
-    runs = [of_all_layers({n: run[n] for n in names}) for run in (found, plain, expected)]
-    return errors | {n: error_ratio(*(run[n] for run in runs)) for n in runs[0]}
-
-
-def of_all_layers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Lay the vectors of a name of all layers end to end: errors of eight numbers are chance."""
-    found: dict[str, list[Tensor]] = {}
-    for name, tensor in tensors.items():
-        key = re.sub(r"\.layers\.\d+\.", ".layers.*.", name) if tensor.ndim == 1 else name
-        found.setdefault(key, []).append(tensor)
-    return {name: torch.cat(same) if len(same) > 1 else same[0] for name, same in found.items()}
+    return errors | {n: error_ratio(found[n], plain[n], expected[n]) for n in names}
 
 
 @contextmanager
