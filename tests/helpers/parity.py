@@ -271,7 +271,9 @@ def overlap_errors(case: Case, copies: Counter[str]) -> dict[str, float]:
         way, other = other, way
     are_right = {way: (copies[way] > 0) == (case.clones is not None), other: not copies[other]}
     if case.nvlink is not None:
-        wanted = case.nvlink.overlap_weight_grads and not MODELS[case.model].fc1_bias
+        # Between domains no copy engine carries gradients; with biases they are needed at once.
+        can = case.dispatcher == "nvlink" and not MODELS[case.model].fc1_bias
+        wanted = can and case.nvlink.overlap_weight_grads
         are_right["overlap"] = (copies["sums"] > 0) == wanted
     return {name: 0.0 if is_right else float("inf") for name, is_right in are_right.items()}
 
