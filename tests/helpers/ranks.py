@@ -162,7 +162,7 @@ def _main(
     timeout_s = int(os.environ.get(TIMEOUT_S, "900"))
     faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__)
     signal.alarm(timeout_s + 5)  # when all have printed; it ends a process that holds the GIL, too
-    _start_group(rank, world_size, transport, store=f"{path}.store")
+    start_group(rank, world_size, transport, store=f"{path}.store")
     device = gpu_of_rank(rank) if transport == "cuda" else torch.device("cpu")
     result = worker(rank, device, *args)
     if rank == 0:
@@ -172,7 +172,8 @@ def _main(
     os._exit(0)
 
 
-def _start_group(rank: int, world_size: int, transport: str, *, store: str) -> None:
+def start_group(rank: int, world_size: int, transport: str, *, store: str) -> None:
+    """Make the default process group of a rank: over "cuda", "gloo" or "shared memory"."""
     backend = "gloo"
     if transport == "cuda":
         torch.cuda.set_device(gpu_of_rank(rank))

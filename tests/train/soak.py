@@ -1,9 +1,10 @@
 """Long runs: ranks are killed, disks are full, losses are nan, jobs start again; nothing is lost.
 
     python -m tests.train.soak --steps 2000 --kills 20
+    python -m tests.train.soak --steps 600 --kills 3 --device cuda  # ranks share the GPUs there are
 
-trains a tiny decoder on four CPU ranks twice, undisturbed and disturbed, and prints a line of each.
-A step's data depend on its number alone, so both must end with the same bits.
+trains a tiny decoder on four ranks twice, undisturbed and disturbed, and prints a line of each. A
+step's data depend on its number alone, so both must end with the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.io import Saver, latest, load
 from moecore.models import Decoder
-from tests.helpers.ranks import forks
+from tests.helpers.ranks import forks, start_group
 from tests.train.test_step import CONFIG
 
 WORLD = 4
@@ -48,6 +49,7 @@ class Plan:
     save_every: int = 10
     nan_every: int = 17
     seed: int = 0
+    device: str = "cpu"
 
     def is_full(self, step: int) -> bool:
         return self.full_disks and step // self.save_every % 3 == 2
@@ -60,6 +62,7 @@ class Found:
     Attributes:
         digests: of weights, optimizer state and buffers, by rank.
         resident: bytes of rank 0's process, at twenty equally spaced steps of its last start.
+        allocated: bytes of its tensors on a GPU, at the same steps.
         starts: of the job.
         repeated: steps that were computed again after a kill.
         full: saves that raised.
@@ -67,24 +70,25 @@ class Found:
 
     digests: list[str] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
+    allocated: list[int] = field(default_factory=list)
     starts: int = 0
     repeated: int = 0
     full: int = 0
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer, TrainStep]:
+def make(device: str) -> tuple[nn.Module, torch.optim.Optimizer, TrainStep]:
     model = Decoder(CONFIG, device="meta")
     fsdp = FSDPOptions(param_dtype=torch.bfloat16)
-    parallelize_moe(model, build_meshes(ParallelConfig(ep=2), "cpu"), fsdp=fsdp)
-    model.to_empty(device="cpu")
+    parallelize_moe(model, build_meshes(ParallelConfig(ep=2), device), fsdp=fsdp)
+    model.to_empty(device=device)
     model.init_weights(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return model, optimizer, TrainStep(model, optimizer, max_norm=1.0)
 
 
-def loss_of(model: nn.Module, step: int, rank: int, *, is_nan: bool) -> Tensor:
+def loss_of(model: nn.Module, step: int, rank: int, device: str, *, is_nan: bool) -> Tensor:
     g = torch.Generator().manual_seed(WORLD * step + rank)
-    tokens = torch.randint(0, CONFIG.vocab_size, (2, 17), generator=g)
+    tokens = torch.randint(0, CONFIG.vocab_size, (2, 17), generator=g).to(device)
     loss: Tensor = model(tokens[:, :-1], tokens[:, 1:].contiguous())
     return loss * torch.nan if is_nan else loss
 
@@ -92,8 +96,8 @@ def loss_of(model: nn.Module, step: int, rank: int, *, is_nan: bool) -> Tensor:
 def train(rank: int, plan: Plan, root: Path, store: Path, shared: Any) -> None:
     """Be one rank from the last checkpoint to the end of a plan."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    model, optimizer, step = make()
+    start_group(rank, WORLD, "cuda" if plan.device == "cuda" else "gloo", store=str(store))
+    model, optimizer, step = make(plan.device)
     with Saver(root, model, optimizer, keep=2) as saver:
         path, start = latest(root), 0
         if path is not None:
@@ -101,7 +105,8 @@ def train(rank: int, plan: Plan, root: Path, store: Path, shared: Any) -> None:
         for number in range(start + 1, plan.steps + 1):
             is_nan = number % plan.nan_every == 0
             with step.micro_batch():
-                loss_of(model, number, rank, is_nan=is_nan and rank == number % WORLD).backward()
+                is_here = is_nan and rank == number % WORLD
+                loss_of(model, number, rank, plan.device, is_nan=is_here).backward()
             assert bool(step.finish().skipped) == is_nan, number
             if number % plan.save_every == 0:
                 with full_disk(plan.is_full(number) and rank == number % WORLD):
@@ -111,6 +116,7 @@ def train(rank: int, plan: Plan, root: Path, store: Path, shared: Any) -> None:
                 if number % max(plan.steps // 20, 1) == 0:
                     resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
                     shared.resident.append(resident)
+                    shared.allocated.append(torch.cuda.memory_allocated())
     shared.digests[rank] = digest(model, optimizer)
     dist.barrier()
     os._exit(0)  # gloo's threads may outlive what they use
@@ -146,7 +152,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     states = [state[slot] for state in states for slot in sorted(state)]  # `load` orders otherwise
     for tensor in [*model.state_dict().values(), *states]:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found.update(local.detach().flatten().view(torch.uint8).numpy().tobytes())
+        found.update(local.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -160,12 +166,13 @@ def soak(plan: Plan, folder: Path) -> Found:
     dice, found, context = random.Random(plan.seed), Found(), forks()
     kills = sorted(dice.sample(range(1, plan.steps), plan.kills))
     with context.Manager() as manager:
-        shared = _Shared(context.Value("i", 0), manager.list(), manager.dict(), manager.dict())
+        lists = manager.list(), manager.list()
+        shared = _Shared(context.Value("i", 0), *lists, manager.dict(), manager.dict())
         for rank in range(WORLD):
             shared.full[rank] = 0
         while not shared.digests:
             found.starts += 1
-            del shared.resident[:]
+            del shared.resident[:], shared.allocated[:]
             store = folder / f"store-{found.starts}"
             args = (plan, folder / "run", store, shared)
             ranks = [context.Process(target=train, args=(rank, *args)) for rank in range(WORLD)]
@@ -180,7 +187,8 @@ def soak(plan: Plan, folder: Path) -> Found:
                 process.join()
             assert [process.exitcode for process in ranks] == [0] * WORLD
         found.digests = [shared.digests[rank] for rank in range(WORLD)]
-        found.resident, found.full = list(shared.resident), shared.full[0]
+        found.resident, found.allocated = list(shared.resident), list(shared.allocated)
+        found.full = shared.full[0]
     return found
 
 
@@ -190,6 +198,7 @@ class _Shared:
 
     reached: Any  # the last step of rank 0
     resident: Any
+    allocated: Any
     digests: Any
     full: Any
 
@@ -210,19 +219,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    quiet = Plan(steps=args.steps)
+    quiet = Plan(steps=args.steps, device=args.device)
     found = []
     for plan in (quiet, replace(quiet, kills=args.kills, full_disks=True)):
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             one = soak(plan, Path(folder))
         found.append(one)
-        late = one.resident[len(one.resident) // 10 :]
+        late, on_gpu = (x[len(x) // 10 :] for x in (one.resident, one.allocated))
         print(
             f"{plan.steps} steps, {plan.kills} kills: {one.starts} starts, {one.repeated} steps "
             f"repeated, {one.full} saves without room, {time.perf_counter() - began:.0f} s; "
-            f"resident {late[0] / 2**20:.1f} to {late[-1] / 2**20:.1f} MiB",
+            f"resident {late[0] / 2**20:.1f} to {late[-1] / 2**20:.1f} MiB, "
+            f"on a GPU {on_gpu[0]} to {on_gpu[-1]} bytes",
             flush=True,
         )
     return int(found[0].digests != found[1].digests)
