@@ -231,7 +231,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     help = "its Hugging Face config.json, or the directory: of qwen3_moe, deepseek_v3 and others"
     model.add_argument("--config", type=Path, help=help)
     add("--gpus", type=int, required=True, help="ranks of the world")
-    add("--gpu", default="h100-80", choices=get_args(GpuName), help="its kind")
+    gpu = parser.add_mutually_exclusive_group()
+    gpu.add_argument("--gpu", default="h100-80", choices=get_args(GpuName), help="their kind")
+    help = "their kind as TOML: fields of moecore.planning.Gpu, and like = a name to take others of"
+    gpu.add_argument("--gpu-spec", type=Path, metavar="FILE", help=help)
     add("--seq-len", type=int, default=4096, help="tokens of a row")
     help = "rows of a data rank's micro-batch; with degrees; default: 1"
     add("--batch-size", type=int, help=help)
@@ -291,6 +294,7 @@ def add_plan(rooms: Any) -> None:
     add("--call", action="store_true", help="print the Python of the run, or of the best one")
     add("--png", type=Path, metavar="FILE", help="write bars of its memory")
     add("--timeline", type=Path, metavar="FILE", help="write a PNG of its pipeline's step")
+    add("--html", type=Path, metavar="FILE", help="write a page of its memory, time and stages")
     add("--table", type=Path, metavar="FILE", help="costs that `moecore measure` has written")
     help = "share of exchanges between nodes that overlapped stages hide; default: 0.93"
     add("--pairs-hide", type=float, help=help)

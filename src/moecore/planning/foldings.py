@@ -195,7 +195,9 @@ def run_of(request: SearchRequest, folding: Folding, levers: Levers) -> Training
 
 def _room(request: SearchRequest, folding: Folding) -> NVLinkOptions | None:
     group = folding.ep * folding.etp
-    if group == 1 or request.domain % group or gpu_of(request.gpu).server % group:
+    gpu = gpu_of(request.gpu)
+    is_near = group > 1 and not (request.domain % group or gpu.server % group)
+    if not (is_near and gpu.has_peer_access):
         return None
     return TWICE if request.nvlink == ANY else request.nvlink
 

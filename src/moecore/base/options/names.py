@@ -9,7 +9,8 @@ ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "overlapped", "zero-bubble", "zbv", "dualpipe-v"
 ]
 GpuName = Literal[
-    "a100-80", "h100-80", "h200-141", "b200-180", "b300-262", "gb200-186", "gb300-279"
+    "a100-80", "h100-80", "h200-141", "h20-96", "b200-180", "b300-262", "gb200-186", "gb300-279",
+    "l40s-48", "rtx4090-24", "rtx5090-32",
 ]  # fmt: skip
 PlannedDispatcher = Literal["auto", "hierarchical"]
 PresetName = Literal[
