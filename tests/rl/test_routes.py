@@ -99,7 +99,9 @@ def test_routes_that_do_not_fit_are_one_line(meshes: Meshes) -> None:
     with pytest.raises(ValueError, match=r"routes_NLK \(31, 1, 2\) must be \[tokens, 2 layers"):
         engine.log_probs(few)
     wrong = rollouts.replace(routes_NLK=torch.full((31, 2, 2), 9))
-    with pytest.raises(ValueError, match=r"choices\['model.layers.1.mlp'\]\[0\]\[0, 0\] \(9\)"):
+    with pytest.raises(
+        ValueError, match=r"routes_NLK\[:, 0\] of layer 'model.layers.1.mlp', row\[0, 0\] \(9\)"
+    ):
         engine.log_probs(wrong)
     given = rollouts.replace(routes_NLK=torch.full((31, 2, 2), -1))
     with pytest.raises(ValueError, match=r"routes \(True\) must be False for rollouts with"):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import check_arguments, shown
+from moecore.base.options.layer import MoEConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
@@ -40,11 +41,12 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
                 "it out with RouterReplay(model, layers=...)"
             )
         for forward, ids_TK in enumerate(choices[name]):
-            _check_ids(f"choices[{name!r}][{forward}]", ids_TK, layer)
+            check_ids(f"choices[{name!r}][{forward}]", ids_TK, layer.config)
 
 
-def _check_ids(where: str, ids_TK: Tensor, layer: MoELayer) -> None:
-    config, K, E = layer.config, layer.config.choices_per_token, layer.config.num_experts
+def check_ids(where: str, ids_TK: Tensor, config: MoEConfig) -> None:
+    """Raise for ids that a layer cannot follow. Host syncs on a GPU."""
+    K, E = config.choices_per_token, config.num_experts
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
             f"{where} {tuple(ids_TK.shape)} must have the shape [tokens, {K}]: K is top_k, or "
@@ -147,7 +149,7 @@ def own_choices(
                 f"({micro_batch.num_ranks}): pad it with -1"
             )
         ids_NK = ids_BSLK[:, :, i].flatten(0, 1)
-        _check_ids(f"indices[..., {i}, :] of layer {name!r}, row", ids_NK, layers[name])
+        check_ids(f"indices[..., {i}, :] of layer {name!r}, row", ids_NK, layers[name].config)
         ids_TK = micro_batch.own(ids_NK)
         found[name] = ids_TK.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
     return {name: found[name] for name in layers}
