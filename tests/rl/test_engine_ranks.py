@@ -39,6 +39,7 @@ from tests.rl.engine_cases import (
     responses_of,
     rollouts_of,
     routes_by_hand,
+    weighted,
     worst,
 )
 
@@ -61,6 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pp3-cp2-ep2": dict(pipeline=PipelineConfig(), memory=MemoryOptions(recompute=("moe",))),
     "hf-pp3-dp2-ep2": dict(pipeline=PipelineConfig()),
 }
+WEIGHTED = ("cp3-tp2-ep2", "pp2-dp3-ep3")  # weights of routes are given too
 
 
 def made(family: str) -> nn.Module:
@@ -131,6 +133,8 @@ def run_case(name: str) -> dict[str, Any]:
         assert torch.equal(scores.routes_NLK, routes[meshes.data_rank])
         by_force = [forced(r, 6) for r in routes]
         every = [r.replace(routes_NLK=f) for r, f in zip(every, by_force, strict=True)]
+        if name in WEIGHTED:
+            every = [weighted(r) for r in every]
         log_probs = forced_log_probs(plain, every)
         every = [near(r, x) for r, x in zip(every, log_probs, strict=True)]
         own = every[meshes.data_rank]

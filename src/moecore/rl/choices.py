@@ -74,6 +74,38 @@ def check_ids(where: str, ids_TK: Tensor, config: MoEConfig) -> None:
         )
 
 
+def check_weights(
+    weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
+) -> None:
+    """Raise for weights that do not go with checked choices. One host sync per entry on a GPU."""
+    if {name: len(own) for name, own in weights.items()} != {
+        name: len(own) for name, own in choices.items()
+    }:
+        raise ValueError(
+            f"weights (of {_shown(weights)}) must have the layers and forwards of the choices "
+            f"({_shown(choices)}): give one entry for each of theirs"
+        )
+    for name, own in weights.items():
+        for forward, (weights_TK, ids_TK) in enumerate(zip(own, choices[name], strict=True)):
+            check_entry_weights(f"weights[{name!r}][{forward}]", weights_TK, ids_TK)
+
+
+def check_entry_weights(where: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
+    """Raise for weights that do not go with ids. A host sync on a GPU."""
+    if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
+        raise ValueError(
+            f"{where} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
+            f"{tuple(ids_TK.shape)}: give one weight per expert id"
+        )
+    wrong_TK = (ids_TK >= 0) & ~(weights_TK.isfinite() & (weights_TK >= 0))
+    if wrong_TK.any():
+        token, k = wrong_TK.nonzero()[0].tolist()
+        raise ValueError(
+            f"{where}[{token}, {k}] ({float(weights_TK[token, k])}) must be finite and >= 0 where "
+            "an expert is chosen: record it anew"
+        )
+
+
 def choices_to_tensors(choices: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
     """Return one flat dict for `safetensors.torch.save_file` or `torch.save`.
 

@@ -160,7 +160,7 @@ class Engine:
             ValueError: for a model without adapters and reference; as `log_probs`.
         """
         check_arguments(Engine.reference_log_probs, locals())
-        rollouts = rollouts.replace(routes_NLK=None)
+        rollouts = rollouts.replace(routes_NLK=None, route_weights_NLK=None)
         if self._reference is not None:
             return self._scores(self._reference, rollouts, entropy=False)
         with self._request.family.adapters_off(self.model):
@@ -263,7 +263,7 @@ class Engine:
                         "pass rollouts.replace(...)"
                     )
             if routes or rollouts.routes_NLK is not None:
-                self._layers.check(rollouts.routes_NLK)
+                self._layers.check(rollouts)
             together = 1 if objective is None else objective.together
             planned = sequences_of_micro_batches(rollouts, self._limits, together)
             own = _totals(rollouts, len(planned), together)
@@ -272,7 +272,9 @@ class Engine:
         alike: dict[str, Any] = {"the objective": type(objective).__name__, "entropy": entropy}
         for name in getattr(objective, "__dataclass_fields__", ()):
             alike[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
-        alike |= {"routes": routes, "whether routes_NLK is None": rollouts.routes_NLK is None}
+        for name in ("routes_NLK", "route_weights_NLK"):
+            alike[f"whether {name} is None"] = getattr(rollouts, name) is None
+        alike["routes"] = routes
         alike["temperature"] = rollouts.temperature
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
         totals = agree(self._meshes, own, problem, alike=alike, shared=shared)

@@ -165,6 +165,8 @@ def _on_device(rollouts: Rollouts, device: torch.device) -> Rollouts:
         value_N = getattr(rollouts, name)
         if value_N is not None:
             changes[name] = value_N.to(device).float().where(mask_N, 0)
-    if rollouts.routes_NLK is not None:
-        changes["routes_NLK"] = rollouts.routes_NLK.to(device)
+    for name in ("routes_NLK", "route_weights_NLK"):
+        value_NLK = getattr(rollouts, name)
+        if value_NLK is not None:
+            changes[name] = value_NLK.to(device)
     return rollouts.replace(**changes)

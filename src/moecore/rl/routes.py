@@ -23,7 +23,7 @@ from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.params import clean_name
 from moecore.parallel.mesh import Meshes
-from moecore.rl.choices import Choices, check_ids
+from moecore.rl.choices import check_entry_weights, check_ids
 from moecore.rl.micro_batches import RolloutRow
 from moecore.rl.replay import RouterReplay
 from moecore.rl.rollouts import Rollouts
@@ -67,8 +67,9 @@ class RoutedLayers:
         """L and K."""
         return len(self.configs), next(iter(self.configs.values())).choices_per_token
 
-    def check(self, routes_NLK: Tensor | None) -> None:
+    def check(self, rollouts: Rollouts) -> None:
         """Raise for routes that these layers cannot follow or have. Host syncs, no collective."""
+        routes_NLK, weights_NLK = rollouts.routes_NLK, rollouts.route_weights_NLK
         choices = {name: config.choices_per_token for name, config in self.configs.items()}
         if len(set(choices.values())) != 1:
             raise ValueError(
@@ -84,8 +85,12 @@ class RoutedLayers:
                 "experts per token]: give one entry per MoE layer, in their order"
             )
         for place, (name, config) in enumerate(self.configs.items()):
-            where = f"Rollouts.routes_NLK[:, {place}] of layer {name!r}, row"
-            check_ids(where, routes_NLK[:, place].to(self.meshes.device), config)
+            where = f"[:, {place}] of layer {name!r}, row"
+            ids_NK = routes_NLK[:, place].to(self.meshes.device)
+            check_ids(f"Rollouts.routes_NLK{where}", ids_NK, config)
+            if weights_NLK is not None:
+                weights_NK = weights_NLK[:, place].to(self.meshes.device)
+                check_entry_weights(f"Rollouts.route_weights_NLK{where}", weights_NK, ids_NK)
 
     def recording(self) -> AbstractContextManager[None]:
         """Return a context; `recorded` has its forwards."""
@@ -109,14 +114,25 @@ class RoutedLayers:
         """Return a context in which forwards of rows follow their routes."""
         if self.replay is None:
             return nullcontext()
-        choices: Choices = {name: [] for name in self.replay.layers}
-        for row in rows:
-            assert row.rollouts.routes_NLK is not None, "the engine has looked"
-            whole_TLK = row.of_places(row.rollouts.routes_NLK, -1)
+        routes = [row.rollouts.routes_NLK for row in rows]
+        weights = [row.rollouts.route_weights_NLK for row in rows]
+        return self.replay.replay(
+            self._own_choices(rows, routes),
+            weights=None if weights[0] is None else self._own_choices(rows, weights),
+            unrecorded="route",
+        )
+
+    def _own_choices(
+        self, rows: Sequence[RolloutRow], values: Sequence[Tensor | None]
+    ) -> dict[str, list[Tensor]]:
+        """Return [T, K] of this rank's tokens, by layer and row, of [N, L, K] of each row."""
+        found: dict[str, list[Tensor]] = {name: [] for name, _, _ in self._own()}
+        for row, values_NLK in zip(rows, values, strict=True):
+            assert values_NLK is not None, "all rows are of the same rollouts"
+            whole_TLK = row.of_places(values_NLK, -1)
             for name, layer, place in self._own():
-                own_tK = _of_row(row, layer).own(whole_TLK[:, place])
-                choices[name].append(own_tK.to(torch.int32).contiguous())
-        return self.replay.replay(choices, unrecorded="route")
+                found[name].append(_of_row(row, layer).own(whole_TLK[:, place]).contiguous())
+        return found
 
     def _own(self) -> Iterator[tuple[str, MoELayer, int]]:
         """Yield name, layer, and place among all layers, of those that this rank has."""
