@@ -130,12 +130,16 @@ def routes_by_hand(model: nn.Module, rollouts: Rollouts) -> Tensor:
 def replayed(model: nn.Module, every: Sequence[Rollouts]) -> AbstractContextManager[None]:
     """Return a context in which each sequence in its turn goes to the experts of its routes."""
     replay = RouterReplay(model)
-    choices: dict[str, list[Tensor]] = {name: [] for name in replay.layer_names}
-    for rollouts in every:
-        assert rollouts.routes_NLK is not None
-        for place, own in enumerate(choices.values()):
-            own.extend(rollouts.routes_NLK[:, place].split(rollouts.lengths))
-    return replay.replay(choices)
+
+    def entries(field: str) -> dict[str, list[Tensor]]:
+        return {
+            name: [x for r in every for x in getattr(r, field)[:, place].split(r.lengths)]
+            for place, name in enumerate(replay.layer_names)
+        }
+
+    is_weighted = every[0].route_weights_NLK is not None
+    weights = entries("route_weights_NLK") if is_weighted else None
+    return replay.replay(entries("routes_NLK"), weights=weights)
 
 
 def log_probs_by_hand(model: nn.Module, rollouts: Rollouts) -> Tensor:
@@ -151,6 +155,14 @@ def forced(routes_NLK: Tensor, num_experts: int) -> Tensor:
     """Other experts for every third token."""
     moved = (routes_NLK + 1) % num_experts
     return torch.where(torch.arange(len(moved))[:, None, None] % 3 == 0, moved, routes_NLK)
+
+
+def weighted(rollouts: Rollouts) -> Rollouts:
+    """With weights of the routes that no router would give."""
+    assert rollouts.routes_NLK is not None
+    generator = torch.Generator().manual_seed(2)
+    weights_NLK = torch.rand(rollouts.routes_NLK.shape, generator=generator) + 0.1
+    return rollouts.replace(route_weights_NLK=weights_NLK)
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

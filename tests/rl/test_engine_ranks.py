@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore import ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
+from moecore import (
+    MemoryOptions,
+    ParallelConfig,
+    PipelineConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.families import use_causal_attention
 from moecore.rl import PPO, Engine, Rollouts
 from tests.families.transformers.hf_models import random_model
@@ -32,6 +39,7 @@ from tests.rl.engine_cases import (
     responses_of,
     rollouts_of,
     routes_by_hand,
+    weighted,
     worst,
 )
 
@@ -42,11 +50,19 @@ WORLD = 6
 CASES: dict[str, tuple[dict[str, int], str, str, str]] = {
     "dp3-tp2-ep3": (dict(dp_shard=3, tp=2, ep=3), "mean", "native", "grpo"),
     "cp3-tp2-ep2": (dict(dp_shard=1, cp=3, tp=2, ep=2), "sum", "native", "gspo"),
+    # Stages take turns in the layers; the first one of three has no MoE layer.
     "pp2-dp3-ep3": (dict(pp=2, dp_shard=3, ep=3), "sum", "native", "dpo"),
+    "pp3-cp2-ep2": (dict(pp=3, dp_shard=1, cp=2, ep=2), "mean", "native", "gspo"),
     "hf-dp2-cp3-ep2": (dict(dp_shard=2, cp=3, ep=2), "mean", "transformers", "own"),
     "hf-pp3-dp2-ep2": (dict(pp=3, dp_shard=2, ep=2), "sum", "transformers", "ppo-k1"),
     "hf-dp3-tp2-ep2": (dict(dp_shard=3, tp=2, ep=2), "mean", "transformers", "ppo-k1"),
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pp2-dp3-ep3": dict(pipeline=PipelineConfig(schedule="interleaved", chunks=2)),
+    "pp3-cp2-ep2": dict(pipeline=PipelineConfig(), memory=MemoryOptions(recompute=("moe",))),
+    "hf-pp3-dp2-ep2": dict(pipeline=PipelineConfig()),
+}
+WEIGHTED = ("cp3-tp2-ep2", "pp2-dp3-ep3")  # weights of routes are given too
 
 
 def made(family: str) -> nn.Module:
@@ -100,17 +116,16 @@ def forced_log_probs(plain: nn.Module, every: list[Rollouts]) -> list[Tensor]:
     return found[0]
 
 
-def run_case(name: str) -> dict[str, float]:
+def run_case(name: str) -> dict[str, Any]:
     degrees, loss, family, objective = CASES[name]
     meshes = build_meshes(ParallelConfig(**degrees), "cpu")
     plain = LogitsOf(made(family))
     vocabulary = 128 if family == "native" else 61
-    routed = family == "native" and "pp" not in name
+    routed = family == "native"
     every, log_probs, routes = all_rollouts(plain, meshes.data_ranks, vocabulary, routed=routed)
     model = copy.deepcopy(plain.model)
-    options: dict[str, Any] = {"pipeline": PipelineConfig(schedule="1f1b")} if "pp" in name else {}
-    parallelize_moe(model, meshes, loss=loss, **options)  # type: ignore[arg-type]
-    engine = Engine(model, TrainStep(model), max_tokens=36)
+    parallelize_moe(model, meshes, loss=loss, **OPTIONS.get(name, {}))  # type: ignore[arg-type]
+    engine = Engine(model, TrainStep(model), max_tokens=24)
     own = every[meshes.data_rank]
     scores = engine.log_probs(own, entropy=True, routes=routed)
     if routed:
@@ -118,10 +133,15 @@ def run_case(name: str) -> dict[str, float]:
         assert torch.equal(scores.routes_NLK, routes[meshes.data_rank])
         by_force = [forced(r, 6) for r in routes]
         every = [r.replace(routes_NLK=f) for r, f in zip(every, by_force, strict=True)]
+        if name in WEIGHTED:
+            every = [weighted(r) for r in every]
         log_probs = forced_log_probs(plain, every)
         every = [near(r, x) for r, x in zip(every, log_probs, strict=True)]
         own = every[meshes.data_rank]
         scores = engine.log_probs(own)
+    else:
+        given = own.replace(routes_NLK=made_routes(own))
+        by_routes_N = engine.log_probs(given).log_probs_N
     found = engine.forward_backward(own, OBJECTIVES[objective][0])
     errors = [
         float((scores.log_probs_N - log_probs[meshes.data_rank]).abs().max()),
@@ -141,7 +161,14 @@ def run_case(name: str) -> dict[str, float]:
         "loss": float((found.loss - want_loss).abs() / want_loss.abs().clamp(min=1)),
         "gradient": worst(whole, {n.removeprefix("model."): g for n, g in want.items()}),
         "micro-batches": found.num_micro_batches,
+        "by routes": None if routed else by_routes_N,
     }
+
+
+def made_routes(rollouts: Rollouts) -> Tensor:
+    """Experts of a transformers model, in turn."""
+    shape = (len(rollouts.tokens_N), 3, 2)
+    return torch.arange(shape[0] * 6).view(shape) % 6
 
 
 def refusals() -> dict[str, str]:
@@ -153,6 +180,9 @@ def refusals() -> dict[str, str]:
     given = {
         "a field": good.replace(advantages_N=None) if meshes.data_rank == 2 else good,
         "tp ranks": good.replace(advantages_N=-good.advantages_N) if last else good,  # type: ignore
+        "ids": good.replace(
+            routes_NLK=torch.full((len(good.tokens_N), 2, 2), 6 if meshes.data_rank == 1 else -1)
+        ),
         "temperature": good.replace(temperature=2.0) if meshes.data_rank == 1 else good,
     }
     found = {}
@@ -183,8 +213,18 @@ def test_numbers_are_those_of_one_process(name: str, results: Any) -> None:
     assert errors["gradient"] < 1e-5
 
 
+def test_routes_over_stages_of_a_transformers_model(results: Any) -> None:
+    """Of the first data rank, on every layout."""
+    first, *others = [
+        results[0][name]["by routes"] for name in CASES if CASES[name][2] == "transformers"
+    ]
+    for found in others:
+        torch.testing.assert_close(found, first, rtol=1e-6, atol=5e-6)
+
+
 def test_wrong_rollouts_of_one_rank_are_an_error_of_all(results: Any) -> None:
     found = results[1]
-    assert found["a field"] == "rollouts of another rank must be right: see its error"
+    for name in ("a field", "ids"):
+        assert found[name] == "rollouts of another rank must be right: see its error"
     assert found["tp ranks"].startswith("rollouts of data rank 2 must be the same on the ranks")
     assert found["temperature"].startswith("the objective, entropy, PPO.clip")

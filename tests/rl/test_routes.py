@@ -25,6 +25,7 @@ from tests.rl.engine_cases import (
     log_probs_by_hand,
     rollouts_of,
     routes_by_hand,
+    weighted,
 )
 
 
@@ -77,18 +78,27 @@ def test_the_model_routes_what_an_engine_did_not_run(meshes: Meshes) -> None:
     assert found.routes_NLK is not None
     routes = found.routes_NLK.clone()
     routes[::2] = -1
-    again = engine.log_probs(rollouts.replace(routes_NLK=routes))
-    assert torch.equal(again.log_probs_N, found.log_probs_N)
+    partly = rollouts.replace(routes_NLK=routes)
+    assert torch.equal(engine.log_probs(partly).log_probs_N, found.log_probs_N)
+    weights = weighted(partly)
+    assert weights.route_weights_NLK is not None
+    weights.route_weights_NLK[::2] = torch.nan  # not read
+    other = engine.log_probs(weights).log_probs_N
+    assert other.isfinite().all() and (other - found.log_probs_N).abs().max() > 0.1
 
 
-def test_a_replayed_step_trains_the_routers(meshes: Meshes) -> None:
+def test_a_step_with_weights_of_the_routers_trains_them(meshes: Meshes) -> None:
     rollouts = rollouts_of(0)
     model = parallelize_moe(decoder(), meshes)
     engine = Engine(model, TrainStep(model), max_tokens=20)
     routes = engine.log_probs(rollouts, routes=True).routes_NLK
-    engine.forward_backward(rollouts.replace(routes_NLK=routes), PPO())
-    grads = {n: p.grad for n, p in model.named_parameters() if n.endswith("router.weight")}
-    assert grads and all(local_of(g).any() for g in grads.values() if g is not None)
+    given = rollouts.replace(routes_NLK=routes)
+    for one, trains in ((given, True), (weighted(given), False)):
+        engine.forward_backward(one, PPO())
+        grads = {n: p.grad for n, p in model.named_parameters() if n.endswith("router.weight")}
+        assert len(grads) == 2
+        assert all(local_of(g).any() == trains for g in grads.values() if g is not None)
+        engine.step.drop()
 
 
 def test_routes_that_do_not_fit_are_one_line(meshes: Meshes) -> None:
@@ -99,8 +109,17 @@ def test_routes_that_do_not_fit_are_one_line(meshes: Meshes) -> None:
     with pytest.raises(ValueError, match=r"routes_NLK \(31, 1, 2\) must be \[tokens, 2 layers"):
         engine.log_probs(few)
     wrong = rollouts.replace(routes_NLK=torch.full((31, 2, 2), 9))
-    with pytest.raises(ValueError, match=r"choices\['model.layers.1.mlp'\]\[0\]\[0, 0\] \(9\)"):
+    with pytest.raises(
+        ValueError, match=r"routes_NLK\[:, 0\] of layer 'model.layers.1.mlp', row\[0, 0\] \(9\)"
+    ):
         engine.log_probs(wrong)
+    with pytest.raises(ValueError, match=r"route_weights_NLK .* routes_NLK \(None\), found"):
+        rollouts.replace(route_weights_NLK=torch.ones(31, 2, 2))
+    negative = weighted(rollouts.replace(routes_NLK=torch.arange(124).view(31, 2, 2) % 8))
+    assert negative.route_weights_NLK is not None
+    negative.route_weights_NLK[3, 1, 0] = -0.5
+    with pytest.raises(ValueError, match=r"layer 'model.layers.2.mlp', row\[3, 0\] \(-0.5\)"):
+        engine.log_probs(negative)
     given = rollouts.replace(routes_NLK=torch.full((31, 2, 2), -1))
     with pytest.raises(ValueError, match=r"routes \(True\) must be False for rollouts with"):
         engine.log_probs(given, routes=True)

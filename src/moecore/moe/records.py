@@ -73,9 +73,10 @@ class ChoiceTape(Protocol):
 
     def given(
         self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
-    ) -> Tensor | None:
-        """Return int32 [T, K] ids for this forward; None = the router chooses."""
-        # `own()` is the router's choice, for ids not given; collective where it compares tokens.
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return int32 ids and fp32 weights [T, K] of this forward; None = the router chooses."""
+        # `own()` is the router's choice, for ids not given; collective where it compares tokens. A
+        # weight of -1 is the router's for this choice, and so is each where weights are None.
 
     def took(self, ids_TK: Tensor) -> None:
         """See the choice of this forward, before capacity."""

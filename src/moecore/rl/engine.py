@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -34,9 +33,8 @@ from moecore.rl.micro_batches import (
     sequences_of_micro_batches,
 )
 from moecore.rl.objectives import Mean, Objective
-from moecore.rl.replay import RouterReplay
 from moecore.rl.rollouts import Rollouts
-from moecore.rl.routes import check_routes, choices_of, routes_of
+from moecore.rl.routes import RoutedLayers
 from moecore.train.memory.training_offload import TrainingOffload, What
 from moecore.train.step import TrainStep
 
@@ -127,6 +125,7 @@ class Engine:
         self.model, self.step = model, step
         self._request, self._pipeline = found.request, found.pipeline
         self._meshes = found.request.meshes
+        self._layers = RoutedLayers.of(model, self._meshes)
         self._limits = RowLimits.of(max_tokens, self._meshes.parallel)
         self._reference = None if reference is None else TrainStep(reference)
         steps = [step, *filter(None, [self._reference])]
@@ -148,7 +147,6 @@ class Engine:
         Raises:
             ValueError: on every rank, when rollouts of one do not fit, or ranks that share rows
                 have other ones.
-            NotImplementedError: for routes over pipeline stages.
         """
         check_arguments(Engine.log_probs, locals())
         if routes and rollouts.routes_NLK is not None:
@@ -162,7 +160,7 @@ class Engine:
             ValueError: for a model without adapters and reference; as `log_probs`.
         """
         check_arguments(Engine.reference_log_probs, locals())
-        rollouts = rollouts.replace(routes_NLK=None)
+        rollouts = rollouts.replace(routes_NLK=None, route_weights_NLK=None)
         if self._reference is not None:
             return self._scores(self._reference, rollouts, entropy=False)
         with self._request.family.adapters_off(self.model):
@@ -231,21 +229,12 @@ class Engine:
             rows, _ = self._rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._empty(rollouts, entropy)
             micro_batches = [self._inputs(row, scores, None, None) for row in rows]
-            how = self._replay.record() if routes else self._replaying(rows, rollouts)
+            how = self._layers.recording() if routes else self._replaying(rows, rollouts)
             with how:
                 step.losses(micro_batches)
             if routes:
-                scores = replace(scores, routes_NLK=routes_of(self._replay, rows, rollouts))
+                scores = replace(scores, routes_NLK=self._layers.recorded(rows, rollouts))
             return self._of_stages(scores)
-
-    @cached_property
-    def _replay(self) -> RouterReplay:
-        if self._pipeline is not None:
-            raise NotImplementedError(
-                "routes of rollouts must be None over pipeline stages, which have a part of the "
-                "layers: use RouterReplay of a stage"
-            )
-        return RouterReplay(self.model)
 
     def _replaying(
         self, rows: Sequence[RolloutRow], rollouts: Rollouts
@@ -253,7 +242,7 @@ class Engine:
         """Return a context in which forwards of rows follow the routes of rollouts, if any."""
         if rollouts.routes_NLK is None:
             return nullcontext()
-        return self._replay.replay(choices_of(self._replay, rows), unrecorded="route")
+        return self._layers.replaying(rows)
 
     def _rows(
         self,
@@ -274,7 +263,7 @@ class Engine:
                         "pass rollouts.replace(...)"
                     )
             if routes or rollouts.routes_NLK is not None:
-                check_routes(self._replay, rollouts.routes_NLK)
+                self._layers.check(rollouts)
             together = 1 if objective is None else objective.together
             planned = sequences_of_micro_batches(rollouts, self._limits, together)
             own = _totals(rollouts, len(planned), together)
@@ -283,7 +272,9 @@ class Engine:
         alike: dict[str, Any] = {"the objective": type(objective).__name__, "entropy": entropy}
         for name in getattr(objective, "__dataclass_fields__", ()):
             alike[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
-        alike |= {"routes": routes, "whether routes_NLK is None": rollouts.routes_NLK is None}
+        for name in ("routes_NLK", "route_weights_NLK"):
+            alike[f"whether {name} is None"] = getattr(rollouts, name) is None
+        alike["routes"] = routes
         alike["temperature"] = rollouts.temperature
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
         totals = agree(self._meshes, own, problem, alike=alike, shared=shared)

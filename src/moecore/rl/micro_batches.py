@@ -116,6 +116,13 @@ class RolloutRow:
         values_N = values_BT.new_zeros(len(self.places_N))
         return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
 
+    def of_places(self, values_N: Tensor, padding: float) -> Tensor:
+        """Return [T, ..], what is known of the tokens that a row's places read."""
+        values_T = values_N.new_full((len(self.read_T), *values_N.shape[1:]), padding)
+        is_token_T = self.read_T >= 0
+        values_T[is_token_T] = values_N[self.read_T[is_token_T]]
+        return values_T
+
 
 def rollout_row(
     rollouts: Rollouts, sequences: Sequence[int], limits: RowLimits, device: torch.device
@@ -158,6 +165,8 @@ def _on_device(rollouts: Rollouts, device: torch.device) -> Rollouts:
         value_N = getattr(rollouts, name)
         if value_N is not None:
             changes[name] = value_N.to(device).float().where(mask_N, 0)
-    if rollouts.routes_NLK is not None:
-        changes["routes_NLK"] = rollouts.routes_NLK.to(device)
+    for name in ("routes_NLK", "route_weights_NLK"):
+        value_NLK = getattr(rollouts, name)
+        if value_NLK is not None:
+            changes[name] = value_NLK.to(device)
     return rollouts.replace(**changes)

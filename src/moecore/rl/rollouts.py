@@ -44,6 +44,10 @@ class Rollouts:
             weights; None = 1.
         routes_NLK: integers [N, L, K], the experts of each token in each MoE layer, to replay; a
             row of -1 is routed by the model. See docs/router_replay.md.
+        route_weights_NLK: floating [N, L, K], >= 0, the factor on the output of each of these
+            experts, as the engine that sampled computed it (normalized and scaled). They are
+            constants: the routers have no gradient by them. None = those of the routers as they
+            are, with their gradient.
         temperature: of the sampling; logits are divided by it wherever log-probabilities are made.
 
     What numbers hold where the mask is False is not read.
@@ -61,6 +65,7 @@ class Rollouts:
     ref_log_probs_N: Numbers | None = None
     weights_N: Numbers | None = None
     routes_NLK: Annotated[Tensor | None, "pass integers [N, L, K]"] = None
+    route_weights_NLK: Annotated[Tensor | None, "pass floating [N, L, K]"] = None
     temperature: Positive = 1.0
 
     def __post_init__(self) -> None:
@@ -94,11 +99,20 @@ class Rollouts:
                 continue
             if tuple(value.shape) != shape or not value.is_floating_point():
                 yield name, f"be floating {shape}, found {tuple(value.shape)} of {value.dtype}"
-        routes = self.routes_NLK
-        if routes is None:
-            return
-        if routes.ndim != 3 or len(routes) != N or routes.is_floating_point():
+        routes, weights = self.routes_NLK, self.route_weights_NLK
+        if routes is not None and (
+            routes.ndim != 3 or len(routes) != N or routes.is_floating_point()
+        ):
             yield "routes_NLK", f"be integers [{N}, layers, experts per token]"
+        if weights is None:
+            return
+        if routes is None or weights.shape != routes.shape or not weights.is_floating_point():
+            found = None if routes is None else tuple(routes.shape)
+            yield (
+                "route_weights_NLK",
+                f"be floating in the shape of routes_NLK ({found}), found {tuple(weights.shape)} "
+                f"of {weights.dtype}: give one weight per expert id",
+            )
 
     @classmethod
     def of(cls, prompts: Sequence[Any], responses: Sequence[Any], **others: Any) -> Rollouts:
