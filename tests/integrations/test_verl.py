@@ -161,3 +161,24 @@ def test_what_is_not_computed_is_refused() -> None:
     config = MoECoreEngineConfig(parallel={"cp": 2, "ep": 2})
     with pytest.raises(ValueError, match=r"parallel \({'cp': 2}\) must have pp, tp and cp of 1"):
         MoECoreEngine(ModelConfig(""), config, FSDPOptimizerConfig())
+
+
+def test_steps_of_grpo_under_ray(tmp_path: Path) -> None:
+    """verl's workers in Ray actors: rollouts of `generate`, and verl's advantages and loss."""
+    ray = pytest.importorskip("ray", reason="the workers are Ray's actors, which verl depends on")
+    for name in ("fastapi", "uvicorn"):
+        pytest.importorskip(name, reason=f"verl's workers import {name}, which extra `verl` has")
+    from tests.integrations.verl_ray import drive as drive_workers
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        found = drive_workers(str(tmp_path), num_steps=2)
+    finally:
+        ray.shutdown()
+    for step in found:
+        assert step["log-probs"] < 2e-5
+        ours, stock = step["norms"]
+        assert len(ours) == 2 and ours == pytest.approx(stock, rel=1e-5)
+        assert step["clipped"][-1] > 0.1  # ratios of the second mini-batch lie around the clips
+        assert torch.cat(step["advantages"]).abs().max() > 0.5
+    assert found[-1]["weights"] < 1e-5

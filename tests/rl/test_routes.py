@@ -17,7 +17,8 @@ from moecore import (
 )
 from moecore.base.torch_names import local_of
 from moecore.families import use_causal_attention
-from moecore.rl import PPO, Engine
+from moecore.models import Decoder, preset
+from moecore.rl import PPO, Engine, RouterReplay
 from tests.families.transformers.hf_models import random_model
 from tests.rl.engine_cases import (
     decoder,
@@ -99,6 +100,21 @@ def test_a_step_with_weights_of_the_routers_trains_them(meshes: Meshes) -> None:
         assert len(grads) == 2
         assert all(local_of(g).any() == trains for g in grads.values() if g is not None)
         engine.step.drop()
+
+
+def test_routes_leave_out_multi_token_prediction(meshes: Meshes) -> None:
+    model, rollouts = parallelize_moe(Decoder(preset("tiny-deepseek-v3")), meshes), rollouts_of(0)
+    engine = Engine(model, TrainStep(model), max_tokens=40)
+    found = engine.log_probs(rollouts, routes=True)
+    assert found.routes_NLK is not None
+    names = [name for name in RouterReplay(model).layer_names if "mtp" not in name]
+    assert found.routes_NLK.shape[1] == len(names) < len(RouterReplay(model).layer_names)
+    moved = rollouts.replace(routes_NLK=(found.routes_NLK + 1) % 8)
+    result = engine.forward_backward(moved, PPO())
+    assert (result.scores.log_probs_N - found.log_probs_N).abs().max() > 1e-4
+    engine.step.drop()
+    same = engine.forward_backward(rollouts.replace(routes_NLK=found.routes_NLK), PPO())
+    assert torch.equal(same.scores.log_probs_N, found.log_probs_N)
 
 
 def test_routes_that_do_not_fit_are_one_line(meshes: Meshes) -> None:

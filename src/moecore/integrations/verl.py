@@ -89,6 +89,8 @@ class MoECoreEngine(BaseEngine):
         shared = {n: d for n, d in engine_config.parallel.items() if n in ("pp", "tp", "cp")}
         if any(degree != 1 for degree in shared.values()):
             raise ValueError(f"parallel ({shared}) must have pp, tp and cp of 1: leave them out")
+        # Before `initialize`: verl's workers ask for data ranks when they are made.
+        self._meshes = build_meshes(ParallelConfig(**engine_config.parallel))
 
     @property
     def is_param_offload_enabled(self) -> bool:
@@ -103,7 +105,6 @@ class MoECoreEngine(BaseEngine):
     def initialize(self) -> None:
         """Put the model of the path on the ranks, with its optimizer."""
         own, path = self.engine_config, self.model_config.local_path
-        self._meshes = build_meshes(ParallelConfig(**own.parallel))
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

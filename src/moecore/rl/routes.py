@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.options.layer import MoEConfig
+from moecore.models.block import MTPLayer
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.params import clean_name
@@ -31,7 +32,7 @@ from moecore.rl.rollouts import Rollouts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedLayers:
-    """The MoE layers that routes have entries of.
+    """The MoE layers that routes have entries of: those that log-probabilities pass.
 
     Attributes:
         configs: of the layers of all pipeline stages, by name, in the order of the model.
@@ -46,10 +47,14 @@ class RoutedLayers:
     @classmethod
     def of(cls, model: nn.Module, meshes: Meshes) -> RoutedLayers:
         """Return those of a parallelized model. Collective over pp."""
+        # Modules of multi-token prediction make no log-probabilities, and sampling engines list
+        # none of their layers.
+        others = [m for m in model.modules() if isinstance(m, MTPLayer)]
+        unused = {inner for module in others for inner in module.modules()}
         own = {
             clean_name(name): (_places(model, name), module.config)
             for name, module in model.named_modules()
-            if isinstance(module, MoELayer)
+            if isinstance(module, MoELayer) and module not in unused
         }
         stages: list[Any] = [own]
         if meshes.parallel.pp > 1:
@@ -58,7 +63,7 @@ class RoutedLayers:
         every = {name: found for stage in stages for name, found in stage.items()}
         return cls(
             configs={name: every[name][1] for name in sorted(every, key=lambda n: every[n][0])},
-            replay=RouterReplay(model) if own else None,
+            replay=RouterReplay(model, layers=list(own)) if own else None,
             meshes=meshes,
         )
 
