@@ -31,6 +31,7 @@ from moecore.families.transformers.lora import (
     experts_unwrapped,
     refuse_peft_methods,
 )
+from moecore.families.transformers.norms import fuse_norms
 from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import tell_layers
@@ -132,6 +133,7 @@ class Transformers(Plain):
         tell_layers(model)
         run_vision_experts(model)
         take_log_prob_losses(model)
+        fuse_norms(model)
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:

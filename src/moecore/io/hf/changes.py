@@ -24,7 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from moecore.base.torch_names import local_of, version
 from moecore.moe.params import gathered_blocks
 
-CHUNK = 1 << 16  # words whose products are there at once, of 8 bytes
+# Words whose products are there at once, 16 bytes each: what a CPU's cache holds, and enough for a
+# GPU to work longer than its launches take.
+CHUNK, CHUNK_ON_GPU = 1 << 16, 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +69,15 @@ class Digests:
         """Return int64 [2] of uint8 [n]."""
         words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
         factors = self._factors_of(level, bits.device)
-        found = [(factors[:, : len(x)] * x).sum(1) for x in words.split(CHUNK)]
+        found = [(factors[:, : len(x)] * x).sum(1) for x in words.split(factors.shape[1])]
         return found[0] if len(found) == 1 else self._digest(_bits(torch.stack(found)), level + 1)
 
     def _factors_of(self, level: int, device: torch.device) -> Tensor:
         key = (level, device)
         if key not in self._factors:
             generator = torch.Generator(device).manual_seed(self._seed + level)
-            made = torch.empty(2, CHUNK, dtype=torch.int64, device=device)
+            chunk = CHUNK if device.type == "cpu" else CHUNK_ON_GPU
+            made = torch.empty(2, chunk, dtype=torch.int64, device=device)
             self._factors[key] = made.random_(-(2**63), None, generator=generator)
         return self._factors[key]
 
