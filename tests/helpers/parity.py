@@ -54,7 +54,7 @@ from moecore.moe.placement import ExpertPlacement
 from moecore.precision.apply import apply_precision
 from moecore.train import AdamW
 from tests.helpers.parts import on_parts
-from tests.helpers.pipelined import pipelined
+from tests.helpers.sliced import sliced
 from tests.helpers.whole import Held, gather_whole
 from tests.moe.reference import ReferenceOutput, moe_reference
 from tests.parallel.shard.units import unit_of
@@ -158,7 +158,7 @@ class Case:
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
     tamper: str = ""
     bf16: bool = False
-    pipelined: bool = False  # products over tp are parts of their exchanges
+    sliced: bool = False  # products over tp are parts of their exchanges
     recompute: bool = False  # activation checkpointing of every block
     frozen: bool = False  # routed experts do not train
     torch_optimizers: bool = False  # AdamW fused: torch plans every operation on DTensors
@@ -172,7 +172,7 @@ class Case:
     def name(self) -> str:
         degrees = "-".join(f"{k}{v}" for k, v in self.parallel.items())
         options = f"{self.model}-{self.dispatcher}-{self.loss}"
-        flags = "bf16", "pipelined", "packed", "recompute", "frozen"
+        flags = "bf16", "sliced", "packed", "recompute", "frozen"
         extras = [n for n in flags if getattr(self, n)]
         extras += ["fp8"] if self.precision else []
         extras += [self.expert_backend] if self.expert_backend != "torch" else []
@@ -220,7 +220,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
             )
     tamper(model, meshes, case.tamper)
     batches = make_batches(case, meshes, device)
-    with counted_copies() as copies, pipelined() if case.pipelined else nullcontext() as slices:
+    with counted_copies() as copies, sliced() if case.sliced else nullcontext() as slices:
         found = train(model, meshes, batches, case)
     found = {name: t.to(device) for name, t in gather_whole(found).items()}
     if dist.get_rank() != 0:

@@ -3,8 +3,8 @@
     python -m pytest tests/models/test_tp_products.py            3 ranks on CPU: the reference
     python -m pytest tests/models/test_tp_products.py -m gpu     2 GPUs: torch's symmetric memory
 
-The errors of a pipeline, against exchanges in turn in fp64, are at most twice those of exchanges in
-turn in the same dtype.
+Errors of a sliced exchange, against exchanges in turn in fp64, are at most twice those of exchanges
+in turn in the same dtype.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from moecore.base.regions import running_again
 from moecore.base.torch_names import storage_key
 from moecore.kernels.experts.contract import SINK, GradTarget
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.models.tp_products import column_products, find_pipeline, row_product, why_not
+from moecore.models.tp_products import column_products, find_exchange, row_product, why_not
 from moecore.moe.linear import PlainProducts
 from moecore.precision.apply import linear_products
 from moecore.precision.plain import Linear, set_products
 from moecore.train.memory.recompute import recompute, sharing_outputs
-from tests.helpers.pipelined import pipelined
 from tests.helpers.ranks import run_ranks
+from tests.helpers.sliced import sliced
 
 B = 2
 DTYPES = (torch.float32, torch.bfloat16)
@@ -84,7 +84,7 @@ def error(got: Tensor, truth: Tensor) -> float:
 
 
 def compare(tp: TensorParallel, device: torch.device) -> dict[tuple[Any, str], Any]:
-    """Return the errors in turn and pipelined of each tensor, and how often slices travelled."""
+    """Return the errors in turn and sliced of each tensor, and how often slices travelled."""
     found = {}
     for dtype in DTYPES:
         layer, exact = (Layer(tp, device, d) for d in (dtype, torch.float64))
@@ -92,7 +92,7 @@ def compare(tp: TensorParallel, device: torch.device) -> dict[tuple[Any, str], A
         for frozen in FROZEN:
             truth = computed(exact, x.double(), dy.double(), frozen)
             plain = computed(layer, x, dy, frozen)
-            with pipelined() as counts:
+            with sliced() as counts:
                 ours = computed(layer, x, dy, frozen)
             assert ours.keys() == plain.keys() == truth.keys()
             assert all(value.dtype == dtype for value in ours.values())
@@ -129,7 +129,7 @@ class Sink:
 def deferred(tp: TensorParallel, x: Tensor, dy: Tensor) -> list[bool]:
     """Return whether deferred gradients are those that autograd has."""
     layer, sinks = Layer(tp, x.device, x.dtype), {}
-    with pipelined():
+    with sliced():
         want = computed(layer, x, dy)
         for name in PROJECTIONS:
             linear = layer.get_submodule(name)
@@ -147,7 +147,7 @@ def deferred(tp: TensorParallel, x: Tensor, dy: Tensor) -> list[bool]:
 def recomputed(tp: TensorParallel, x: Tensor, dy: Tensor) -> tuple[list[bool], dict[str, int]]:
     """Return whether a region has the same gradients, and how often slices travelled."""
     layer = Layer(tp, x.device, x.dtype)
-    with pipelined() as counts:
+    with sliced() as counts:
         want = computed(layer, x, dy)
         counts.clear()
         region, leaf = Layer(tp, x.device, x.dtype), x.detach().requires_grad_()
@@ -173,7 +173,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found["deferred"], found["recomputed"] = deferred(tp, x, dy), recomputed(tp, x, dy)
     layer, leaf = Layer(tp, device, x.dtype), x.detach().requires_grad_()
     in_turn = saved_bytes(lambda: layer(leaf))
-    with pipelined():
+    with sliced():
         found["bytes"] = in_turn, saved_bytes(lambda: layer(leaf))
         (dx,) = torch.autograd.grad(layer(leaf).sum(), leaf, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -197,7 +197,9 @@ def check(found: dict[tuple[Any, str], Any]) -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-def test_a_pipeline_is_as_exact_as_exchanges_in_turn(results: dict[str, Any], tp: int) -> None:
+def test_a_sliced_exchange_is_as_exact_as_exchanges_in_turn(
+    results: dict[str, Any], tp: int
+) -> None:
     check(results[f"tp {tp}"])
 
 
@@ -244,12 +246,12 @@ def test_which_products_can_be_part_of_an_exchange() -> None:
 def test_when_exchanges_stay_in_turn() -> None:
     tp: Any = TensorParallel(group=None, rank=0, size=2)  # type: ignore[arg-type]
     x, linears = torch.ones(1, 4, 32), (Linear(32, 32),)
-    assert find_pipeline(tp, x, 1 << 30, 32, linears) is None  # on CPUs
-    with pipelined():
-        assert find_pipeline(tp, x, 4, 32, linears) is not None
+    assert find_exchange(tp, x, 1 << 30, 32, linears) is None  # on CPUs
+    with sliced():
+        assert find_exchange(tp, x, 4, 32, linears) is not None
         with running_again():
-            assert find_pipeline(tp, x, 4, 32, linears) is None
+            assert find_exchange(tp, x, 4, 32, linears) is None
         compiled = torch.compile(
-            lambda x: find_pipeline(tp, x, 4, 32, linears) is None, backend="eager"
+            lambda x: find_exchange(tp, x, 4, 32, linears) is None, backend="eager"
         )
         assert compiled(x)

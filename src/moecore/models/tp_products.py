@@ -7,18 +7,18 @@ N features of this rank's part of a weight.
     row_product       x_BTN @ w_DN^T -> partial y_BTD -> sum of all ranks' parts -> y_BtD
 
 In turn, an exchange runs before its product begins, or after it has ended: `TensorParallel.gather`
-and `scatter_sum`. Where ranks reach each other's memory and slices are large, a pipeline of torch's
-symmetric memory alternates both by slices of t tokens: copy engines move one slice, without SMs,
-while the product of another one runs. Then exchange and products are one operation of autograd,
-whose backward exchanges as the other one's forward does:
+and `scatter_sum`. Sliced, both alternate by the t tokens of a rank, where ranks reach each other's
+memory and slices are large: copy engines move one slice, without SMs, while the product of another
+one runs (torch's symmetric memory). Then exchange and products are one operation of autograd, whose
+backward exchanges as the other one's forward does:
 
     column_products   dx_BtD = sum of all ranks' dy_BTN @ w_ND    dw_ND = dy_BTN^T @ x_BTD, saved
     row_product       dx_BTN = gathered dy_BTD @ w_DN             dw_DN = dy_BTD^T @ x_BTN, saved
 
 Both ways save the same tensors, round each rank's part to the dtype, add the parts in fp32 and
-round once. Pipelined, products of several weights are added to one part before it is sent.
+round once. Sliced, products of several weights are added to one part before it is sent.
 
-A pipeline takes one sequence after the other, so nothing is copied to bring slices together.
+Sequences are exchanged one after the other, so nothing is copied to bring their slices together.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from moecore.moe.linear import PlainProducts
 from moecore.moe.params import local_param
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear
 
-# The least bytes of a sequence's slice [t, D] that a pipeline exchanges: below, its barriers and
-# smaller products take longer than the exchange that it hides.
+# The least bytes of a sequence's slice [t, D] that a sliced exchange moves: below, its barriers and
+# smaller products take longer than what it hides.
 MIN_SLICE_BYTES = 32 << 20
 
 
-class Pipeline(NamedTuple):
+class SlicedExchange(NamedTuple):
     """How exchanges and products of one sequence alternate. Both are collective.
 
     Attributes:
@@ -69,7 +69,7 @@ class Pipeline(NamedTuple):
 def gather_ref(
     x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Gather, then consume: what `Pipeline.gather` computes."""
+    """Gather, then consume: what `SlicedExchange.gather` computes."""
     all_gather_single(x_TD, x_tD, group=group)
     for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
         consume(slice_tD, rank)
@@ -78,15 +78,15 @@ def gather_ref(
 def send_ref(
     produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Produce, then send: what `Pipeline.send` computes."""
+    """Produce, then send: what `SlicedExchange.send` computes."""
     made_TD = torch.empty_like(parts_TD)
     for rank, slice_tD in enumerate(made_TD.chunk(group.size())):
         produce(rank, slice_tD)
     dist.all_to_all_single(parts_TD, made_TD, group=group)
 
 
-REFERENCE = Pipeline(gather_ref, send_ref)
-SYMMETRIC_MEMORY = Pipeline(gather_and_consume, produce_and_send)
+REFERENCE = SlicedExchange(gather_ref, send_ref)
+SYMMETRIC_MEMORY = SlicedExchange(gather_and_consume, produce_and_send)
 
 
 def column_products(
@@ -95,11 +95,11 @@ def column_products(
     """Return y_BTN of each linear, whose weight is cut over N, for all ranks' tokens."""
     if tp is None:
         return [linear(x_BtD) for linear in linears]
-    pipeline = find_pipeline(tp, x_BtD, x_BtD.shape[1], x_BtD.shape[2], linears)
-    if pipeline is None:
+    exchange = find_exchange(tp, x_BtD, x_BtD.shape[1], x_BtD.shape[2], linears)
+    if exchange is None:
         x_BTD = tp.gather(x_BtD)
         return [linear(x_BTD) for linear in linears]
-    ys_BTN: Sequence[Tensor] = once(_apply, _ColumnProducts, pipeline, tp, x_BtD, linears)
+    ys_BTN: Sequence[Tensor] = once(_apply, _ColumnProducts, exchange, tp, x_BtD, linears)
     return list(ys_BTN)
 
 
@@ -109,17 +109,17 @@ def row_product(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> 
         y_BTD: Tensor = linear(x_BTN)
         return y_BTD
     num_tokens = x_BTN.shape[1] // tp.size
-    pipeline = find_pipeline(tp, x_BTN, num_tokens, linear.out_features, (linear,))
-    if pipeline is None:
+    exchange = find_exchange(tp, x_BTN, num_tokens, linear.out_features, (linear,))
+    if exchange is None:
         return tp.scatter_sum(linear(x_BTN))
-    y_BtD: Tensor = once(_apply, _RowProduct, pipeline, tp, x_BTN, (linear,))
+    y_BtD: Tensor = once(_apply, _RowProduct, exchange, tp, x_BTN, (linear,))
     return y_BtD
 
 
-def find_pipeline(
+def find_exchange(
     tp: TensorParallel, x: Tensor, num_tokens: int, dim: int, linears: Sequence[nn.Linear]
-) -> Pipeline | None:
-    """Return the pipeline of linears and their input; None = in turn. Equal on all tp ranks.
+) -> SlicedExchange | None:
+    """Return the exchange of linears and their input; None = in turn. Equal on all tp ranks.
 
     What travels are slices [num_tokens, dim] of each sequence.
     """
@@ -129,11 +129,11 @@ def find_pipeline(
         return None
     if any(why_not(linear, x) is not None for linear in linears):
         return None
-    return pipeline_of(tp, x)
+    return exchange_of(tp, x)
 
 
-def pipeline_of(tp: TensorParallel, x: Tensor) -> Pipeline | None:
-    """Return what pipelines exchanges of a tensor's device; on GPUs the first call is collective.
+def exchange_of(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
+    """Return the sliced exchange of a device; on GPUs a group's first call is collective.
 
     None = nothing. A CUDA graph keeps addresses of the workspace, which a longer sequence replaces.
     """
@@ -159,7 +159,7 @@ def why_not(linear: nn.Linear, x: Tensor) -> str | None:
 
 def _apply(
     function: type[torch.autograd.Function],
-    pipeline: Pipeline,
+    exchange: SlicedExchange,
     tp: TensorParallel,
     x: Tensor,
     linears: Sequence[nn.Linear],
@@ -171,13 +171,13 @@ def _apply(
         else None
         for linear, weight in zip(linears, weights, strict=True)
     ]
-    return function.apply(_Call(pipeline, tp.group, sinks), x, *weights)
+    return function.apply(_Call(exchange, tp.group, sinks), x, *weights)
 
 
 class _Call(NamedTuple):
     """What an operation knows beside tensors."""
 
-    pipeline: Pipeline
+    exchange: SlicedExchange
     group: dist.ProcessGroup
     sinks: list[GradSink | None]  # of each weight's gradient, where linears defer it
 
@@ -190,7 +190,7 @@ class _Call(NamedTuple):
         for b in range(B):
             slices = [y_BTN[b].chunk(G) for y_BTN in ys_BTN]
             multiply = partial(_multiply_slice, weights_DN, slices)
-            self.pipeline.gather(x_BtD[b], multiply, x_BTD[b], self.group)
+            self.exchange.gather(x_BtD[b], multiply, x_BTD[b], self.group)
         return x_BTD, ys_BTN
 
     def sum(self, xs_BTN: Sequence[Tensor], weights_ND: Sequence[Tensor]) -> Tensor:
@@ -199,7 +199,7 @@ class _Call(NamedTuple):
         parts_BTD = xs_BTN[0].new_empty(B, T, weights_ND[0].shape[1])
         for b in range(B):
             slices = [x_BTN[b].chunk(G) for x_BTN in xs_BTN]
-            self.pipeline.send(partial(_add_products, slices, weights_ND), parts_BTD[b], self.group)
+            self.exchange.send(partial(_add_products, slices, weights_ND), parts_BTD[b], self.group)
         # torch adds 16-bit numbers in fp32.
         return parts_BTD.unflatten(1, (G, T // G)).sum(1)
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from moecore.models import tp_products
 from moecore.models.tensor_parallel import TensorParallel
-from moecore.models.tp_products import REFERENCE, Pipeline
+from moecore.models.tp_products import REFERENCE, SlicedExchange
 
 
 @contextmanager
-def pipelined() -> Iterator[Counter[str]]:
-    """Within, slices of any size travel in a pipeline, on CPUs in its reference; count them."""
+def sliced() -> Iterator[Counter[str]]:
+    """Within, exchange slices of any size, on CPUs by the reference; count them."""
     counts: Counter[str] = Counter()
-    of_device = tp_products.pipeline_of
+    of_device = tp_products.exchange_of
 
     def counting(name: str, function: Callable[..., None]) -> Callable[..., None]:
         def run(*args: Any) -> None:
@@ -28,14 +28,14 @@ def pipelined() -> Iterator[Counter[str]]:
 
         return run
 
-    def choose(tp: TensorParallel, x: Tensor) -> Pipeline | None:
+    def choose(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
         found = REFERENCE if x.device.type == "cpu" else of_device(tp, x)
         if found is None:
             return None
-        return Pipeline(*map(counting, found._fields, found))
+        return SlicedExchange(*map(counting, found._fields, found))
 
     with (
         patch.object(tp_products, "MIN_SLICE_BYTES", 0),
-        patch.object(tp_products, "pipeline_of", choose),
+        patch.object(tp_products, "exchange_of", choose),
     ):
         yield counts
