@@ -171,10 +171,10 @@ def _apply(
         else None
         for linear, weight in zip(linears, weights, strict=True)
     ]
-    return function.apply(_Call(exchange, tp.group, sinks), x, *weights)
+    return function.apply(_SlicedProducts(exchange, tp.group, sinks), x, *weights)
 
 
-class _Call(NamedTuple):
+class _SlicedProducts(NamedTuple):
     """What an operation knows beside tensors."""
 
     exchange: SlicedExchange
@@ -232,7 +232,9 @@ def _add_products(
 
 class _ColumnProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, x_BtD: Tensor, *weights_ND: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: _SlicedProducts, x_BtD: Tensor, *weights_ND: Tensor
+    ) -> tuple[Tensor, ...]:
         x_BTD, ys_BTN = call.gather(x_BtD, [w_ND.t() for w_ND in weights_ND])
         _, wants_x, *wants_weights = ctx.needs_input_grad
         saved = weights_ND if wants_x else [None] * len(weights_ND)
@@ -256,7 +258,7 @@ class _ColumnProducts(torch.autograd.Function):
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, x_BTN: Tensor, weight_DN: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _SlicedProducts, x_BTN: Tensor, weight_DN: Tensor) -> Tensor:
         _, wants_x, wants_weight = ctx.needs_input_grad
         ctx.save_for_backward(x_BTN if wants_weight else None, weight_DN if wants_x else None)
         ctx.call = call
