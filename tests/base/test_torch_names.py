@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -30,7 +31,7 @@ from moecore.base import torch_names as _torch
 from moecore.parallel.mesh import concatenate
 
 SRC = Path(moecore.__file__).parent
-MOST = 19
+MOST = 21
 
 # Each name, and where torch has it.
 NAMES = {
@@ -45,6 +46,10 @@ NAMES = {
     "_dispatch_tls_local_include_set": "_C._dispatch_tls_local_include_set",
     "_execution_engine": "autograd.Variable._execution_engine.queue_callback",
     "_get_backend": "distributed.ProcessGroup._get_backend",
+    "_pipelined_all_gather_and_consume": "distributed._symmetric_memory"
+    "._pipelined_all_gather_and_consume",
+    "_pipelined_produce_and_all2all": "distributed._symmetric_memory"
+    "._pipelined_produce_and_all2all",
     "_post_accumulate_grad_hooks": "Tensor._post_accumulate_grad_hooks",
     "_profiler_enabled": "autograd._profiler_enabled",
     "_pytree": "utils._pytree.tree_leaves",
@@ -189,6 +194,17 @@ def test_one_file_has_private_names_of_torch() -> None:
 def test_torch_has_the_name(name: str) -> None:
     importlib.import_module("torch.distributed._symmetric_memory")  # the one that torch leaves out
     operator.attrgetter(NAMES[name])(torch)
+
+
+def test_pipelines_of_symmetric_memory_take_these_arguments() -> None:
+    from torch.distributed import _symmetric_memory
+
+    gather = inspect.signature(_symmetric_memory._pipelined_all_gather_and_consume)
+    send = inspect.signature(_symmetric_memory._pipelined_produce_and_all2all)
+    assert list(gather.parameters)[:4] == ["shard", "shard_consumer", "ag_out", "group_name"]
+    assert list(send.parameters)[:3] == ["chunk_producer", "output", "group_name"]
+    assert all(p.default is not p.empty for p in list(gather.parameters.values())[4:])
+    assert all(p.default is not p.empty for p in list(send.parameters.values())[3:])
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from types import MethodType
 from typing import Any
@@ -54,6 +54,7 @@ from moecore.moe.placement import ExpertPlacement
 from moecore.precision.apply import apply_precision
 from moecore.train import AdamW
 from tests.helpers.parts import on_parts
+from tests.helpers.sliced import sliced
 from tests.helpers.whole import Held, gather_whole
 from tests.moe.reference import ReferenceOutput, moe_reference
 from tests.parallel.shard.units import unit_of
@@ -157,6 +158,7 @@ class Case:
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
     tamper: str = ""
     bf16: bool = False
+    sliced: bool = False  # products over tp are parts of their exchanges
     recompute: bool = False  # activation checkpointing of every block
     frozen: bool = False  # routed experts do not train
     torch_optimizers: bool = False  # AdamW fused: torch plans every operation on DTensors
@@ -170,7 +172,7 @@ class Case:
     def name(self) -> str:
         degrees = "-".join(f"{k}{v}" for k, v in self.parallel.items())
         options = f"{self.model}-{self.dispatcher}-{self.loss}"
-        flags = "bf16", "packed", "recompute", "frozen"
+        flags = "bf16", "sliced", "packed", "recompute", "frozen"
         extras = [n for n in flags if getattr(self, n)]
         extras += ["fp8"] if self.precision else []
         extras += [self.expert_backend] if self.expert_backend != "torch" else []
@@ -218,13 +220,15 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
             )
     tamper(model, meshes, case.tamper)
     batches = make_batches(case, meshes, device)
-    with counted_copies() as copies:
+    with counted_copies() as copies, sliced() if case.sliced else nullcontext() as slices:
         found = train(model, meshes, batches, case)
     found = {name: t.to(device) for name, t in gather_whole(found).items()}
     if dist.get_rank() != 0:
         return {}
     expected = train_reference(config, initial, batches, case, device)
     errors = overlap_errors(case, copies)
+    if slices is not None:
+        errors["slices"] = 0.0 if slices["gather"] and slices["send"] else float("inf")
     if not case.is_rough:
         return errors | {name: worst_error(found[name], expected[name]) for name in expected}
     plain = train_reference(config, initial, batches, case, device, is_rough=True)

@@ -418,3 +418,26 @@ def symmetric_memory(
     allocate = _symmetric_memory._SymmetricMemory.empty_strided_p2p
     memory = allocate((num_bytes,), (1,), torch.uint8, device)
     return memory, _symmetric_memory.rendezvous(memory, group)
+
+
+# Pipelines of `torch.ops.symm_mem.fused_*`, whose operators multiply by one matrix alone and
+# allocate each result: slices of dim 0 travel through a workspace of the group, which grows with
+# them, on copy engines. On another stream than the current one too, which waits at the end.
+
+
+def gather_and_consume(
+    x_C: Tensor, consume: Callable[[Tensor, int], None], x_GC: Tensor, group: dist.ProcessGroup
+) -> None:
+    """Gather dim 0 of all ranks, and call consume(slice, rank) with each slice that is here."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume, x_GC, group.group_name)
+
+
+def produce_and_send(
+    produce: Callable[[int, Tensor], None], received_GC: Tensor, group: dist.ProcessGroup
+) -> None:
+    """Call produce(rank, slice), and send each rank its slice of dim 0 when it is full."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory._pipelined_produce_and_all2all(produce, received_GC, group.group_name)

@@ -20,6 +20,7 @@ from moecore.attention.function import attend
 from moecore.attention.sequence import RotaryTable, Sequence
 from moecore.models.config import DecoderConfig, YarnConfig
 from moecore.models.tensor_parallel import TensorParallel
+from moecore.models.tp_products import column_products, row_product
 from moecore.moe.params import local_param
 from moecore.precision.plain import Linear
 
@@ -80,26 +81,23 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the output of own tokens, normed; the sequence is of the whole rows."""
         assert sequence.rotary is not None, "a decoder's sequence has a rotary table"
-        if self.tp is not None:
-            x_BTD = self.tp.gather(x_BTD)
-        q_BTHd, k_BThd = self._queries_and_keys(x_BTD)
+        q_BTHd, k_BThd, v_BThd = self._project(x_BTD)
         q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)
         scale = self.config.head_dim**-0.5
         if self.observe_scores is not None:
             self.observe_scores(q_BTHd, k_BThd, sequence, scale)
-        v_BThd = self._heads(self.v_proj(x_BTD))
         y_BTHd = attend(q_BTHd, k_BThd, v_BThd, sequence, scale=scale)
-        y_BTD = self.o_proj(y_BTHd.flatten(2))
-        return y_BTD if self.tp is None else self.tp.scatter_sum(y_BTD)
+        return row_product(y_BTHd.flatten(2), self.o_proj, self.tp)
 
-    def _queries_and_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = self.q_proj(x_BTD), self.k_proj(x_BTD)
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed, unturned queries and keys, and values, of all T."""
+        q, k, v = column_products(x_BTD, (self.q_proj, self.k_proj, self.v_proj), self.tp)
         if self.config.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTHd, k_BThd = self._heads(q), self._heads(k)
         if self.config.qk_norm == "head":
             q_BTHd, k_BThd = self.q_norm(q_BTHd), self.k_norm(k_BThd)
-        return q_BTHd, k_BThd
+        return q_BTHd, k_BThd, self._heads(v)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.config.head_dim))
@@ -118,10 +116,11 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the MLP's output, same shape and dtype."""
-        if self.tp is not None:
-            x_BTD = self.tp.gather(x_BTD)
-        y_BTD = self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
-        return y_BTD if self.tp is None else self.tp.scatter_sum(y_BTD)
+        return row_product(self._hidden(x_BTD), self.down_proj, self.tp)
+
+    def _hidden(self, x_BTD: Tensor) -> Tensor:
+        gate_BTF, up_BTF = column_products(x_BTD, (self.gate_proj, self.up_proj), self.tp)
+        return F.silu(gate_BTF) * up_BTF
 
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable:

@@ -27,7 +27,7 @@ Source: Megatron sequence parallelism (arXiv:2205.05198).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moecore.base.regions import once
-from moecore.base.torch_names import is_silent
+from moecore.base.torch_names import is_gloo, is_silent
 from moecore.models.config import DecoderConfig
 from moecore.moe.dispatch.collectives import exchanged, gather_ranks, sum_ranks
+from moecore.moe.dispatch.peer_memory import find_peer_problem
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import shard_parameter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorParallel:
     """This rank's place among the tp ranks, and the exchanges between them.
 
@@ -53,6 +54,13 @@ class TensorParallel:
     group: dist.ProcessGroup
     rank: int
     size: int  # G
+
+    @cached_property
+    def peer_problem(self) -> str | None:
+        """Why GPUs cannot read each other's memory, or None; the first look has host syncs."""
+        if is_gloo(self.group, "cuda"):
+            return "must have NCCL, and so a GPU for each rank"
+        return find_peer_problem(self.group)
 
     def own(self, x_BT: Tensor) -> Tensor:
         """Return this rank's slice of dim 1, contiguous. No communication."""
