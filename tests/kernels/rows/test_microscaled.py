@@ -132,6 +132,24 @@ def test_rows_of_every_size(recipe: Recipe, packed: bool, device: str) -> None:
 
 
 @packings
+@recipes
+def test_ties(recipe: Recipe, packed: bool, device: str) -> None:
+    """Scales of blocks in the middle of two of E4M3, and next to it; values in that of two of E2M1.
+
+    The largest value makes the scale of the tensor 1.
+    """
+    e4m3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    largest = 3 * (e4m3[1:] + e4m3[:-1])
+    near = [torch.nextafter(largest, torch.tensor(to)) for to in (0.0, torch.inf)]
+    of_scales = torch.cat([largest, *near])[:, None] * torch.arange(1, 17) / 16
+    eighths = torch.cat([torch.full((3, 1), 6.0), torch.arange(45.0).view(3, 15) / 8], 1)
+    of_values = (e4m3[:, None, None] * eighths).view(-1, 16)
+    x = torch.cat([torch.full((1, 16), 2688.0), of_scales, -of_values]).view(-1, 32).to(device)
+    for over_rows in (False, True):
+        check(x.T if over_rows else x, recipe, over_rows=over_rows, packed=packed)
+
+
+@packings
 @pytest.mark.parametrize("recipe", list(RECIPES.values())[:3], ids=list(RECIPES)[:3])
 def test_matrices(recipe: Recipe, packed: bool, device: str) -> None:
     for dtype in FEW_DTYPES:
