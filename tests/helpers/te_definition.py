@@ -22,7 +22,8 @@ from torch.nn.functional import pad
 from moecore.base import te_names
 from moecore.base.options.precision import Recipe
 from moecore.kernels.rows.e4m3 import magnitude_ref
-from moecore.kernels.rows.microscaling import emulated, emulated_matrices, quantise_mxfp8
+from moecore.kernels.rows.microscaled import emulated, emulated_matrices
+from moecore.kernels.rows.microscaling import quantise_mxfp8
 from moecore.kernels.rows.scaling import DTYPES, LARGEST, quantise_ref
 
 

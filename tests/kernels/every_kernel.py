@@ -32,6 +32,7 @@ from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.microscaled import emulated, emulated_matrices
 from moecore.kernels.rows.move import copy_used, gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
 from moecore.kernels.rows.pages import PageLayout, copy_rows, take_rows
@@ -164,6 +165,11 @@ def run_quantised(device: str, index: Any) -> None:
     tile_tokens(dh, None, tiles)
     for kind in KINDS.values():
         cast(x_TD[:, 16:161], kind, seen=amax(x_TD), **how)
+    for recipe in (Recipe(scaling="mxfp8"), Recipe(scaling="nvfp4")):
+        for packed in (False, True):
+            for over_rows in (False, True):
+                emulated(x_TD[:, 32:], recipe, over_rows=over_rows, is_gradient=True, packed=packed)
+            emulated_matrices(x_TD[None, :32], recipe, packed=packed)
     part = torch.randn(2, 24, 144, device=device)
     place = PartOfMatrix.of(torch.Size([2, 80, 144]), 1, 56, 24)
     scales, values = torch.zeros(2, *place.scales_shape, device=device), part.to(torch.uint8)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.experts.contract import SINK
+from moecore.kernels.rows import microscaled
 from moecore.precision.apply import apply_precision, linear_products
 from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, why_not
@@ -128,6 +129,20 @@ def test_repeats_checkpoints_and_compiled_code_have_the_same_bits(name: str) -> 
     for make in (products, copy.deepcopy(products), again, compiled):
         found = values(make, x, weight, bias, dy=dy)
         assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+def test_kernels_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantisers are what differs between the two."""
+    sizes = dict(T=700, K=256, N=384)
+    leaves = [t.detach().cuda().bfloat16().requires_grad_() for t in operands(**sizes)]
+    x, weight, bias, dy = leaves
+    products = linear_products(RECIPES[name])
+    found = values(products, x, weight, bias, dy=dy.detach())
+    monkeypatch.setattr(microscaled, "_has_kernel", lambda _: False)
+    expected = values(products, x, weight, bias, dy=dy.detach())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @both

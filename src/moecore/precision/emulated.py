@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
@@ -27,12 +26,8 @@ from moecore.kernels.common import no_autocast
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.microscaling import (
-    emulated,
-    emulated_matrices,
-    finite_magnitude,
-    unpacked_matrices,
-)
+from moecore.kernels.rows.microscaled import emulated, emulated_matrices, finite_amax
+from moecore.kernels.rows.microscaling import unpacked_matrices
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
 from moecore.moe.linear import Gradients, backward
 from moecore.moe.params import has_values, local_param
@@ -135,7 +130,7 @@ class EmulatedLinearProducts(Fp8Products):
                 assert found.amax is not None, "it was gathered by it"
                 amax, packed = found.amax, (found.values, found.scales)
             elif recipe.scaling == "nvfp4":  # as one rank would quantise it, like "tensorwise"
-                amax = finite_magnitude(weight_NK).amax().reshape(1)
+                amax = finite_amax(weight_NK[None])
                 amax = amax if recipe.power_of_two else max_over_cut(amax, weight)
         how = recipe.scaling, recipe.power_of_two, recipe.hadamard, recipe.stochastic_rounding
         return self._run(_linear_op, x, weight, weight_NK, bias, amax, *packed, *how)
@@ -149,9 +144,8 @@ class EmulatedLinearProducts(Fp8Products):
     def weight_grad(  # type: ignore[override]
         dy_TN: Tensor, x_TK: Tensor, recipe: Recipe, dtype: torch.dtype, target: GradTarget
     ) -> Tensor:
-        whole = (0, 0, 0, -x_TK.shape[0] % recipe.multiple)  # zeros, which change no scale
-        dy = emulated(pad(dy_TN, whole), recipe, over_rows=True, is_gradient=True)
-        x = emulated(pad(x_TK, whole), recipe, over_rows=True)
+        dy = emulated(dy_TN, recipe, over_rows=True, is_gradient=True)
+        x = emulated(x_TK, recipe, over_rows=True)
         with no_autocast(x_TK):
             grad = dy.values.T.mm(x.values) * (dy.scales * x.scales)
         return put_grad(grad.to(dtype), target.out, target.adds, target.dtype, target.scale)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
+from moecore.kernels.rows.microscaled import emulated, emulated_matrices
 from moecore.kernels.rows.microscaling import (
     BACKWARD,
     E2M1,
     draws_of,
-    emulated,
-    emulated_matrices,
     hadamard,
     quantise_mxfp8,
     quantise_nvfp4,

@@ -9,7 +9,8 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe
 from moecore.kernels.grouped.scaled import scaled_weights
 from moecore.kernels.rows.e4m3 import FP8
-from moecore.kernels.rows.microscaling import emulated_matrices, unpacked_matrices
+from moecore.kernels.rows.microscaled import emulated_matrices
+from moecore.kernels.rows.microscaling import unpacked_matrices
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, as_matrices
 from moecore.kernels.rows.shard_matrices import (

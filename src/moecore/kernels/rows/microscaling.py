@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.rows.e4m3 import FP8, MAX, block_scale_ref
@@ -48,7 +49,8 @@ TRANSFORMED = 16  # tokens of one Hadamard transform
 # Random once and fixed, one vector for all layers as in the paper: bit i is of token i.
 SIGNS = 0b1011_0010_0111_0001
 SEED = 0x5EED
-FORWARD, BACKWARD = "emulated", "emulated transposed"  # kinds of matrices; of `Blocks`
+# Kinds of `Blocks`: of matrices as bf16, and of bytes.
+FORWARD, BACKWARD, PACKED = "emulated", "emulated transposed", "packed"
 
 
 def _blocked(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -112,7 +114,8 @@ def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
 def packed_e2m1(values: Tensor) -> Tensor:
     """Return values of E2M1 as uint8, two of the last dim in a byte, the first one low."""
     # Magnitudes from 2 on are 4, 5, 6 and 7; NaN, of which only the scale is read, is 0.
-    magnitude = values.nan_to_num(0).abs()
+    values = values.nan_to_num(0)
+    magnitude = values.abs()
     large = torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4)
     codes = torch.where(magnitude < 2, magnitude * 2, large) + 8 * values.signbit()
     low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
@@ -175,86 +178,96 @@ def tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
     return block_scale_ref(amax, recipe.power_of_two, LARGEST_E2M1 * MAX)[0]
 
 
-def _rounded(
-    x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, is_gradient: bool = False
-) -> Tensor:
-    """Return values times scales of blocks, in the dtype in which they are multiplied."""
+def _quantised(
+    x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return values and scales of blocks; `scale` is of tensors."""
     if recipe.scaling == "mxfp8":
-        values, scales = quantise_mxfp8(x, block)
-    else:
-        draws = draws_of(x) if is_gradient and recipe.stochastic_rounding else None
-        values, scales = quantise_nvfp4(x, block, scale, draws)
-    return _times(values, scales, block)
+        return quantise_mxfp8(x, block)
+    return quantise_nvfp4(x, block, scale, draws)
 
 
 def _times(values: Tensor, scales: Tensor, block: Any) -> Tensor:
     """Return values times scales of their blocks, in the dtype in which they are multiplied."""
     wide = _blocked(values.float(), block) * _of_blocks(scales.float())
-    on_cpu = values.device.type == "cpu"
-    return wide.reshape(values.shape).to(torch.float32 if on_cpu else torch.bfloat16)
+    return wide.reshape(values.shape).to(multiplied_dtype(values))
 
 
-def emulated(
-    x_MK: Tensor,
+def multiplied_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a tensor's device multiplies operands."""
+    return torch.float32 if x.device.type == "cpu" else torch.bfloat16
+
+
+def _packed(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -> Blocks:
+    """Return values and scales of blocks as bytes, with the summed dim innermost."""
+    if transposed:
+        values, scales = values.mT, scales.mT
+    if values.dtype == FP8:
+        exponents = scales.contiguous().view(torch.int32) >> 23  # of infinity 255: E8M0's NaN
+        return Blocks(values.contiguous(), exponents.to(torch.uint8), PACKED)
+    return Blocks(packed_e2m1(values), scales.contiguous(), PACKED, amax)
+
+
+def emulated_ref(
+    x_TK: Tensor,
     recipe: Recipe,
     *,
     over_rows: bool = False,
     is_gradient: bool = False,
+    sources_M: Tensor | None = None,
     expert_M: Tensor | None = None,
     num_experts: int = 0,
+    packed: bool = False,
 ) -> Blocks:
-    """Return rows as an operand; its scales are of tensors, fp32 [e + 1]. No autograd, no sync.
-
-    Args:
-        x_MK: of a floating dtype; the summed dim has whole blocks.
-        recipe: "mxfp8" or "nvfp4".
-        over_rows: whether the product sums over rows, in place of columns.
-        is_gradient: whether values may be rounded at random.
-        expert_M: int64, the expert of each row; e = none, and its values change no other row. None
-            = one scale for all rows.
-        num_experts: e.
-    """
-    size = recipe.multiple
+    """Return what `microscaled.emulated` returns, in plain PyTorch."""
+    size, is_nvfp4 = recipe.multiple, recipe.scaling == "nvfp4"
     block = (size, 1) if over_rows else (1, size)
-    x_MK = x_MK.float()
-    if over_rows and recipe.scaling == "nvfp4" and recipe.hadamard:
+    x_MK = x_TK.float()
+    if sources_M is not None:
+        x_MK = pad(x_MK, (0, 0, 0, 1))[sources_M]  # -1 is the row of zeros
+    elif over_rows:
+        x_MK = pad(x_MK, (0, 0, 0, -x_MK.shape[0] % size))
+    if over_rows and is_nvfp4 and recipe.hadamard:
         x_MK = hadamard(x_MK)
     if expert_M is None:
         expert_M = torch.zeros(x_MK.shape[0], dtype=torch.int64, device=x_MK.device)
     amax = x_MK.new_zeros(num_experts + 1)
-    if recipe.scaling == "nvfp4":
+    if is_nvfp4:
         amax.scatter_reduce_(0, expert_M, finite_magnitude(x_MK).amax(1), "amax")
     scales = tensor_scales(amax, recipe)
-    of_blocks = scales[expert_M[:: block[0]]][:, None]
-    return Blocks(_rounded(x_MK, recipe, block, of_blocks, is_gradient), scales, FORWARD)
+    is_random = is_gradient and is_nvfp4 and recipe.stochastic_rounding
+    of_blocks, draws = scales[expert_M[:: block[0]]][:, None], draws_of(x_MK) if is_random else None
+    found = _quantised(x_MK, recipe, block, of_blocks, draws)
+    if packed:
+        return _packed(*found, amax, transposed=over_rows)
+    return Blocks(_times(*found, block), scales, FORWARD)
 
 
-def emulated_matrices(
+def emulated_matrices_ref(
     w_eNK: Tensor,
     recipe: Recipe,
     *,
     rows: bool = True,
     columns: bool = True,
     amax_e: Tensor | None = None,
+    packed: bool = False,
 ) -> Both:
-    """Return matrices as operands summed over K and over N, with fp32 scales [e]. No autograd.
-
-    Both are the same numbers in "nvfp4", whose blocks are square. `amax_e` are largest finite
-    magnitudes, None = of each matrix.
-    """
+    """Return what `microscaled.emulated_matrices` returns, in plain PyTorch."""
     w_eNK = w_eNK.detach().float()
     if amax_e is None:
         amax_e = finite_magnitude(w_eNK).amax((1, 2))
     scales = tensor_scales(amax_e, recipe)
     height, width = recipe.weight_block
     assert height is not None and width is not None
-    found: dict[tuple[int, int], Tensor] = {}
     operands: list[Blocks | None] = [None, None]
     for i, (wanted, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):
         if wanted:
-            if block not in found:
-                found[block] = _rounded(w_eNK, recipe, block, scales[:, None, None])
-            values = found[block].transpose(1, 2) if i else found[block]
+            found = _quantised(w_eNK, recipe, block, scales[:, None, None])
+            if packed:
+                operands[i] = _packed(*found, amax_e, transposed=bool(i))
+                continue
+            values = _times(*found, block)
+            values = values.transpose(1, 2) if i else values
             operands[i] = Blocks(values, scales, (FORWARD, BACKWARD)[i])
     return Both(*operands)
 
