@@ -111,7 +111,9 @@ class Layer:
             values = torch.randn(local.shape, generator=g, device=device) * param.shape[-1] ** -0.5
             local.copy_(values.bfloat16() if local.ndim > 1 else torch.ones_like(local))
         self.params = [
-            p for n, p in block.named_parameters() if not (self.is_attention and "mlp" in n)
+            p
+            for n, p in block.named_parameters()
+            if not (self.is_attention and n.startswith(("mlp", "post_attention")))
         ]
         self.tp = TensorParallel(mesh.get_group(), mesh.get_local_rank(), mesh.size())
         self.alone = Alone(self.tp.group, self.tp.rank, self.tp.size)
@@ -284,7 +286,7 @@ def _arguments() -> argparse.Namespace:
     add("--warm-up", type=int, default=3, help="steps of each variant that do not count")
     add("--steps", type=int, default=10, help="of a turn")
     add("--rounds", type=int, default=7, help="turns of each variant")
-    add("--results", type=Path, nargs="?", const=RESULTS)
+    add("--results", type=Path, nargs="?", const=RESULTS / "tp")
     return parser.parse_args()
 
 

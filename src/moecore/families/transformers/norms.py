@@ -6,7 +6,8 @@ way. A norm is taken for what it computes, whatever its class is called:
     y = weight * x / sqrt(mean of x^2 over the last dim + eps)
 
 The kernel sums in fp32 and rounds once, where most classes round x / sqrt(..) and the product. What
-is not plain keeps the class's own code: CPUs, autocast, a weight in another dtype than x.
+is not plain keeps the class's own code: CPUs, autocast, a weight in another dtype than x. So do
+compilers, which fuse that code with what comes before and after it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def _eps(module: nn.Module) -> float | None:
 
 def _fused(module: Any, x: Tensor) -> Tensor:
     weight_D = module.weight
-    if not x.is_cuda or weight_D.dtype != x.dtype or torch.is_autocast_enabled("cuda"):
+    is_plain = x.is_cuda and weight_D.dtype == x.dtype and not torch.is_autocast_enabled("cuda")
+    if torch.compiler.is_compiling() or not is_plain:
         y: Tensor = type(module).forward(module, x)
         return y
     return F.rms_norm(x, weight_D.shape, weight_D, _eps(module))
