@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import INTERPRET, launches_on_meta
 from moecore.kernels.grouped.scaled import pad_rows
-from moecore.kernels.rows.microscaled import emulated, emulated_matrices, finite_amax
+from moecore.kernels.rows.microscaled import emulated, emulated_matrices
 from moecore.kernels.rows.microscaling import (
     emulated_matrices_ref,
     emulated_ref,
@@ -177,13 +177,6 @@ def test_packed_matrices_widen_to_the_values(device: str) -> None:
         found = unpacked_matrices(packed, recipe, transposed=bool(transposed))
         assert expected is not None
         assert_same(found, Blocks(expected.values, expected.scales, found.kind))
-
-
-def test_largest_finite_magnitudes(device: str) -> None:
-    for dtype in DTYPES:
-        w = hard(3, 70, 85, dtype=dtype, device=device)
-        w[2] = torch.nan
-        assert torch.equal(finite_amax(w), finite_magnitude(w).amax((1, 2)))
 
 
 @recipes
