@@ -1,5 +1,7 @@
 """MXFP8 and NVFP4 in plain PyTorch: values, scales, and operands of products.
 
+The truth of the kernels in `microscaled.py`, and what CPUs compute.
+
              value                  scale of a block           scale of a tensor
     mxfp8    E4M3                   E8M0, of 1 x 32            none
     nvfp4    E2M1: 0, 1/2, 1, 3/2,  E4M3, of 1 x 16; weights   fp32; of experts one each
