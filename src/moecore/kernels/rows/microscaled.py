@@ -18,6 +18,7 @@ with b per element: M * K * (b + 2), and M * K * b once more for the largest mag
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ from moecore.kernels.rows.scaling import Blocks, Both, padded
 TILE, NUM_WARPS = (16, 256), 4  # of one program: blocks of one row, and columns
 
 
-class _Rows(NamedTuple):
+class _Unrounded(NamedTuple):
     """What two kernels read."""
 
     x_TK: Tensor
@@ -78,10 +79,12 @@ class _Rows(NamedTuple):
         block: tuple[int, int],
         amax: Tensor | None = None,
         *,
-        stored: int = VALUES,
+        packed: bool = False,
+        transposed: bool = False,
         random: bool = False,
     ) -> Blocks:
-        """Return values, or bytes of them."""
+        """Return values as they lie, or bytes of them."""
+        stored = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if packed else VALUES
         is_nvfp4, new = recipe.scaling == "nvfp4", self.x_TK.new_empty
         if not is_nvfp4:
             amax = None
@@ -89,18 +92,18 @@ class _Rows(NamedTuple):
             amax = self.amax(block)
         *lead, N, K = self.shape
         scales, block_scales = new(self.num_scales, dtype=torch.float32), None
-        if stored == VALUES:
-            out = new(self.shape, dtype=multiplied_dtype(self.x_TK))
-        else:
-            sizes, of_scales = (N, K), (N // block[0], K // block[1])
-            if stored == PACKED_COLUMNS:
+        if packed:
+            sizes, of_scales = [N, K], [N // block[0], K // block[1]]
+            if transposed:
                 sizes, of_scales = sizes[::-1], of_scales[::-1]
             out = new(*lead, sizes[0], sizes[1] // (1 + is_nvfp4), dtype=torch.uint8)
             block_scales = new(*lead, *of_scales, dtype=torch.uint8)
+        else:
+            out = new(self.shape, dtype=multiplied_dtype(self.x_TK))
         self.launch(
             microscale_kernel,
             block,
-            *(amax, out.view(torch.int32) if stored == PACKED_COLUMNS else out),
+            *(amax, out.view(torch.int32) if packed and transposed else out),
             *(block_scales, scales),
             NUM_SCALES=self.num_scales,
             STORED=int(stored),
@@ -153,11 +156,12 @@ def emulated(
     M = padded(T, size) if over_rows else T
     M = M if sources_M is None else sources_M.shape[0]
     transforms = over_rows and is_nvfp4 and recipe.hadamard
-    rows = _Rows(x_TK, (M, K), sources_M, expert_M, num_experts + 1, transforms)
+    rows = _Unrounded(x_TK, (M, K), sources_M, expert_M, num_experts + 1, transforms)
     return rows.operand(
         recipe,
         (size, 1) if over_rows else (1, size),
-        stored=(PACKED_ROWS, PACKED_COLUMNS)[over_rows] if packed else VALUES,
+        packed=packed,
+        transposed=over_rows,
         random=is_gradient and is_nvfp4 and recipe.stochastic_rounding,
     )
 
@@ -176,23 +180,20 @@ def emulated_matrices(
     Both are the same numbers in "nvfp4", whose blocks are square. `amax_e` are largest finite
     magnitudes, None = of each matrix; `packed` is as for `emulated`.
     """
-    if not _has_kernel(w_eNK):
-        how: dict[str, Any] = dict(rows=rows, columns=columns, amax_e=amax_e, packed=packed)
-        return emulated_matrices_ref(w_eNK, recipe, **how)
     w_eNK = w_eNK.detach().contiguous()
-    matrices = _Rows(w_eNK.view(-1, w_eNK.shape[2]), w_eNK.shape, num_scales=w_eNK.shape[0])
+    make: Any = partial(emulated_matrices_ref, w_eNK)
+    if _has_kernel(w_eNK):
+        rows_of_all = w_eNK.view(-1, w_eNK.shape[2])
+        make = _Unrounded(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).operand
     height, width = recipe.weight_block
-    assert height is not None and width is not None
-    if amax_e is None and recipe.scaling == "nvfp4":
-        amax_e = matrices.amax((1, width))
     operands: list[Blocks | None] = [None, None]
     for i, (wanted, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):
-        if wanted and packed:
-            stored = (PACKED_ROWS, PACKED_COLUMNS)[i]
-            operands[i] = matrices.operand(recipe, block, amax_e, stored=stored)
-        elif wanted:
-            made = operands[0] if height == width else None
-            made = made or matrices.operand(recipe, block, amax_e)
-            values = made.values.transpose(1, 2) if i else made.values
-            operands[i] = Blocks(values, made.scales, (FORWARD, BACKWARD)[i])
+        if wanted:
+            first = None if packed else operands[0]
+            made = first if first is not None and height == width else None
+            made = made or make(recipe, block, amax_e, packed=packed, transposed=bool(i))
+            if not packed:
+                values = made.values.transpose(1, 2) if i else made.values
+                made = Blocks(values, (first or made).scales, (FORWARD, BACKWARD)[i])
+            operands[i] = made
     return Both(*operands)
