@@ -26,8 +26,8 @@ from moecore.kernels.common import no_autocast
 from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.microscaled import emulated, emulated_matrices, finite_amax
-from moecore.kernels.rows.microscaling import unpacked_matrices
+from moecore.kernels.rows.microscaled import emulated, emulated_matrices
+from moecore.kernels.rows.microscaling import finite_magnitude, unpacked_matrices
 from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
 from moecore.moe.linear import Gradients, backward
 from moecore.moe.params import has_values, local_param
@@ -41,7 +41,7 @@ def _linear(
     x_TK: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
-    weight_amax: Tensor,
+    weight_amax: Tensor | None,
     packed: Tensor | None,
     packed_scales: Tensor | None,
     scaling: str,
@@ -63,7 +63,7 @@ def _recipe(scaling: Any, power_of_two: bool, hadamard: bool, stochastic: bool) 
 
 
 def _weight(
-    weight_NK: Tensor, amax: Tensor, packed: Parts, recipe: Recipe, *, transposed: bool
+    weight_NK: Tensor, amax: Tensor | None, packed: Parts, recipe: Recipe, *, transposed: bool
 ) -> Blocks:
     """Return the weight as the operand [1, N, K], or transposed."""
     values, scales = packed
@@ -124,14 +124,13 @@ class EmulatedLinearProducts(Fp8Products):
         check_operands(x, weight_NK, recipe)
         packed: Parts = (None, None)
         with torch.no_grad():
-            amax = weight_NK.new_ones(1, dtype=torch.float32)
+            amax = None  # of the weight as it is
             if not has_values(weight_NK):
                 found = gathered_as(GATHERED_KINDS.get(recipe.weight_block), weight, weight_NK)
                 assert found.amax is not None, "it was gathered by it"
                 amax, packed = found.amax, (found.values, found.scales)
-            elif recipe.scaling == "nvfp4":  # as one rank would quantise it, like "tensorwise"
-                amax = finite_amax(weight_NK[None])
-                amax = amax if recipe.power_of_two else max_over_cut(amax, weight)
+            elif not recipe.power_of_two:  # as one rank would quantise it, like "tensorwise"
+                amax = max_over_cut(finite_magnitude(weight_NK).amax().reshape(1), weight)
         how = recipe.scaling, recipe.power_of_two, recipe.hadamard, recipe.stochastic_rounding
         return self._run(_linear_op, x, weight, weight_NK, bias, amax, *packed, *how)
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import INTERPRET, launches_on_meta
 from moecore.kernels.grouped.scaled import pad_rows
-from moecore.kernels.rows.microscaled import emulated, emulated_matrices, finite_amax
+from moecore.kernels.rows import microscaled
+from moecore.kernels.rows.microscaled import emulated, emulated_matrices
 from moecore.kernels.rows.microscaling import (
-    emulated_matrices_ref,
     emulated_ref,
     finite_magnitude,
     unpacked_matrices,
 )
-from moecore.kernels.rows.scaling import Blocks
+from moecore.kernels.rows.scaling import Blocks, Both
 
 pytest.importorskip("triton")
 RECIPES = {
@@ -71,6 +71,12 @@ def assert_same(ours: Blocks, theirs: Blocks) -> None:
 
 def check(x: Tensor, recipe: Recipe, **how: Any) -> None:
     assert_same(emulated(x, recipe, **how), emulated_ref(x, recipe, **how))
+
+
+def by_reference(w: Tensor, recipe: Recipe, **how: Any) -> Both:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(microscaled, "_has_kernel", lambda _: False)
+        return emulated_matrices(w, recipe, **how)
 
 
 @packings
@@ -157,7 +163,7 @@ def test_matrices(recipe: Recipe, packed: bool, device: str) -> None:
         given = finite_magnitude(w).amax((1, 2)) * 2 + 1
         for amax_e in (None, given):
             how: dict[str, Any] = dict(amax_e=amax_e, packed=packed)
-            truth = emulated_matrices_ref(w, recipe, **how)
+            truth = by_reference(w, recipe, **how)
             for ours, theirs in zip(emulated_matrices(w, recipe, **how), truth, strict=True):
                 assert ours is not None and theirs is not None
                 assert_same(ours, theirs)
@@ -165,7 +171,7 @@ def test_matrices(recipe: Recipe, packed: bool, device: str) -> None:
         assert alone.rows is None and alone.columns is not None and truth.columns is not None
         assert_same(alone.columns, truth.columns)
     strided = hard(2, 96, 64, dtype=torch.float32, device=device).mT
-    assert_same(*(f(strided, recipe).rows for f in (emulated_matrices, emulated_matrices_ref)))  # type: ignore[arg-type]
+    assert_same(*(f(strided, recipe).rows for f in (emulated_matrices, by_reference)))  # type: ignore[arg-type]
 
 
 def test_packed_matrices_widen_to_the_values(device: str) -> None:
@@ -177,13 +183,6 @@ def test_packed_matrices_widen_to_the_values(device: str) -> None:
         found = unpacked_matrices(packed, recipe, transposed=bool(transposed))
         assert expected is not None
         assert_same(found, Blocks(expected.values, expected.scales, found.kind))
-
-
-def test_largest_finite_magnitudes(device: str) -> None:
-    for dtype in DTYPES:
-        w = hard(3, 70, 85, dtype=dtype, device=device)
-        w[2] = torch.nan
-        assert torch.equal(finite_amax(w), finite_magnitude(w).amax((1, 2)))
 
 
 @recipes

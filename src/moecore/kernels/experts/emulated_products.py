@@ -1,7 +1,7 @@
 """Products of a rank's experts in MXFP8 and NVFP4, by operands that are rounded to these formats.
 
-For studying losses on GPUs without tensor cores for them: each operand passes plain PyTorch before
-the products in bf16, and a CPU multiplies in fp32. X and H are kept in the dtype of the rows, so
+For studying losses on GPUs without tensor cores for them: each operand is rounded before the
+products in bf16, and a CPU multiplies in fp32. X and H are kept in the dtype of the rows, so
 recomputation rounds them alike. Rows are quantised in expert order: a tensor's scale is that of an
 expert's rows. Those that travelled as FP8 are widened first.
 

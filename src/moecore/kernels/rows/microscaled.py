@@ -2,7 +2,6 @@
 
     emulated           rows [T, K] -> an operand summed over K, or over T
     emulated_matrices  [e, N, K] -> operands summed over K and over N
-    finite_amax        [e, N, K] -> the largest finite magnitude of each matrix, fp32 [e]
 
 The formats and the references are in `microscaling.py`; kernels have their bits. NVFP4 takes two
 passes, because a tensor's scale comes first: the largest magnitudes, then the values. Where rows
@@ -19,6 +18,7 @@ with b per element: M * K * (b + 2), and M * K * b once more for the largest mag
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import KERNEL_DTYPES, cdiv, launch, use_kernel
-from moecore.kernels.ops import Op
 from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.microscaled_kernel import (
     PACKED_COLUMNS,
@@ -42,24 +41,15 @@ from moecore.kernels.rows.microscaling import (
     PACKED,
     emulated_matrices_ref,
     emulated_ref,
-    finite_magnitude,
     multiplied_dtype,
 )
 from moecore.kernels.rows.scaling import Blocks, Both, padded
 
-# Rows and columns of a block -> blocks of a program, below each other and side by side.
-PROGRAMS = {
-    (1, 16): (16, 16),
-    (1, 32): (16, 8),
-    (16, 1): (1, 256),
-    (32, 1): (1, 256),
-    (16, 16): (1, 16),
-}
-NUM_WARPS = 4
+TILE, NUM_WARPS = (16, 256), 4  # of one program: blocks of one row, and columns
 
 
-class _Matrices(NamedTuple):
-    """What the rows of a launch are."""
+class _Unrounded(NamedTuple):
+    """What two kernels read."""
 
     x_TK: Tensor
     shape: tuple[int, ...]  # of the operand before it is transposed: [M, K] or [e, N, K]
@@ -68,28 +58,14 @@ class _Matrices(NamedTuple):
     num_scales: int = 1
     hadamard: bool = False
 
-    def launch(
-        self, kernel: Any, block: tuple[int, int], *tensors: Tensor | None, **constants: Any
-    ) -> None:
+    def launch(self, kernel: Any, block: tuple[int, int], *tensors: Any, **constants: Any) -> None:
         """Launch a kernel with a program for each tile of blocks."""
-        (rows, columns), (below, beside) = block, PROGRAMS[block]
-        M, K = prod(self.shape[:-1]), self.shape[-1]
-        sizes = [self.x_TK.shape[0], M, self.shape[-2]]
-        if kernel is microscale_kernel:
-            sizes.append(self.num_scales)
-        launch(
-            kernel,
-            cdiv(M, rows * below) * cdiv(K, columns * beside),
-            *(self.x_TK, self.sources_M, self.expert_M, *tensors, *sizes, self.x_TK.stride(0)),
-            K=K,
-            HADAMARD=self.hadamard,
-            ROWS=rows,
-            COLUMNS=columns,
-            G=below,
-            B=beside,
-            num_warps=NUM_WARPS,
-            **constants,
-        )
+        (rows, columns), (*lead, N, K), x_TK = block, self.shape, self.x_TK
+        M, below = prod(lead) * N, TILE[0] if rows == 1 else 1
+        constants |= dict(K=K, HADAMARD=self.hadamard, ROWS=rows, COLUMNS=columns)
+        constants |= dict(G=below, B=TILE[1] // columns, num_warps=NUM_WARPS)
+        args = (x_TK, self.sources_M, self.expert_M, *tensors, x_TK.shape[0], M, N, x_TK.stride(0))
+        launch(kernel, cdiv(M, rows * below) * cdiv(K, TILE[1]), *args, **constants)
 
     def amax(self, block: tuple[int, int]) -> Tensor:
         """Return the largest finite magnitudes of tensors."""
@@ -103,10 +79,12 @@ class _Matrices(NamedTuple):
         block: tuple[int, int],
         amax: Tensor | None = None,
         *,
-        stored: int = VALUES,
+        packed: bool = False,
+        transposed: bool = False,
         random: bool = False,
     ) -> Blocks:
-        """Return values, or bytes of them."""
+        """Return values as they lie, or bytes of them."""
+        stored = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if packed else VALUES
         is_nvfp4, new = recipe.scaling == "nvfp4", self.x_TK.new_empty
         if not is_nvfp4:
             amax = None
@@ -114,19 +92,20 @@ class _Matrices(NamedTuple):
             amax = self.amax(block)
         *lead, N, K = self.shape
         scales, block_scales = new(self.num_scales, dtype=torch.float32), None
-        if stored == VALUES:
-            out = new(self.shape, dtype=multiplied_dtype(self.x_TK))
-        else:
-            sizes, of_scales = (N, K), (N // block[0], K // block[1])
-            if stored == PACKED_COLUMNS:
+        if packed:
+            sizes, of_scales = [N, K], [N // block[0], K // block[1]]
+            if transposed:
                 sizes, of_scales = sizes[::-1], of_scales[::-1]
             out = new(*lead, sizes[0], sizes[1] // (1 + is_nvfp4), dtype=torch.uint8)
             block_scales = new(*lead, *of_scales, dtype=torch.uint8)
+        else:
+            out = new(self.shape, dtype=multiplied_dtype(self.x_TK))
         self.launch(
             microscale_kernel,
             block,
-            *(amax, out.view(torch.int32) if stored == PACKED_COLUMNS else out),
+            *(amax, out.view(torch.int32) if packed and transposed else out),
             *(block_scales, scales),
+            NUM_SCALES=self.num_scales,
             STORED=int(stored),
             POWER_OF_TWO=recipe.power_of_two,
             RANDOM=random,
@@ -168,26 +147,23 @@ def emulated(
         num_experts: e.
         packed: whether values and scales of blocks are packed, transposed where `over_rows`.
     """
-    how: dict[str, Any] = dict(sources_M=sources_M, expert_M=expert_M, num_experts=num_experts)
-    how |= dict(over_rows=over_rows, is_gradient=is_gradient, packed=packed)
     if not _has_kernel(x_TK):
+        how: Any = dict(sources_M=sources_M, expert_M=expert_M, num_experts=num_experts)
+        how |= dict(over_rows=over_rows, is_gradient=is_gradient, packed=packed)
         return emulated_ref(x_TK, recipe, **how)
     x_TK = x_TK.detach() if x_TK.stride(1) == 1 else x_TK.detach().contiguous()
-    (T, K), size = x_TK.shape, recipe.multiple
+    (T, K), size, is_nvfp4 = x_TK.shape, recipe.multiple, recipe.scaling == "nvfp4"
     M = padded(T, size) if over_rows else T
-    if sources_M is not None:
-        M = sources_M.shape[0]
-    is_nvfp4, stored = recipe.scaling == "nvfp4", VALUES
-    if packed:
-        stored = PACKED_COLUMNS if over_rows else PACKED_ROWS
-    rows = _Matrices(
-        *(x_TK, (M, K), sources_M, expert_M),
-        num_scales=num_experts + 1,
-        hadamard=over_rows and is_nvfp4 and recipe.hadamard,
+    M = M if sources_M is None else sources_M.shape[0]
+    transforms = over_rows and is_nvfp4 and recipe.hadamard
+    rows = _Unrounded(x_TK, (M, K), sources_M, expert_M, num_experts + 1, transforms)
+    return rows.operand(
+        recipe,
+        (size, 1) if over_rows else (1, size),
+        packed=packed,
+        transposed=over_rows,
+        random=is_gradient and is_nvfp4 and recipe.stochastic_rounding,
     )
-    random = is_gradient and is_nvfp4 and recipe.stochastic_rounding
-    block = (size, 1) if over_rows else (1, size)
-    return rows.operand(recipe, block, stored=stored, random=random)
 
 
 def emulated_matrices(
@@ -204,49 +180,20 @@ def emulated_matrices(
     Both are the same numbers in "nvfp4", whose blocks are square. `amax_e` are largest finite
     magnitudes, None = of each matrix; `packed` is as for `emulated`.
     """
-    if not _has_kernel(w_eNK):
-        how: dict[str, Any] = dict(rows=rows, columns=columns, amax_e=amax_e, packed=packed)
-        return emulated_matrices_ref(w_eNK, recipe, **how)
-    matrices = _matrices(w_eNK)
+    w_eNK = w_eNK.detach().contiguous()
+    make: Any = partial(emulated_matrices_ref, w_eNK)
+    if _has_kernel(w_eNK):
+        rows_of_all = w_eNK.view(-1, w_eNK.shape[2])
+        make = _Unrounded(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).operand
     height, width = recipe.weight_block
-    assert height is not None and width is not None
-    if amax_e is None and recipe.scaling == "nvfp4":
-        amax_e = matrices.amax((1, width))
     operands: list[Blocks | None] = [None, None]
     for i, (wanted, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):
-        if not wanted:
-            continue
-        if packed:
-            stored = PACKED_COLUMNS if i else PACKED_ROWS
-            operands[i] = matrices.operand(recipe, block, amax_e, stored=stored)
-        elif i and operands[0] is not None and height == width:
-            operands[i] = _transposed(operands[0])
-        else:
-            made = matrices.operand(recipe, block, amax_e)
-            operands[i] = _transposed(made) if i else made
+        if wanted:
+            first = None if packed else operands[0]
+            made = first if first is not None and height == width else None
+            made = made or make(recipe, block, amax_e, packed=packed, transposed=bool(i))
+            if not packed:
+                values = made.values.transpose(1, 2) if i else made.values
+                made = Blocks(values, (first or made).scales, (FORWARD, BACKWARD)[i])
+            operands[i] = made
     return Both(*operands)
-
-
-def _matrices(w_eNK: Tensor) -> _Matrices:
-    w_eNK = w_eNK.detach().contiguous()
-    return _Matrices(w_eNK.view(-1, w_eNK.shape[2]), w_eNK.shape, num_scales=w_eNK.shape[0])
-
-
-def _transposed(made: Blocks) -> Blocks:
-    return Blocks(made.values.transpose(1, 2), made.scales, BACKWARD)
-
-
-def _finite_amax(w_eNK: Tensor) -> Tensor:
-    if not _has_kernel(w_eNK):
-        return finite_magnitude(w_eNK).amax((1, 2))
-    return _matrices(w_eNK).amax((1, 16))
-
-
-_finite_amax_op = Op(
-    "finite_amax", _finite_amax, lambda w_eNK: w_eNK.new_empty(w_eNK.shape[0], dtype=torch.float32)
-)
-
-
-def finite_amax(w_eNK: Tensor) -> Tensor:
-    """Return the largest finite magnitude of each matrix, fp32 [e]. No autograd, no host sync."""
-    return _finite_amax_op(w_eNK.detach())  # type: ignore[no-any-return]

@@ -10,57 +10,49 @@ so that the compiler may fuse the two and changes no bit.
 
 from moecore.kernels.common import tl, triton
 from moecore.kernels.rows.e4m3 import block_scale, from_e4m3, magnitude, to_e4m3
-from moecore.kernels.rows.microscaling import SEED, SIGNS, TRANSFORMED
+from moecore.kernels.rows.microscaling import SEED, SIGNS
 
 SIGN_BITS, FIRST_DRAW = tl.constexpr(SIGNS), tl.constexpr(SEED)
-NUM_TRANSFORMED = tl.constexpr(TRANSFORMED)
 VALUES, PACKED_ROWS, PACKED_COLUMNS = (tl.constexpr(i) for i in range(3))  # what is stored
 
 
 @triton.jit
-def _transformed(x):  # 16 tensors of fp32: rows
+def _transformed(x):  # 16 tensors of fp32: rows times their signs
     """Return what `microscaling.hadamard` makes of 16 rows, added in its order."""
-    rows: tl.tuple = ()
-    for i in tl.static_range(NUM_TRANSFORMED):
-        rows += (x[i] * (1.0 if (SIGN_BITS >> i) & 1 else -1.0),)
     for k in tl.static_range(4):
         sums: tl.tuple = ()
-        for i in tl.static_range(NUM_TRANSFORMED):
+        for i in tl.static_range(16):
             if i & (8 >> k) == 0:
-                sums += (rows[i] + rows[i + (8 >> k)],)
+                total = x[i] + x[i + (8 >> k)]
             else:
-                sums += (rows[i - (8 >> k)] - rows[i],)
-        rows = sums
-    quarters: tl.tuple = ()
-    for i in tl.static_range(NUM_TRANSFORMED):
-        quarters += (rows[i] * 0.25,)
-    return quarters
-
-
-@triton.jit
-def _place(
-    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr, B: tl.constexpr
-):
-    """Return the first row of each block, int64 [G], and which blocks side by side, [B]."""
-    TILES: tl.constexpr = (K + B * COLUMNS - 1) // (B * COLUMNS)
-    first = (tl.program_id(0) // TILES * G + tl.arange(0, G)).to(tl.int64) * ROWS
-    return first, tl.program_id(0) % TILES * B + tl.arange(0, B)
+                total = x[i - (8 >> k)] - x[i]
+            sums += (total * (0.25 if k == 3 else 1.0),)
+        x = sums
+    return x
 
 
 @triton.jit
 def _load(
     x_ptr,  # [T, K], `stride` apart
     sources_ptr,  # [M] int64, or None: row i is x's row i
-    first,  # int64 [G]
-    columns,  # [B, COLUMNS]
     T,
     M,
     stride,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    G: tl.constexpr,
+    B: tl.constexpr,
 ):
-    """Return ROWS tensors of fp32 [G, B, COLUMNS], 0 where x has no row."""
+    """Return first rows of blocks [G], numbers of those side by side [B], columns, and x.
+
+    Columns are [B, COLUMNS]. x is ROWS tensors of fp32 [G, B, COLUMNS], 0 where there is no row.
+    """
+    TILES: tl.constexpr = (K + B * COLUMNS - 1) // (B * COLUMNS)
+    first = (tl.program_id(0) // TILES * G + tl.arange(0, G)).to(tl.int64) * ROWS
+    blocks = tl.program_id(0) % TILES * B + tl.arange(0, B)
+    columns = blocks[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     x: tl.tuple = ()
     for i in tl.static_range(ROWS):
         row = first + i
@@ -68,10 +60,13 @@ def _load(
             row = tl.load(sources_ptr + row, mask=row < M, other=-1).to(tl.int64)
         inside = ((row >= 0) & (row < T))[:, None, None] & (columns < K)[None, :, :]
         at = x_ptr + row[:, None, None] * stride + columns[None, :, :]
-        x += (tl.load(at, mask=inside, other=0.0).to(tl.float32),)
+        loaded = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if HADAMARD:
+            loaded *= 1.0 if (SIGN_BITS >> i) & 1 else -1.0
+        x += (loaded,)
     if HADAMARD:
         x = _transformed(x)
-    return x
+    return first, blocks, columns, x
 
 
 @triton.jit
@@ -101,9 +96,7 @@ def finite_amax_kernel(
     B: tl.constexpr,
 ):
     """Raise the largest finite magnitudes of experts to those of a program's blocks."""
-    first, blocks = _place(K, ROWS, COLUMNS, G, B)
-    columns = blocks[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    x = _load(x_ptr, sources_ptr, first, columns, T, M, stride, K, ROWS, HADAMARD)
+    first, _, _, x = _load(x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B)
     largest = tl.zeros((G, B, COLUMNS), tl.float32)
     for i in tl.static_range(ROWS):
         size = tl.abs(x[i])
@@ -141,9 +134,8 @@ def _draw(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
     """Return what `microscaling.draws_of` returns."""
     of_row = _mixed(row.to(tl.uint32) + FIRST_DRAW)[:, None, None]
     of_place = _mixed(of_row + columns.to(tl.uint32)[None, :, :])
-    return (_mixed(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16)) >> 8).to(tl.float32) * (
-        2.0**-24
-    )
+    hashed = _mixed(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
+    return (hashed >> 8).to(tl.float32) * 2.0**-24
 
 
 @triton.jit
@@ -161,30 +153,21 @@ def _to_e2m1(x, step, draw):  # fp32, scales of block and tensor, None = to the 
     return units * unit, x.to(tl.int32, bitcast=True) & -0x80000000
 
 
-@triton.jit
-def _block_scale_e2m1(amax, scale):  # fp32 [G, B], infinity for what is not finite; [G]
-    """Return what `microscaling.nvfp4_scales` returns, as bytes."""
-    by_six = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
-    wanted = tl.div_rn(by_six, tl.broadcast_to(scale[:, None], amax.shape))
-    code = to_e4m3(tl.minimum(wanted, 448.0))
-    return tl.where(amax < float("inf"), code.to(tl.int32), 0x7F)
-
-
-@triton.jit(do_not_specialize=["T", "M", "rows_of_expert", "num_scales"])
+@triton.jit(do_not_specialize=["T", "M", "rows_of_expert"])
 def microscale_kernel(
     x_ptr,  # [T, K], `stride` apart
     sources_ptr,  # [M] int64, or None
     experts_ptr,  # [M] int64, or None
-    amax_ptr,  # fp32 [num_scales], or None: E4M3
+    amax_ptr,  # fp32 [NUM_SCALES], or None: E4M3
     out_ptr,  # [M, K], or what `microscaled.py` has of packed ones, out
     block_scales_ptr,  # uint8, of packed ones, out
-    scales_ptr,  # fp32 [num_scales], out
+    scales_ptr,  # fp32 [NUM_SCALES], out
     T,
     M,
     rows_of_expert,
-    num_scales,
     stride,
     K: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
     STORED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     HADAMARD: tl.constexpr,
@@ -197,16 +180,16 @@ def microscale_kernel(
     """Write the values of a program's blocks; the first program writes the scales of tensors."""
     E2M1: tl.constexpr = amax_ptr is not None
     if tl.program_id(0) == 0:
-        for start in range(0, num_scales, 128):
+        for start in range(0, NUM_SCALES, 128):
             i = start + tl.arange(0, 128)
             scale = tl.full((128,), 1.0, tl.float32)
             if E2M1:
-                amax = tl.load(amax_ptr + i, mask=i < num_scales, other=0.0)
+                amax = tl.load(amax_ptr + i, mask=i < NUM_SCALES, other=0.0)
                 scale = _tensor_scale(amax, POWER_OF_TWO)
-            tl.store(scales_ptr + i, scale, mask=i < num_scales)
-    first, blocks = _place(K, ROWS, COLUMNS, G, B)
-    columns = blocks[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    x = _load(x_ptr, sources_ptr, first, columns, T, M, stride, K, ROWS, HADAMARD)
+            tl.store(scales_ptr + i, scale, mask=i < NUM_SCALES)
+    first, blocks, columns, x = _load(
+        x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B
+    )
     largest = tl.zeros((G, B, COLUMNS), tl.float32)
     for i in tl.static_range(ROWS):
         if E2M1:
@@ -215,17 +198,17 @@ def microscale_kernel(
             largest = tl.maximum(largest, magnitude(x[i]))
     amax = tl.max(largest, 2)
     if E2M1:
-        scale = _tensor_scale(
-            tl.load(amax_ptr + _expert(experts_ptr, first, M, rows_of_expert)), POWER_OF_TWO
-        )
-        scale_code = _block_scale_e2m1(amax, scale)
+        expert = _expert(experts_ptr, first, M, rows_of_expert)
+        scale = _tensor_scale(tl.load(amax_ptr + expert), POWER_OF_TWO)[:, None]
+        wanted = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
+        wanted = tl.div_rn(wanted, tl.broadcast_to(scale, amax.shape))
+        scale_code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(wanted, 448.0)), 0x7F)
         block = from_e4m3(scale_code.to(tl.uint8))
-        step = tl.broadcast_to((block * scale[:, None])[:, :, None], (G, B, COLUMNS))
+        step = tl.broadcast_to((block * scale)[:, :, None], (G, B, COLUMNS))
     else:
         block, inverse = block_scale(amax, True)
         scale_code = block.to(tl.int32, bitcast=True) >> 23
-    # A code has 4 or 8 bits. Packed rows are two codes of neighbouring columns in a byte, or one;
-    # packed columns words of neighbouring rows.
+    # Of packed columns a word is neighbouring rows, 4 or 8 bits each.
     PER_WORD: tl.constexpr = 8 if E2M1 else 4
     matrix, within = first // rows_of_expert, first % rows_of_expert
     word = tl.zeros((G, B, COLUMNS), tl.int32)
@@ -236,39 +219,36 @@ def microscale_kernel(
                 draw = _draw(x[i], first + i, columns)
             value, sign = _to_e2m1(x[i], step, draw)
             code = tl.where(value < 2.0, value * 2.0, value + 2.0)
-            code = tl.where(value < 4.0, code, value * 0.5 + 4.0).to(tl.int32)
-            code |= (sign >> 28) & 8
+            code = tl.where(value < 4.0, code, value * 0.5 + 4.0).to(tl.int32) | (sign >> 28) & 8
             value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
         else:
             e4m3 = to_e4m3(x[i] * inverse[:, :, None])
             value, code = from_e4m3(e4m3), e4m3.to(tl.int32)
         row = (first + i)[:, None, None]
         inside = (row < M) & (columns < K)[None, :, :]
+        at = row * K + columns[None, :, :]
         if STORED == VALUES:
-            value = (value * block[:, :, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + row * K + columns[None, :, :], value, mask=inside)
+            value *= block[:, :, None]
+            tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
         elif STORED == PACKED_COLUMNS:
             word |= code << (i % PER_WORD * (32 // PER_WORD))
             if i % PER_WORD == PER_WORD - 1:
-                to = (matrix[:, None, None] * K + columns[None, :, :]) * (
-                    rows_of_expert // PER_WORD
-                )
-                to += ((within + i) // PER_WORD)[:, None, None]
-                tl.store(out_ptr + to, word, mask=inside)
+                at = (matrix[:, None, None] * K + columns[None, :, :]) * rows_of_expert
+                at = (at + (within + i)[:, None, None]) // PER_WORD
+                tl.store(out_ptr + at, word, mask=inside)
                 word = tl.zeros((G, B, COLUMNS), tl.int32)
         elif E2M1:
             low, high = tl.split(tl.reshape(code, (G, B, COLUMNS // 2, 2)))
             pairs = blocks[:, None] * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
             inside = (row < M) & (pairs < K // 2)[None, :, :]
-            to = out_ptr + row * (K // 2) + pairs[None, :, :]
-            tl.store(to, (low | high << 4).to(tl.uint8), mask=inside)
+            at = out_ptr + row * (K // 2) + pairs[None, :, :]
+            tl.store(at, (low | high << 4).to(tl.uint8), mask=inside)
         else:
-            tl.store(out_ptr + row * K + columns[None, :, :], code.to(tl.uint8), mask=inside)
+            tl.store(out_ptr + at, code.to(tl.uint8), mask=inside)
     if STORED != VALUES:
-        WIDTH: tl.constexpr = K // COLUMNS
-        inside = (first < M)[:, None] & (blocks < WIDTH)[None, :]
-        to = first[:, None] // ROWS * WIDTH + blocks[None, :]
+        at = first[:, None] // ROWS * (K // COLUMNS) + blocks[None, :]
         if STORED == PACKED_COLUMNS:
-            to = (matrix[:, None] * WIDTH + blocks[None, :]) * (rows_of_expert // ROWS)
-            to += within[:, None] // ROWS
-        tl.store(block_scales_ptr + to, scale_code.to(tl.uint8), mask=inside)
+            at = (matrix[:, None] * (K // COLUMNS) + blocks[None, :]) * (rows_of_expert // ROWS)
+            at += within[:, None] // ROWS
+        inside = (first < M)[:, None] & (blocks < K // COLUMNS)[None, :]
+        tl.store(block_scales_ptr + at, scale_code.to(tl.uint8), mask=inside)

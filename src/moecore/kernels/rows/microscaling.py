@@ -1,5 +1,7 @@
 """MXFP8 and NVFP4 in plain PyTorch: values, scales, and operands of products.
 
+The truth of the kernels in `microscaled.py`, and what CPUs compute.
+
              value                  scale of a block           scale of a tensor
     mxfp8    E4M3                   E8M0, of 1 x 32            none
     nvfp4    E2M1: 0, 1/2, 1, 3/2,  E4M3, of 1 x 16; weights   fp32; of experts one each
@@ -41,7 +43,7 @@ from torch.nn.functional import pad
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.rows.e4m3 import FP8, MAX, block_scale_ref
-from moecore.kernels.rows.scaling import Blocks, Both, quantise_ref
+from moecore.kernels.rows.scaling import Blocks, quantise_ref
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes, by the three low bits of a code
 LARGEST_E2M1 = 6.0
@@ -49,7 +51,7 @@ TRANSFORMED = 16  # tokens of one Hadamard transform
 # Random once and fixed, one vector for all layers as in the paper: bit i is of token i.
 SIGNS = 0b1011_0010_0111_0001
 SEED = 0x5EED
-# Kinds of `Blocks`: of matrices as bf16, and of bytes.
+# Kinds of `Blocks`: values in bf16, of matrices maybe transposed; bytes.
 FORWARD, BACKWARD, PACKED = "emulated", "emulated transposed", "packed"
 
 
@@ -246,30 +248,20 @@ def emulated_ref(
 def emulated_matrices_ref(
     w_eNK: Tensor,
     recipe: Recipe,
+    block: tuple[int, int],
+    amax_e: Tensor | None,
     *,
-    rows: bool = True,
-    columns: bool = True,
-    amax_e: Tensor | None = None,
-    packed: bool = False,
-) -> Both:
-    """Return what `microscaled.emulated_matrices` returns, in plain PyTorch."""
-    w_eNK = w_eNK.detach().float()
-    if amax_e is None:
-        amax_e = finite_magnitude(w_eNK).amax((1, 2))
+    packed: bool,
+    transposed: bool,
+) -> Blocks:
+    """Return one operand of `microscaled.emulated_matrices`; what is not packed as it lies."""
+    w_eNK = w_eNK.float()
+    amax_e = finite_magnitude(w_eNK).amax((1, 2)) if amax_e is None else amax_e
     scales = tensor_scales(amax_e, recipe)
-    height, width = recipe.weight_block
-    assert height is not None and width is not None
-    operands: list[Blocks | None] = [None, None]
-    for i, (wanted, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):
-        if wanted:
-            found = _quantised(w_eNK, recipe, block, scales[:, None, None])
-            if packed:
-                operands[i] = _packed(*found, amax_e, transposed=bool(i))
-                continue
-            values = _times(*found, block)
-            values = values.transpose(1, 2) if i else values
-            operands[i] = Blocks(values, scales, (FORWARD, BACKWARD)[i])
-    return Both(*operands)
+    found = _quantised(w_eNK, recipe, block, scales[:, None, None])
+    if packed:
+        return _packed(*found, amax_e, transposed=transposed)
+    return Blocks(_times(*found, block), scales, FORWARD)
 
 
 def finite_magnitude(x: Tensor) -> Tensor:
