@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
+from moecore.families.transformers.tensor_parallel import _dims, find_cuts
 from moecore.io import Saver, load
 from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import batch, random_model, whole_gradients, worst
@@ -99,10 +100,43 @@ def refused(meshes: dict[int, Meshes]) -> None:
             parallelize_moe(random_model("qwen3-moe", **options), meshes[tp])
     with pytest.raises(NotImplementedError, match=r"no module can be cut: .*qkv_proj .* all heads"):
         parallelize_moe(tiny_model("zaya"), meshes[2])
+
+
+def cuts_with_adapters(model: nn.Module, **options: Any) -> tuple[dict[nn.Module, Any], list[str]]:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match=r"must be 1 for a model with adapters of peft \(.*lora_A"):
-        parallelize_moe(peft.get_peft_model(random_model("qwen3-moe"), config), meshes[2])
+    config = peft.LoraConfig(target_modules=r".*\.(q|o|gate|down)_proj", **options)
+    return find_cuts(peft.get_peft_model(model, config), 2)
+
+
+def test_adapters_are_cut_as_their_linears() -> None:
+    cuts, whole = cuts_with_adapters(random_model("qwen2-moe", mlp_only_layers=[0]))
+    assert not whole
+    attention, mlp, *_ = cuts
+    for module, column, row in (attention, "q_proj", "o_proj"), (mlp, "gate_proj", "down_proj"):
+        dims = dict(_dims(module, cuts[module]))
+        outer, inner = module.get_submodule(column), module.get_submodule(row)
+        found = {
+            (name, kind): dims.get((linear.get_submodule(kind), "weight"))
+            for name, linear in (("column", outer), ("row", inner))
+            for kind in ("base_layer", "lora_A.default", "lora_B.default")
+        }
+        assert found == {
+            ("column", "base_layer"): 0,
+            ("column", "lora_A.default"): None,
+            ("column", "lora_B.default"): 0,
+            ("row", "base_layer"): 1,
+            ("row", "lora_A.default"): 1,
+            ("row", "lora_B.default"): None,
+        }
+
+
+def test_adapters_that_read_all_of_a_weight_leave_it_whole() -> None:
+    model = random_model("qwen2-moe", mlp_only_layers=[0])
+    cuts, (reason,) = cuts_with_adapters(model, use_dora=True)
+    assert not cuts and reason.endswith("(Qwen2MoeAttention), whose heads have no known size")
+    cuts, (reason,) = cuts_with_adapters(random_model("gpt-oss"))
+    assert not cuts
+    assert reason.endswith("(GptOssAttention), whose o_proj has a bias and adapters")
 
 
 def only_whole(meshes: Meshes) -> None:

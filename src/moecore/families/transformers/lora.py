@@ -142,6 +142,26 @@ def is_tuner_layer(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer)
 
 
+def lora_base(module: Any) -> nn.Module | None:
+    """Return the linear that a module of peft adds s * B A to, and nothing else; else None."""
+    if not is_tuner_layer(module):
+        return None
+    from peft.tuners.lora import Linear
+
+    has_more = any(getattr(module, "lora_variant", {}).values()) or any(
+        getattr(module, "lora_bias", {}).values()
+    )
+    if type(module) is not Linear or has_more or module.fan_in_fan_out:
+        return None
+    found: nn.Module = module.get_base_layer()
+    return found
+
+
+def lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
+    """Return A and B of each adapter of such a module."""
+    return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]
+
+
 def adapted(model: nn.Module) -> nn.Module:
     """Return the model in a PeftModel, which `generate` of both calls; any other model itself."""
     if "peft" in sys.modules:

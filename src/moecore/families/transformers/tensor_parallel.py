@@ -28,12 +28,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from moecore.base.torch_names import tree_map_only
+from moecore.families.transformers.lora import lora_base, lora_pairs
 from moecore.families.transformers.stock import is_hf, named, outermost, own_methods
 from moecore.families.transformers.vocabulary import cut_vocabulary
 from moecore.models.tensor_parallel import TensorParallel
@@ -77,8 +79,8 @@ class CutTransformer:
         """Cut everything but the routed experts over a mesh of one dim, in place.
 
         Raises:
-            ValueError: for heads or hidden dims that tp does not divide, adapters of peft, and
-                dropout or jitter, which each rank would draw anew for equal tokens.
+            ValueError: for heads or hidden dims that tp does not divide, and dropout or jitter,
+                which each rank would draw anew for equal tokens.
             NotImplementedError: for a model of which nothing can be cut.
         """
         tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
@@ -95,7 +97,7 @@ class CutTransformer:
             logger.info("tp leaves whole %s", reason)
         dims = dict[tuple[nn.Module, str], int]()
         for module, cut in cuts.items():
-            dims |= _dims(module, cut)
+            dims |= dict(_dims(module, cut))
             _hook(tp, module, cut)
         dims |= {(module, "weight"): 0 for module in cut_vocabulary(self.model, tp)}
         for layer in self.model.modules():
@@ -106,12 +108,6 @@ class CutTransformer:
 
 
 def _check(model: nn.Module, tp: int) -> None:
-    for name, _ in model.named_parameters():
-        if "lora_" in name:
-            raise ValueError(
-                f"ParallelConfig.tp ({tp}) must be 1 for a model with adapters of peft ({name}): "
-                "use ep and sharding, or merge them before"
-            )
     drawn = {f"{n}.p": m.p for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
     for outer in outermost(model):
         fields = vars(outer.config.get_text_config()) if hasattr(outer, "config") else {}
@@ -134,7 +130,7 @@ def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], li
         for module in block.modules():
             if module in skipped or not is_hf(module):
                 continue
-            is_attention = any(isinstance(getattr(module, n, None), nn.Linear) for n in OUTPUTS)
+            is_attention = not module._modules.keys().isdisjoint(OUTPUTS)
             cut = cut_attention if is_attention else cut_mlp
             how = cut(names[module], module, tp)
             if isinstance(how, ModuleCut):
@@ -151,7 +147,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     Raises:
         ValueError: for heads that ranks cannot share.
     """
-    linears = {n: m for n, m in module.named_children() if type(m) is nn.Linear}
+    linears = _linears(module)
     value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
     key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
     row = next((n for n in OUTPUTS if n in linears), None)
@@ -173,6 +169,8 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
             return f"{child} ({linear.out_features} outputs) is not {H} heads"
     norms = tuple(n for n in ("q_norm", "k_norm") if _is_of_all(module, n, linears))
     problem = _unknown(module, {*sizes, *OF_ALL_HEADS, row}, H)
+    if problem is None and linears[row].bias is not None and row in _adapted(module):
+        problem = f"{row} has a bias and adapters"
     if problem is None and not linears.keys() & {"q_proj", "q_b_proj"}:
         problem = "queries are made in another module"
     if problem is None and not linears.keys() & {"k_proj", "kv_b_proj"}:
@@ -190,6 +188,17 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     columns = tuple(n for n in (*BY_HEAD, *BY_KV_HEAD) if n in linears and n not in shared)
     own = tuple(module._parameters)
     return ModuleCut(columns, row, own, norms, {n: d for n, d in shared.items() if n in linears})
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linears of a module by name, those in peft's LoRA too."""
+    parts = {n: lora_base(m) or m for n, m in module.named_children()}
+    return {n: m for n, m in parts.items() if type(m) is nn.Linear}
+
+
+def _adapted(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
+    """Return A and B of each adapter of the linears of a module, by the linear's name."""
+    return {n: lora_pairs(m) for n, m in module.named_children() if lora_base(m) is not None}
 
 
 def _gated(module: Any, size: int) -> tuple[int, ...]:
@@ -231,9 +240,11 @@ def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
     if names is None or any(p is not None for p in module._parameters.values()):
         return None
     *columns, row = names
-    if any(type(part) is not nn.Linear for part in parts.values()):
+    linears = _linears(module)
+    if linears.keys() != parts.keys():
         return None
-    linears: Any = parts
+    if linears[row].bias is not None and row in _adapted(module):
+        return None
     size = linears[row].in_features
     if any(linears[n].out_features != size for n in columns):
         return None
@@ -247,10 +258,15 @@ def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
 
 def _dims(module: nn.Module, cut: ModuleCut) -> Iterator[tuple[tuple[nn.Module, str], int]]:
     """Yield parameters that are cut, with their dims."""
+    linears, adapted = _linears(module), _adapted(module)
     for name in cut.columns:
-        yield (module.get_submodule(name), "weight"), 0
-        yield (module.get_submodule(name), "bias"), 0
-    yield (module.get_submodule(cut.row), "weight"), 1
+        yield (linears[name], "weight"), 0
+        yield (linears[name], "bias"), 0
+    yield (linears[cut.row], "weight"), 1
+    # y = W x + s B A x: of columns a rank has rows of B and all of A, of a row the reverse.
+    for name in adapted.keys() & {*cut.columns, cut.row}:
+        for pair in adapted[name]:
+            yield (pair[name != cut.row], "weight"), int(name == cut.row)
     for name in cut.own:
         yield (module, name), 0
 
@@ -410,7 +426,7 @@ class EqualLosses:
         return getattr(self._now, "depth", 0)
 
     def _check(self, base: nn.Module, _args: Any) -> None:
-        if not self._depth:
+        if not self._depth and torch.is_grad_enabled():
             raise ValueError(
                 f"{type(base).__name__} must be called by its whole model under tensor "
                 f"parallelism ({self._size}), which begins backward: call the model"
