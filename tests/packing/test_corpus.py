@@ -214,6 +214,7 @@ def test_bad_documents_are_one_line(documents: Any, message: str, workers: int) 
     with pytest.raises(CorpusError, match=message) as error:
         next(loader)
     assert "\n" not in str(error.value)
+    loader.close()
 
 
 def test_a_state_is_of_the_same_rows() -> None:

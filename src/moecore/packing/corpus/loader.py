@@ -181,6 +181,7 @@ class CorpusLoader:
             self._coming = iter(loader)
         batch, cursors, lengths = next(self._coming)
         if isinstance(batch, CorpusError):
+            self.close()
             raise batch
         self._cursors |= cursors
         self._lengths |= lengths

@@ -13,11 +13,13 @@ Source of `permuted`: a Feistel network whose result is permuted again while it 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 ROUNDS = 6
+READ_TOGETHER = 64  # rows of a streaming dataset
 BITS_64 = 2**64 - 1
 
 
@@ -124,7 +126,18 @@ class Stream:
 
     def _behind(self, count: int) -> Iterable[Any]:
         """Return the documents without the first ones."""
-        if count and hasattr(self._documents, "skip"):
-            skipped: Iterable[Any] = self._documents.skip(count)
-            return skipped
-        return islice(iter(self._documents), count, None)
+        documents: Any = self._documents
+        if hasattr(documents, "skip"):
+            count, documents = 0, documents.skip(count) if count else documents
+        if hasattr(documents, "iter"):
+            documents = _examples(documents)
+        return islice(iter(documents), count, None)
+
+
+def _examples(dataset: Any) -> Iterator[dict[str, Any]]:
+    """Yield all rows of a streaming dataset of datasets: its `__iter__` gives a worker a part."""
+    if "fsspec.asyn" in sys.modules:  # its lock does not survive a fork, see datasets
+        sys.modules["fsspec.asyn"].reset_lock()
+    for batch in dataset.iter(batch_size=READ_TOGETHER):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
