@@ -89,5 +89,5 @@ def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None
     count, tokens, pairs = batch.counts().tolist()
     assert count == batch.num_labels == sum(lengths) - len(lengths)
     torch.testing.assert_close(float(loss), total / count, rtol=1e-5, atol=0)
-    flops = sum(n * train.flops_per_token(config, n) for n in lengths)
+    flops = sum(n * flops_per_token(config, n) for n in lengths)
     torch.testing.assert_close(native.flops_of(config, tokens, pairs), flops, rtol=1e-12, atol=0)

@@ -1,6 +1,6 @@
-"""examples/pretrain.py: a killed run goes on, on other ranks too, and its export is what it trained.
+"""examples/pretrain.py: a killed run goes on, on other ranks too; the export is what was trained.
 
-What takes no ranks is in test_records.py and tests/packing/test_corpus.py.
+What takes no ranks is in test_corpora.py, test_records.py and tests/packing/test_corpus.py.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ ERRORS = {
     "--num-layers 0": "DecoderConfig.num_layers (0) must be",
     "--vocab-size 200": "--tokenizer (bytes, 256 ids) must have <= vocab_size (200)",
     "--offload-fraction 0.5": "MemoryOptions.offload_fraction (0.5) must go with offload",
-    "--precision blockwise --keep-hidden fp8": "--precision (blockwise) must not go with options of",
+    "--precision blockwise --keep-hidden fp8": "--precision (blockwise) must not go with options",
     "--layout Et|tL": "--pp (None) must be > 1 with options of [pipeline]",
     "--drop position": "[capacity] ({'drop': 'position'}) must have factor",
     "--hf-config missing": "--hf-config (missing) must be a config.json or its directory",
