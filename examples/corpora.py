@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from moecore.packing import (
 
 BYTES = "bytes"
 HUB = "hf:"
+PARTITIONS_PER_ROW = 8  # so many workers of a rank tokenize documents of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +185,8 @@ class Tokens:
 class CorpusSteps:
     """Reads the next step of this data rank.
 
+    The rows of a step are the same however ranks and micro-batches share them.
+
     Attributes:
         sampler: its state is the position in the data, the same on every rank.
     """
@@ -199,6 +202,9 @@ class CorpusSteps:
     ) -> None:
         self._shape = shape
         where = {"data_rank": data_rank, "data_ranks": shape.data_ranks, "workers": workers}
+        # A function of the rows of a step: ranks and micro-batches share them as they like.
+        rows = shape.data_ranks * shape.grad_accum * shape.batch_size
+        options = replace(options, partitions=options.partitions or PARTITIONS_PER_ROW * rows)
         self.sampler = CorpusLoader(sources, options, rows=shape.batch_size, **where)
         self._most = 1  # borders of a micro-batch so far
 

@@ -228,7 +228,7 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     model = build_model(args, config, meshes, records)
     shape = batch_shape(args, meshes)
     where = {"data_rank": meshes.data_rank}
-    eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, lanes=1)
+    eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
     return CorpusTraining(
         args=args,
         meshes=meshes,

@@ -20,7 +20,7 @@ def tokens_of(pretrain: ModuleType, word: str, *, workers: int = 0, steps: int =
     from data import BatchShape
 
     source = pretrain.read_source(pretrain.source_of(word), pretrain.Tokenizer("bytes"))
-    options = pretrain.CorpusOptions(row_tokens=16, shuffle_buffer=7, lanes=8)
+    options = pretrain.CorpusOptions(row_tokens=16, shuffle_buffer=7, partitions=8)
     shape = BatchShape(data_ranks=1, grad_accum=2, batch_size=2, seq_len=16)
     steps_of = pretrain.CorpusSteps([source], options, shape, data_rank=0, workers=workers)
     batches = [steps_of.next() for _ in range(steps)]
@@ -76,3 +76,25 @@ def test_steps_count_labels_and_documents(pretrain: ModuleType, tmp_path: Path) 
         borders = batch.cu_seqlens_An
         assert (borders.diff() >= 0).all() and (borders[:, -1] == 32).all()
         assert borders.shape[1].bit_count() == 1  # a power of two
+
+
+def test_a_step_has_the_same_rows_however_they_are_shared(
+    pretrain: ModuleType, tmp_path: Path
+) -> None:
+    from data import BatchShape
+
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    source = pretrain.read_source(
+        pretrain.source_of(f"{tmp_path}/a.jsonl"), pretrain.Tokenizer("bytes")
+    )
+    found = []
+    for ranks, accum, batch in (1, 6, 1), (2, 1, 3), (3, 2, 1):
+        shape = BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=batch, seq_len=16)
+        options = pretrain.CorpusOptions(row_tokens=16)
+        steps = [
+            pretrain.CorpusSteps([source], options, shape, data_rank=rank, workers=0)
+            for rank in range(ranks)
+        ]
+        rows = [torch.cat([one.next().tokens_ABT.flatten(0, 1) for one in steps]) for _ in range(4)]
+        found.append([sorted(of_step.tolist()) for of_step in rows])
+    assert found[0] == found[1] == found[2]

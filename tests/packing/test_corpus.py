@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from moecore.packing import CorpusError, CorpusLoader, CorpusOptions, CorpusSource
-from moecore.packing.corpus.loader import EMPTY_IN_TURN, joined
+from moecore.packing.corpus.batches import EMPTY_IN_TURN
+from moecore.packing.corpus.loader import joined
 from moecore.packing.corpus.order import permuted
 
 BY_HAND = [[1, 2, 3], [4, 5, 6, 7, 8]]
@@ -46,7 +47,7 @@ def loaders(sources: Any, *, ranks: int, rows: int = 2, workers: int = 0, **opti
         for name, (documents, weight) in sources.items()
     ]
     how = CorpusOptions(
-        **{"row_tokens": 16, "lanes": 12, "shuffle_buffer": 7, "window": 5} | options
+        **{"row_tokens": 16, "partitions": 12, "shuffle_buffer": 7, "window": 5} | options
     )
     return [
         CorpusLoader(made, how, rows=rows, data_rank=rank, data_ranks=ranks, workers=workers)
@@ -78,7 +79,7 @@ def state_of(loaders: Any) -> Any:
 )
 def test_rows_by_hand(rule: str, ids: Any, labels: Any, borders: Any) -> None:
     (loader,) = loaders(
-        BY_HAND, ranks=1, row_tokens=4, documents=rule, shuffle=False, lanes=1, window=2
+        BY_HAND, ranks=1, row_tokens=4, documents=rule, shuffle=False, partitions=1, window=2
     )
     batch = next(loader)
     assert batch["input_ids"].tolist() == ids and batch["labels"].tolist() == labels
@@ -90,7 +91,13 @@ def test_rows_by_hand(rule: str, ids: Any, labels: Any, borders: Any) -> None:
 
 def test_documents_are_rounded_up_for_the_ranks_that_share_rows() -> None:
     (loader,) = loaders(
-        [[1, 2, 3], [4, 5, 6]], ranks=1, row_tokens=8, multiple=4, shuffle=False, lanes=1, rows=1
+        [[1, 2, 3], [4, 5, 6]],
+        ranks=1,
+        row_tokens=8,
+        multiple=4,
+        shuffle=False,
+        partitions=1,
+        rows=1,
     )
     batch = next(loader)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 0, 4, 5, 6, 0]]
@@ -100,10 +107,10 @@ def test_documents_are_rounded_up_for_the_ranks_that_share_rows() -> None:
 
 @pytest.mark.parametrize("rule", ["split", "whole"])
 @pytest.mark.parametrize("kind", [list, Again])
-@pytest.mark.parametrize("lanes", [12, 7])
-def test_other_ranks_go_on_with_each_token_once(rule: str, kind: Any, lanes: int) -> None:
+@pytest.mark.parametrize("partitions", [12, 7])
+def test_other_ranks_go_on_with_each_token_once(rule: str, kind: Any, partitions: int) -> None:
     """2 ranks, a state, 3 ranks: the rows of one rank alone, through several epochs."""
-    documents, how = corpus(60), {"documents": rule, "lanes": lanes}
+    documents, how = corpus(60), {"documents": rule, "partitions": partitions}
     wanted = taken(loaders(kind(documents), ranks=1, **how), 60)
     two = loaders(kind(documents), ranks=2, **how)
     found = taken(two, 12)
@@ -115,24 +122,24 @@ def test_other_ranks_go_on_with_each_token_once(rule: str, kind: Any, lanes: int
     assert state_of(three) == state
     found += taken(three, 12)
     assert found == wanted
-    # Each lane has every document of its own once before any twice.
+    # Each partition has every document of its own once before any twice.
     tokens = Counter(token for row in wanted for token in row)
     assert (
         max(tokens.values()) - min(tokens.values()) <= 3 and len(tokens) == max(documents[-1]) + 1
     )
 
 
-def test_an_epoch_of_one_lane_has_each_token_once_and_another_order_than_the_next() -> None:
+def test_an_epoch_of_one_partition_has_each_token_once_and_another_order_than_the_next() -> None:
     documents = corpus(40)
     tokens = sum(map(len, documents))
-    (loader,) = loaders(documents, ranks=1, rows=1, lanes=1, row_tokens=1)
+    (loader,) = loaders(documents, ranks=1, rows=1, partitions=1, row_tokens=1)
     epochs = [[row[0] for row in taken([loader], tokens)] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(tokens))
     assert epochs[0] != epochs[1] and loader.epochs() == {"all": 1}
 
 
-def test_lanes_of_other_documents_than_rows_read_all_of_them() -> None:
-    """Three documents and twelve lanes: a lane goes on in the next epoch."""
+def test_partitions_of_other_documents_than_rows_read_all_of_them() -> None:
+    """Three documents and twelve partitions: a partition goes on in the next epoch."""
     found = Counter(token for row in taken(loaders(corpus(3), ranks=1), 6) for token in row)
     assert max(found.values()) - min(found.values()) <= 12 and len(found) == sum(
         map(len, corpus(3))
@@ -153,7 +160,7 @@ def test_workers_give_the_rows_of_none_and_their_position_is_what_was_taken() ->
     assert taken([behind], 5) == wanted[8:]
 
 
-def test_a_mixture_has_its_shares_in_every_batch_and_lane() -> None:
+def test_a_mixture_has_its_shares_in_every_batch_and_partition() -> None:
     weights = {"a": 7.0, "b": 2.0, "c": 1.0}
     sources = {
         name: (corpus(30, first=1000 * i), weight)
@@ -162,21 +169,21 @@ def test_a_mixture_has_its_shares_in_every_batch_and_lane() -> None:
     rows = taken(loaders(sources, ranks=1, rows=12), 60)
     names = np.array([[row[0] // 1000 for row in rows[i : i + 12]] for i in range(0, 720, 12)])
     for i, weight in enumerate(weights.values()):
-        share, counts = weight / 10, (names == i).cumsum(axis=0)  # [batches, lanes]
+        share, counts = weight / 10, (names == i).cumsum(axis=0)  # [batches, partitions]
         wanted = share * np.arange(1, 61)[:, None]
         assert np.abs(counts - wanted).max() < 1 + 3 * share
         assert abs(counts[-1].sum() / 720 - share) < 0.01
-    assert len({tuple(row) for row in (names == 2).T.tolist()}) > 6  # not all lanes at once
+    assert len({tuple(row) for row in (names == 2).T.tolist()}) > 6  # not all partitions at once
 
 
 def test_a_stream_is_read_once_and_a_resumed_one_from_its_block() -> None:
     stream = Again(corpus(40))
-    (loader,) = loaders(stream, ranks=1, rows=4, shuffle=False, lanes=4)
+    (loader,) = loaders(stream, ranks=1, rows=4, shuffle=False, partitions=4)
     taken([loader], 4)
     assert stream.read < 40
     state, behind = loader.state_dict(), Again(corpus(40))
     behind.skip = lambda count: islice(corpus(40), count, None)  # type: ignore[attr-defined]
-    (resumed,) = loaders(behind, ranks=1, rows=4, shuffle=False, lanes=4)
+    (resumed,) = loaders(behind, ranks=1, rows=4, shuffle=False, partitions=4)
     resumed.load_state_dict(state)
     assert taken([resumed], 1) == taken([loader], 1) and behind.read == 0
 
@@ -192,7 +199,9 @@ def test_a_permutation_has_each_place_once_and_looks_random() -> None:
 
 
 def test_documents_without_tokens_are_passed_over() -> None:
-    (loader,) = loaders([[], [1, 2], [], [3, 4]], ranks=1, row_tokens=4, shuffle=False, lanes=1)
+    (loader,) = loaders(
+        [[], [1, 2], [], [3, 4]], ranks=1, row_tokens=4, shuffle=False, partitions=1
+    )
     assert taken([loader], 1) == [[1, 2, 3, 4]] * 2
 
 

@@ -6,8 +6,9 @@ docs/sequences.md has the use of each name, docs/pretraining.md that of a corpus
 from moecore.packing.bins import Bins, pack_documents, pack_lengths
 from moecore.packing.collate import PackedBatch, PackedCollator
 from moecore.packing.corpus.json_lines import JsonLines
-from moecore.packing.corpus.loader import CorpusError, CorpusLoader, CorpusOptions, CorpusSource
+from moecore.packing.corpus.loader import CorpusLoader
 from moecore.packing.corpus.megatron import MegatronDocuments
+from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.cost import DocumentCost, MeasuredCost
 from moecore.packing.documents import CutDocuments
 from moecore.packing.sampler import PackedBatchSampler

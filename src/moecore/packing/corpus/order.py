@@ -50,7 +50,7 @@ def _mixed(number: int) -> int:
     return number ^ number >> 31
 
 
-class ByIndex:
+class IndexedDocuments:
     """Documents by ordinal, of what has items by index.
 
     Args:
@@ -69,11 +69,11 @@ class ByIndex:
         return self._documents[index]
 
 
-class Stream:
+class StreamedDocuments:
     """Documents by ordinal, of what is read from its start: each ordinal is taken at most once.
 
     A block of documents is read and shuffled at a time. A document that is read before its turn
-    waits. What no lane of this process takes is read and dropped.
+    waits. What no partition of this process takes is read and dropped.
 
     Args:
         documents: begins anew with each `iter`; with a method `skip`, as datasets has it, a resumed
@@ -81,7 +81,7 @@ class Stream:
         key: of the order of all epochs; None = as they come.
         block: documents that are shuffled together.
         first: least ordinal that is taken.
-        lanes, mine: ordinals whose remainder by `lanes` is in `mine` are taken.
+        partitions, mine: ordinals whose remainder by `partitions` is in `mine` are taken.
         length: documents of an epoch; None = not known before the first has ended.
     """
 
@@ -92,12 +92,12 @@ class Stream:
         *,
         block: int,
         first: int,
-        lanes: int,
+        partitions: int,
         mine: frozenset[int],
         length: int | None,
     ) -> None:
         self._documents, self._key, self._block = documents, key, block if key is not None else 1
-        self._lanes, self._mine, self.length = lanes, mine, length
+        self._partitions, self._mine, self.length = partitions, mine, length
         self._waiting: dict[int, Any] = {}
         self._coming = self._read(first)
 
@@ -105,7 +105,7 @@ class Stream:
         """Return the document of an ordinal."""
         while ordinal not in self._waiting:
             found, document = next(self._coming)
-            if found % self._lanes in self._mine:
+            if found % self._partitions in self._mine:
                 self._waiting[found] = document
         return self._waiting.pop(ordinal)
 

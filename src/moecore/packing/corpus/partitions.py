@@ -1,4 +1,4 @@
-"""Rows of one lane: of each source every L-th document, and which source has the next row.
+"""Rows of one partition: of each source every L-th document, and which source has the next row.
 
 A row is cut from documents by one of two rules ("documents" of `CorpusOptions`):
 
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """The position of one source in one lane.
+    """The position of one source in one partition.
 
     Attributes:
         rows: that it has given.
@@ -50,11 +50,11 @@ class Cursor(NamedTuple):
     taken: int
 
 
-class SplitRows:
+class SplitPacker:
     """Rows of documents that are cut at the end of a row."""
 
-    def __init__(self, ids: Ids, shape: RowShape, cursor: Cursor, *, lanes: int) -> None:
-        self._ids, self._shape, self._lanes = ids, shape, lanes
+    def __init__(self, ids: Ids, shape: RowShape, cursor: Cursor, *, partitions: int) -> None:
+        self._ids, self._shape, self._partitions = ids, shape, partitions
         self.cursor = cursor
         self._document: Integers | None = None
 
@@ -66,7 +66,7 @@ class SplitRows:
         room = self._shape.tokens
         while room:
             if taken == len(document):
-                ordinal, taken = ordinal + self._lanes, 0
+                ordinal, taken = ordinal + self._partitions, 0
                 document = self._ids(ordinal)
                 continue
             piece = piece_of(document, taken, taken + room)
@@ -77,11 +77,11 @@ class SplitRows:
         return pieces
 
 
-class WholeRows:
+class WholePacker:
     """Rows of documents that are cut only where they are longer than a row."""
 
-    def __init__(self, ids: Ids, shape: RowShape, cursor: Cursor, *, lanes: int) -> None:
-        self._ids, self._shape, self._lanes = ids, shape, lanes
+    def __init__(self, ids: Ids, shape: RowShape, cursor: Cursor, *, partitions: int) -> None:
+        self._ids, self._shape, self._partitions = ids, shape, partitions
         self.cursor = cursor
         self._rows: list[list[Piece]] | None = None
 
@@ -90,7 +90,7 @@ class WholeRows:
         rows, ordinal, taken = self.cursor
         found = self._packed(ordinal) if self._rows is None else self._rows
         while taken == len(found):
-            ordinal, taken = ordinal + self._lanes * self._shape.window, 0
+            ordinal, taken = ordinal + self._partitions * self._shape.window, 0
             found = self._packed(ordinal)
         self._rows, self.cursor = found, Cursor(rows + 1, ordinal, taken + 1)
         return found[taken]
@@ -98,7 +98,7 @@ class WholeRows:
     def _packed(self, first: int) -> list[list[Piece]]:
         """Return the rows of a window of documents, by their first document."""
         T, window = self._shape.tokens, self._shape.window
-        documents = [self._ids(first + i * self._lanes) for i in range(window)]
+        documents = [self._ids(first + i * self._partitions) for i in range(window)]
         pieces = [
             piece_of(document, start, start + T)
             for document in documents
@@ -132,15 +132,15 @@ def piece_of(document: Integers, start: int, stop: int) -> Piece:
     return Piece(document[start:stop], after)
 
 
-class Lane:
+class Partition:
     """One of the L sequences of rows of which the rows of a run are dealt.
 
     Row r of a source is due at (r + phase) / weight; the row that is due first is next. So of n
     rows a source of share w has n * w, give or take 1 + w * sources. The phase is another one in
-    each lane, so that lanes do not change sources all at once.
+    each partition, so that partitions do not change sources all at once.
 
     Args:
-        number: of the lane.
+        number: of the partition.
         ids: by source.
         weights: by source.
         cursors: by source; those that are missing begin.
@@ -155,13 +155,13 @@ class Lane:
         *,
         rule: Rule,
         shape: RowShape,
-        lanes: int,
+        partitions: int,
         seed: int,
     ) -> None:
-        kind: Any = SplitRows if rule == "split" else WholeRows
+        kind: Any = SplitPacker if rule == "split" else WholePacker
         starts = cursors or [Cursor(0, number, 0)] * len(ids)
         self._sources = [
-            kind(of, shape, Cursor(*cursor), lanes=lanes)
+            kind(of, shape, Cursor(*cursor), partitions=partitions)
             for of, cursor in zip(ids.values(), starts, strict=True)
         ]
         self._weights = list(weights.values())
