@@ -43,7 +43,8 @@ class CorpusLoader:
         rows: of a batch.
         data_rank: this one; ranks with the same data share it.
         data_ranks: ranks with different data.
-        workers: processes that read, tokenize and pack ahead; 0 = this one does when asked.
+        workers: processes that read, tokenize and pack ahead; 0 = this one does when asked. Where
+            processes are not forked, sources must pickle.
 
     Raises:
         ValueError: for no sources, two of one name, or a rank that is not one of the ranks.
