@@ -104,6 +104,10 @@ class Job:
         self.start = resume(self.args, *restored, chosen_by=self.chosen_by)
         self.reader = torch.cuda.Stream() if self.device.type == "cuda" else None
 
+    def position(self) -> Metrics:
+        """Return metrics of the data up to the batch that was last read."""
+        return {}
+
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
         """Return a script's own metrics of a step, whose batches have these counts together."""
         return {}
@@ -182,7 +186,8 @@ def train(job: Job) -> None:
             try:
                 running.append(train_step(job, step))
                 if is_due(step, every=args.eval_every, steps=args.steps):
-                    running[-1] = replace(running[-1], evaluated=job.evaluate())
+                    more = running[-1].more | job.evaluate()
+                    running[-1] = replace(running[-1], more=more)
             except RUN_ERRORS:
                 log(job, running, report)
                 raise
@@ -230,6 +235,7 @@ def train_step(job: Job, step: int) -> Launched:
         ep=job.meshes.parallel.ep,
         expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
         reader=job.reader,
+        more=job.position(),
     )
 
 

@@ -67,7 +67,7 @@ class Launched:
         ep: ranks that share a layer's experts.
         expert_loads: whether the load of each expert is among the metrics.
         reader: the stream that the host reads on, see `Job`.
-        evaluated: after the step; none = not evaluated.
+        more: metrics that are known already: of the data, and of an evaluation after the step.
     """
 
     step: int
@@ -80,7 +80,7 @@ class Launched:
     ep: int
     expert_loads: bool
     reader: torch.cuda.Stream | None
-    evaluated: Metrics = field(default_factory=dict)
+    more: Metrics = field(default_factory=dict)
 
     def read_counts(self) -> list[int]:
         """Wait for the step, and for none after it; return `counts`."""
@@ -100,7 +100,7 @@ class Launched:
             for layer, of_E in loads.items():
                 for e in range(len(of_E)):
                     del found[f"expert_load/{layer}/{e}"]
-        return found | self.evaluated
+        return found | self.more
 
     @contextmanager
     def _read(self) -> Iterator[None]:

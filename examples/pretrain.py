@@ -180,10 +180,9 @@ class CorpusTraining(DecoderJob):
         dist.all_reduce(total)
         return float(total) / copies
 
-    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+    def position(self) -> Metrics:
         epochs = self.packed.sampler.epochs()
-        found = {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
-        return found | super().more_metrics(counts, seconds)
+        return {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
 
     def finish(self) -> None:
         self.packed.sampler.close()
