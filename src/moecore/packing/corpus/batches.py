@@ -35,12 +35,8 @@ class RankBatches(IterableDataset[Any]):
         partitions: int,
     ) -> None:
         self._sources, self._options = sources, options
-        self.rows, self.data_rank, self.data_ranks, self.partitions = (
-            rows,
-            data_rank,
-            data_ranks,
-            partitions,
-        )
+        self.rows, self.partitions = rows, partitions
+        self.data_rank, self.data_ranks = data_rank, data_ranks
         self.names = [source.name for source in sources]
         self.begin_at(0, {}, {})
 

@@ -75,7 +75,8 @@ class CorpusLoader:
         self._workers = workers
         self._coming: Iterator[Any] | None = None
         self._rows = 0  # of all ranks, taken
-        self._cursors: Cursors = {}  # behind what this rank has taken
+        self._loaded: Cursors = {}  # where all ranks began
+        self._cursors: Cursors = {}  # behind what this rank has taken since
         self._last: Cursors = {}  # of its last batch
         self._lengths: dict[str, int | None] = {}
 
@@ -107,7 +108,7 @@ class CorpusLoader:
 
     def close(self) -> None:
         """End the workers; the next batch starts others at this position."""
-        self._batches.begin_at(self._rows, self._cursors, self._lengths)
+        self._batches.begin_at(self._rows, self._loaded | self._cursors, self._lengths)
         self._coming = None
 
     def epochs(self) -> dict[str, int]:
@@ -123,12 +124,11 @@ class CorpusLoader:
 
         Collective where torch.distributed is initialized and there are several data ranks.
         """
-        own = self._state()
-        if self._batches.data_ranks == 1 or not dist.is_initialized():
-            return own
-        states: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(states, own)
-        return joined(states)
+        states: list[Any] = [self._state(self._cursors)]
+        if self._batches.data_ranks > 1 and dist.is_initialized():
+            own, states = states[0], [None] * dist.get_world_size()
+            dist.all_gather_object(states, own)
+        return joined([self._state(self._loaded), *states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where loaders of the same sources and options were.
@@ -149,21 +149,20 @@ class CorpusLoader:
                 )
         self._batches.partitions = state["partitions"]
         self._rows, self._lengths = state["rows"], dict(state["lengths"])
-        self._cursors = {
-            partition: [Cursor(*cursor) for cursor in cursors]
-            for partition, cursors in state["cursors"]
-        }
+        self._cursors, self._loaded = (
+            {},
+            {
+                partition: [Cursor(*cursor) for cursor in cursors]
+                for partition, cursors in state["cursors"]
+            },
+        )
         self.close()
 
-    def _state(self) -> dict[str, Any]:
-        """Return the position, with the partitions that this rank knows."""
+    def _state(self, cursors: Cursors) -> dict[str, Any]:
         return {
             "rows": self._rows,
             "partitions": self._batches.partitions,
-            "cursors": [
-                [partition, [list(cursor) for cursor in cursors]]
-                for partition, cursors in sorted(self._cursors.items())
-            ],
+            "cursors": [[n, [list(cursor) for cursor in cursors[n]]] for n in sorted(cursors)],
             "lengths": self._lengths,
             "facts": self._batches.facts(),
         }
@@ -182,10 +181,7 @@ def joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if partition not in ahead or _rows_of(cursors) > _rows_of(ahead[partition]):
                 ahead[partition] = cursors
         lengths |= {name: n for name, n in state["lengths"].items() if n or name not in lengths}
-    return {
-        **states[0],
-        "cursors": [[partition, ahead[partition]] for partition in sorted(ahead)],
-    } | {"lengths": lengths}
+    return {**states[0], "cursors": [[n, ahead[n]] for n in sorted(ahead)], "lengths": lengths}
 
 
 def _rows_of(cursors: Sequence[Sequence[int]]) -> int:
