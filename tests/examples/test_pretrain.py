@@ -9,8 +9,6 @@ import importlib
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -21,25 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples.test_train import MEASURED, environment
+from moecore.io import set_latest
+from tests.examples.test_train import MEASURED
 from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("transformers")
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain.py"
 STEPS, SEQ_LEN, EVAL_ROWS = 8, 16, 4
-KILL_AT = 6  # past the first checkpoint and before the second: steps 5 and 6 are lost
-KILLING_WANDB = f"""
-import os, pathlib, signal, time
-
-saved = pathlib.Path(__file__).parents[1] / "run" / "checkpoints" / "latest"
-
-class init:
-    def __init__(self, **options): pass
-    def log(self, metrics, step):
-        if step == {KILL_AT}:
-            while not saved.exists(): time.sleep(0.01)  # it is written in the background
-            os.killpg(0, signal.SIGKILL)
-"""
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
@@ -95,6 +81,8 @@ def rank_of_script(
     """Be a rank of the script; return its exit code and what it prints."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     sys.path.insert(0, str(SCRIPT.parent))
+    dear: Any = {"torch.utils.tensorboard": None, "matplotlib.figure": None}
+    sys.modules.update(dear)  # as if they were not installed: they take seconds to import
     script, said = importlib.import_module("pretrain"), StringIO()
     importlib.import_module("errors").RANK_0_PRINTS_S = 0  # no rank's end ends the others here
     with redirect_stdout(said), redirect_stderr(said):
@@ -116,21 +104,20 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+def killed(straight: Path, run_dir: Path) -> Path:
+    """What a run leaves that is killed in step 7: the checkpoint of step 4, later metrics."""
+    shutil.copytree(straight, run_dir)
+    set_latest(run_dir / "checkpoints" / "step-000004")
+    shutil.rmtree(run_dir / "checkpoints" / "step-000008")
+    shutil.rmtree(run_dir / "export")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:6]))
+    return run_dir
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_on_any_ranks(corpus: Path, straight: Path, tmp_path: Path) -> None:
-    modules, run_dir, wider = (tmp_path / name for name in ("modules", "run", "wider"))
-    modules.mkdir()
-    (modules / "wandb.py").write_text(KILLING_WANDB)
-    killed = subprocess.run(
-        [sys.executable, str(SCRIPT), *words(corpus, run_dir, "--wandb mine")],
-        env=environment(modules),
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
-    assert len(metrics(run_dir)) == KILL_AT
-    shutil.copytree(run_dir, wider)
+    run_dir, wider = killed(straight, tmp_path / "run"), killed(straight, tmp_path / "wider")
     assert "from step 4 to step 8 on 2 cpu ranks" in run_in_forks(words(corpus, run_dir))
     assert metrics(run_dir) == metrics(straight)
     more = f"--config {run_dir}/config.toml --run-dir {wider} --batch-size 2"
@@ -215,6 +202,17 @@ def test_wrong_arguments_are_one_line(
         said = str(error)
         assert "\n" not in said
     assert ERRORS.get(wrong, ERRORS["--data"]) in said
+
+
+def test_the_command_ends_with_one_line(
+    pretrain: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.delenv("RANK")
+    for arguments in ("--config missing.toml", f"--run-dir {tmp_path}", "--data a --eval-every 1"):
+        monkeypatch.setattr(sys, "argv", ["pretrain.py", *arguments.split()])
+        assert pretrain.main() == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("pretrain.py: error: --")
 
 
 @pytest.mark.slow
