@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -29,14 +29,15 @@ class CorpusSource:
 
     name: str
     documents: Annotated[Any, "documents by index, or an iterable of them"]
-    tokenize: Annotated[Any, "a function of a document, or None"] = None
+    tokenize: Callable[[Any], Any] | None = None
     weight: Positive = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
-        if not isinstance(self.documents, Iterable) and not self.is_indexed:
+        is_text = isinstance(self.documents, str | bytes)
+        if is_text or not (isinstance(self.documents, Iterable) or self.is_indexed):
             yield "documents", "have items by index or be iterable: pass a list or a dataset"
         if self.is_indexed and not len(self.documents):
             yield "documents", "have at least one document: leave the source out"
@@ -44,7 +45,10 @@ class CorpusSource:
     @property
     def is_indexed(self) -> bool:
         """Whether documents have a length and items by index."""
-        return hasattr(self.documents, "__getitem__") and hasattr(self.documents, "__len__")
+        try:
+            return hasattr(self.documents, "__getitem__") and len(self.documents) >= 0
+        except TypeError:  # a tensor of no dims
+            return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
