@@ -171,9 +171,20 @@ def test_a_mixture_has_its_shares_in_every_batch_and_partition() -> None:
     for i, weight in enumerate(weights.values()):
         share, counts = weight / 10, (names == i).cumsum(axis=0)  # [batches, partitions]
         wanted = share * np.arange(1, 61)[:, None]
-        assert np.abs(counts - wanted).max() < 1 + 3 * share
+        assert np.abs(counts - wanted).max() < 2
         assert abs(counts[-1].sum() / 720 - share) < 0.01
     assert len({tuple(row) for row in (names == 2).T.tolist()}) > 6  # not all partitions at once
+
+
+def test_new_weights_count_for_the_rows_to_come() -> None:
+    """A source that had a tenth gets half of the next rows, not what it lacks of half of all."""
+    documents = {name: corpus(30, first=1000 * i) for i, name in enumerate("ab")}
+    (before,) = loaders({"a": (documents["a"], 9.0), "b": (documents["b"], 1.0)}, ranks=1, rows=12)
+    taken([before], 30)
+    (after,) = loaders({"a": (documents["a"], 2.0), "b": (documents["b"], 2.0)}, ranks=1, rows=12)
+    after.load_state_dict(before.state_dict())
+    is_b = np.array([row[0] >= 1000 for row in taken([after], 20)]).reshape(20, 12)
+    assert np.abs(is_b.cumsum(axis=0) - np.arange(1, 21)[:, None] / 2).max() < 2
 
 
 def test_a_stream_is_read_once_and_a_resumed_one_from_its_block() -> None:

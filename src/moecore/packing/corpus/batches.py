@@ -47,9 +47,7 @@ class RankBatches(IterableDataset[Any]):
     def facts(self) -> dict[str, Any]:
         """Return what loaders of the same rows have in common."""
         options = self._options
-        sources = [
-            [s.name, s.weight, len(s.documents) if s.is_indexed else None] for s in self._sources
-        ]
+        sources = [[s.name, len(s.documents) if s.is_indexed else None] for s in self._sources]
         return {
             "sources": sources,
             "row_tokens": options.row_tokens,

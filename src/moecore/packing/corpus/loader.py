@@ -133,7 +133,8 @@ class CorpusLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where loaders of the same sources and options were.
 
-        Their ranks, rows and workers may have been others.
+        Their ranks, rows and workers may have been others, and their weights: new ones count for
+        the rows to come.
 
         Raises:
             ValueError: for the state of other sources or options, or no state.
@@ -174,7 +175,7 @@ def _as_it_is(batch: Any) -> Any:
 
 def joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the position of all ranks: of each partition the cursors that are ahead."""
-    ahead: dict[int, list[list[int]]] = {}
+    ahead: dict[int, list[list[float]]] = {}
     lengths: dict[str, int | None] = {}
     for state in states:
         for partition, cursors in state["cursors"]:
@@ -184,5 +185,5 @@ def joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**states[0], "cursors": [[n, ahead[n]] for n in sorted(ahead)], "lengths": lengths}
 
 
-def _rows_of(cursors: Sequence[Sequence[int]]) -> int:
+def _rows_of(cursors: Sequence[Sequence[float]]) -> float:
     return sum(cursor[0] for cursor in cursors)

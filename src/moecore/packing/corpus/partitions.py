@@ -43,11 +43,13 @@ class Cursor(NamedTuple):
         rows: that it has given.
         ordinal: "split": of the document that is being cut; "whole": of the first in the window.
         taken: "split": tokens of that document; "whole": rows of the window.
+        credit: rows that the source has less than its share.
     """
 
     rows: int
     ordinal: int
     taken: int
+    credit: float
 
 
 class SplitPacker:
@@ -60,7 +62,7 @@ class SplitPacker:
 
     def next(self) -> list[Piece]:
         """Return the pieces of the next row."""
-        rows, ordinal, taken = self.cursor
+        rows, ordinal, taken, credit = self.cursor
         document = self._ids(ordinal) if self._document is None else self._document
         pieces: list[Piece] = []
         room = self._shape.tokens
@@ -73,7 +75,7 @@ class SplitPacker:
             taken += len(piece.ids)
             room -= self._shape.rounded(len(piece.ids))
             pieces.append(piece)
-        self._document, self.cursor = document, Cursor(rows + 1, ordinal, taken)
+        self._document, self.cursor = document, Cursor(rows + 1, ordinal, taken, credit)
         return pieces
 
 
@@ -87,12 +89,12 @@ class WholePacker:
 
     def next(self) -> list[Piece]:
         """Return the pieces of the next row."""
-        rows, ordinal, taken = self.cursor
+        rows, ordinal, taken, credit = self.cursor
         found = self._packed(ordinal) if self._rows is None else self._rows
         while taken == len(found):
             ordinal, taken = ordinal + self._partitions * self._shape.window, 0
             found = self._packed(ordinal)
-        self._rows, self.cursor = found, Cursor(rows + 1, ordinal, taken + 1)
+        self._rows, self.cursor = found, Cursor(rows + 1, ordinal, taken + 1, credit)
         return found[taken]
 
     def _packed(self, first: int) -> list[list[Piece]]:
@@ -135,9 +137,9 @@ def piece_of(document: Integers, start: int, stop: int) -> Piece:
 class Partition:
     """One of the L sequences of rows of which the rows of a run are dealt.
 
-    Row r of a source is due at (r + phase) / weight; the row that is due first is next. So of n
-    rows a source of share w has n * w, give or take 1 + w * sources. The phase is another one in
-    each partition, so that partitions do not change sources all at once.
+    The source that lacks most rows of its share has the next one (the largest deficit, or credit).
+    So of n rows a source of share w has n * w, give or take less than one per source. Credits begin
+    at random, so that partitions do not change sources all at once.
 
     Args:
         number: of the partition.
@@ -159,13 +161,14 @@ class Partition:
         seed: int,
     ) -> None:
         kind: Any = SplitPacker if rule == "split" else WholePacker
-        starts = cursors or [Cursor(0, number, 0)] * len(ids)
+        phases = [key_of(seed, "phase", name, number) / BITS_64 for name in ids]
+        mean, total = sum(phases) / len(phases), sum(weights.values())
+        starts = cursors or [Cursor(0, number, 0, phase - mean) for phase in phases]
         self._sources = [
             kind(of, shape, Cursor(*cursor), partitions=partitions)
             for of, cursor in zip(ids.values(), starts, strict=True)
         ]
-        self._weights = list(weights.values())
-        self._phases = [key_of(seed, "phase", name, number) / BITS_64 for name in ids]
+        self._shares = [weight / total for weight in weights.values()]
 
     @property
     def cursors(self) -> list[Cursor]:
@@ -178,10 +181,10 @@ class Partition:
         return sum(cursor.rows for cursor in self.cursors)
 
     def next(self) -> list[Piece]:
-        """Return the pieces of the next row, of the source that is due."""
-        due = [
-            (cursor.rows + phase) / weight
-            for cursor, phase, weight in zip(self.cursors, self._phases, self._weights, strict=True)
-        ]
-        pieces: list[Piece] = self._sources[int(np.argmin(due))].next()
+        """Return the pieces of the next row."""
+        credits = [c.credit + w for c, w in zip(self.cursors, self._shares, strict=True)]
+        chosen = int(np.argmax(credits))
+        pieces: list[Piece] = self._sources[chosen].next()
+        for i, source in enumerate(self._sources):
+            source.cursor = source.cursor._replace(credit=credits[i] - (i == chosen))
         return pieces
