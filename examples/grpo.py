@@ -137,8 +137,8 @@ class Reinforcement(Job):
         loss = self.engine.forward_backward(batch.rollouts, objective).loss
         return loss / self.meshes.data_ranks  # of the mean, which every rank has
 
-    def evaluate(self) -> None:
-        return None
+    def evaluate(self) -> Metrics:
+        return {}
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
         response_tokens, _, responses, half_points = counts

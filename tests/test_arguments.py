@@ -31,7 +31,14 @@ from moecore.io import (
 from moecore.io.hf.transfer import BucketHandle
 from moecore.models import Decoder, preset
 from moecore.moe.expert_layout import ExpertLayout
-from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
+from moecore.packing import (
+    CorpusLoader,
+    CorpusOptions,
+    CorpusSource,
+    PackedBatchSampler,
+    PackedCollator,
+    schedule_documents,
+)
 from moecore.parallel import Costs, LayoutCosts, ShardPlan, Timeline, make_schedule
 from moecore.planning import (
     CostTable,
@@ -56,6 +63,8 @@ META = Decoder(TINY, device="meta")
 OPTIONS = UpcycleOptions(expansion=2, granularity=2, top_k=2)
 NOTHING: dict[str, Any] = dict.fromkeys(("layers", "linears", "params", "units", "blocks"), ())
 NAMES = dict.fromkeys(("model", "device_type", "dispatcher", "dispatcher_reason"), "")
+SOURCES = [CorpusSource(name="a", documents=[[1]])]
+ROWS = CorpusOptions(row_tokens=4)
 PLAN = ShardPlan(parallel=ParallelConfig(dp_shard=1, edp_shard=1), **NOTHING, **NAMES)
 TABLE = CostTable.of("h200-141")
 RUN = TrainingRun(model=TINY, num_gpus=1, seq_len=8)
@@ -66,7 +75,14 @@ NO_CALLS = {
     *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
     "MatrixAssignment",
-    *("Bins", "DocumentGroup", "PackedBatch", "DocumentSchedule", "ContextParallelModel"),
+    *(
+        "Bins",
+        "CorpusError",
+        "DocumentGroup",
+        "PackedBatch",
+        "DocumentSchedule",
+        "ContextParallelModel",
+    ),
     "DynamicContextModel",
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),
@@ -121,6 +137,7 @@ METHODS: tuple[tuple[Any, str], ...] = (
     (META, "generate"),
     (OPTIONS, "moe_config"),
     *((PackedBatchSampler([1], 4), n) for n in ("set_epoch", "state_dict", "load_state_dict")),
+    (CorpusLoader(SOURCES, ROWS), "load_state_dict"),
     (schedule_documents([1], ranks=1, max_tokens=1), "of_rank"),
     *((TABLE, n) for n in ("of", "read", "on", "write", "extended", "seconds", "wall")),
     *((REPLAY, n) for n in ("choices", "replay", "select", "to_engine", "from_engine")),
@@ -149,7 +166,9 @@ VALID: dict[str, Any] = {
     **dict(sizes=[1], bytes_per_second=1.0),
     **dict(table=CostTable.of("h200-141")),
     **dict(gpu="h200-141", points=[], source="here", work=Work("copy", "copy", 0, 1, (), "uint8")),
-    **dict(documents=[[1]], costs=[1.0], cu_seqlens=torch.tensor([0, 2])),
+    **dict(
+        documents=[[1]], sources=SOURCES, prefix="no", costs=[1.0], cu_seqlens=torch.tensor([0, 2])
+    ),
     **dict(pp=1, chunks=1, num_micro_batches=1, text="EtL", num_layers=1, num_stages=1),
     "schedule": make_schedule("1f1b", pp=1, chunks=1, num_micro_batches=1),
     "timeline": Timeline(spans=((),)),
@@ -176,6 +195,7 @@ OWN: dict[str, dict[str, Any]] = {
     "adopt_experts": {"config": LAYER, "layout": ExpertLayout()},
     **{n: {"config": {}} for n in ("native_to_hf", "dcp_to_native", "native_to_dcp")},
     "make_schedule": {"name": "1f1b"},
+    "CorpusLoader": {"options": ROWS},
     "time_step": {"step": DryRun(rank=0, held=0, peak=0, buffers=0, pages=0, queued=(), starts=())},
     "next_change": {"plan": TimePlan(run=RUN, gpu="h100-80", seconds=1.0, parts={}, timeline=None)},
     "draw_memory": {"plan": MemoryPlan(run=RUN, ranks=())},

@@ -38,7 +38,13 @@ from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 from moecore.models.log_probs import LogProbLoss
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
-from moecore.packing import DocumentCost, MeasuredCost, PackedCollator
+from moecore.packing import (
+    CorpusOptions,
+    CorpusSource,
+    DocumentCost,
+    MeasuredCost,
+    PackedCollator,
+)
 from moecore.parallel.pipeline.layout import LayoutCosts
 from moecore.parallel.pipeline.simulate import Costs
 from moecore.planning import CostTable, Gpu, OptimizerOptions, SearchRequest, TrainingRun, Work
@@ -170,6 +176,8 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (DocumentCost, {}),
     (MeasuredCost, dict(lengths=(2, 4), seconds={1: (1.0, 2.0)})),
     (PackedCollator, {"row_tokens": 4}),
+    (CorpusOptions, {"row_tokens": 4}),
+    (CorpusSource, {"name": "a", "documents": [[1]]}),
     (AdamWOptions, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
     (AttentionMask, {}),
     (LayoutCosts, {"layers": (1.0, 2.0)}),

@@ -35,7 +35,7 @@ MICRO = (
     " --sample-bytes 8"
 )
 WHOLE = f"--steps {STEPS} --eval-every 3 --expert-loads-every 2"
-MEASURED = ("tokens_per_second", "memory_rss_gib")  # other numbers in every run
+MEASURED = ("tokens_per_second", "memory_rss_gib", "data_wait_share")  # other numbers in every run
 DAMAGE = b'{"step": 7, "lo\n\n\0\0\0\n\xff\xfe\n{"step": 1}\n[1]\n' + b"[" * 100_000  # in 7 lines
 KILL_AT = 6  # past the first checkpoint and before the second: steps 5 and 6 are lost
 KILLING_BAR = f"""
