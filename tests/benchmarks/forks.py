@@ -28,9 +28,7 @@ def run(name: str, words: list[str], *, num_ranks: int, code: int = 0) -> str:
     return said
 
 
-def rows_of(
-    name: str, words: list[str], folder: Path, *, num_ranks: int
-) -> tuple[list[Any], str]:
+def rows_of(name: str, words: list[str], folder: Path, *, num_ranks: int) -> tuple[list[Any], str]:
     """Return the rows that it records in this empty folder, and what rank 0 prints."""
     said = run(name, [*words, "--results", str(folder)], num_ranks=num_ranks)
     (file,) = folder.glob("*.jsonl")

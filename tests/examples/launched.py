@@ -1,6 +1,6 @@
-"""`launch` of the scripts in this process; its ranks fork (Note "starts" of tests/helpers/ranks.py).
+"""`launch` of the scripts in this process, whose ranks fork: Note "starts" of helpers/ranks.py.
 
-Each start of examples/train.py by command is three interpreters that import: test_train.py kills one.
+A start of examples/train.py by command is three interpreters that import; test_train.py kills one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def forked_ranks() -> Iterator[None]:
 def launched(
     run_rank: Callable[[Any], int], script: str, words: list[str], said: Path
 ) -> tuple[int, str]:
-    """Launch two ranks with these arguments; return the exit code and what ranks print as errors."""
+    """Launch two ranks with these arguments; return the exit code and what they print to stderr."""
     with forked_ranks():
         code = launch(_said, (run_rank, [script, *words], said), 2)
     return code, said.read_text()
@@ -50,9 +50,7 @@ def _said(args: tuple[Callable[[Any], int], list[str], Path]) -> int:
 
 def _fork(run: Callable[..., None], args: tuple[Any, ...], nprocs: int, join: bool) -> Any:
     environ = dict(os.environ)
-    return mp.start_processes(
-        _start, (environ, run, args), nprocs, join, start_method="forkserver"
-    )
+    return mp.start_processes(_start, (environ, run, args), nprocs, join, start_method="forkserver")
 
 
 def _start(rank: int, environ: dict[str, str], run: Callable[..., None], args: Any) -> None:

@@ -36,7 +36,8 @@ from moecore.moe.pairs import Pairs
 from moecore.parallel.attached import moe_state
 from moecore.parallel.pipeline.layout import parse_layout
 from moecore.parallel.shard.transport import Packed
-from tests.helpers.grids import asked_for, beside
+from tests.helpers.grids import asked_for
+from tests.helpers.grids import beside as beside_nightly
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -388,7 +389,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("case", beside(CASES, NIGHTLY))
+@pytest.mark.parametrize("case", beside_nightly(CASES, NIGHTLY))
 def test_pairs_have_the_bits_of_one_after_the_other(case: str, found: dict[str, Any]) -> None:
     assert [one[case] for one in found["differences"]] == [[]] * WORLD
 

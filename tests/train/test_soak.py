@@ -10,6 +10,7 @@ import pytest
 from tests.train.soak import Plan, soak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "kills"), [(18, 1), pytest.param(2000, 20, marks=pytest.mark.nightly)]
 )

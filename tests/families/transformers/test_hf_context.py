@@ -100,7 +100,9 @@ CASES = {
     "gpt-oss, gathered, rows": Case(family="gpt-oss", parallel=dict(cp=4, ep=4)),
 }
 TAMPERED = {
-    f"tampered {name}": Case(family="qwen3-moe", parallel=dict(cp=2, ep=4), packed=True, tamper=name)
+    f"tampered {name}": Case(
+        family="qwen3-moe", parallel=dict(cp=2, ep=4), packed=True, tamper=name
+    )
     for name in ("positions", "labels", "documents")
 }
 
