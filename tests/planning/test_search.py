@@ -265,7 +265,6 @@ def test_what_is_estimated_to_be_fast_is_planned_first() -> None:
     assert len(right) >= 8 and sum(right) >= 0.8 * len(right)
 
 
-@pytest.mark.nightly  # smaller models are searched above and below, test_recipes.py plans this one
 def test_deepseek_v3() -> None:
     """A quarter of its depth on a quarter of the GPUs: experts go across nodes, here in bf16."""
     model = replace(DEEPSEEK, num_layers=16)
