@@ -60,6 +60,8 @@ IMPORTED = (
     "moecore.train",
     "pytest",
     "torch._dynamo",
+    "torch._functorch.aot_autograd",  # what a first compile imports, and the next line's
+    "torch._inductor.compile_fx",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",  # if it is there: a second per rank
 )
 FIRST, LAST = "tests.helpers.sparing", "tests.helpers.frozen"

@@ -122,6 +122,7 @@ def test_a_stage_without_weights_in_fp8_gathers_none() -> None:
     assert min(plan_peak(replace(run, pipeline=PipelineConfig(layout="Et*4m|L")))) > 0
 
 
+@pytest.mark.slow
 def test_few_rows_are_slow_where_the_host_is_the_wall() -> None:
     model = replace(preset("qwen3-30b-a3b"), num_layers=4)
     request = SearchRequest(model=model, num_gpus=8, gpu="h200-141")

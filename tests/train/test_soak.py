@@ -10,8 +10,9 @@ import pytest
 from tests.train.soak import Plan, soak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("steps", "kills"), [(36, 1), pytest.param(2000, 20, marks=pytest.mark.nightly)]
+    ("steps", "kills"), [(18, 1), pytest.param(2000, 20, marks=pytest.mark.nightly)]
 )
 def test_nothing_is_lost(steps: int, kills: int, tmp_path: Path) -> None:
     plan = Plan(steps=steps, save_every=6)

@@ -37,6 +37,7 @@ from tests.families.transformers.hf_models import (
     whole_gradients,
     worst,
 )
+from tests.helpers.grids import asked_for, beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 
@@ -99,7 +100,9 @@ CASES = {
     "gpt-oss, gathered, rows": Case(family="gpt-oss", parallel=dict(cp=4, ep=4)),
 }
 TAMPERED = {
-    name: Case(family="qwen3-moe", parallel=dict(cp=2, ep=4), packed=True, tamper=name)
+    f"tampered {name}": Case(
+        family="qwen3-moe", parallel=dict(cp=2, ep=4), packed=True, tamper=name
+    )
     for name in ("positions", "labels", "documents")
 }
 
@@ -249,11 +252,12 @@ def without_labels() -> None:
     assert loss == 0 and not any(g.any() for g in whole_gradients(model).values())
 
 
-def worker(rank: int, device: torch.device) -> dict[str, float]:
+def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, float]:
     refuse()
     without_labels()
     errors = {}
-    for name, case in (CASES | {f"tampered {n}": c for n, c in TAMPERED.items()}).items():
+    for name in names:
+        case = (CASES | TAMPERED)[name]
         meshes = build_meshes(ParallelConfig(**case.parallel), "cpu")
         got = found_on(case, meshes)
         want = expected(case, meshes.data_ranks)
@@ -265,8 +269,8 @@ def worker(rank: int, device: torch.device) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, float]:
-    found: dict[str, float] = run_ranks(4, worker)
+def errors(request: pytest.FixtureRequest) -> dict[str, float]:
+    found: dict[str, float] = run_ranks(4, worker, asked_for(request, "name"))
     return found
 
 
@@ -277,6 +281,6 @@ def test_losses_gradients_and_steps_are_those_of_one_process(
     assert errors[name] <= 1e-5
 
 
-@pytest.mark.parametrize("name", TAMPERED)
+@pytest.mark.parametrize("name", beside(TAMPERED, [*TAMPERED][1:]))
 def test_what_is_wrong_shows(name: str, errors: dict[str, float]) -> None:
-    assert errors[f"tampered {name}"] > 1e-3
+    assert errors[name] > 1e-3
