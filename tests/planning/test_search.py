@@ -425,7 +425,7 @@ def test_large_numbers_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_what_records_have_is_named() -> None:
     """The figure is a record's, of bf16 with dispatcher nvlink; other foldings have none."""
-    args = argparse.Namespace(preset="qwen3-30b-a3b", gpu="h200-141", gpus=8)
+    args = argparse.Namespace(preset="qwen3-30b-a3b", gpu_spec=None, gpu="h200-141", gpus=8)
     for step in MEASURED:
         lines = (ROOT / "benchmarks" / "results" / step.record).read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if row.get("num_gpus") == step.num_gpus]
@@ -434,7 +434,9 @@ def test_what_records_have_is_named() -> None:
         assert _support(args, step.folding).startswith("measured: ep=8 batch_size=4 in bf16")
     other = _support(args, Folding(batch_size=4))
     assert other.startswith("no record has a step of the first one: ep=8") and "16,159" in other
-    alone = _support(argparse.Namespace(preset="tiny", gpu="h100-80", gpus=8), Folding())
+    alone = _support(
+        argparse.Namespace(preset="tiny", gpu_spec=None, gpu="h100-80", gpus=8), Folding()
+    )
     assert alone.endswith("it is planned only")
 
 
