@@ -216,7 +216,8 @@ def _print_time(args: Any, time: TimePlan, limit: int | None = None) -> None:
             "that their computation lasts for (--pairs-hide 0: none)"
         )
     if not gpu_of(kind_of(args)).measured:
-        print(f"rates of {shown_gpu(args)} are a data sheet's: no run on one has been compared with a plan")
+        kind = shown_gpu(args)
+        print(f"rates of {kind} are a data sheet's: no run on one has been compared with a plan")
     change = next_change(time, table, limit)
     print(f"next: {'nothing of what is known gains' if change is None else change}")
 
