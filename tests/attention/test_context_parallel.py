@@ -22,6 +22,7 @@ from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import attention_backward
 from moecore.kernels.zigzag import held_tokens, row_borders
+from tests.attention.linear_cases import linear_errors
 from tests.helpers.ranks import run_ranks
 
 SCALE = 0.4
@@ -157,6 +158,9 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
             cp = make(way, group, mine)
             for packed in (False, True):
                 results[name, size, packed] = errors(cp, name, packed)
+        for packed in (False, True) if rank < size else ():
+            cp = ContextParallel(group)
+            results["linear", size, packed] = linear_errors(cp, BATCHES[size], packed)
     original = ring.merge, ring.block_of
     for what in ("merge", "block"):
         if what == "merge":
@@ -187,6 +191,14 @@ def test_equals_one_process(results: dict[Any, Any], name: str) -> None:
     found = {key: values for key, values in results.items() if key[0] == name}
     assert len(found) == (2 if way == "a2a+p2p" else 6)
     assert not {key: values for key, values in found.items() if not max(values) <= 1e-5}
+
+
+def test_states_and_tokens_of_linear_attention_go_from_piece_to_piece(
+    results: dict[Any, Any],
+) -> None:
+    found = {key: values for key, values in results.items() if key[0] == "linear"}
+    assert len(found) == 6
+    assert not {key: values for key, values in found.items() if not max(values) <= 1e-6}
 
 
 @pytest.mark.parametrize("what", ["merge", "block"])

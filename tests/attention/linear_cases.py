@@ -1,0 +1,57 @@
+"""Linear attention over context parallel ranks, whose states go from piece to piece."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moecore.attention.context_parallel.held import ContextParallel, HeldTokens
+from moecore.attention.linear import attend_linear, convolve
+from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.kernels.linear_attention import DeltaRule
+from tests.kernels.linear_attention.oracle import convolution_ref, delta_rule_ref
+
+H, h, K, V, D, W = 3, 1, 4, 8, 4, 4
+
+
+def linear_errors(
+    cp: ContextParallel, batch: tuple[int, int, list[int]], packed: bool
+) -> list[float]:
+    """Return the largest errors of outputs and gradients of this rank's tokens, by the fp64."""
+    B, T, documents = batch
+    g = torch.Generator().manual_seed(3)
+    shapes = [(B, T, h, K), (B, T, h, K), (B, T, H, V), (B, T, H), (B, T, H), (B, T, D)]
+    q, k, v, decays, betas, x = (torch.randn(s, generator=g) for s in shapes)
+    leaves = [q, k, v, -decays.square() / 8, betas.sigmoid(), x]
+    weight, bias = torch.randn(D, W, generator=g), torch.randn(D, generator=g)
+    do, dy = (torch.randn(s, generator=g) for s in ((B, T, H, V), (B, T, D)))
+    sequence, borders = Sequence(), [T * row for row in range(B + 1)]
+    if packed:
+        borders = documents
+        sequence = packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
+    held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+
+    whole = [leaf.double().requires_grad_() for leaf in leaves]
+    filters = [weight.double().requires_grad_(), bias.double().requires_grad_()]
+    flat = [leaf.flatten(0, 1) for leaf in whole]
+    o_THv, _ = delta_rule_ref(DeltaRule(*flat[:5], norm_qk=True), borders)
+    y_TD = convolution_ref(flat[5], filters[0], filters[1], borders)
+    outs = o_THv.view(do.shape), y_TD.view(dy.shape)
+    wants = torch.autograd.grad(outs, [*whole, *filters], (do.double(), dy.double()))
+
+    own = [held.own(leaf).requires_grad_() for leaf in leaves]
+    own_filters = [weight.requires_grad_(), bias.requires_grad_()]
+    over_ranks = Sequence(cu_seqlens=sequence.cu_seqlens, max_seqlen=sequence.max_seqlen, held=held)
+    o = attend_linear(*own[:5], over_ranks, norm_qk=True)
+    y = convolve(own[5], weight, bias, over_ranks, silu=False)
+    found = list(torch.autograd.grad((o, y), [*own, *own_filters], (held.own(do), held.own(dy))))
+    for grad in found[6:]:
+        torch.distributed.all_reduce(grad, group=cp.group)
+    pairs = [(o, held.own(outs[0])), (y, held.own(outs[1]))]
+    pairs += zip(found[:6], map(held.own, wants[:6]), strict=True)
+    pairs += zip(found[6:], wants[6:], strict=True)
+    return [relative(got.detach(), want.detach()) for got, want in pairs]
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).abs().max() / want.abs().max())
