@@ -165,6 +165,28 @@ def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> Non
     assert (found[0][0] - found[3][0]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_documents_of_gated_delta_nets_are_those_of_transformers(family: str) -> None:
+    """Against the stock model, each document in a row of its own."""
+    stock, model = tiny_model(family), tiny_model(family)
+    use_causal_attention(model)
+    cuts, ids = [0, 1, 3, 16, 16, 32], TOKENS % 61
+    want = torch.cat(
+        [stock(ids.flatten()[None, a:b]).logits for a, b in pairwise(cuts) if b > a], 1
+    )
+    got = model(ids, cu_seq_lens_q=torch.tensor(cuts, dtype=torch.int32)).logits
+    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    (want * weights).sum().backward()
+    (got.view(want.shape) * weights).sum().backward()
+    found = {"logits": got.detach().view(want.shape)} | whole_gradients(model)
+    assert_equal_numbers(found, {"logits": want.detach()} | whole_gradients(stock))
+    with torch.no_grad():
+        assert (stock(ids.view(1, -1)).logits - want).abs().max() > 0.1
+        torch.testing.assert_close(stock(ids).logits, model(ids).logits)
+        with pytest.raises(ValueError, match=r"use_cache \(True\) must be False for linear"):
+            model(ids, cu_seq_lens_q=torch.tensor(cuts), use_cache=True)
+
+
 def found_in(name: str, batches: list[dict[str, Any]], *, checkpointing: bool) -> dict[str, Tensor]:
     """Return losses and gradients of micro-batches whose backwards come after all forwards."""
     model, capacity = random_model(name), CapacityConfig(factor=1.1, drop="position")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from moecore.attention.sequence import Sequence, packed_sequence, shift_left
 from moecore.base.torch_names import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.experts import has_vision_experts, kinds_of
+from moecore.families.transformers.linear_attention import SEQUENCE, linear_layers
 from moecore.families.transformers.stock import (
     has_stock_loss,
     named,
@@ -39,7 +40,6 @@ from moecore.families.transformers.stock import (
 from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
 
-SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
 READER = "_moecore_rows"  # attribute of a model that has a reader
 # Names of a `PackedBatch`, and of transformers' FlashAttention. Keys are those of the queries.
 DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q")
@@ -50,6 +50,7 @@ READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "ma
 CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of that loss
 NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
 KINDS = ("full_attention", "sliding_attention")  # layers that mix tokens by attention alone
+LINEAR = "linear_attention"
 MASKED = ("eager", "sdpa")  # attention whose mask says all
 Kwargs = dict[str, Any]
 Choose = Callable[[Tensor], Tensor]  # [B, T] of rows to [N], of the tokens that a layer gets
@@ -60,7 +61,7 @@ class RowReader:
 
     def __init__(self, model: nn.Module) -> None:
         self.cp: ContextParallel | None = None  # ranks that hold parts of rows; None = this one all
-        self._other = why_whole(model)
+        self._other = why_whole(model, linear_layers(model))
         base: Any = model.base_model
         model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -345,26 +346,34 @@ def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     return found
 
 
-def why_whole(model: nn.Module) -> str | None:
-    """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing."""
+def why_whole(model: nn.Module, linear: Collection[nn.Module] = ()) -> str | None:
+    """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing.
+
+    `linear` are the linear attention layers that keep documents apart.
+    """
     config: Any = model.config
     text = config.get_text_config()
-    if (other := _other_kind(text)) is not None:
+    if (other := _other_kind(text, len(linear))) is not None:
         return other
     for owner, field in [(config, "is_encoder_decoder"), *((text, name) for name in NOT_COMPUTED)]:
         if getattr(owner, field, None):
             return f"{field} ({getattr(owner, field)})"
+    apart = {part for layer in linear for part in layer.modules()}
     for name, module in model.named_modules():
-        is_convolution = isinstance(module, CONVOLUTIONS)
+        is_convolution = isinstance(module, CONVOLUTIONS) and module not in apart
         if is_convolution or getattr(module, "is_causal", True) is False:
             return f"{name} ({type(module).__name__})"
     return None
 
 
-def _other_kind(text: Any) -> str | None:
-    """Return the first layer of a config that mixes tokens by other means than attention."""
-    kinds = enumerate(getattr(text, "layer_types", None) or ())
-    return next((f"layer_types[{i}] ({kind!r})" for i, kind in kinds if kind not in KINDS), None)
+def _other_kind(text: Any, num_linear: int = 0) -> str | None:
+    """Return the first layer of a config that mixes tokens by other means than attention.
+
+    If all linear attention layers of the config are known, they are none.
+    """
+    kinds = getattr(text, "layer_types", None) or ()
+    known = (*KINDS, LINEAR) if num_linear == kinds.count(LINEAR) else KINDS
+    return next((f"layer_types[{i}] ({k!r})" for i, k in enumerate(kinds) if k not in known), None)
 
 
 def _of(given: Kwargs, names: tuple[str, ...]) -> Any:

@@ -1,0 +1,107 @@
+"""Linear attention layers of transformers whose documents and cp ranks moecore knows.
+
+A layer is found by what its forward calls: a short convolution and a gated delta rule, functions
+of its model's file that get the layer's further arguments. There they are replaced, once for all
+models of that file. Calls without a `Sequence`, or of rows of one sequence each on one rank, go on
+to the function that was there, of transformers or of a package.
+
+Projections, gates, norms and their order stay the layer's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+
+from moecore.attention.linear import attend_linear, convolve
+from moecore.attention.sequence import Sequence
+
+SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
+SILU = ("silu", "swish")
+Function = Callable[..., Any]
+
+
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model whose forward calls every function that is known here."""
+    return [module for module in model.modules() if _calls(module) >= FUNCTIONS.keys()]
+
+
+def take_sequences(model: nn.Module) -> None:
+    """Make the linear attention layers of a model read the `Sequence` that they are given."""
+    for module in linear_layers(model):
+        of_file = inspect.unwrap(type(module).forward).__globals__
+        for name, function in FUNCTIONS.items():
+            if getattr(of_file[name], "stands_before", None) is None:
+                of_file[name] = _before(of_file[name], function)
+
+
+def _calls(module: nn.Module) -> set[str]:
+    """Return the names that a module's forward looks up."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return set(getattr(code, "co_names", ()))
+
+
+def _before(own: Function, function: Function) -> Function:
+    """Return what calls `function` with a `Sequence` that has documents or ranks, else `own`."""
+
+    @wraps(own)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
+        if sequence is None or (sequence.cu_seqlens is None and sequence.held is None):
+            return own(*args, **kwargs)
+        return function(sequence, *args, **kwargs)
+
+    called.stands_before = own  # type: ignore[attr-defined]
+    return called
+
+
+def _convolution(
+    sequence: Sequence,
+    hidden_states: Tensor,  # [B, D, T]
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """Stand before `causal_conv1d_fn`."""
+    is_silu = activation in SILU
+    x_BTD = hidden_states.transpose(1, 2)
+    y_BTD = convolve(x_BTD, weight, bias, sequence, silu=is_silu)
+    if activation is not None and not is_silu:
+        from transformers.activations import ACT2FN
+
+        y_BTD = ACT2FN[activation](y_BTD)
+    return y_BTD.transpose(1, 2)
+
+
+def _gated_delta_rule(
+    sequence: Sequence,
+    query: Tensor,  # [B, T, heads, dims], as all
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Stand before `torch_chunk_gated_delta_rule`."""
+    if initial_state is not None or output_final_state:
+        raise ValueError(
+            "use_cache (True) must be False for linear attention with documents or over cp ranks, "
+            "which has no last state of a row: pass use_cache=False"
+        )
+    norm_qk = use_qk_l2norm_in_kernel
+    return attend_linear(query, key, value, g, beta, sequence, norm_qk=norm_qk), None
+
+
+FUNCTIONS: dict[str, Function] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+}
