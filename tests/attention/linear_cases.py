@@ -15,12 +15,14 @@ H, h, K, V, D, W = 3, 1, 4, 8, 4, 4
 
 
 def linear_errors(
-    cp: ContextParallel, batch: tuple[int, int, list[int]], packed: bool
+    cp: ContextParallel, batch: tuple[int, int, list[int]], packed: bool, by_channel: bool
 ) -> list[float]:
     """Return the largest errors of outputs and gradients of this rank's tokens, by the fp64."""
     B, T, documents = batch
     g = torch.Generator().manual_seed(3)
     shapes = [(B, T, h, K), (B, T, h, K), (B, T, H, V), (B, T, H), (B, T, H), (B, T, D)]
+    if by_channel:
+        shapes[3] = (B, T, H, K)
     q, k, v, decays, betas, x = (torch.randn(s, generator=g) for s in shapes)
     leaves = [q, k, v, -decays.square() / 8, betas.sigmoid(), x]
     weight, bias = torch.randn(D, W, generator=g), torch.randn(D, generator=g)

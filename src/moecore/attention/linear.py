@@ -3,7 +3,7 @@
 Legend: B rows, T tokens of a row, H value heads, h query and key heads, k and v dims of a head, D
 channels, W taps.
 
-It is for layers whose mixing of tokens is a short causal convolution and a gated delta rule; see
+It is for layers that mix tokens by a short causal convolution and a delta rule with decays: see
 `kernels/linear_attention` for both, and `context_parallel/states.py` for ranks.
 """
 
@@ -24,7 +24,7 @@ def attend_linear(
     q_BThk: Tensor,
     k_BThk: Tensor,
     v_BTHv: Tensor,
-    g_BTH: Tensor,
+    g_BTHk: Tensor,
     beta_BTH: Tensor,
     sequence: Sequence,
     *,
@@ -34,7 +34,7 @@ def attend_linear(
 
     Args: those of `DeltaRule`, of this rank's tokens where ranks hold parts. Collective there.
     """
-    q, k, v, g, beta = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTH, beta_BTH))
+    q, k, v, g, beta = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk, beta_BTH))
     rule = DeltaRule(q, k, v, g, beta, norm_qk)
     if sequence.held is not None:
         o = as_product(rule_over_ranks, rule, sequence.held.pieces(v_BTHv.device))

@@ -43,7 +43,7 @@ from tests.helpers.ranks import run_ranks
 
 STEPS, ROWS, TOKENS = 2, 2, 32
 CUTS = [0, 8, 32, 48, 64]
-LINEAR = ("qwen3_next", "qwen3_5_moe")  # gated delta nets beside full attention
+LINEAR = ("qwen3_next", "qwen3_5_moe", "kimi_linear")  # delta rules beside full attention
 CALM = 0.005  # a rate at whose second step stock transformers is near fp64, too
 BALANCED = BalanceConfig(sequence_coef=0.3)
 
@@ -114,6 +114,9 @@ CASES = {
     ),
     "gated delta, short documents": Case(
         family="qwen3_next", parallel=dict(cp=4, ep=4), packed=True, loss="sum", rate=CALM
+    ),
+    "kimi delta, packed": Case(
+        family="kimi_linear", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
     ),
     "gated delta, tp, rows": Case(family="qwen3_next", parallel=dict(cp=2, tp=2, ep=4), rate=CALM),
 }
@@ -241,7 +244,7 @@ TAMPERS: dict[str, Callable[[], Any]] = {"labels": far_shift}
 def refused(family: str, kind: type[Exception], message: str, **given: Any) -> None:
     options = given.pop("options", {})
     meshes = build_meshes(ParallelConfig(cp=4, ep=4), "cpu")
-    made = tiny_model if family == "kimi_linear" else lambda f: make(Case(family=f, parallel={}))
+    made = tiny_model if family == "jamba" else lambda f: make(Case(family=f, parallel={}))
     model = made(family)
     with pytest.raises(kind, match=message):
         parallelize_moe(model, meshes, **options)
@@ -251,7 +254,7 @@ def refused(family: str, kind: type[Exception], message: str, **given: Any) -> N
 def refuse() -> None:
     """Raise unless what cp ranks cannot compute is refused, in words."""
     mixes = r"because layer_types\[0\] \('linear_attention'\) needs whole rows on a rank"
-    refused("kimi_linear", NotImplementedError, mixes)
+    refused("jamba", NotImplementedError, mixes)
     ring = {"context": ContextOptions(way="p2p")}
     refused("gpt-oss", ValueError, r"way \('p2p'\) must be 'a2a' or 'allgather'", options=ring)
     heads = {"context": ContextOptions(way="a2a")}

@@ -1,4 +1,4 @@
-"""The gated delta rule and the short convolution by their definitions: token by token, in fp64."""
+"""The delta rule with decays and the short convolution, token by token, in fp64."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def delta_rule_ref(
     if rule.norm_qk:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q, k))
+    g_THk = g if g.ndim == 3 else g[..., None]
     outs, states = [], []
     for document, (start, end) in enumerate(pairwise(borders)):
         S_Hkv = torch.zeros(H, dim, v.shape[-1], dtype=v.dtype, device=v.device)
         if initial_nHkv is not None:
             S_Hkv = initial_nHkv[document].double()
         for t in range(start, end):
-            S_Hkv = S_Hkv * g[t].exp()[:, None, None]
+            S_Hkv = S_Hkv * g_THk[t].exp()[..., None]
             known_Hv = torch.einsum("hkv,hk->hv", S_Hkv, k[t])
             delta_Hv = beta[t][:, None] * (v[t] - known_Hv)
             S_Hkv = S_Hkv + k[t][:, :, None] * delta_Hv[:, None]

@@ -29,20 +29,21 @@ BORDERS = {
 }
 
 
-def rule_of(T: int, device: str = "cpu", **dims: int) -> DeltaRule:
+def rule_of(T: int, device: str = "cpu", *, by_channel: bool = False, **dims: int) -> DeltaRule:
     """Return random arguments that need gradients; decays from none to nearly all."""
     H, h, k, v = (dims.get(n, d) for n, d in (("H", 4), ("h", 2), ("k", 8), ("v", 6)))
     g = torch.Generator().manual_seed(T)
     q, keys, values, decays, betas = (
         torch.randn(s, generator=g).to(device)
-        for s in ((T, h, k), (T, h, k), (T, H, v), (T, H), (T, H))
+        for s in ((T, h, k), (T, h, k), (T, H, v), (T, H, k) if by_channel else (T, H), (T, H))
     )
     leaves = (q, keys, values, -F.softplus(3 * decays), betas.sigmoid())
     return DeltaRule(*(x.requires_grad_() for x in leaves), norm_qk=True)
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).abs().max() / want.abs().max().clamp(min=1e-9))
+    difference = (got.detach().double() - want.detach().double()).abs().max()
+    return float(difference / want.detach().abs().max().clamp(min=1e-9))
 
 
 def grads(outs: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
@@ -52,11 +53,12 @@ def grads(outs: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(outs, leaves, weights))
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("has_initial", [False, True])
 @pytest.mark.parametrize("name", BORDERS)
-def test_the_rule_is_its_definition(name: str, has_initial: bool) -> None:
+def test_the_rule_is_its_definition(name: str, has_initial: bool, by_channel: bool) -> None:
     borders = BORDERS[name]
-    rule = rule_of(borders[-1])
+    rule = rule_of(borders[-1], by_channel=by_channel)
     initial = torch.randn(len(borders) - 1, 4, 8, 6).requires_grad_() if has_initial else None
     leaves = [*rule[:5], *([initial] if initial is not None else [])]
     got = gated_delta_rule(rule, torch.tensor(borders, dtype=torch.int32), initial)
@@ -64,7 +66,7 @@ def test_the_rule_is_its_definition(name: str, has_initial: bool) -> None:
     pairs = [*zip(got, want, strict=True)]
     pairs += zip(grads(got, leaves), grads(want, leaves), strict=True)
     for found, expected in pairs:
-        assert relative(found, expected) <= 2e-6 * (1 + borders[-1] ** 0.5)
+        assert relative(found, expected) <= 5e-6
 
 
 def test_in_fp64_it_is_its_definition_to_the_last_digits() -> None:
@@ -95,13 +97,16 @@ def test_why_the_package_is_not_used() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("has_initial", [False, True])
 @pytest.mark.parametrize("name", BORDERS)
-def test_kernels_are_at_most_twice_as_wrong_as_plain_pytorch(name: str, has_initial: bool) -> None:
+def test_kernels_are_at_most_twice_as_wrong_as_plain_pytorch(
+    name: str, has_initial: bool, by_channel: bool
+) -> None:
     """In bf16, of gates and states in fp32 too; both sides against fp64 of the same numbers."""
     pytest.importorskip("fla")
     borders, dims = BORDERS[name], dict(H=4, h=2, k=64, v=32)
-    rule = rule_of(borders[-1], "cuda", **dims)
+    rule = rule_of(borders[-1], "cuda", by_channel=by_channel, **dims)
     halves = (x.detach().bfloat16().requires_grad_() for x in rule[:3])
     rule = DeltaRule(*halves, *rule[3:])
     initial = None

@@ -1,7 +1,7 @@
 """Linear attention layers of transformers whose documents and cp ranks moecore knows.
 
-A layer is found by what its forward calls: a short convolution and a gated delta rule, functions
-of its model's file that get the layer's further arguments. There they are replaced, once for all
+A layer is found by what its forward calls: a short convolution and a delta rule, functions of
+its model's file that get the layer's further arguments. There they are replaced, once for all
 models of that file. Calls without a `Sequence`, or of rows of one sequence each on one rank, go on
 to the function that was there, of transformers or of a package.
 
@@ -21,21 +21,25 @@ from moecore.attention.linear import attend_linear, convolve
 from moecore.attention.sequence import Sequence
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
+CONVOLUTION = "causal_conv1d_fn"
+RULES = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"}
 SILU = ("silu", "swish")
 Function = Callable[..., Any]
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model whose forward calls every function that is known here."""
-    return [module for module in model.modules() if _calls(module) >= FUNCTIONS.keys()]
+    """Return the modules of a model whose forward calls a convolution and a rule known here."""
+    names = ((module, _calls(module)) for module in model.modules())
+    return [module for module, called in names if CONVOLUTION in called and called & RULES]
 
 
 def take_sequences(model: nn.Module) -> None:
     """Make the linear attention layers of a model read the `Sequence` that they are given."""
     for module in linear_layers(model):
         of_file = inspect.unwrap(type(module).forward).__globals__
-        for name, function in FUNCTIONS.items():
-            if getattr(of_file[name], "stands_before", None) is None:
+        for name in _calls(module) & {CONVOLUTION, *RULES}:
+            if not hasattr(of_file[name], "stands_before"):
+                function = _convolution if name == CONVOLUTION else _delta_rule
                 of_file[name] = _before(of_file[name], function)
 
 
@@ -67,7 +71,7 @@ def _convolution(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """Stand before `causal_conv1d_fn`."""
+    """Stand before `CONVOLUTION`."""
     is_silu = activation in SILU
     x_BTD = hidden_states.transpose(1, 2)
     y_BTD = convolve(x_BTD, weight, bias, sequence, silu=is_silu)
@@ -78,12 +82,12 @@ def _convolution(
     return y_BTD.transpose(1, 2)
 
 
-def _gated_delta_rule(
+def _delta_rule(
     sequence: Sequence,
     query: Tensor,  # [B, T, heads, dims], as all
     key: Tensor,
     value: Tensor,
-    g: Tensor,
+    g: Tensor,  # or [B, T, heads]
     beta: Tensor,
     *,
     initial_state: Tensor | None = None,
@@ -91,7 +95,7 @@ def _gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Stand before `torch_chunk_gated_delta_rule`."""
+    """Stand before one of `RULES`."""
     if initial_state is not None or output_final_state:
         raise ValueError(
             "use_cache (True) must be False for linear attention with documents or over cp ranks, "
@@ -99,9 +103,3 @@ def _gated_delta_rule(
         )
     norm_qk = use_qk_l2norm_in_kernel
     return attend_linear(query, key, value, g, beta, sequence, norm_qk=norm_qk), None
-
-
-FUNCTIONS: dict[str, Function] = {
-    "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _gated_delta_rule,
-}

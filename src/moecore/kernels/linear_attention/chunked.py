@@ -1,4 +1,4 @@
-"""The gated delta rule in plain PyTorch, chunk by chunk; fp32 inside (fp64 for fp64).
+"""The delta rule with decays in plain PyTorch, chunk by chunk; fp32 inside (fp64 for fp64).
 
 Letters of `contract.py`; m chunks of C tokens. Documents are cut into chunks of their own, the last
 of each filled up with tokens that change nothing. Their number has a bound that no device is asked
@@ -41,22 +41,29 @@ def gated_delta_rule(
         filled = filled.index_copy(0, places_T, x_THX.to(dtype))
         return filled.unflatten(0, (num_chunks, CHUNK)).transpose(1, 2)
 
-    q, k, values, g, beta = (chunks(x) for x in rule[:5])
+    g_THk = rule.g_THk if rule.g_THk.ndim == 3 else rule.g_THk[..., None]
+    q, k, values, beta, g = (chunks(x) for x in (*rule[:3], rule.beta_TH, g_THk))
     if rule.norm_qk:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q * q.shape[-1] ** -0.5, k))
-    decay = g.cumsum(-1)  # since the chunk began
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
-    between = (decay[..., None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
+    decay = g.cumsum(-2)  # since the chunk began
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)[..., None]
+    between = decay[..., None, :] - decay[..., None, :, :]
+    between = between.masked_fill(later, -torch.inf).exp()
+
+    def paired(x: Tensor) -> Tensor:
+        """Return what each token's x finds of the keys before it in its chunk, decayed."""
+        if decay.shape[-1] == 1:
+            return (x @ k.mT) * between[..., 0]
+        return (x[..., None, :] * k[..., None, :, :] * between).sum(-1)
+
     scaled = k * beta[..., None]
-    system = (scaled @ k.mT) * between
-    known = torch.cat((values * beta[..., None], scaled * decay.exp()[..., None]), dim=-1)
+    system, within = paired(scaled), paired(q)
+    known = torch.cat((values * beta[..., None], scaled * decay.exp()), dim=-1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     u, w = solved.split((v, k.shape[-1]), dim=-1)
-    within = (q @ k.mT) * between
-    q = q * decay.exp()[..., None]
-    k = k * (decay[..., -1:] - decay).exp()[..., None]
-    whole = decay[..., -1, None, None].exp()
+    q, last_k = q * decay.exp(), k * (decay[..., -1:, :] - decay).exp()
+    whole = decay[..., -1, :, None].exp()
 
     chunk_m = torch.arange(num_chunks, device=g.device)
     documents_m = documents_of(firsts, num_chunks).clamp(max=len(cu_seqlens) - 2)
@@ -68,7 +75,7 @@ def gated_delta_rule(
         state = torch.where(begins_m[i], first, state)
         written = u[i] - w[i] @ state
         outs.append(q[i] @ state + within[i] @ written)
-        state = state * whole[i] + k[i].mT @ written
+        state = state * whole[i] + last_k[i].mT @ written
         states.append(state)
     o_mHCv = torch.stack(outs)
     o_THv = o_mHCv.transpose(1, 2).flatten(0, 1)[places_T].to(rule.v_THv.dtype)

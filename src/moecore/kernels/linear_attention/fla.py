@@ -1,4 +1,4 @@
-"""The gated delta rule and the short convolution of the package flash-linear-attention.
+"""The delta rule with decays and the short convolution of the package flash-linear-attention.
 
 Its functions are public. It reads `cu_seqlens` on the host, and remembers what it has read of a
 tensor: the layers of a forward pass the same one.
@@ -22,6 +22,7 @@ PACKAGE = "flash-linear-attention"
 HALVES = (torch.bfloat16, torch.float16)
 MAX_KEY_DIM = 256
 RULE = ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+RULE_BY_CHANNEL = ("fla.ops.kda", "chunk_kda")
 CONVOLUTION = ("fla.modules.causal_conv1d", "causal_conv1d")
 TAKEN = {"initial_state", "output_final_state", "cu_seqlens"}
 
@@ -30,7 +31,7 @@ def supports(rule: DeltaRule) -> str | None:
     """Return why the package cannot compute such a rule, one line; None = it can."""
     if rule.k_Thk.shape[-1] > MAX_KEY_DIM:
         return f"key dims ({rule.k_Thk.shape[-1]}) must be <= {MAX_KEY_DIM} for {PACKAGE}"
-    return _refuse_device(rule.v_THv) or _why_not(*RULE)
+    return _refuse_device(rule.v_THv) or _why_not(*_name_of(rule))
 
 
 def supports_convolution(x_TD: Tensor) -> str | None:
@@ -42,7 +43,7 @@ def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return o_THv and states_nHkv: see `gated_delta.gated_delta_rule`."""
-    o_1THv, states_nHkv = _function(*RULE)(
+    o_1THv, states_nHkv = _function(*_name_of(rule))(
         *(x[None] for x in rule[:5]),
         initial_state=initial_nHkv,
         output_final_state=True,
@@ -71,6 +72,10 @@ def causal_convolution(
         cu_seqlens=cu_seqlens,
     )
     return y_1TD[0]  # type: ignore[no-any-return]
+
+
+def _name_of(rule: DeltaRule) -> tuple[str, str]:
+    return RULE_BY_CHANNEL if rule.g_THk.ndim == 3 else RULE
 
 
 def _refuse_device(x: Tensor) -> str | None:

@@ -1,4 +1,4 @@
-"""The gated delta rule of packed documents: the implementations, and which one computes it.
+"""The delta rule with decays of packed documents: the implementations, and which one computes it.
 
     fla.py      16 bits on GPUs, where the package flash-linear-attention is installed
     chunked.py  everything else, any device
