@@ -16,7 +16,7 @@ from moecore.attention.context_parallel.held import ContextParallel
 from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions
 from moecore.families.transformers.attention import use_causal_attention
-from moecore.families.transformers.linear_attention import SEQUENCE, linear_layers
+from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.rows import (
     READER,
     RowReader,
@@ -39,7 +39,7 @@ class CausalContext:
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """Return the way of attention over cp ranks; see `ContextOptions.resolve`."""
-        name, other = type(self.model).__name__, why_whole(self.model, linear_layers(self.model))
+        name, other = type(self.model).__name__, why_whole(self.model)
         problem = None if other is None else f"{other} needs whole rows on a rank"
         if not has_stock_loss(self.model):
             problem = "its forward has no loss of transformers' loss_function"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ class RowReader:
 
     def __init__(self, model: nn.Module) -> None:
         self.cp: ContextParallel | None = None  # ranks that hold parts of rows; None = this one all
-        self._other = why_whole(model, linear_layers(model))
+        self._other = why_whole(model)
         base: Any = model.base_model
         model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -199,11 +199,14 @@ class MaskReader:
     def _sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
         cu_seqlens, mask_BT = given.get("cu_seqlens"), given.get("padding_mask")
         if cu_seqlens is not None:
-            other = why_whole(self._model)
+            other = why_whole(self._model, is_told=False)
             if other is not None:
+                fix = "give rows of one sequence each"
+                if why_whole(self._model) is None:
+                    fix = "call use_causal_attention(model)"
                 raise ValueError(
                     f"cu_seqlens must be None for a model with {other}, which does not keep "
-                    "documents apart: give rows of one sequence each"
+                    f"documents apart: {fix}"
                 )
             if given.get("position_ids") is None:
                 raise ValueError(
@@ -346,13 +349,14 @@ def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     return found
 
 
-def why_whole(model: nn.Module, linear: Collection[nn.Module] = ()) -> str | None:
+def why_whole(model: nn.Module, *, is_told: bool = True) -> str | None:
     """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing.
 
-    `linear` are the linear attention layers that keep documents apart.
+    `is_told`: after `use_causal_attention`, which tells linear attention layers of documents.
     """
     config: Any = model.config
     text = config.get_text_config()
+    linear = linear_layers(model) if is_told else []
     if (other := _other_kind(text, len(linear))) is not None:
         return other
     for owner, field in [(config, "is_encoder_decoder"), *((text, name) for name in NOT_COMPUTED)]:
