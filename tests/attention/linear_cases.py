@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,31 @@ def linear_errors(
     pairs += zip(found[:6], map(held.own, wants[:6]), strict=True)
     pairs += zip(found[6:], wants[6:], strict=True)
     return [relative(got.detach(), want.detach()) for got, want in pairs]
+
+
+def linear_half_ratios(cp: ContextParallel, packed: bool, device: torch.device) -> list[float]:
+    """Return the error of o and each gradient in bf16 over that of one process in bf16."""
+    B, T, documents = 2, 256, [0, 64, 320, 320, 512]
+    g = torch.Generator().manual_seed(1)
+    halves = [(B, T, 2, 64), (B, T, 2, 64), (B, T, 4, 32), (B, T, 4, 32)]
+    q, k, v, do = (torch.randn(s, generator=g).bfloat16().to(device) for s in halves)
+    decays, betas = (torch.randn(B, T, 4, generator=g).to(device) for _ in range(2))
+    gates = [-decays.square() / 8, betas.sigmoid()]
+    sequence = packed_sequence(torch.tensor([0, T, 2 * T]), None, (B, T), device)
+    if packed:
+        sequence = packed_sequence(torch.tensor(documents), None, (B, T), device)
+    held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+    found = []
+    for dtype, here in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, held)):
+        own = (lambda x: x) if here is None else here.own
+        heads = [own(x).to(dtype).requires_grad_() for x in (q, k, v)]
+        leaves = [*heads, *(own(x).requires_grad_() for x in gates)]
+        o = attend_linear(*leaves, replace(sequence, held=here), norm_qk=True)
+        grads = torch.autograd.grad(o, leaves, own(do).to(dtype))
+        found.append([(x if here else held.own(x)).float() for x in (o.detach(), *grads)])
+    exact, plain, ours = found
+    zipped = zip(exact, plain, ours, strict=True)
+    return [float((z - x).norm() / ((y - x).norm() + 2**-9 * x.norm())) for x, y, z in zipped]
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -22,7 +22,7 @@ from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import attention_backward
 from moecore.kernels.zigzag import held_tokens, row_borders
-from tests.attention.linear_cases import linear_errors
+from tests.attention.linear_cases import linear_errors, linear_half_ratios
 from tests.helpers.ranks import run_ranks
 
 SCALE = 0.4
@@ -120,10 +120,13 @@ def half_ratios(cp: ContextParallel, packed: bool, device: torch.device) -> list
 
 def halves(group: dist.ProcessGroup, device: torch.device) -> dict[Any, list[float]]:
     ways = itertools.product(("allgather", "a2a", "p2p"), (False, True))
-    return {
+    found = {
         ("bf16", way, packed): half_ratios(make(way, group, {}), packed, device)
         for way, packed in ways
     }
+    for packed in (False, True):
+        found["bf16", "linear", packed] = linear_half_ratios(ContextParallel(group), packed, device)
+    return found
 
 
 def half_worker(rank: int, device: torch.device) -> dict[Any, list[float]]:
@@ -247,7 +250,7 @@ def test_products_follow_each_send_of_a_ring(
 
 
 def check_half(ratios: dict[Any, list[float]]) -> None:
-    assert len(ratios) == 6
+    assert len(ratios) == 8
     assert not {key: values for key, values in ratios.items() if not max(values) <= 2}
 
 

@@ -64,7 +64,7 @@ class HeldPieces:
         last = (self.borders[1:, None] - back_w).clamp(min=0)
         last_GPwD = gather_ranks(x_tD[last], self.group)
         # A piece may be shorter than w: each token before it is looked for by its chunk.
-        chunk_2 = torch.tensor((rank, 2 * G - 1 - rank), device=x_tD.device)
+        chunk_2 = rank + (2 * G - 1 - 2 * rank) * torch.arange(2, device=x_tD.device)
         place_n2w = chunk_2[:, None] * lengths - back_w
         chunk_n2w = place_n2w.clamp(min=0) // lengths.clamp(min=1)
         from_end = lengths * (chunk_n2w + 1) - place_n2w
