@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +18,13 @@ H, h, K, V, D, W = 3, 1, 4, 8, 4, 4
 
 
 def linear_errors(
-    cp: ContextParallel, batch: tuple[int, int, list[int]], packed: bool, by_channel: bool
+    cp: ContextParallel, batch: tuple[int, int, list[int]], packed: bool, kind: str
 ) -> list[float]:
     """Return the largest errors of outputs and gradients of this rank's tokens, by the fp64."""
     B, T, documents = batch
     g = torch.Generator().manual_seed(3)
     shapes = [(B, T, h, K), (B, T, h, K), (B, T, H, V), (B, T, H), (B, T, H), (B, T, D)]
-    if by_channel:
+    if kind == "by channel":
         shapes[3] = (B, T, H, K)
     q, k, v, decays, betas, x = (torch.randn(s, generator=g) for s in shapes)
     leaves = [q, k, v, -decays.square() / 8, betas.sigmoid(), x]
@@ -38,17 +39,23 @@ def linear_errors(
     whole = [leaf.double().requires_grad_() for leaf in leaves]
     filters = [weight.double().requires_grad_(), bias.double().requires_grad_()]
     flat = [leaf.flatten(0, 1) for leaf in whole]
-    o_THv, _ = delta_rule_ref(DeltaRule(*flat[:5], norm_qk=True), borders)
+    has_rates = kind != "no rates"
+    how: dict[str, Any] = dict(scale=0.4, norm_qk=has_rates)
+    rule = DeltaRule(*flat[:4], flat[4] if has_rates else None, **how)
+    o_THv, _ = delta_rule_ref(rule, borders)
     y_TD = convolution_ref(flat[5], filters[0], filters[1], borders)
     outs = o_THv.view(do.shape), y_TD.view(dy.shape)
-    wants = torch.autograd.grad(outs, [*whole, *filters], (do.double(), dy.double()))
+    options: Any = dict(allow_unused=True, materialize_grads=True)
+    given = (do.double(), dy.double())
+    wants = torch.autograd.grad(outs, [*whole, *filters], given, **options)
 
     own = [held.own(leaf).requires_grad_() for leaf in leaves]
     own_filters = [weight.requires_grad_(), bias.requires_grad_()]
     over_ranks = Sequence(cu_seqlens=sequence.cu_seqlens, max_seqlen=sequence.max_seqlen, held=held)
-    o = attend_linear(*own[:5], over_ranks, norm_qk=True)
+    o = attend_linear(*own[:4], own[4] if has_rates else None, over_ranks, **how)
     y = convolve(own[5], weight, bias, over_ranks, silu=False)
-    found = list(torch.autograd.grad((o, y), [*own, *own_filters], (held.own(do), held.own(dy))))
+    given = (held.own(do), held.own(dy))
+    found = list(torch.autograd.grad((o, y), [*own, *own_filters], given, **options))
     for grad in found[6:]:
         torch.distributed.all_reduce(grad, group=cp.group)
     pairs = [(o, held.own(outs[0])), (y, held.own(outs[1]))]
@@ -74,7 +81,7 @@ def linear_half_ratios(cp: ContextParallel, packed: bool, device: torch.device) 
         own = (lambda x: x) if here is None else here.own
         heads = [own(x).to(dtype).requires_grad_() for x in (q, k, v)]
         leaves = [*heads, *(own(x).requires_grad_() for x in gates)]
-        o = attend_linear(*leaves, replace(sequence, held=here), norm_qk=True)
+        o = attend_linear(*leaves, replace(sequence, held=here), scale=0.2, norm_qk=True)
         grads = torch.autograd.grad(o, leaves, own(do).to(dtype))
         found.append([(x if here else held.own(x)).float() for x in (o.detach(), *grads)])
     exact, plain, ours = found
@@ -83,4 +90,4 @@ def linear_half_ratios(cp: ContextParallel, packed: bool, device: torch.device) 
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).abs().max() / want.abs().max())
+    return float((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-9))

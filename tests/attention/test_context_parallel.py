@@ -163,9 +163,9 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
                 results[name, size, packed] = errors(cp, name, packed)
         for packed in (False, True) if rank < size else ():
             cp = ContextParallel(group)
-            for by_channel in (False, True):
-                found = linear_errors(cp, BATCHES[size], packed, by_channel)
-                results["linear", size, packed, by_channel] = found
+            for kind in ("delta", "by channel", "no rates"):
+                found = linear_errors(cp, BATCHES[size], packed, kind)
+                results["linear", size, packed, kind] = found
     original = ring.merge, ring.block_of
     for what in ("merge", "block"):
         if what == "merge":
@@ -202,7 +202,7 @@ def test_states_and_tokens_of_linear_attention_go_from_piece_to_piece(
     results: dict[Any, Any],
 ) -> None:
     found = {key: values for key, values in results.items() if key[0] == "linear"}
-    assert len(found) == 12
+    assert len(found) == 18
     assert not {key: values for key, values in found.items() if not max(values) <= 1e-6}
 
 

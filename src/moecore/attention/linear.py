@@ -25,17 +25,19 @@ def attend_linear(
     k_BThk: Tensor,
     v_BTHv: Tensor,
     g_BTHk: Tensor,
-    beta_BTH: Tensor,
+    beta_BTH: Tensor | None,
     sequence: Sequence,
     *,
+    scale: float,
     norm_qk: bool,
 ) -> Tensor:
     """Return o_BTHv: what each token's query reads of its document up to it.
 
     Args: those of `DeltaRule`, of this rank's tokens where ranks hold parts. Collective there.
     """
-    q, k, v, g, beta = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk, beta_BTH))
-    rule = DeltaRule(q, k, v, g, beta, norm_qk)
+    q, k, v, g = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk))
+    beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)
+    rule = DeltaRule(q, k, v, g, beta, scale, norm_qk)
     if sequence.held is not None:
         o = as_product(rule_over_ranks, rule, sequence.held.pieces(v_BTHv.device))
     else:

@@ -165,8 +165,8 @@ def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> Non
     assert (found[0][0] - found[3][0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "kimi_linear"])
-def test_documents_of_delta_rules_are_those_of_transformers(family: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid"])
+def test_documents_of_linear_attention_are_those_of_transformers(family: str) -> None:
     """Against the stock model, each document in a row of its own."""
     stock, model = tiny_model(family), tiny_model(family)
     use_causal_attention(model)

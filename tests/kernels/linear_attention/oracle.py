@@ -14,7 +14,8 @@ def delta_rule_ref(
     rule: DeltaRule, borders: list[int], initial_nHkv: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return o_THv and the last state of each document."""
-    q, k, v, g, beta = (x.double() for x in rule[:5])
+    q, k, v, g = (x.double() for x in rule[:4])
+    beta = None if rule.beta_TH is None else rule.beta_TH.double()
     H, dim = v.shape[1], k.shape[-1]
     if rule.norm_qk:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
@@ -28,9 +29,9 @@ def delta_rule_ref(
         for t in range(start, end):
             S_Hkv = S_Hkv * g_THk[t].exp()[..., None]
             known_Hv = torch.einsum("hkv,hk->hv", S_Hkv, k[t])
-            delta_Hv = beta[t][:, None] * (v[t] - known_Hv)
+            delta_Hv = v[t] if beta is None else beta[t][:, None] * (v[t] - known_Hv)
             S_Hkv = S_Hkv + k[t][:, :, None] * delta_Hv[:, None]
-            outs.append(torch.einsum("hkv,hk->hv", S_Hkv, q[t]) * dim**-0.5)
+            outs.append(torch.einsum("hkv,hk->hv", S_Hkv, q[t]) * rule.scale)
         states.append(S_Hkv)
     return torch.stack(outs), torch.stack(states)
 

@@ -29,16 +29,28 @@ BORDERS = {
 }
 
 
-def rule_of(T: int, device: str = "cpu", *, by_channel: bool = False, **dims: int) -> DeltaRule:
+KINDS = ("delta", "by channel", "no rates")
+
+
+def rule_of(T: int, device: str = "cpu", *, kind: str = "delta", **dims: int) -> DeltaRule:
     """Return random arguments that need gradients; decays from none to nearly all."""
     H, h, k, v = (dims.get(n, d) for n, d in (("H", 4), ("h", 2), ("k", 8), ("v", 6)))
     g = torch.Generator().manual_seed(T)
     q, keys, values, decays, betas = (
         torch.randn(s, generator=g).to(device)
-        for s in ((T, h, k), (T, h, k), (T, H, v), (T, H, k) if by_channel else (T, H), (T, H))
+        for s in (
+            (T, h, k),
+            (T, h, k),
+            (T, H, v),
+            (T, H, k) if kind == "by channel" else (T, H),
+            (T, H),
+        )
     )
-    leaves = (q, keys, values, -F.softplus(3 * decays), betas.sigmoid())
-    return DeltaRule(*(x.requires_grad_() for x in leaves), norm_qk=True)
+    given = (q, keys, values, -F.softplus(3 * decays), betas.sigmoid())
+    leaves = [x.requires_grad_() for x in given]
+    if kind == "no rates":
+        return DeltaRule(*leaves[:4], None, scale=0.4, norm_qk=False)
+    return DeltaRule(*leaves, scale=0.4, norm_qk=True)
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -53,14 +65,14 @@ def grads(outs: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(outs, leaves, weights))
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_initial", [False, True])
 @pytest.mark.parametrize("name", BORDERS)
-def test_the_rule_is_its_definition(name: str, has_initial: bool, by_channel: bool) -> None:
+def test_the_rule_is_its_definition(name: str, has_initial: bool, kind: str) -> None:
     borders = BORDERS[name]
-    rule = rule_of(borders[-1], by_channel=by_channel)
+    rule = rule_of(borders[-1], kind=kind)
     initial = torch.randn(len(borders) - 1, 4, 8, 6).requires_grad_() if has_initial else None
-    leaves = [*rule[:5], *([initial] if initial is not None else [])]
+    leaves = [x for x in (*rule[:5], initial) if x is not None]
     got = gated_delta_rule(rule, torch.tensor(borders, dtype=torch.int32), initial)
     want = delta_rule_ref(rule, borders, initial)
     pairs = [*zip(got, want, strict=True)]
@@ -71,7 +83,7 @@ def test_the_rule_is_its_definition(name: str, has_initial: bool, by_channel: bo
 
 def test_in_fp64_it_is_its_definition_to_the_last_digits() -> None:
     rule = rule_of(203)
-    rule = DeltaRule(*(x.double() for x in rule[:5]), norm_qk=False)
+    rule = DeltaRule(*(x.double() for x in rule[:5]), scale=0.4, norm_qk=False)
     got = gated_delta_rule(rule, torch.tensor(BORDERS["documents"]))
     want = delta_rule_ref(rule, BORDERS["documents"])
     assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= 1e-12
@@ -97,22 +109,22 @@ def test_why_the_package_is_not_used() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_initial", [False, True])
 @pytest.mark.parametrize("name", BORDERS)
 def test_kernels_are_at_most_twice_as_wrong_as_plain_pytorch(
-    name: str, has_initial: bool, by_channel: bool
+    name: str, has_initial: bool, kind: str
 ) -> None:
     """In bf16, of gates and states in fp32 too; both sides against fp64 of the same numbers."""
     pytest.importorskip("fla")
     borders, dims = BORDERS[name], dict(H=4, h=2, k=64, v=32)
-    rule = rule_of(borders[-1], "cuda", by_channel=by_channel, **dims)
+    rule = rule_of(borders[-1], "cuda", kind=kind, **dims)
     halves = (x.detach().bfloat16().requires_grad_() for x in rule[:3])
     rule = DeltaRule(*halves, *rule[3:])
     initial = None
     if has_initial:
         initial = torch.randn(len(borders) - 1, 4, 64, 32, device="cuda").requires_grad_()
-    leaves = [*rule[:5], *([initial] if initial is not None else [])]
+    leaves = [x for x in (*rule[:5], initial) if x is not None]
     cu_seqlens = torch.tensor(borders, dtype=torch.int32, device="cuda")
     assert fla.supports(rule) is None
     runs: list[Any] = [

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.attention.linear import attend_linear, convolve
@@ -22,7 +23,6 @@ from moecore.attention.sequence import Sequence
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
 CONVOLUTION = "causal_conv1d_fn"
-RULES = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"}
 SILU = ("silu", "swish")
 Function = Callable[..., Any]
 
@@ -30,17 +30,16 @@ Function = Callable[..., Any]
 def linear_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model whose forward calls a convolution and a rule known here."""
     names = ((module, _calls(module)) for module in model.modules())
-    return [module for module, called in names if CONVOLUTION in called and called & RULES]
+    return [module for module, called in names if CONVOLUTION in called and called & RULES.keys()]
 
 
 def take_sequences(model: nn.Module) -> None:
     """Make the linear attention layers of a model read the `Sequence` that they are given."""
     for module in linear_layers(model):
         of_file = inspect.unwrap(type(module).forward).__globals__
-        for name in _calls(module) & {CONVOLUTION, *RULES}:
+        for name in _calls(module) & FUNCTIONS.keys():
             if not hasattr(of_file[name], "stands_before"):
-                function = _convolution if name == CONVOLUTION else _delta_rule
-                of_file[name] = _before(of_file[name], function)
+                of_file[name] = _before(of_file[name], FUNCTIONS[name])
 
 
 def _calls(module: nn.Module) -> set[str]:
@@ -95,11 +94,57 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Stand before one of `RULES`."""
-    if initial_state is not None or output_final_state:
+    """Stand before a chunked delta rule."""
+    _refuse_cache(initial_state is not None or output_final_state)
+    how = dict(scale=key.shape[-1] ** -0.5, norm_qk=use_qk_l2norm_in_kernel)
+    return attend_linear(query, key, value, g, beta, sequence, **how), None  # type: ignore[arg-type]
+
+
+def _state_space_scan(
+    sequence: Sequence,
+    hidden_states: Tensor,  # [B, T, heads, dims]
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,  # [B, T, groups, dims], as C
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Stand before `mamba2_chunk_scan`: time steps make decays and scale values."""
+    _refuse_cache(initial_states is not None or return_final_states)
+    step_BTH = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    step_BTH = (F.softplus(step_BTH) if dt_softplus else step_BTH).clamp(*dt_limit)
+    values = (hidden_states * step_BTH[..., None]).to(hidden_states.dtype)
+    y_BTHv = attend_linear(
+        C, B, values, step_BTH * A.float(), None, sequence, scale=1.0, norm_qk=False
+    )
+    return y_BTHv if D is None else y_BTHv + D[:, None] * hidden_states
+
+
+def _no_shortcut(sequence: Sequence, *args: Any, **_: Any) -> None:
+    """Stand before a kernel of a whole layer, whose caller goes on with its parts without one."""
+
+
+def _refuse_cache(has_cache: bool) -> None:
+    if has_cache:
         raise ValueError(
             "use_cache (True) must be False for linear attention with documents or over cp ranks, "
             "which has no last state of a row: pass use_cache=False"
         )
-    norm_qk = use_qk_l2norm_in_kernel
-    return attend_linear(query, key, value, g, beta, sequence, norm_qk=norm_qk), None
+
+
+RULES: dict[str, Function] = {
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _state_space_scan,
+}
+FUNCTIONS = RULES | {
+    CONVOLUTION: _convolution,
+    "mamba2_split_conv1d_scan_combined": _no_shortcut,
+}

@@ -42,10 +42,10 @@ def gated_delta_rule(
         return filled.unflatten(0, (num_chunks, CHUNK)).transpose(1, 2)
 
     g_THk = rule.g_THk if rule.g_THk.ndim == 3 else rule.g_THk[..., None]
-    q, k, values, beta, g = (chunks(x) for x in (*rule[:3], rule.beta_TH, g_THk))
+    q, k, values, g = (chunks(x) for x in (*rule[:3], g_THk))
     if rule.norm_qk:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q, k = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q * q.shape[-1] ** -0.5, k))
+    q, k = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q * rule.scale, k))
     decay = g.cumsum(-2)  # since the chunk began
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)[..., None]
     between = decay[..., None, :] - decay[..., None, :, :]
@@ -57,11 +57,12 @@ def gated_delta_rule(
             return (x @ k.mT) * between[..., 0]
         return (x[..., None, :] * k[..., None, :, :] * between).sum(-1)
 
-    scaled = k * beta[..., None]
-    system, within = paired(scaled), paired(q)
-    known = torch.cat((values * beta[..., None], scaled * decay.exp()), dim=-1)
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    u, w = solved.split((v, k.shape[-1]), dim=-1)
+    u, w, within = values, torch.zeros_like(k), paired(q)
+    if rule.beta_TH is not None:
+        beta = chunks(rule.beta_TH)[..., None]
+        system, known = paired(k * beta), torch.cat((values, k * decay.exp()), dim=-1) * beta
+        solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        u, w = solved.split((v, k.shape[-1]), dim=-1)
     q, last_k = q * decay.exp(), k * (decay[..., -1:, :] - decay).exp()
     whole = decay[..., -1, :, None].exp()
 

@@ -23,6 +23,7 @@ HALVES = (torch.bfloat16, torch.float16)
 MAX_KEY_DIM = 256
 RULE = ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 RULE_BY_CHANNEL = ("fla.ops.kda", "chunk_kda")
+RULE_WITHOUT_RATES = ("fla.ops.simple_gla", "chunk_simple_gla")
 CONVOLUTION = ("fla.modules.causal_conv1d", "causal_conv1d")
 TAKEN = {"initial_state", "output_final_state", "cu_seqlens"}
 
@@ -31,6 +32,8 @@ def supports(rule: DeltaRule) -> str | None:
     """Return why the package cannot compute such a rule, one line; None = it can."""
     if rule.k_Thk.shape[-1] > MAX_KEY_DIM:
         return f"key dims ({rule.k_Thk.shape[-1]}) must be <= {MAX_KEY_DIM} for {PACKAGE}"
+    if rule.beta_TH is None and (rule.norm_qk or rule.g_THk.ndim == 3):
+        return f"beta (None) must come with a decay per head and without norm_qk for {PACKAGE}"
     return _refuse_device(rule.v_THv) or _why_not(*_name_of(rule))
 
 
@@ -43,12 +46,19 @@ def gated_delta_rule(
     rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return o_THv and states_nHkv: see `gated_delta.gated_delta_rule`."""
+    q, k, v, g, beta = rule[:5]
+    if beta is None:  # that function has a key head for each value head
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
+        more: dict[str, Any] = {}
+    else:
+        more = dict(beta=beta[None], use_qk_l2norm_in_kernel=rule.norm_qk)
     o_1THv, states_nHkv = _function(*_name_of(rule))(
-        *(x[None] for x in rule[:5]),
+        *(x[None] for x in (q, k, v, g)),
+        scale=rule.scale,
         initial_state=initial_nHkv,
         output_final_state=True,
-        use_qk_l2norm_in_kernel=rule.norm_qk,
         cu_seqlens=cu_seqlens,
+        **more,
     )
     return o_1THv[0], states_nHkv
 
@@ -75,6 +85,8 @@ def causal_convolution(
 
 
 def _name_of(rule: DeltaRule) -> tuple[str, str]:
+    if rule.beta_TH is None:
+        return RULE_WITHOUT_RATES
     return RULE_BY_CHANNEL if rule.g_THk.ndim == 3 else RULE
 
 
