@@ -43,7 +43,13 @@ from tests.helpers.ranks import run_ranks
 
 STEPS, ROWS, TOKENS = 2, 2, 32
 CUTS = [0, 8, 32, 48, 64]
-LINEAR = ("qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid")  # beside full attention
+LINEAR = (
+    "qwen3_next",
+    "qwen3_5_moe",
+    "kimi_linear",
+    "granitemoehybrid",
+    "nemotron_h",
+)  # beside full attention
 CALM = 0.005  # a rate at whose second step stock transformers is near fp64, too
 BALANCED = BalanceConfig(sequence_coef=0.3)
 
@@ -117,6 +123,9 @@ CASES = {
     ),
     "kimi delta, packed": Case(
         family="kimi_linear", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
+    ),
+    "state space, balanced": Case(
+        family="nemotron_h", parallel=dict(cp=2, ep=2), packed=True, checkpointing=True, rate=CALM
     ),
     "state space, packed": Case(
         family="granitemoehybrid", parallel=dict(cp=4, ep=2), packed=True, rate=CALM

@@ -49,7 +49,8 @@ TOKENS = ("input_ids", "inputs_embeds")
 READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "max_length_k")
 CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of that loss
 NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
-KINDS = ("full_attention", "sliding_attention")  # layers that mix tokens by attention alone
+# Layers that mix tokens by attention alone, or not at all.
+KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
 LINEAR = "linear_attention"
 MASKED = ("eager", "sdpa")  # attention whose mask says all
 Kwargs = dict[str, Any]
@@ -73,8 +74,8 @@ class RowReader:
         for block in _listed(model.base_model):
             layers = [m for m in block.modules() if isinstance(m, RoutedLayer)]
             layers = [layer for layer in layers if not hasattr(layer, SEQUENCE)]
-            for child in block.children() if layers else ():
-                child.register_forward_pre_hook(partial(_show, layers), with_kwargs=True)
+            for told in (block, *block.children()) if layers else ():
+                told.register_forward_pre_hook(partial(_show, layers), with_kwargs=True)
             for layer in layers:
                 setattr(layer, SEQUENCE, Sequence())
                 tell = partial(_tell, choices.get(layer, Tensor.flatten))
@@ -398,9 +399,9 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _show(
-    layers: list[RoutedLayer], child: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    layers: list[RoutedLayer], told: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> None:
-    """Let the MoE layers of a block know what a child of it is told, which is its attention."""
+    """Let the MoE layers of a block know what it or its attention is told."""
     if SEQUENCE in kwargs:
         for layer in layers:
             setattr(layer, SEQUENCE, kwargs[SEQUENCE])
