@@ -15,6 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,13 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.options.context import ContextOptions
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
+from moecore.families.transformers.context import CausalContext
+from moecore.families.transformers.rows import why_whole
 from moecore.families.transformers.tensor_parallel import OUTPUTS, find_cuts
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.attached import moe_state
@@ -168,7 +173,10 @@ def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found,
 
 
 def described(model: nn.Module) -> list[str]:
-    """Return the class of a model, whose router chooses, what experts compute and tp cuts."""
+    """Return the class of a model, whose router chooses, what experts compute and tp cuts.
+
+    Last is whether packed documents are kept apart and cp ranks may hold parts of them.
+    """
     layers = list(moe_state(model).layers.values())
     routers = {"moecore's" if layer.part("router") else "its own" for layer in layers}
     experts = {
@@ -176,7 +184,9 @@ def described(model: nn.Module) -> list[str]:
         for layer in layers
     }
     name = type(model).__name__
-    return [name, " ".join(sorted(routers)), " ".join(sorted(experts)), cut_of(model)]
+    other = why_whole(model)
+    parts = "yes" if other is None else f"no, {other}"
+    return [name, " ".join(sorted(routers)), " ".join(sorted(experts)), cut_of(model), parts]
 
 
 def cut_of(model: nn.Module) -> str:
@@ -277,7 +287,7 @@ def table(ran: dict[tuple[str, int], Any]) -> list[str]:
     """Return the lines of the table in docs/huggingface.md."""
     whole = {name: result["row"] for (name, i), result in sorted(ran.items()) if i != TP}
     rows = list(whole.values())
-    head = ["family", "class", "router", "activation of experts", "cut over tp"]
+    head = ["family", "class", "router", "activation of experts", "cut over tp", "documents, cp"]
     lines = [head, ["---"] * len(head), *rows]
     lines += [[], ["refused", "why"], ["---", "---"], *map(list, REFUSED.items())]
     return ["| " + " | ".join(cells) + " |" if cells else "" for cells in lines]
@@ -317,6 +327,25 @@ def test_what_is_refused(family: str, alone: Meshes) -> None:
         model = tiny_model(family)
     with pytest.raises((NotImplementedError, ValueError), match=re.escape(REFUSED[family])):
         parallelize_moe(model, alone)
+
+
+@pytest.mark.parametrize("family", taken())
+def test_documents_are_kept_apart_or_refused(family: str) -> None:
+    """Packed documents against each in a row of its own; cp refuses what documents do."""
+    model, cuts = tiny_model(family), [0, 3, 8, 9, 18]
+    ids_BT = torch.randint(52, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    given: dict[str, Any] = {"input_ids": ids_BT, "cu_seq_lens_q": torch.tensor(cuts)}
+    other = why_whole(model)
+    if other is not None:
+        with pytest.raises(NotImplementedError, match=re.escape(f"because {other} needs whole")):
+            CausalContext(model).context_options(ContextOptions(), 2, 1)
+        return
+    CausalContext(model).context_options(ContextOptions(), 2, 1)
+    with torch.no_grad():
+        alone = [model(input_ids=ids_BT.view(1, -1)[:, a:b]).logits for a, b in pairwise(cuts)]
+        use_causal_attention(model)
+        want, got = torch.cat(alone, 1), model(**given).logits
+    assert (got.view(want.shape) - want).abs().max() <= 5e-6 * want.abs().max()
 
 
 @pytest.mark.parametrize("family", NOT_CUT)

@@ -27,6 +27,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
@@ -43,6 +44,14 @@ from tests.helpers.ranks import run_ranks
 
 STEPS, ROWS, TOKENS = 2, 2, 32
 CUTS = [0, 8, 32, 48, 64]
+LINEAR = (
+    "qwen3_next",
+    "qwen3_5_moe",
+    "kimi_linear",
+    "granitemoehybrid",
+    "nemotron_h",
+)  # beside full attention
+CALM = 0.005  # a rate at whose second step stock transformers is near fp64, too
 BALANCED = BalanceConfig(sequence_coef=0.3)
 
 
@@ -57,6 +66,8 @@ class Case:
     loss: str = "mean"
     balance: BalanceConfig | None = None
     checkpointing: bool = False
+    recompute: str = ""
+    rate: float = 0.05
     options: dict[str, Any] = field(default_factory=dict)
     tamper: str = ""
 
@@ -98,6 +109,29 @@ CASES = {
     ),
     "gpt-oss, tp, rows": Case(family="gpt-oss", parallel=dict(cp=2, tp=2, ep=4)),
     "gpt-oss, gathered, rows": Case(family="gpt-oss", parallel=dict(cp=4, ep=4)),
+    "gated delta, packed": Case(
+        family="qwen3_5_moe",
+        parallel=dict(cp=2, ep=2),
+        packed=True,
+        recompute="gemm_last",
+        rate=CALM,
+    ),
+    "gated delta, rows": Case(
+        family="qwen3_5_moe", parallel=dict(cp=4, ep=2), checkpointing=True, rate=CALM
+    ),
+    "gated delta, short documents": Case(
+        family="qwen3_next", parallel=dict(cp=4, ep=4), packed=True, loss="sum", rate=CALM
+    ),
+    "kimi delta, packed": Case(
+        family="kimi_linear", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
+    ),
+    "state space, balanced": Case(
+        family="nemotron_h", parallel=dict(cp=2, ep=2), packed=True, checkpointing=True, rate=CALM
+    ),
+    "state space, packed": Case(
+        family="granitemoehybrid", parallel=dict(cp=4, ep=2), packed=True, rate=CALM
+    ),
+    "gated delta, tp, rows": Case(family="qwen3_next", parallel=dict(cp=2, tp=2, ep=4), rate=CALM),
 }
 TAMPERED = {
     f"tampered {name}": Case(
@@ -122,7 +156,10 @@ def count(batches: list[dict[str, Any]]) -> int:
 
 
 def make(case: Case) -> nn.Module:
-    model = random_model(case.family, **case.options)
+    if case.family in LINEAR:
+        model: nn.Module = tiny_model(case.family)
+    else:
+        model = random_model(case.family, **case.options)
     if case.checkpointing:
         enable_checkpointing(model)
     return model
@@ -152,7 +189,7 @@ def expected(case: Case, data_ranks: int) -> dict[str, Tensor]:
     layers = swap_blocks(model, {}) if case.balance else {}
     if case.balance:
         use_causal_attention(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.rate)
     for step in range(STEPS):
         batches = [batch_of(case, rank, step) for rank in range(data_ranks)]
         num_items = count(batches) if case.loss == "sum" else None
@@ -180,8 +217,9 @@ def found_on(case: Case, meshes: Meshes) -> dict[str, Tensor]:
         context=ContextOptions(way=case.way),  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]
         balance=case.balance,
+        memory=MemoryOptions(recompute=case.recompute) if case.recompute else None,
     )
-    optimizer, found = on_parts(torch.optim.SGD)(model.parameters(), lr=0.05), {}
+    optimizer, found = on_parts(torch.optim.SGD)(model.parameters(), lr=case.rate), {}
     owner = TrainStep(model, optimizer, max_norm=math.inf)
     for step in range(STEPS):
         batches = [batch_of(case, rank, step) for rank in range(meshes.data_ranks)]
@@ -221,7 +259,8 @@ TAMPERS: dict[str, Callable[[], Any]] = {"labels": far_shift}
 def refused(family: str, kind: type[Exception], message: str, **given: Any) -> None:
     options = given.pop("options", {})
     meshes = build_meshes(ParallelConfig(cp=4, ep=4), "cpu")
-    model = tiny_model(family) if family == "qwen3_next" else make(Case(family=family, parallel={}))
+    made = tiny_model if family == "jamba" else lambda f: make(Case(family=f, parallel={}))
+    model = made(family)
     with pytest.raises(kind, match=message):
         parallelize_moe(model, meshes, **options)
         model(**batch_of(Case(family=family, parallel={}), 0, 0), **given)
@@ -230,7 +269,7 @@ def refused(family: str, kind: type[Exception], message: str, **given: Any) -> N
 def refuse() -> None:
     """Raise unless what cp ranks cannot compute is refused, in words."""
     mixes = r"because layer_types\[0\] \('linear_attention'\) needs whole rows on a rank"
-    refused("qwen3_next", NotImplementedError, mixes)
+    refused("jamba", NotImplementedError, mixes)
     ring = {"context": ContextOptions(way="p2p")}
     refused("gpt-oss", ValueError, r"way \('p2p'\) must be 'a2a' or 'allgather'", options=ring)
     heads = {"context": ContextOptions(way="a2a")}

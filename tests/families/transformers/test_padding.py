@@ -162,6 +162,12 @@ def test_a_stock_model_mixes_documents_only_with_a_word(family: str, meshes: Mes
             UserWarning, match=r"layer_types\[0\] \('linear_attention'\) may not keep"
         ):
             model(**packed)
+        packed["cu_seqlens"] = whole["cu_seqlens"]
+        with pytest.raises(ValueError, match=r"documents apart: call use_causal_attention"):
+            model(**packed)
+        use_causal_attention(model)
+        logits = model(**packed).logits[0, :21]
+        assert (logits - alone).abs().max() <= 1e-5 * alone.abs().max()
     else:
         with pytest.raises(ValueError, match="'eager' attention, whose mask does not read them"):
             model(**packed)

@@ -16,9 +16,9 @@ from moecore.attention.context_parallel.held import ContextParallel
 from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions
 from moecore.families.transformers.attention import use_causal_attention
+from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.rows import (
     READER,
-    SEQUENCE,
     RowReader,
     shifted_labels,
     tokens_of,
