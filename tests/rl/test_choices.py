@@ -415,5 +415,5 @@ def test_tokens_that_the_engine_did_not_run() -> None:
 def test_the_page_about_it_runs() -> None:
     page = Path(__file__).parents[2] / "docs" / "router_replay.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     exec(compile("\n".join(blocks), str(page), "exec"), {})
