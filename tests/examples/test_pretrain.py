@@ -128,6 +128,20 @@ def test_a_killed_run_goes_on_on_any_ranks(corpus: Path, straight: Path, tmp_pat
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_a_cp_per_micro_batch(
+    corpus: Path, straight: Path, tmp_path: Path
+) -> None:
+    run_dir = killed(straight, tmp_path / "run")
+    said = run_in_forks(words(corpus, run_dir, f"--dynamic-cp {SEQ_LEN // 2}"))
+    assert "from step 4 to step 8 on 2 cpu ranks" in said
+    assert f"dynamic_cp = {SEQ_LEN // 2}\n" in (run_dir / "config.toml").read_text()
+    for mine, wanted in zip(metrics(run_dir)[4:], metrics(straight)[4:], strict=True):
+        assert 0 <= mine["padding_share"] < 1
+        for name in {"loss", "eval_loss", "grad_norm"} & wanted.keys():
+            assert mine[name] == pytest.approx(wanted[name], rel=2e-5), (mine["step"], name)
+
+
+@pytest.mark.slow
 def test_transformers_has_the_loss_of_the_export(corpus: Path, straight: Path) -> None:
     """On the validation rows, piece by piece, with the tokenizer that lies beside the weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
