@@ -250,6 +250,8 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     if max_tokens is None:
         check_memory(args, config, torch.device(meshes.device_type))
     on_first_rank(lambda: write_config(args, config, records))
+    if max_tokens is not None:
+        records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
     model = build_model(args, config, meshes, records)
     shape = batch_shape(args, meshes)
     steps: Any = partial(CorpusSteps, data_rank=meshes.data_rank)
@@ -313,6 +315,15 @@ def records_of(args: argparse.Namespace) -> dict[str, Any]:
         "recipe": recipe,
         "fp8": recipe and Precision(recipe=recipe, **given(args, "fp8")),
     }
+
+
+def nvlink_of(records: dict[str, Any], max_tokens: int) -> NVLinkOptions | None:
+    """Return options with room for the longest micro-batch, which the first one need not be."""
+    nvlink, dispatcher = records["nvlink"], records["sharding"].dispatcher
+    if nvlink is None and dispatcher not in ("auto", "nvlink", "hierarchical"):
+        return None
+    nvlink = nvlink or NVLinkOptions()
+    return nvlink if nvlink.max_tokens else replace(nvlink, max_tokens=max_tokens)
 
 
 def fsdp_of(args: argparse.Namespace, meshes: Meshes) -> FSDPOptions:
