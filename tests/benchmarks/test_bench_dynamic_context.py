@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 
-ARGUMENTS = "--preset tiny-qwen3 --device cpu --layers 1 --row-tokens 256 --rows 2 --steps 1"
+ARGUMENTS = "--preset tiny-qwen3 --device cpu --layers 1 --row-tokens 256 --rows 2 --steps 1 --documents split"
 
 
 def ranks(rank: int, device: torch.device) -> Any:
