@@ -402,10 +402,14 @@ def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: Parall
             f"{name} must be a multiple of {multiple} with --tp ({p.tp}), a power of two: round it"
         )
     largest = ranks & -ranks
-    held = -(-args.seq_len // (2 * largest)) * 2
-    if held > max_tokens:
+    if args.seq_len % multiple_of(largest):
         raise ValueError(
-            f"{name} must be >= {held}, what each of {largest} data ranks holds of --seq-len "
+            f"--seq-len ({args.seq_len}) must be a multiple of {multiple_of(largest)}, two chunks "
+            f"of each of {largest} data ranks, with {name}: round it up"
+        )
+    if args.seq_len > largest * max_tokens:
+        raise ValueError(
+            f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
             f"({args.seq_len}): raise it, or lower --seq-len"
         )
 

@@ -11,13 +11,14 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 
-ARGUMENTS = "--preset tiny-qwen3 --device cpu --layers 1 --row-tokens 256 --rows 2 --steps 1 --documents split"
+ARGUMENTS = "--preset tiny-qwen3 --device cpu --layers 1 --steps 1"
+ROWS = "--row-tokens 256 --rows 2 --documents split"
 
 
 def ranks(rank: int, device: torch.device) -> Any:
     from benchmarks import bench_dynamic_context as bench
 
-    words = f"bench {ARGUMENTS} --lengths".split()
+    words = f"bench {ARGUMENTS} {ROWS} --lengths".split()
     with patch.object(sys, "argv", [*words, "lognormal (7, 1.5)"]):
         args = bench.parse()
     return bench.measure(args, {name: make(args, 2) for name, make in bench.VARIANTS.items()})

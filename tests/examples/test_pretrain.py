@@ -192,7 +192,7 @@ ERRORS = {
     "--hf-config missing": "--hf-config (missing) must be a config.json or its directory",
     "--config missing.toml": "--config (missing.toml) must be a readable file",
     "--cp 3": "must be a multiple of 6 with --cp 3",
-    "--dynamic-cp 128": "--dynamic-cp (128) must be >= 256, what each of 1 data ranks holds",
+    "--dynamic-cp 128": "--dynamic-cp (128) must be >= what each of 1 data ranks holds",
     "--dynamic-cp 0": "--dynamic-cp (0) must be a multiple of 2 with --tp (1), a power of two",
     "--dynamic-cp 512 --cp 3 --seq-len 240": "--dynamic-cp (512) must go with --cp (3) = 1",
     "--seq-len 4096": "--seq-len (4096) must be <= max_seq_len (512) of the model",

@@ -112,6 +112,15 @@ def test_a_step_has_the_documents_of_the_rows(rule: str, ranks: int) -> None:
     assert sizes == ({1} if ranks == 3 else {1, 2, 4})
 
 
+def test_ranks_without_documents_get_padding_of_short_documents() -> None:
+    rows = {"row_tokens": 16, "documents": "whole", "window": 1, "partitions": 1}
+    batches = [next(loader) for loader in scheduled([[1, 2, 3]], 20, **rows)]
+    assert len(of_all(batches)) == ROWS
+    for (batch,) in (batch.micro_batches for batch in batches):
+        assert batch["max_seqlen"] == 16 and batch["cu_seqlens"].diff().max() == 16
+    assert any(batch.micro_batches[0]["padding_mask"].all() for batch in batches)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_position_goes_on_on_other_ranks(workers: int) -> None:
     documents = corpus(1000)
@@ -132,6 +141,7 @@ def test_a_position_goes_on_on_other_ranks(workers: int) -> None:
     [
         (192, {"multiple": 2}, "CorpusOptions.multiple (2) must be 1: groups pad to their own cp"),
         (191, {}, "max_tokens (191) must be even: cp ranks hold two chunks"),
+        (192, {"row_tokens": 500}, "row_tokens (500) must be a multiple of 8, two chunks of each"),
         (100, {}, "max_tokens (100) must be >= 128, what each of 4 ranks, the most of a group,"),
     ],
 )

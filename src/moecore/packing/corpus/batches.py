@@ -176,8 +176,13 @@ def checked_ids(ids: Any, vocab_size: int | None) -> Integers:
     return found
 
 
-def batch_of(rows: Rows, *, row_tokens: int, multiple: int) -> PackedBatch:
-    """Return rows of pieces as a batch; see `PackedBatch`."""
+def batch_of(
+    rows: Rows, *, row_tokens: int, multiple: int, longest: int | None = None
+) -> PackedBatch:
+    """Return rows of pieces as a batch; see `PackedBatch`.
+
+    What a row has left is padding in documents of at most `longest` tokens, by default in one.
+    """
     B, T = len(rows), row_tokens
     ids_BT, labels_BT = np.zeros((B, T), np.int64), np.full((B, T), IGNORE_INDEX, np.int64)
     padding_BT, borders = np.ones((B, T), bool), [0]
@@ -192,6 +197,7 @@ def batch_of(rows: Rows, *, row_tokens: int, multiple: int) -> PackedBatch:
             start += -(-len(ids) // multiple) * multiple
             borders.append(b * T + start)
         if start < T:
+            borders.extend(range(b * T + start, (b + 1) * T, longest or T)[1:])
             borders.append((b + 1) * T)
     cu_n = np.array(borders)
     lengths_n = np.diff(cu_n)

@@ -32,7 +32,7 @@ from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSou
 from moecore.packing.corpus.partitions import Piece
 from moecore.packing.cost import Cost, DocumentCost, MeasuredCost
 from moecore.packing.schedule import DEFAULT_COST, DocumentGroup, schedule_documents
-from moecore.packing.split import multiple_of, padded_lengths
+from moecore.packing.split import multiple_of
 
 TILE = 128  # tokens of a rank's micro-batch are a multiple of it: few shapes, whole tiles of FP8
 
@@ -110,7 +110,8 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
 
     Args:
         sources: as for `CorpusLoader`.
-        options: likewise; no document is longer than `row_tokens`, and `multiple` is 1.
+        options: likewise; no document is longer than `row_tokens`, padding included, which is a
+            multiple of 2 * the largest group. `multiple` is 1.
         rows: of a step, all data ranks together.
         max_tokens: of one rank's micro-batch; it is even, and a multiple of tp.
         cost: of a document, by its length and cp.
@@ -139,7 +140,13 @@ class ScheduledLoader(PositionedLoader[ScheduledBatch]):
         check_arguments(ScheduledLoader.__init__, locals())
         check_sources(sources, data_rank, data_ranks)
         _check_shape(options, max_tokens, data_ranks, cost)
-        share = _Share(ranks=data_ranks, rank=data_rank, max_tokens=max_tokens, cost=cost)
+        share = _Share(
+            ranks=data_ranks,
+            rank=data_rank,
+            max_tokens=max_tokens,
+            longest=options.row_tokens,
+            cost=cost,
+        )
         super().__init__(RankBatches(sources, options, rows, 0, 1, share), workers)
         self._group: dist.ProcessGroup | None = None
         if data_ranks > 1 and dist.is_initialized():
@@ -166,7 +173,12 @@ def _check_shape(options: CorpusOptions, max_tokens: int, ranks: int, cost: Cost
     largest = min(ranks & -ranks, cost.most_cp or ranks)
     if largest > 1 and max_tokens % 2:
         raise ValueError(f"max_tokens ({max_tokens}) must be even: cp ranks hold two chunks")
-    held = int(padded_lengths([options.row_tokens], largest)[0]) // largest
+    if options.row_tokens % multiple_of(largest):
+        raise ValueError(
+            f"row_tokens ({options.row_tokens}) must be a multiple of {multiple_of(largest)}, two "
+            f"chunks of each of {largest} ranks, the most of a group: round it up"
+        )
+    held = options.row_tokens // largest
     if held > max_tokens:
         raise ValueError(
             f"max_tokens ({max_tokens}) must be >= {held}, what each of {largest} ranks, the most "
@@ -182,6 +194,7 @@ class _Share:
     ranks: int
     rank: int
     max_tokens: int
+    longest: int
     cost: Cost
 
     def __call__(self, rows: Rows) -> ScheduledBatch:
@@ -211,7 +224,12 @@ class _Share:
     def _batch(self, group: DocumentGroup, pieces: Sequence[Piece]) -> PackedBatch:
         tokens = min(self.max_tokens, max(1, -(-group.tokens // TILE)) * TILE)
         row = [pieces[i] for i in group.documents]
-        return batch_of([row], row_tokens=tokens * group.cp, multiple=multiple_of(group.cp))
+        return batch_of(
+            [row],
+            row_tokens=tokens * group.cp,
+            multiple=multiple_of(group.cp),
+            longest=self.longest,
+        )
 
 
 def _copied(x: Tensor, device: torch.device | str) -> Tensor:
