@@ -17,9 +17,12 @@ from moecore.packing import (
     CorpusLoader,
     CorpusOptions,
     CorpusSource,
+    DocumentCost,
     JsonLines,
     MegatronDocuments,
     PackedBatch,
+    ScheduledBatch,
+    ScheduledLoader,
 )
 
 BYTES = "bytes"
@@ -180,6 +183,40 @@ class Tokens:
         if not isinstance(document, str):
             return document
         return self.tokenizer(document)
+
+
+class ScheduledSteps:
+    """Reads the next step of this data rank: the documents of `CorpusSteps`' rows, by plan.
+
+    Attributes:
+        sampler: its state is the position in the data, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[CorpusSource],
+        options: CorpusOptions,
+        shape: BatchShape,
+        *,
+        max_tokens: int,
+        cost: DocumentCost,
+        data_rank: int,
+        workers: int,
+    ) -> None:
+        self.sampler = ScheduledLoader(
+            sources,
+            options,
+            rows=shape.data_ranks * shape.grad_accum * shape.batch_size,
+            max_tokens=max_tokens,
+            cost=cost,
+            data_rank=data_rank,
+            data_ranks=shape.data_ranks,
+            workers=workers,
+        )
+
+    def next(self) -> ScheduledBatch:
+        """Return the step behind the one before."""
+        return next(self.sampler)
 
 
 class CorpusSteps:

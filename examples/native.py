@@ -44,11 +44,12 @@ class DecoderJob(Job):
         return self.run_micro_batches(num_labels, *tensors)
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        if not self.peak_tflops:
-            return {}
-        _, tokens, pairs = counts
-        peak = dist.get_world_size() * self.peak_tflops * 1e12
-        return {"mfu": flops_of(self.model.config, tokens, pairs) / seconds / peak}
+        _, tokens, pairs, held = counts
+        found = {"padding_share": 1 - tokens / held}
+        if self.peak_tflops:
+            peak = dist.get_world_size() * self.peak_tflops * 1e12
+            found["mfu"] = flops_of(self.model.config, tokens, pairs) / seconds / peak
+        return found
 
 
 def make_forward_backward(

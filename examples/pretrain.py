@@ -4,6 +4,7 @@ r"""Pre-train a Mixture-of-Experts decoder on a corpus: one command to a directo
         --data web_text_document,weight=0.7 code.jsonl,weight=0.3,field=content \
         --validation held_out.jsonl,name=web --eval-every 500 --run-dir runs/mine
     torchrun --nproc-per-node 8 examples/pretrain.py --config runs/mine/config.toml --ep 4 --cp 2
+    torchrun --nproc-per-node 8 examples/pretrain.py --config ... --seq-len 65536 --dynamic-cp 8192
 
 Documents are text or token ids: JSONL, Megatron's .bin and .idx, and data sets of Hugging Face, on
 disk or streamed. They are tokenized and packed into rows by workers ahead of the step, without
@@ -24,11 +25,13 @@ loop.py has the steps, which train.py and finetune_hf.py share, native.py the mo
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ import torch.distributed as dist
 from corpora import (
     BYTES,
     CorpusSteps,
+    ScheduledSteps,
     SourceOptions,
     Tokenizer,
     read_source,
@@ -61,6 +65,7 @@ from options import (
 )
 from records import add_records, as_toml, build, given, parse
 from report import make_run_dir
+from torch import Tensor
 
 from moecore import (
     BalanceConfig,
@@ -74,6 +79,7 @@ from moecore import (
     Meshes,
     MoEConfig,
     NVLinkOptions,
+    ParallelConfig,
     PipelineConfig,
     StashOptions,
     build_meshes,
@@ -82,8 +88,9 @@ from moecore import (
 from moecore.base.options.precision import Precision, Recipe
 from moecore.io import decoder_config_from_hf, export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.models import Decoder, DecoderConfig, preset
-from moecore.packing import CorpusOptions
+from moecore.models import Decoder, DecoderConfig, document_cost, preset
+from moecore.packing import CorpusOptions, ScheduledBatch
+from moecore.packing.corpus.scheduled import TILE
 from moecore.packing.split import multiple_of
 
 EXPORT = "export"
@@ -102,6 +109,8 @@ class Sharding:
         graph_dense: on GPUs, run what is between exchanges as CUDA graphs.
         stash: experts' rows in pages, as [stash] says.
         clones: clones of hot experts, as [clones] says.
+        dynamic_cp: each micro-batch has its own cp, and this is the most tokens that a rank holds
+            of one; None = --cp for all.
     """
 
     dispatcher: DispatcherName = "auto"
@@ -112,6 +121,7 @@ class Sharding:
     graph_dense: bool = False
     stash: bool = False
     clones: bool = False
+    dynamic_cp: int | None = None
 
 
 RECORDS: dict[str, type] = {
@@ -148,7 +158,7 @@ class CorpusTraining(DecoderJob):
     """
 
     tokenizer: Tokenizer
-    validation: dict[str, StepBatch]
+    validation: dict[str, Any]
 
     chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
 
@@ -195,6 +205,20 @@ class CorpusTraining(DecoderJob):
         say(f"{target} is ready for from_pretrained")
 
 
+@dataclass(kw_only=True)
+class ScheduledTraining(CorpusTraining):
+    """The same with a cp for each micro-batch: a step is a `ScheduledBatch`."""
+
+    def forward_backward(self, num_labels: Tensor, batch: ScheduledBatch) -> Tensor:
+        self.owner.num_micro_batches = len(batch.cps)
+        return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
+
+    def _loss(self, batch: ScheduledBatch) -> float:
+        total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
+        dist.all_reduce(total)
+        return float(total) * self.meshes.data_ranks / dist.get_world_size()
+
+
 def export(
     model: Decoder, config: Path, dtype: torch.dtype, tokenizer: Tokenizer, target: Path
 ) -> None:
@@ -220,15 +244,23 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
     sources = [read_source(options, tokenizer) for options in args.data]
     held_out = [read_source(options, tokenizer) for options in args.validation]
     meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
-    check_memory(args, config, torch.device(meshes.device_type))
     rows = corpus_options(args, config, meshes.parallel.cp)
     records = records_of(args) | {"corpus": rows, "fsdp": fsdp_of(args, meshes)}
+    max_tokens = records["sharding"].dynamic_cp
+    if max_tokens is None:
+        check_memory(args, config, torch.device(meshes.device_type))
     on_first_rank(lambda: write_config(args, config, records))
+    if max_tokens is not None:
+        records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
     model = build_model(args, config, meshes, records)
     shape = batch_shape(args, meshes)
-    where = {"data_rank": meshes.data_rank}
+    steps: Any = partial(CorpusSteps, data_rank=meshes.data_rank)
+    if max_tokens is not None:
+        plan = {"max_tokens": max_tokens, "cost": document_cost(config)}
+        steps = partial(ScheduledSteps, data_rank=meshes.data_rank, **plan)
     eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
-    return CorpusTraining(
+    job = CorpusTraining if max_tokens is None else ScheduledTraining
+    return job(
         args=args,
         meshes=meshes,
         model=model,
@@ -236,11 +268,10 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
         shape=shape,
         config=config,
         facts={"--tokenizer": args.tokenizer},
-        packed=CorpusSteps(sources, rows, shape, workers=args.workers, **where),
+        packed=steps(sources, rows, shape, workers=args.workers),
         tokenizer=tokenizer,
         validation={
-            source.name: CorpusSteps([source], fixed, eval_shape, workers=0, **where).next()
-            for source in held_out
+            source.name: steps([source], fixed, eval_shape, workers=0).next() for source in held_out
         },
     )
 
@@ -258,6 +289,9 @@ def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> 
 def records_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the records that flags or the file have given, by table."""
     sharding = Sharding(**given(args, "sharding"))
+    context = build(args, "context", ContextOptions)
+    if sharding.dynamic_cp is not None:
+        context = replace(context or ContextOptions(), dynamic=True)
     stash = build(args, "stash", StashOptions) or (StashOptions() if sharding.stash else None)
     clones = build(args, "clones", CloneOptions) or (CloneOptions() if sharding.clones else None)
     recipe = build(args, "recipe", Recipe)
@@ -276,11 +310,20 @@ def records_of(args: argparse.Namespace) -> dict[str, Any]:
         "stash": stash,
         "clones": clones,
         "nvlink": build(args, "nvlink", NVLinkOptions),
-        "context": build(args, "context", ContextOptions),
+        "context": context,
         "pipeline": PipelineConfig(**given(args, "pipeline")) if (args.pp or 1) > 1 else None,
         "recipe": recipe,
         "fp8": recipe and Precision(recipe=recipe, **given(args, "fp8")),
     }
+
+
+def nvlink_of(records: dict[str, Any], max_tokens: int) -> NVLinkOptions | None:
+    """Return options with room for the longest micro-batch, which the first one need not be."""
+    nvlink, dispatcher = records["nvlink"], records["sharding"].dispatcher
+    if nvlink is None and dispatcher not in ("auto", "nvlink", "hierarchical"):
+        return None
+    nvlink = nvlink or NVLinkOptions()
+    return nvlink if nvlink.max_tokens else replace(nvlink, max_tokens=max_tokens)
 
 
 def fsdp_of(args: argparse.Namespace, meshes: Meshes) -> FSDPOptions:
@@ -339,9 +382,36 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
         )
     parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
     check_rows(args, parallel.resolve(world_size))
-    records_of(args)
+    if (max_tokens := records_of(args)["sharding"].dynamic_cp) is not None:
+        check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
     check_wandb(args)
     return config, tokenizer
+
+
+def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: ParallelConfig) -> None:
+    """Raise ValueError for what other options do not fit."""
+    name, p = f"--dynamic-cp ({max_tokens})", parallel
+    if p.cp > 1 or p.pp > 1:
+        raise ValueError(
+            f"{name} must go with --cp ({p.cp}) = 1 and --pp ({p.pp}) = 1, because each "
+            "micro-batch has its own cp: drop them"
+        )
+    multiple, ranks = math.lcm(2, p.tp), p.dp_replicate * p.dp_shard
+    if TILE % p.tp or max_tokens < 1 or max_tokens % multiple:
+        raise ValueError(
+            f"{name} must be a multiple of {multiple} with --tp ({p.tp}), a power of two: round it"
+        )
+    largest = ranks & -ranks
+    if args.seq_len % multiple_of(largest):
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be a multiple of {multiple_of(largest)}, two chunks "
+            f"of each of {largest} data ranks, with {name}: round it up"
+        )
+    if args.seq_len > largest * max_tokens:
+        raise ValueError(
+            f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
+            f"({args.seq_len}): raise it, or lower --seq-len"
+        )
 
 
 def model_config(args: argparse.Namespace) -> DecoderConfig:

@@ -128,6 +128,20 @@ def test_a_killed_run_goes_on_on_any_ranks(corpus: Path, straight: Path, tmp_pat
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_a_cp_per_micro_batch(
+    corpus: Path, straight: Path, tmp_path: Path
+) -> None:
+    run_dir = killed(straight, tmp_path / "run")
+    said = run_in_forks(words(corpus, run_dir, f"--dynamic-cp {SEQ_LEN // 2}"))
+    assert "from step 4 to step 8 on 2 cpu ranks" in said
+    assert f"dynamic_cp = {SEQ_LEN // 2}\n" in (run_dir / "config.toml").read_text()
+    for mine, wanted in zip(metrics(run_dir)[4:], metrics(straight)[4:], strict=True):
+        assert 0 <= mine["padding_share"] < 1
+        for name in {"loss", "eval_loss", "grad_norm"} & wanted.keys():
+            assert mine[name] == pytest.approx(wanted[name], rel=2e-5), (mine["step"], name)
+
+
+@pytest.mark.slow
 def test_transformers_has_the_loss_of_the_export(corpus: Path, straight: Path) -> None:
     """On the validation rows, piece by piece, with the tokenizer that lies beside the weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -178,6 +192,9 @@ ERRORS = {
     "--hf-config missing": "--hf-config (missing) must be a config.json or its directory",
     "--config missing.toml": "--config (missing.toml) must be a readable file",
     "--cp 3": "must be a multiple of 6 with --cp 3",
+    "--dynamic-cp 128": "--dynamic-cp (128) must be >= what each of 1 data ranks holds",
+    "--dynamic-cp 0": "--dynamic-cp (0) must be a multiple of 2 with --tp (1), a power of two",
+    "--dynamic-cp 512 --cp 3 --seq-len 240": "--dynamic-cp (512) must go with --cp (3) = 1",
     "--seq-len 4096": "--seq-len (4096) must be <= max_seq_len (512) of the model",
 }
 

@@ -14,10 +14,12 @@ from moecore.models import (
     MLAConfig,
     YarnConfig,
     active_params,
+    document_cost,
     flops_per_token,
     num_params,
     preset,
 )
+from moecore.packing import DocumentCost
 
 MOE = MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2)
 VALID = dict(vocab_size=32, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, moe=MOE)
@@ -232,6 +234,30 @@ def test_flops_of_a_small_decoder_by_hand():
     tied = replace(config, tie_embeddings=True)
     assert flops_per_token(tied, 10) == flops_per_token(config, 10)
     assert num_params(config) - num_params(tied) == 32
+
+
+def test_cost_of_a_document_by_hand():
+    config = DecoderConfig(
+        vocab_size=8,
+        dim=4,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+        mlp_hidden_dim=16,
+    )
+    # q, k, v, o are 16 + 8 + 8 + 16, the rest is 192 + 12 + 32; a pair is 3 * 2 * 4 FLOPs. Keys and
+    # values of a token are 8 bytes, 0.04 ns; a pair of a forward is 8 FLOPs, 1 / 75,000 ns.
+    cost = document_cost(config)
+    assert cost.linear == pytest.approx(6 * (48 + 192 + 12 + 32) / 24 * 1.5)
+    assert cost.exchange == pytest.approx(3000) and cost.fixed == 1000 * cost.linear
+    assert document_cost(config, link_gb_per_s=50).exchange == pytest.approx(12000)
+    # DocumentCost's defaults are those of this model, whose head they leave out.
+    qwen, default = document_cost(preset("qwen3-30b-a3b")), DocumentCost()
+    assert qwen.exchange == pytest.approx(default.exchange)
+    assert qwen.linear == pytest.approx(default.linear, rel=0.2)
+    latent = document_cost(preset("deepseek-v3"))
+    assert latent.exchange == pytest.approx(2 * 576 * 3000 / (128 * (192 + 128)))
 
 
 def test_flops_of_latent_attention_and_multi_token_prediction():

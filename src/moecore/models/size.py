@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from moecore.base.fields import CountOrZero, check_arguments
+from moecore.base.fields import CountOrZero, Positive, check_arguments
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
+from moecore.packing import DocumentCost
+
+PRODUCTS_OVER_ATTENTION = 400 / 600  # FLOP/s of Hopper, see `DocumentCost`
+ATTENTION_FLOPS = 600e12
 
 
 def num_params(config: DecoderConfig) -> int:
@@ -48,6 +52,32 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     layers = config.num_layers + config.num_mtp_layers
     attention = layers * config.num_heads * (config.head_dim + value_dim) * seq_len
     return 6.0 * matmul + 3.0 * attention
+
+
+def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> DocumentCost:
+    """Return what a document costs the ranks that share it, as multiples of attention.
+
+        linear = flops_per_token(config, 0) over those of a pair, at 400 TFLOP/s for 600
+        exchange = bytes of a token's keys and values over the link, in the time of a pair
+
+    A pair is a squared token: 3 * L * H * (d + v) FLOPs. Keys and values are in bf16; latent
+    attention sends latents.
+
+    Args:
+        config: of the model.
+        link_gb_per_s: GB/s between ranks of a group, one way.
+    """
+    check_arguments(document_cost, locals())
+    flops = flops_per_token(config, 0)
+    linear = flops / (flops_per_token(config, 1) - flops) / PRODUCTS_OVER_ATTENTION
+    if config.mla is None:
+        numbers, dims = 2 * config.num_kv_heads * config.head_dim, 2 * config.head_dim
+    else:
+        numbers = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+        dims = config.head_dim + config.mla.v_head_dim
+    pair = config.num_heads * dims / ATTENTION_FLOPS  # seconds of a layer's forward
+    exchange = 2 * numbers / (link_gb_per_s * 1e9) / pair
+    return DocumentCost(linear=linear, exchange=exchange, fixed=1000 * linear)
 
 
 @lru_cache

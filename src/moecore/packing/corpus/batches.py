@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,16 @@ from moecore.packing.corpus.partitions import Cursor, Ids, Partition, Piece, Row
 from moecore.packing.documents import Integers
 
 Cursors = dict[int, list[Cursor]]  # by partition
+Rows = Sequence[Sequence[Piece]]
+PARTITIONS_PER_ROW = 8  # so many workers of a rank read partitions of their own
 EMPTY_IN_TURN = 100_000  # more documents without tokens are an error
 
 
 class RankBatches(IterableDataset[Any]):
-    """Batches of a data rank, or those of one worker of it, each with cursors behind it."""
+    """Batches of a data rank, or those of one worker of it, each with cursors behind it.
+
+    `collate` makes a batch of its rows.
+    """
 
     def __init__(
         self,
@@ -32,10 +37,11 @@ class RankBatches(IterableDataset[Any]):
         rows: int,
         data_rank: int,
         data_ranks: int,
-        partitions: int,
+        collate: Callable[[Rows], Any],
     ) -> None:
-        self._sources, self._options = sources, options
-        self.rows, self.partitions = rows, partitions
+        self._sources, self._options, self._collate = sources, options, collate
+        self.rows = rows
+        self.partitions = options.partitions or rows * data_ranks * PARTITIONS_PER_ROW
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self.names = [source.name for source in sources]
         self.begin_at(0, {}, {})
@@ -85,7 +91,7 @@ class RankBatches(IterableDataset[Any]):
                 found.append(partitions[own].next())
             cursors = {own: partitions[own].cursors for own in {r % self.partitions for r in taken}}
             lengths = {name: source.length for name, source in documents.items()}
-            yield batch_of(found, self._options), cursors, lengths
+            yield self._collate(found), cursors, lengths
 
     def _partition(self, number: int, ids: Mapping[str, Ids]) -> Partition:
         options = self._options
@@ -170,9 +176,14 @@ def checked_ids(ids: Any, vocab_size: int | None) -> Integers:
     return found
 
 
-def batch_of(rows: Sequence[Sequence[Piece]], options: CorpusOptions) -> PackedBatch:
-    """Return rows of pieces as a batch; see `PackedBatch`."""
-    B, T, multiple = len(rows), options.row_tokens, options.multiple
+def batch_of(
+    rows: Rows, *, row_tokens: int, multiple: int, longest: int | None = None
+) -> PackedBatch:
+    """Return rows of pieces as a batch; see `PackedBatch`.
+
+    What a row has left is padding in documents of at most `longest` tokens, by default in one.
+    """
+    B, T = len(rows), row_tokens
     ids_BT, labels_BT = np.zeros((B, T), np.int64), np.full((B, T), IGNORE_INDEX, np.int64)
     padding_BT, borders = np.ones((B, T), bool), [0]
     for b, pieces in enumerate(rows):
@@ -186,6 +197,7 @@ def batch_of(rows: Sequence[Sequence[Piece]], options: CorpusOptions) -> PackedB
             start += -(-len(ids) // multiple) * multiple
             borders.append(b * T + start)
         if start < T:
+            borders.extend(range(b * T + start, (b + 1) * T, longest or T)[1:])
             borders.append((b + 1) * T)
     cu_n = np.array(borders)
     lengths_n = np.diff(cu_n)

@@ -13,7 +13,8 @@ Others read some of the same ones, and pass over each other's rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,58 +22,18 @@ from torch.utils.data import DataLoader
 
 from moecore.base.fields import Count, CountOrZero, check_arguments, shown
 from moecore.packing.collate import PackedBatch
-from moecore.packing.corpus.batches import Cursors, RankBatches
+from moecore.packing.corpus.batches import Cursors, RankBatches, batch_of
 from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
 from moecore.packing.corpus.partitions import Cursor
 
-PARTITIONS_PER_ROW = 8  # so many workers of a rank read partitions of their own
+Batch = TypeVar("Batch")
 
 
-class CorpusLoader:
-    """Yields the batches of this data rank without end, from a position that any ranks resume.
+class PositionedLoader(Generic[Batch]):
+    """Yields the batches of a `RankBatches` without end, and has the position behind the last."""
 
-        loader = CorpusLoader([source], CorpusOptions(row_tokens=4096), rows=2, workers=2)
-        batch = next(loader)                 # a PackedBatch of 2 rows
-        state = loader.state_dict()          # behind that batch, whatever workers have prefetched
-
-    Labels of a batch are shifted: each is the token that follows, also across a cut.
-
-    Args:
-        sources: their names differ; rows are a mixture by their weights.
-        options: of rows.
-        rows: of a batch.
-        data_rank: this one; ranks with the same data share it.
-        data_ranks: ranks with different data.
-        workers: processes that read, tokenize and pack ahead; 0 = this one does when asked. Where
-            processes are not forked, sources must pickle.
-
-    Raises:
-        ValueError: for no sources, two of one name, or a rank that is not one of the ranks.
-        CorpusError: from `next`, for a document that cannot be read or tokenized, or has ids
-            outside of the vocabulary. Other ranks do not know: end them.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[CorpusSource],
-        options: CorpusOptions,
-        *,
-        rows: Count = 1,
-        data_rank: CountOrZero = 0,
-        data_ranks: Count = 1,
-        workers: CountOrZero = 0,
-    ) -> None:
-        check_arguments(CorpusLoader.__init__, locals())
-        names = [source.name for source in sources]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"sources ({names}) must be at least one, each with a name of its own")
-        if data_rank >= data_ranks:
-            raise ValueError(
-                f"data_rank ({data_rank}) must be < data_ranks ({data_ranks}): count from 0"
-            )
-        partitions = options.partitions or rows * data_ranks * PARTITIONS_PER_ROW
-        self._batches = RankBatches(sources, options, rows, data_rank, data_ranks, partitions)
-        self._workers = workers
+    def __init__(self, batches: RankBatches, workers: int) -> None:
+        self._batches, self._workers = batches, workers
         self._coming: Iterator[Any] | None = None
         self._rows = 0  # of all ranks, taken
         self._loaded: Cursors = {}  # where all ranks began
@@ -80,10 +41,10 @@ class CorpusLoader:
         self._last: Cursors = {}  # of its last batch
         self._lengths: dict[str, int | None] = {}
 
-    def __iter__(self) -> CorpusLoader:
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> PackedBatch:
+    def __next__(self) -> Batch:
         if self._coming is None:
             ahead: Any = {"prefetch_factor": 2} if self._workers else {}
             loader = DataLoader(
@@ -103,7 +64,7 @@ class CorpusLoader:
         self._last = cursors
         self._lengths |= lengths
         self._rows += self._batches.rows * self._batches.data_ranks
-        found: PackedBatch = batch
+        found: Batch = batch
         return found
 
     def close(self) -> None:
@@ -139,7 +100,7 @@ class CorpusLoader:
         Raises:
             ValueError: for the state of other sources or options, or no state.
         """
-        check_arguments(CorpusLoader.load_state_dict, locals())
+        check_arguments(PositionedLoader.load_state_dict, locals())
         if not {"rows", "partitions", "cursors", "lengths", "facts"} <= state.keys():
             raise ValueError(f"state ({shown(state)}) must be a state_dict(): pass one")
         for name, value in self._batches.facts().items():
@@ -167,6 +128,59 @@ class CorpusLoader:
             "lengths": self._lengths,
             "facts": self._batches.facts(),
         }
+
+
+class CorpusLoader(PositionedLoader[PackedBatch]):
+    """Yields the batches of this data rank without end, from a position that any ranks resume.
+
+        loader = CorpusLoader([source], CorpusOptions(row_tokens=4096), rows=2, workers=2)
+        batch = next(loader)                 # a PackedBatch of 2 rows
+        state = loader.state_dict()          # behind that batch, whatever workers have prefetched
+
+    Labels of a batch are shifted: each is the token that follows, also across a cut.
+
+    Args:
+        sources: their names differ; rows are a mixture by their weights.
+        options: of rows.
+        rows: of a batch.
+        data_rank: this one; ranks with the same data share it.
+        data_ranks: ranks with different data.
+        workers: processes that read, tokenize and pack ahead; 0 = this one does when asked. Where
+            processes are not forked, sources must pickle.
+
+    Raises:
+        ValueError: for no sources, two of one name, or a rank that is not one of the ranks.
+        CorpusError: from `next`, for a document that cannot be read or tokenized, or has ids
+            outside of the vocabulary. Other ranks do not know: end them.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[CorpusSource],
+        options: CorpusOptions,
+        *,
+        rows: Count = 1,
+        data_rank: CountOrZero = 0,
+        data_ranks: Count = 1,
+        workers: CountOrZero = 0,
+    ) -> None:
+        check_arguments(CorpusLoader.__init__, locals())
+        check_sources(sources, data_rank, data_ranks)
+        collate = partial(batch_of, row_tokens=options.row_tokens, multiple=options.multiple)
+        super().__init__(
+            RankBatches(sources, options, rows, data_rank, data_ranks, collate), workers
+        )
+
+
+def check_sources(sources: Sequence[CorpusSource], data_rank: int, data_ranks: int) -> None:
+    """Raise for no sources, two of one name, or a rank that is not one of the ranks."""
+    names = [source.name for source in sources]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"sources ({names}) must be at least one, each with a name of its own")
+    if data_rank >= data_ranks:
+        raise ValueError(
+            f"data_rank ({data_rank}) must be < data_ranks ({data_ranks}): count from 0"
+        )
 
 
 def _as_it_is(batch: Any) -> Any:
