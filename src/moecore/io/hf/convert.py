@@ -25,7 +25,8 @@ from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, layout_of
 from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item, put
-from moecore.io.hf.config import HFConfig, config_problems, decoder_config_from_hf, read_config
+from moecore.io.hf.config import config_problems, decoder_config_from_hf
+from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.export import check_target, fill_shards, write_directory
 from moecore.io.hf.export_config import finish_config
 from moecore.io.hf.export_plan import ExportLayout, make_items, names_of

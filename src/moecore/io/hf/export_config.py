@@ -9,13 +9,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 from moecore.io.checkpoint.config_differences import TRAINING, training_only
-from moecore.io.hf.config import (
-    MTP_KEYS,
-    HFConfig,
-    config_problems,
-    decoder_config_from_hf,
-    read_config,
-)
+from moecore.io.hf.config import MTP_KEYS, config_problems, decoder_config_from_hf
+from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.stock import transformers_class
 from moecore.io.hf.upcycled import upcycled_config
 from moecore.models.config import DecoderConfig

@@ -16,7 +16,8 @@ import torch
 
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
-from moecore.io.hf.config import KIND_OF, MTP_KEYS, HFConfig, decoder_config_from_hf
+from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
+from moecore.io.hf.config_fields import KIND_OF, HFConfig
 from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import FileRecipe, find_layout, hf_copies, hf_plan
 from moecore.io.hf.quant import TensorSource, find_sources
