@@ -103,6 +103,19 @@ def olmoe() -> Pair:
     return OlmoeForCausalLM(hf), ours
 
 
+def dense(name: str, hf_changes: dict[str, Any], changes: dict[str, Any]) -> Pair:
+    """A family of dense models: transformers' `<name>Config`."""
+    import transformers
+
+    shape = dict(num_key_value_heads=2, intermediate_size=48, head_dim=16, rms_norm_eps=1e-5)
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    hf = getattr(transformers, f"{name}Config")(
+        **HF_SHAPE, **shape, **dict(rope_parameters=rope, pad_token_id=None) | hf_changes
+    )
+    ours = DecoderConfig(**SHAPE, num_kv_heads=2, mlp_hidden_dim=48, norm_eps=1e-5, **changes)
+    return getattr(transformers, f"{name}ForCausalLM")(hf), ours
+
+
 def deepseek(
     *, q_lora_rank: int = 24, yarn: YarnConfig | None = None, num_mtp_layers: int = 0
 ) -> Pair:
@@ -179,6 +192,9 @@ PAIRS = {
     "qwen3": qwen3,
     "mixtral": mixtral,
     "olmoe": olmoe,
+    "qwen3, dense": lambda: dense("Qwen3", {}, dict(qk_norm="head")),
+    "llama": lambda: dense("Llama", dict(tie_word_embeddings=True), dict(tie_embeddings=True)),
+    "mistral": lambda: dense("Mistral", dict(sliding_window=None), {}),
     "deepseek": deepseek,
     "deepseek, no query latent": lambda: deepseek(q_lora_rank=0),
     "deepseek, yarn": lambda: deepseek(yarn=YARN),

@@ -200,9 +200,11 @@ def test_what_transformers_writes_gives_the_native_config(name):
     pytest.importorskip("transformers")
     hf, want = PAIRS[name]()
     found = decoder_config_from_hf(hf.config.to_dict())
-    balance = BalanceConfig()
-    assert found.moe.balance != balance
-    assert replace(found, moe=replace(found.moe, balance=balance)) == want
+    if found.moe is not None:
+        balance = BalanceConfig()
+        assert found.moe.balance != balance
+        found = replace(found, moe=replace(found.moe, balance=balance))
+    assert found == want
 
 
 def test_balance_coefficient_is_kept():
@@ -219,6 +221,19 @@ def test_qwen2_without_biases_has_a_gated_shared_expert():
     found = decoder_config_from_hf(QWEN2)
     assert (found.moe.shared_hidden_dim, found.moe.shared_gate) == (5632, True)
     assert found.qk_norm is None and found.head_dim == 64
+
+
+MISTRAL_7B: dict[str, Any] = {k: v for k, v in MIXTRAL_8X7B.items() if "expert" not in k} | dict(
+    model_type="mistral", vocab_size=32768
+)
+
+
+def test_defaults_of_dense_classes():
+    with pytest.raises(NotImplementedError, match=r"sliding_window \(4096\)"):
+        decoder_config_from_hf({k: v for k, v in MISTRAL_7B.items() if k != "sliding_window"})
+    found = decoder_config_from_hf(MISTRAL_7B | dict(model_type="qwen3", num_attention_heads=64))
+    assert (found.head_dim, found.qk_norm, found.moe) == (128, "head", None)
+    assert found.mlp_hidden_dim == 14336 and not found.tie_embeddings
 
 
 def test_sparse_steps_and_dense_layers():
@@ -262,7 +277,10 @@ def test_yarn_defaults_are_those_of_transformers():
         (QWEN3_30B, dict(partial_rotary_factor=0.5), r"partial_rotary_factor \(0.5\)"),
         (QWEN2, dict(qkv_bias=None), r"qkv_bias \(True\)"),  # the default
         (QWEN2, dict(layer_types=["sliding_attention"]), r"layer_types \(\['sliding_attention"),
+        (QWEN2, dict(model_type="qwen3", layer_types=["sliding_attention"]), r"layer_types \(\["),
         (MIXTRAL_8X7B, dict(sliding_window=4096), r"sliding_window \(4096\)"),
+        (MISTRAL_7B, dict(sliding_window=4096), r"sliding_window \(4096\)"),
+        (MISTRAL_7B, dict(model_type="llama", mlp_bias=True), r"mlp_bias \(True\)"),
         (MIXTRAL_8X7B, dict(router_jitter_noise=0.1), r"router_jitter_noise \(0.1\)"),
         (OLMOE_1B_7B, dict(clip_qkv=8.0), r"clip_qkv \(8.0\)"),
         (OLMOE_1B_7B, dict(rope_parameters={"rope_type": "llama3"}), r"rope_type \('llama3'\)"),
@@ -318,7 +336,9 @@ def test_values_of_another_kind_are_named(change, message):
         decoder_config_from_hf(QWEN3_30B | change)
 
 
-@pytest.mark.parametrize("base", [QWEN3_30B, QWEN2, MIXTRAL_8X7B, OLMOE_1B_7B, DEEPSEEK_V3])
+@pytest.mark.parametrize(
+    "base", [QWEN3_30B, QWEN2, MIXTRAL_8X7B, OLMOE_1B_7B, DEEPSEEK_V3, MISTRAL_7B]
+)
 def test_fuzzed_values_are_errors_or_read(base):
     """Every field, and every one below rope_scaling, with every odd value."""
     outcomes = Counter()

@@ -60,7 +60,7 @@ def test_transformers_loads_it_and_gives_equal_logits(name, layout, tmp_path):
     assert report.bytes_stored == sum(t.nbytes for t in read_all(out).values())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe", "deepseek"])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe", "deepseek", "llama"])
 def test_a_native_decoder_becomes_a_transformers_model(name, tmp_path):
     model, config = make_pair(name)
     decoder = Decoder(config).eval()

@@ -1,7 +1,8 @@
 """decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
 
-Known are Qwen3-MoE, Qwen2-MoE without biases, Mixtral, OLMoE and DeepSeek-V3, as published (with
-rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). An option that
+Known are Qwen3-MoE, Qwen2-MoE without biases, Mixtral, OLMoE and DeepSeek-V3, and of dense models
+Qwen3, Llama and Mistral, as published (with rope_theta, rope_scaling) and as transformers >= 5
+writes them (rope_parameters). An option that
 changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not
 read: it is 0 in every published config of these families, and anything else is refused too.
 """
@@ -97,14 +98,12 @@ def _qwen3(fields: Fields) -> DecoderConfig:
 
 def _qwen2(fields: Fields) -> DecoderConfig:
     fields.refuse("qkv_bias", fields.get("qkv_bias", True), fields.get("qkv_bias", True))
-    kinds = fields.get("layer_types", [])
-    fields.refuse("layer_types", any(kind != "full_attention" for kind in kinds))
     return _qwen(fields, shared_hidden_dim=fields.need("shared_expert_intermediate_size"))
 
 
 def _qwen(fields: Fields, *, qk_norm: Any = None, shared_hidden_dim: int = 0) -> DecoderConfig:
     _plain_rope(fields)
-    fields.refuse("use_sliding_window", fields.get("use_sliding_window", False))
+    _no_windows(fields)
     num_layers, step = fields.need("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
     dense = set(fields.get("mlp_only_layers", []))
     dense |= {i for i in range(num_layers) if (i + 1) % step}
@@ -122,10 +121,38 @@ def _qwen(fields: Fields, *, qk_norm: Any = None, shared_hidden_dim: int = 0) ->
     return DecoderConfig(**common, dense_layers=dense_layers, mlp_hidden_dim=dense_dim, moe=moe)
 
 
-def _mixtral(fields: Fields) -> DecoderConfig:
+def _no_windows(fields: Fields) -> None:
+    fields.refuse("use_sliding_window", fields.get("use_sliding_window", False))
+    kinds = fields.get("layer_types", [])
+    fields.refuse("layer_types", any(kind != "full_attention" for kind in kinds))
+
+
+def _dense(fields: Fields, *, qk_norm: Any = None) -> DecoderConfig:
     _plain_rope(fields)
+    _no_windows(fields)
+    common = _common(fields) | dict(qk_norm=qk_norm)
+    return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
+
+
+def _dense_qwen3(fields: Fields) -> DecoderConfig:
+    fields.values["head_dim"] = fields.get("head_dim", 128)
+    return _dense(fields, qk_norm="head")
+
+
+def _mistral(fields: Fields) -> DecoderConfig:
+    fields.values.setdefault("sliding_window", 4096)
+    _no_short_window(fields)
+    return _dense(fields)
+
+
+def _no_short_window(fields: Fields) -> None:
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
     fields.refuse("sliding_window", window is not None and window < length)
+
+
+def _mixtral(fields: Fields) -> DecoderConfig:
+    _plain_rope(fields)
+    _no_short_window(fields)
     fields.refuse("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
     common = _common(fields)
     return DecoderConfig(**common, moe=_softmax_moe(fields, "intermediate_size", True, 0.001))
@@ -228,6 +255,9 @@ FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "deepseek_v3": _deepseek_v3,
+    "qwen3": _dense_qwen3,
+    "llama": _dense,
+    "mistral": _mistral,
 }
 
 
