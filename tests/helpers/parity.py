@@ -295,6 +295,7 @@ def decoder_config(case: Case) -> DecoderConfig:
         mlp_hidden_dim=48 if has_dense else 0,
         moe=MODELS[case.model],
         dense_layers=(0,) if has_dense else (),
+        attention_bias="all" if case.model == "biases" else None,
         qk_norm="head",
         tie_embeddings=case.tied,
         max_seq_len=512,

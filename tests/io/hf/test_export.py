@@ -60,7 +60,19 @@ def test_transformers_loads_it_and_gives_equal_logits(name, layout, tmp_path):
     assert report.bytes_stored == sum(t.nbytes for t in read_all(out).values())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe", "deepseek", "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        "mixtral",
+        "olmoe",
+        "deepseek",
+        "deepseek-v2",
+        "glm-4.5",
+        "llama, biases",
+        "qwen2-moe",
+    ],
+)
 def test_a_native_decoder_becomes_a_transformers_model(name, tmp_path):
     model, config = make_pair(name)
     decoder = Decoder(config).eval()
@@ -191,7 +203,7 @@ def test_wrong_arguments(change, message, tmp_path):
             dict(tie_word_embeddings=True),
             r"json tie_embeddings \(True\) must be that of",
         ),
-        ("qwen3-moe", dict(attention_bias=True), r"config.json attention_bias \(True\)"),
+        ("qwen3-moe", dict(attention_bias=True), r"config.json attention_bias \('all'\)"),
         (
             "qwen3-moe",
             dict(model_type="olmoe"),

@@ -16,7 +16,7 @@ from tests.models.hf_pairs import PAIRS, make_pair
 
 CASES = [(name, layout) for name in PAIRS for layout in ("fused", "per_expert", "mixtral")]
 EXPERTS_OF_MIXTRAL = ("qwen3", "mixtral", "olmoe")  # no selection bias, no shared expert
-DENSE = ("qwen3, dense", "llama", "mistral")
+DENSE = ("qwen3, dense", "qwen2", "llama", "llama, biases", "mistral", "mistral, yarn")
 CASES = [c for c in CASES if c[1] != "mixtral" or c[0] in EXPERTS_OF_MIXTRAL]
 CASES = [c for c in CASES if c[1] == "fused" or c[0] not in DENSE]
 
@@ -55,7 +55,9 @@ def test_there_and_back_is_bit_exact(name, layout):
         assert_equal(theirs, {n: t for n, t in state.items() if n not in tied})
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe", "deepseek", "mistral"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "mixtral", "olmoe", "deepseek", "mistral", "glm-4.5-air"]
+)
 def test_files_of_transformers_are_read_and_written(name, tmp_path):
     """save_pretrained and from_pretrained translate the published names on their own."""
     pytest.importorskip("transformers")

@@ -1,8 +1,8 @@
 """decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
 
-Known are Qwen3-MoE, Qwen2-MoE without biases, Mixtral, OLMoE and DeepSeek-V3, and of dense models
-Qwen3, Llama and Mistral, as published (with rope_theta, rope_scaling) and as transformers >= 5
-writes them (rope_parameters). An option that
+Known are Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, GLM-4.5, DeepSeek-V2 and -V3 and Kimi-K2, and of
+dense models Qwen3, Qwen2, Llama and Mistral, as published (with rope_theta, rope_scaling) and as
+transformers >= 5 writes them (rope_parameters). An option that
 changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not
 read: it is 0 in every published config of these families, and anything else is refused too.
 """
@@ -18,10 +18,11 @@ from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.io.checkpoint.config_differences import TRAINING, differences, hf_differences
 from moecore.io.hf.config_fields import Fields, HFConfig, read_config
 from moecore.io.hf.files import INDEX, SINGLE, read_headers, read_index
-from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
+from moecore.models.config import AttentionBias, DecoderConfig, MLAConfig, YarnConfig
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # published; transformers'
-MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2
+MTP_TYPES = ("deepseek_v3", "kimi_k2", "glm4_moe")  # behind the last layer
+MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5 (arXiv:2508.06471), 2.4
 PLAIN = ("default", None)
 
 
@@ -47,32 +48,60 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
         )
     if not isinstance(config, Mapping):
         fields.values = {**fields.values, **_stored_mtp(Path(config), fields)}
-    for name in ("attention_bias", "attention_dropout", "clip_qkv", "mlp_bias"):
+    for name in ("attention_dropout", "clip_qkv", "mlp_bias"):
         fields.refuse(name, bool(fields.get(name, None)))
     fields.refuse("hidden_act", fields.get("hidden_act", "silu") != "silu")
     return build(fields)
 
 
+# The field of biases in attention, its default (None = there is none), and where they are.
+BIASES: dict[str, tuple[str, bool | None, AttentionBias]] = {
+    **dict.fromkeys(("qwen3_moe", "olmoe", "qwen3", "llama"), ("attention_bias", False, "all")),
+    "glm4_moe": ("attention_bias", False, "qkv"),
+    "qwen2_moe": ("qkv_bias", True, "qkv"),
+    "qwen2": ("", None, "qkv"),
+}
+
+
 def _common(fields: Fields) -> dict[str, Any]:
-    """Arguments of DecoderConfig that all families share."""
-    heads = fields.need("num_attention_heads")
+    """Arguments of DecoderConfig that all families share, with grouped-query attention."""
+    heads, rope = fields.need("num_attention_heads"), fields.rope()
+    head_dim = fields.get("head_dim", fields.need("hidden_size") // heads)
     return dict(
         vocab_size=fields.need("vocab_size"),
         dim=fields.need("hidden_size"),
         num_layers=fields.need("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads", heads),
-        head_dim=fields.get("head_dim", fields.need("hidden_size") // heads),
-        rope_theta=float(fields.rope()["rope_theta"]),
+        head_dim=head_dim,
+        attention_bias=_attention_bias(fields),
+        rope_theta=float(rope["rope_theta"]),
+        rotary_dim=_rotary_dim(fields, head_dim, rope["partial_rotary_factor"]),
+        yarn=_yarn(fields),
         norm_eps=fields.need("rms_norm_eps"),
         tie_embeddings=fields.get("tie_word_embeddings", False),
         max_seq_len=fields.need("max_position_embeddings"),
     )
 
 
-def _plain_rope(fields: Fields) -> None:
-    kind = fields.rope()["rope_type"]
-    fields.refuse("rope_type", kind not in PLAIN, kind)
+def _attention_bias(fields: Fields) -> AttentionBias | None:
+    name, default, kind = BIASES.get(fields.model_type, ("", False, "all"))
+    if name != "attention_bias":
+        fields.refuse("attention_bias", fields.get("attention_bias", False))
+    is_on = default is None or (bool(name) and fields.get(name, default))
+    return kind if is_on else None
+
+
+def _rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
+    """Dims of a head that are turned, 0 = all; classes but GLM's turn all whatever the field."""
+    fields.refuse("partial_rotary_factor", part != 1 and fields.model_type != "glm4_moe", part)
+    turned = int(head_dim * part)
+    if not 0 < turned <= head_dim:
+        raise ValueError(
+            f"config.json partial_rotary_factor ({part}) must leave 1 to head_dim ({head_dim}) "
+            "dims to turn: correct it"
+        )
+    return 0 if turned == head_dim else turned
 
 
 def _softmax_moe(
@@ -97,12 +126,10 @@ def _qwen3(fields: Fields) -> DecoderConfig:
 
 
 def _qwen2(fields: Fields) -> DecoderConfig:
-    fields.refuse("qkv_bias", fields.get("qkv_bias", True), fields.get("qkv_bias", True))
     return _qwen(fields, shared_hidden_dim=fields.need("shared_expert_intermediate_size"))
 
 
 def _qwen(fields: Fields, *, qk_norm: Any = None, shared_hidden_dim: int = 0) -> DecoderConfig:
-    _plain_rope(fields)
     _no_windows(fields)
     num_layers, step = fields.need("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
     dense = set(fields.get("mlp_only_layers", []))
@@ -128,7 +155,6 @@ def _no_windows(fields: Fields) -> None:
 
 
 def _dense(fields: Fields, *, qk_norm: Any = None) -> DecoderConfig:
-    _plain_rope(fields)
     _no_windows(fields)
     common = _common(fields) | dict(qk_norm=qk_norm)
     return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
@@ -151,7 +177,6 @@ def _no_short_window(fields: Fields) -> None:
 
 
 def _mixtral(fields: Fields) -> DecoderConfig:
-    _plain_rope(fields)
     _no_short_window(fields)
     fields.refuse("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
     common = _common(fields)
@@ -159,23 +184,46 @@ def _mixtral(fields: Fields) -> DecoderConfig:
 
 
 def _olmoe(fields: Fields) -> DecoderConfig:
-    _plain_rope(fields)
     common, normalizes = _common(fields), fields.get("norm_topk_prob", False)
     moe = _softmax_moe(fields, "intermediate_size", normalizes, 0.01)
     return DecoderConfig(**common, qk_norm="full", moe=moe)
 
 
 def _deepseek_v3(fields: Fields) -> DecoderConfig:
-    for name, only in (
-        ("moe_layer_freq", 1),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("rope_interleave", True),
-    ):
+    _refuse_others(fields, scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
+    return _first_dense(fields, _latent(fields), _sigmoid_choice(fields))
+
+
+def _deepseek_v2(fields: Fields) -> DecoderConfig:
+    _refuse_others(fields, scoring_func="softmax", norm_topk_prob=False)
+    method = fields.get("topk_method", "greedy")
+    fields.refuse("topk_method", method not in ("greedy", "group_limited_greedy"))
+    groups: dict[str, Any] = {}
+    if method == "group_limited_greedy":
+        groups = dict(num_groups=fields.need("n_group"), top_groups=fields.need("topk_group"))
+        if groups["top_groups"] < groups["num_groups"]:
+            groups["group_experts"] = 1
+    scope = "sequence_coef" if fields.get("seq_aux", True) else "micro_batch_coef"
+    coef = float(fields.get("aux_loss_alpha", 0.001))
+    balance: Any = {scope: coef}
+    choice = dict(normalize_weights=False, balance=BalanceConfig(**balance), **groups)
+    return _first_dense(fields, _latent(fields), choice)
+
+
+def _glm4_moe(fields: Fields) -> DecoderConfig:
+    fields.values["partial_rotary_factor"] = fields.get("partial_rotary_factor", 0.5)
+    attention = _common(fields) | dict(qk_norm="head" if fields.get("use_qk_norm", False) else None)
+    return _first_dense(fields, attention, _sigmoid_choice(fields))
+
+
+def _refuse_others(fields: Fields, **known: Any) -> None:
+    """Refuse other values of fields, where they are given, than the one that is known."""
+    for name, only in {"moe_layer_freq": 1, **known}.items():
         fields.refuse(name, fields.get(name, only) != only)
-    num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
-    num_mtp = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
-    F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
+
+
+def _latent(fields: Fields) -> dict[str, Any]:
+    """What `_common` returns, of latent attention."""
     mla = MLAConfig(
         q_lora_rank=fields.get("q_lora_rank", 0),
         kv_lora_rank=fields.need("kv_lora_rank"),
@@ -184,42 +232,59 @@ def _deepseek_v3(fields: Fields) -> DecoderConfig:
         v_head_dim=fields.need("v_head_dim"),
         yarn=_yarn(fields),
     )
-    common = _common(fields) | dict(head_dim=mla.qk_head_dim, mla=mla)
-    common["num_kv_heads"] = common["num_heads"]
-    common |= dict(num_mtp_layers=num_mtp, mtp_loss_coef=MTP_LOSS_COEF if num_mtp else 0.0)
+    common = _common(fields)
+    heads = dict(head_dim=mla.qk_head_dim, num_kv_heads=common["num_heads"])
+    return common | heads | dict(mla=mla, yarn=None)
+
+
+def _sigmoid_choice(fields: Fields) -> dict[str, Any]:
+    """Arguments of MoEConfig: DeepSeek-V3's router."""
+    return dict(
+        score_function="sigmoid",
+        normalize_weights=fields.get("norm_topk_prob", True),
+        num_groups=fields.get("n_group", 1),
+        top_groups=fields.get("topk_group", 1),
+        expert_bias=True,
+        # Not in the config: the papers' values for the start of pretraining, as in the presets.
+        balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
+    )
+
+
+def _first_dense(
+    fields: Fields, attention: dict[str, Any], choice: dict[str, Any]
+) -> DecoderConfig:
+    """A decoder with its first layers dense, shared experts, and multi-token prediction."""
+    num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
+    num_mtp = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
+    F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
+    attention |= dict(num_mtp_layers=num_mtp, mtp_loss_coef=MTP_LOSS_COEF if num_mtp else 0.0)
     if first >= num_layers:
-        return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
+        return DecoderConfig(**attention, mlp_hidden_dim=fields.need("intermediate_size"))
     return DecoderConfig(
-        **common,
+        **attention,
         dense_layers=tuple(range(first)),
         mlp_hidden_dim=fields.need("intermediate_size") if first else 0,
         moe=MoEConfig(
-            dim=common["dim"],
+            dim=attention["dim"],
             hidden_dim=F_,
             num_experts=fields.need("n_routed_experts"),
             top_k=fields.need("num_experts_per_tok"),
-            score_function="sigmoid",
-            normalize_weights=fields.get("norm_topk_prob", True),
             routed_scaling_factor=float(fields.get("routed_scaling_factor", 1.0)),
-            num_groups=fields.get("n_group", 1),
-            top_groups=fields.get("topk_group", 1),
-            expert_bias=True,
             shared_hidden_dim=F_ * shared,
-            # Not in the config: the paper's values for the start of pretraining, as in the preset.
-            balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
+            **choice,
         ),
     )
 
 
 def _yarn(fields: Fields) -> YarnConfig | None:
-    """DeepSeek-V3's YaRN; without both scales transformers takes 1 and 0."""
+    """YaRN; without both scales transformers takes 1 and 0."""
     rope = fields.rope()
     kind = rope["rope_type"]
     fields.refuse("rope_type", kind not in (*PLAIN, "yarn"), kind)
     if kind in PLAIN:
         return None
-    for name in ("attention_factor", "truncate"):
-        fields.refuse(name, rope.get(name) not in (None, name == "truncate"), rope.get(name))
+    factor = rope.get("attention_factor")
+    fields.refuse("attention_factor", factor is not None, factor)
     if rope.get("original_max_position_embeddings") is None:
         fields.need("rope_scaling.original_max_position_embeddings")
     original = rope["original_max_position_embeddings"]
@@ -233,13 +298,14 @@ def _yarn(fields: Fields) -> YarnConfig | None:
         beta_slow=float(rope.get("beta_slow") or 1.0),
         mscale=float(mscale) if all_dim else 1.0,
         mscale_all_dim=float(all_dim),
+        truncate=rope.get("truncate") is not False,
     )
 
 
 def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
     """How many layers of the files lie behind the last one; {} without weights."""
     path = path if path.is_dir() else path.parent
-    if fields.model_type != "deepseek_v3" or not (
+    if fields.model_type not in MTP_TYPES or not (
         (path / INDEX).is_file() or (path / SINGLE).is_file()
     ):
         return {}
@@ -255,7 +321,11 @@ FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+    "deepseek_v2": _deepseek_v2,
+    "glm4_moe": _glm4_moe,
     "qwen3": _dense_qwen3,
+    "qwen2": _dense,
     "llama": _dense,
     "mistral": _mistral,
 }

@@ -52,12 +52,13 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a number",
         _number,
         "rms_norm_eps rope_theta router_aux_loss_coef router_jitter_noise routed_scaling_factor "
-        "factor beta_fast beta_slow mscale mscale_all_dim partial_rotary_factor",
+        "factor beta_fast beta_slow mscale mscale_all_dim partial_rotary_factor aux_loss_alpha",
     ),
     (
         "true or false",
         lambda value: isinstance(value, bool),
-        "tie_word_embeddings norm_topk_prob use_sliding_window qkv_bias",
+        "tie_word_embeddings norm_topk_prob use_sliding_window qkv_bias attention_bias "
+        "use_qk_norm seq_aux truncate",
     ),
     ("an object", lambda value: isinstance(value, Mapping), "rope_scaling rope_parameters"),
     ("a list of whole numbers >= 0", _counts, "mlp_only_layers"),
@@ -124,6 +125,5 @@ class Fields:
         for name, value in found.items():
             if value is not None:
                 self._checked(name, value)
-        partial = found.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
-        self.refuse("partial_rotary_factor", partial != 1.0, partial)
+        found.setdefault("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
         return found

@@ -2,8 +2,8 @@
 
 Legend: E experts, D model dim, F hidden dim of an expert.
 
-Readers and writers of files follow the plan one tensor at a time. Only MoE layers and multi-token
-prediction differ in names:
+Readers and writers of files follow the plan one tensor at a time. Only MoE layers, the bias of
+attention's output and multi-token prediction differ in names:
 
 | native | "fused" | "per_expert" | "mixtral" |
 | --- | --- | --- | --- |
@@ -165,6 +165,7 @@ def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[
 
 def _outer_name(name: str, config: DecoderConfig) -> str:
     """The name outside of an MoE layer: multi-token prediction comes after the last layer."""
+    name = name.replace(".self_attn.o_bias", ".self_attn.o_proj.bias")
     found = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
     if found is None:
         return name
