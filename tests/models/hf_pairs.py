@@ -191,6 +191,48 @@ def glm4_moe(*, norm: bool) -> Pair:
     return Glm4MoeForCausalLM(hf), ours
 
 
+def gpt_oss() -> Pair:
+    """Small limits and windows, so that both matter."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    yarn = replace(YARN, truncate=False)
+    rope = rope_of(yarn) | dict(mscale=None, mscale_all_dim=None)
+    hf = GptOssConfig(
+        **HF_SHAPE,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=32,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=5,
+        swiglu_limit=1.0,
+        rms_norm_eps=1e-5,
+        rope_parameters=rope,
+    )
+    ours = DecoderConfig(
+        **SHAPE,
+        num_kv_heads=2,
+        attention_bias="all",
+        windows=(5, 0),
+        attention_sinks=True,
+        yarn=yarn,
+        norm_eps=1e-5,
+        moe=MoEConfig(
+            dim=64,
+            hidden_dim=32,
+            num_experts=8,
+            top_k=3,
+            score_order="post",
+            router_bias=True,
+            activation="clamped_swiglu",
+            activation_limit=1.0,
+            fc1_bias=True,
+            fc2_bias=True,
+        ),
+    )
+    return GptOssForCausalLM(hf), ours
+
+
 def deepseek_v2(*, grouped: bool) -> Pair:
     """`grouped` is what DeepSeek-V2 has and DeepSeek-V2-Lite has not; YaRN as in both."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -325,6 +367,8 @@ PAIRS = {
     "mixtral": mixtral,
     "olmoe": olmoe,
     "qwen2-moe": qwen2_moe,
+    "gpt-oss": gpt_oss,
+    "mistral, window": lambda: dense("Mistral", dict(sliding_window=5), dict(windows=(5,))),
     "glm-4.5": lambda: glm4_moe(norm=True),
     "glm-4.5-air": lambda: glm4_moe(norm=False),
     "deepseek-v2": lambda: deepseek_v2(grouped=True),
@@ -362,7 +406,7 @@ def randomize(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if "norm" in name:
             param.uniform_(0.5, 1.5)
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             param.normal_()
     for name, buffer in model.named_buffers():
         if "e_score_correction_bias" in name:

@@ -40,6 +40,13 @@ MLA = MLAConfig(**VALID_MLA)
         (dict(qk_norm="layer"), r"qk_norm \('layer'\) must be one of 'head', 'full' or None"),
         (dict(dim=32), r"moe.dim \(64\) must equal dim \(32\)"),
         (dict(attention_bias=True), r"attention_bias \(True\) must be one of 'qkv', 'all' or None"),
+        (dict(windows=(4, 0, 4)), r"windows \(\(4, 0, 4\)\) must be num_layers \(2\) at most"),
+        (dict(windows=(-1,)), r"windows \(\(-1,\)\) must be a tuple, each a whole number >= 0"),
+        (dict(mla=MLA, num_kv_heads=4, windows=(4,)), r"windows \(\(4,\)\) must be \(\) with mla"),
+        (
+            dict(mla=MLA, num_kv_heads=4, attention_sinks=True),
+            r"attention_sinks \(True\) must be F",
+        ),
         (dict(rotary_dim=7), r"rotary_dim \(7\) must be even and <= head_dim \(16\)"),
         (dict(rotary_dim=18), r"rotary_dim \(18\) must be even and <= head_dim \(16\)"),
         (
@@ -180,6 +187,8 @@ def test_unknown_preset_lists_the_names():
         ("qwen2-57b-a14b", 57.4e9, 14.2e9, 1e8),
         ("deepseek-v2", 236e9, 21.4e9, 1e9),
         ("deepseek-v2-lite", 15.7e9, 2.7e9, 1e8),  # 2.4e9 without embedding and head
+        ("gpt-oss-20b", 20.91e9, 4.19e9, 1e8),  # the report's 3.61e9 leaves out the embedding
+        ("gpt-oss-120b", 116.83e9, 5.71e9, 1e8),
         ("kimi-k2", 1026.4e9, 32.9e9, 1e8),
     ],
 )
@@ -259,6 +268,11 @@ def test_flops_of_a_small_decoder_by_hand():
         mlp_hidden_dim=16,
     )
     assert flops_per_token(config, 10) == 6 * (64 + 192 + 12 + 32) + 6 * 4 * 10
+    # Five tokens see 1, 2, 3, 3, 3 keys in one of two layers: w - w^2 / (2 T), up to half a key.
+    windowed = replace(config, num_layers=2, windows=(3, 0))
+    all_keys = replace(config, num_layers=2)
+    fewer = flops_per_token(all_keys, 5) - flops_per_token(windowed, 5)
+    assert fewer == pytest.approx(3 * (5 - (6 - 9 / 5)) * config.num_heads * 2 * config.head_dim)
     tied = replace(config, tie_embeddings=True)
     assert flops_per_token(tied, 10) == flops_per_token(config, 10)
     assert num_params(config) - num_params(tied) == 32

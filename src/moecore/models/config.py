@@ -135,6 +135,9 @@ class DecoderConfig:
         mtp_loss_coef: weight of the mean of their losses; 0 without them.
         attention_bias: learned biases of attention: "qkv" of queries, keys and values (Qwen2,
             GLM-4.5), "all" of the output too (Llama's option), None = off.
+        windows: keys that a token sees at most, its own included, 0 = all: of the first layers,
+            and then again of those behind them. (128, 0) is gpt-oss's, (4096,) Mistral's.
+        attention_sinks: each head has a learned score of one more key without a value (gpt-oss).
         qk_norm: RMSNorm on queries and keys: "head" over each head (Qwen3), "full" over the whole
             projection (OLMoE), None = off.
         rope_theta: base of the rotary frequencies.
@@ -160,6 +163,8 @@ class DecoderConfig:
     num_mtp_layers: CountOrZero = 0
     mtp_loss_coef: PositiveOrZero = 0.0
     attention_bias: AttentionBias | None = None
+    windows: tuple[CountOrZero, ...] = ()
+    attention_sinks: bool = False
     qk_norm: QKNorm | None = None
     rope_theta: Positive = 10_000.0
     rotary_dim: CountOrZero = 0
@@ -188,6 +193,8 @@ class DecoderConfig:
             yield "head_dim", "be even, because rotary embedding turns pairs: use an even head_dim"
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             yield "rotary_dim", f"be even and <= head_dim ({self.head_dim}): lower it, or use 0"
+        if len(self.windows) > self.num_layers:
+            yield "windows", f"be num_layers ({self.num_layers}) at most: drop the others"
         if self.yarn is not None:
             yield from self._yarn_rules("yarn", self.yarn)
 
@@ -221,6 +228,10 @@ class DecoderConfig:
             yield "qk_norm", "be None with mla, which norms the latents: drop qk_norm"
         if self.attention_bias is not None:
             yield "attention_bias", "be None with mla, whose projections have none: drop it"
+        if self.windows:
+            yield "windows", "be () with mla, which sees all keys: drop it"
+        if self.attention_sinks:
+            yield "attention_sinks", "be False with mla, which has none: drop it"
         if self.rotary_dim:
             yield "rotary_dim", "be 0 with mla, which turns mla.qk_rope_head_dim: drop it"
         if self.yarn is not None:
@@ -281,6 +292,10 @@ class DecoderConfig:
     def num_moe_layers(self) -> int:
         """Number of layers with an MoE layer."""
         return self.num_layers - self.num_dense_layers
+
+    def window_of(self, layer_idx: int) -> int | None:
+        """Return how many keys a token of a layer sees at most; None = all."""
+        return self.windows[layer_idx % len(self.windows)] or None if self.windows else None
 
     def is_dense(self, layer_idx: int) -> bool:
         """Whether this layer has a plain MLP."""

@@ -59,16 +59,24 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary embedding.
 
-    The output's bias is added to own tokens, after the sum over tp ranks.
+    With a window a token sees so many keys at most, its own included. Sinks are whole on each tp
+    rank, which reads its heads'; the output's bias is added to own tokens, after the sum over tp.
 
     `observe_scores`, or None, gets turned queries and keys, sequence and scale in every forward.
     """
 
     observe_scores: ScoreObserver | None = None
 
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        window: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.window = window
         self.tp: TensorParallel | None = None
         D, d = config.dim, config.head_dim
         q_dim, kv_dim = config.num_heads * d, config.num_kv_heads * d
@@ -80,6 +88,9 @@ class Attention(nn.Module):
         self.o_bias: nn.Parameter | None = None
         if config.attention_bias == "all":
             self.o_bias = nn.Parameter(torch.empty(D, dtype=dtype))
+        self.sinks: nn.Parameter | None = None
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(config.num_heads, dtype=dtype))
         if config.qk_norm is not None:
             full, eps = config.qk_norm == "full", config.norm_eps
             self.q_norm = RMSNorm(q_dim if full else d, eps, over_tp=full, dtype=dtype)
@@ -93,7 +104,11 @@ class Attention(nn.Module):
         scale = self.config.head_dim**-0.5
         if self.observe_scores is not None:
             self.observe_scores(q_BTHd, k_BThd, sequence, scale)
-        y_BTHd = attend(q_BTHd, k_BThd, v_BThd, sequence, scale=scale)
+        sinks_H = None if self.sinks is None else local_param(self.sinks)
+        if sinks_H is not None and self.tp is not None:
+            sinks_H = sinks_H.chunk(self.tp.size)[self.tp.rank]
+        how: Any = dict(scale=scale, window=self.window, sinks_H=sinks_H)
+        y_BTHd = attend(q_BTHd, k_BThd, v_BThd, sequence, **how)
         y_BTD = row_product(y_BTHd.flatten(2), self.o_proj, self.tp)
         return y_BTD if self.o_bias is None else y_BTD + local_param(self.o_bias).to(y_BTD.dtype)
 

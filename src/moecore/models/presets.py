@@ -6,12 +6,14 @@ sums over layers and its shares add up to 1: for the same gradient multiply by K
 DeepSeek-V3's losses and rates are those of its paper at the start of pretraining.
 
 GLM-4.5's are those of its paper, which equal DeepSeek-V3's. Kimi-K2's and Moonlight's papers name
-none, so they have DeepSeek-V3's.
+none, so they have DeepSeek-V3's. gpt-oss has none: no training code that is published reads its
+0.9.
 
 Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, Qwen/Qwen2-57B-A14B,
 mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924, deepseek-ai/DeepSeek-V3, DeepSeek-V2 and
-DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B and Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air on
-Hugging Face; DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5 (arXiv:2508.06471).
+DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B and Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air,
+openai/gpt-oss-20b and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437), section 4.2;
+GLM-4.5 (arXiv:2508.06471).
 """
 
 from __future__ import annotations
@@ -226,6 +228,23 @@ _QWEN2_57B_A14B = _decoder(
     max_seq_len=131_072,
 )
 
+
+def _gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
+    experts: Any = dict(activation="clamped_swiglu", fc1_bias=True, fc2_bias=True)
+    return _decoder(
+        (201_088, 2880, num_layers),
+        (64, 8, 64),
+        _moe(2880, 2880, num_experts, 4, score_order="post", router_bias=True, **experts),
+        attention_bias="all",
+        windows=(128, 0),
+        attention_sinks=True,
+        rope_theta=150_000.0,
+        yarn=YarnConfig(factor=32.0, original_max_seq_len=4096, truncate=False),
+        norm_eps=1e-5,
+        max_seq_len=131_072,
+    )
+
+
 # The CPU demo: bytes as tokens, small enough for a step of 4096 tokens in 0.25 s on two cores.
 _TINY = _decoder(
     (256, 128, 4),
@@ -291,6 +310,8 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "glm-4.5": _GLM_45,
         "glm-4.5-air": _GLM_45_AIR,
         "qwen2-57b-a14b": _QWEN2_57B_A14B,
+        "gpt-oss-20b": _gpt_oss(24, 32),
+        "gpt-oss-120b": _gpt_oss(36, 128),
         "tiny": _TINY,
         "tiny-qwen3": _TINY_QWEN3,
         "tiny-shared": _TINY_SHARED,

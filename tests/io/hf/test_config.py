@@ -269,6 +269,45 @@ QWEN2_57B: dict[str, Any] = dict(
     use_sliding_window=False,
     vocab_size=151936,
 )
+GPT_OSS_20B: dict[str, Any] = dict(
+    model_type="gpt_oss",
+    attention_bias=True,
+    attention_dropout=0.0,
+    experts_per_token=4,
+    head_dim=64,
+    hidden_act="silu",
+    hidden_size=2880,
+    initial_context_length=4096,
+    intermediate_size=2880,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+    max_position_embeddings=131072,
+    num_attention_heads=64,
+    num_experts_per_tok=4,
+    num_hidden_layers=24,
+    num_key_value_heads=8,
+    num_local_experts=32,
+    quantization_config=dict(quant_method="mxfp4"),
+    rms_norm_eps=1e-5,
+    rope_scaling=dict(
+        beta_fast=32.0,
+        beta_slow=1.0,
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        rope_type="yarn",
+        truncate=False,
+    ),
+    rope_theta=150000,
+    router_aux_loss_coef=0.9,
+    sliding_window=128,
+    swiglu_limit=7.0,
+    tie_word_embeddings=False,
+    vocab_size=201088,
+)
+GPT_OSS_120B: dict[str, Any] = GPT_OSS_20B | dict(
+    layer_types=["sliding_attention", "full_attention"] * 18,
+    num_hidden_layers=36,
+    num_local_experts=128,
+)
 # The config.json of the preset "tiny-deepseek-v3".
 TINY_JSON: dict[str, Any] = DEEPSEEK_V3 | dict(
     vocab_size=128,
@@ -304,6 +343,8 @@ PUBLISHED = {
     "glm-4.5": GLM_45,
     "glm-4.5-air": GLM_45_AIR,
     "qwen2-57b-a14b": QWEN2_57B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": GPT_OSS_120B,
 }
 
 
@@ -323,7 +364,7 @@ def test_what_transformers_writes_gives_the_native_config(name):
     found = decoder_config_from_hf(hf.config.to_dict())
     if found.moe is not None:
         balance = BalanceConfig()
-        assert found.moe.balance != balance
+        assert (found.moe.balance != balance) == (name != "gpt-oss")
         found = replace(found, moe=replace(found.moe, balance=balance))
     assert found == want
 
@@ -353,8 +394,10 @@ MISTRAL_7B: dict[str, Any] = {k: v for k, v in MIXTRAL_8X7B.items() if "expert" 
 
 
 def test_defaults_of_dense_classes():
-    with pytest.raises(NotImplementedError, match=r"sliding_window \(4096\)"):
-        decoder_config_from_hf({k: v for k, v in MISTRAL_7B.items() if k != "sliding_window"})
+    found = decoder_config_from_hf({k: v for k, v in MISTRAL_7B.items() if k != "sliding_window"})
+    assert found.windows == (4096,)
+    for window in (None, 32768):
+        assert decoder_config_from_hf(MISTRAL_7B | dict(sliding_window=window)).windows == ()
     found = decoder_config_from_hf(MISTRAL_7B | dict(model_type="qwen3", num_attention_heads=64))
     assert (found.head_dim, found.qk_norm, found.moe) == (128, "head", None)
     assert found.mlp_hidden_dim == 14336 and not found.tie_embeddings
@@ -402,8 +445,6 @@ def test_yarn_defaults_are_those_of_transformers():
         (QWEN3_30B, dict(partial_rotary_factor=0.5), r"partial_rotary_factor \(0.5\)"),
         (QWEN2, dict(layer_types=["sliding_attention"]), r"layer_types \(\['sliding_attention"),
         (QWEN2, dict(model_type="qwen3", layer_types=["sliding_attention"]), r"layer_types \(\["),
-        (MIXTRAL_8X7B, dict(sliding_window=4096), r"sliding_window \(4096\)"),
-        (MISTRAL_7B, dict(sliding_window=4096), r"sliding_window \(4096\)"),
         (MISTRAL_7B, dict(model_type="llama", mlp_bias=True), r"mlp_bias \(True\)"),
         (MIXTRAL_8X7B, dict(router_jitter_noise=0.1), r"router_jitter_noise \(0.1\)"),
         (OLMOE_1B_7B, dict(clip_qkv=8.0), r"clip_qkv \(8.0\)"),
@@ -419,7 +460,8 @@ def test_yarn_defaults_are_those_of_transformers():
         (DEEPSEEK_V2, dict(norm_topk_prob=True), r"norm_topk_prob \(True\)"),
         (DEEPSEEK_V2, dict(topk_method="noaux_tc"), r"topk_method \('noaux_tc'\)"),
         (DEEPSEEK_V3, dict(rope_scaling=ROPE | {"mscale": 0}), r"mscale_all_dim \(1.0\)"),
-        (QWEN3_30B, dict(model_type="gpt_oss"), r"model_type \('gpt_oss'\) must be one of qwen3_"),
+        (QWEN3_30B, dict(model_type="gpt2"), r"model_type \('gpt2'\) must be one of qwen3_"),
+        (GPT_OSS_20B, dict(layer_types=["chunked_attention"] * 24), r"layer_types \(\['chunked_at"),
         (QWEN3_30B, dict(model_type=None), r"model_type \('None'\) must be one of"),
     ],
 )
@@ -462,6 +504,7 @@ def test_values_of_another_kind_are_named(change, message):
 
 
 BASES = [QWEN3_30B, QWEN2, MIXTRAL_8X7B, OLMOE_1B_7B, DEEPSEEK_V3, DEEPSEEK_V2, GLM_45, MISTRAL_7B]
+BASES.append(GPT_OSS_20B)
 
 
 @pytest.mark.parametrize("base", BASES)

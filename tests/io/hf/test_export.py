@@ -70,6 +70,7 @@ def test_transformers_loads_it_and_gives_equal_logits(name, layout, tmp_path):
         "deepseek-v2",
         "glm-4.5",
         "llama, biases",
+        "gpt-oss",
         "qwen2-moe",
     ],
 )
@@ -212,17 +213,17 @@ def test_wrong_arguments(change, message, tmp_path):
         (
             "gpt-oss",
             dict(num_experts_per_tok=3),
-            r"config.json num_experts_per_tok \(3\) must be th",
+            r"config.json moe.top_k \(3\) must be th",
         ),
         (
             "gpt-oss",
             dict(swiglu_limit=7.0),
-            r"config.json swiglu_limit \(7.0\) must be that of the",
+            r"config.json moe.activation_limit \(7.0\) must be that of the",
         ),
         (
             "gpt-oss",
             dict(rope_parameters={"rope_theta": 5.0}),
-            r"config.json rope_parameters.rope_theta \(5.0\) must",
+            r"config.json rope_theta \(5.0\) must",
         ),
     ],
 )

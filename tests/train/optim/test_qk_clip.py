@@ -179,6 +179,8 @@ def test_frozen_projections_stay(frozen: str) -> None:
 def test_bad_models() -> None:
     with pytest.raises(ValueError, match=r"qk_norm \('head'\) must be None for QK-clip"):
         QKClip(Decoder(preset("tiny")))
+    with pytest.raises(ValueError, match=r"windows \(\(5, 0\)\) must be \(\) for QK-clip"):
+        QKClip(Decoder(replace(PLAIN, windows=(5, 0))))
     with pytest.raises(ValueError, match="must have attention of"):
         QKClip(torch.nn.Linear(2, 2))
     model = Decoder(PLAIN)

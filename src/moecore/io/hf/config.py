@@ -1,15 +1,15 @@
 """decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
 
-Known are Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, GLM-4.5, DeepSeek-V2 and -V3 and Kimi-K2, and of
-dense models Qwen3, Qwen2, Llama and Mistral, as published (with rope_theta, rope_scaling) and as
-transformers >= 5 writes them (rope_parameters). An option that
-changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not
-read: it is 0 in every published config of these families, and anything else is refused too.
+Known are Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2 and -V3 and Kimi-K2,
+and of dense models Qwen3, Qwen2, Llama and Mistral, as published (with rope_theta, rope_scaling)
+and as transformers >= 5 writes them (rope_parameters). An option that changes what the model
+computes and that the decoder lacks is refused, never dropped. Dropout is not read: it is 0 in every
+published config of these families, and anything else is refused too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ BIASES: dict[str, tuple[str, bool | None, AttentionBias]] = {
     "glm4_moe": ("attention_bias", False, "qkv"),
     "qwen2_moe": ("qkv_bias", True, "qkv"),
     "qwen2": ("", None, "qkv"),
+    "gpt_oss": ("attention_bias", True, "all"),
 }
 
 
@@ -167,19 +168,25 @@ def _dense_qwen3(fields: Fields) -> DecoderConfig:
 
 def _mistral(fields: Fields) -> DecoderConfig:
     fields.values.setdefault("sliding_window", 4096)
-    _no_short_window(fields)
-    return _dense(fields)
+    common = _common(fields) | dict(windows=_windows(fields, [True]))
+    return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
 
 
-def _no_short_window(fields: Fields) -> None:
+def _windows(fields: Fields, has_one: Sequence[bool]) -> tuple[int, ...]:
+    """The windows of layers, as short as they repeat; () where none hides a token of a row."""
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
-    fields.refuse("sliding_window", window is not None and window < length)
+    if window is None or window >= length or not any(has_one):
+        return ()
+    if not window:
+        raise ValueError("config.json sliding_window (0) must be >= 1 or null: correct it")
+    n, layers = len(has_one), range(len(has_one))
+    period = next(p for p in range(1, n + 1) if all(has_one[i] == has_one[i % p] for i in layers))
+    return tuple(window if one else 0 for one in has_one[:period])
 
 
 def _mixtral(fields: Fields) -> DecoderConfig:
-    _no_short_window(fields)
     fields.refuse("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
-    common = _common(fields)
+    common = _common(fields) | dict(windows=_windows(fields, [True]))
     return DecoderConfig(**common, moe=_softmax_moe(fields, "intermediate_size", True, 0.001))
 
 
@@ -187,6 +194,30 @@ def _olmoe(fields: Fields) -> DecoderConfig:
     common, normalizes = _common(fields), fields.get("norm_topk_prob", False)
     moe = _softmax_moe(fields, "intermediate_size", normalizes, 0.01)
     return DecoderConfig(**common, qk_norm="full", moe=moe)
+
+
+def _gpt_oss(fields: Fields) -> DecoderConfig:
+    """Without a balance loss: no training adds the published coefficient of 0.9."""
+    fields.values.setdefault("sliding_window", 128)
+    num_layers, kinds = fields.need("num_hidden_layers"), fields.get("layer_types", ())
+    kinds = kinds or [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]
+    is_known = all(kind in ("sliding_attention", "full_attention") for kind in kinds)
+    fields.refuse("layer_types", not is_known or len(kinds) != num_layers)
+    windows = _windows(fields, [kind == "sliding_attention" for kind in kinds])
+    moe = MoEConfig(
+        dim=fields.need("hidden_size"),
+        hidden_dim=fields.need("intermediate_size"),
+        num_experts=fields.need("num_experts"),
+        top_k=fields.need("num_experts_per_tok"),
+        score_order="post",
+        router_bias=True,
+        activation="clamped_swiglu",
+        activation_limit=float(fields.get("swiglu_limit", 7.0)),
+        activation_alpha=float(fields.get("swiglu_alpha", 1.702)),
+        fc1_bias=True,
+        fc2_bias=True,
+    )
+    return DecoderConfig(**_common(fields), windows=windows, attention_sinks=True, moe=moe)
 
 
 def _deepseek_v3(fields: Fields) -> DecoderConfig:
@@ -324,6 +355,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "kimi_k2": _deepseek_v3,
     "deepseek_v2": _deepseek_v2,
     "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
     "qwen3": _dense_qwen3,
     "qwen2": _dense,
     "llama": _dense,
@@ -339,7 +371,7 @@ def config_problems(
 ) -> list[str]:
     """Return the fields of a config.json that are not those of the model, one line each."""
     # Where the native decoder can be both models, their native configs are compared, however a
-    # config.json spells them. Other models (gpt-oss) are compared where both name a field.
+    # config.json spells them. Other models are compared where both name a field.
     if isinstance(model, Mapping) and "model_type" in model:
         kind, wanted = values.get("model_type"), model["model_type"]
         if kind != wanted:

@@ -52,7 +52,8 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a number",
         _number,
         "rms_norm_eps rope_theta router_aux_loss_coef router_jitter_noise routed_scaling_factor "
-        "factor beta_fast beta_slow mscale mscale_all_dim partial_rotary_factor aux_loss_alpha",
+        "factor beta_fast beta_slow mscale mscale_all_dim partial_rotary_factor aux_loss_alpha "
+        "swiglu_limit swiglu_alpha",
     ),
     (
         "true or false",

@@ -227,7 +227,8 @@ def _wrapper_of(names: Collection[str]) -> str:
 
 def _is_decoder(names: Collection[str]) -> bool:
     """Whether names are the native decoder's; a dense one's are those of transformers too."""
-    return any(".mlp.experts.w1" in name or name.startswith("mtp.") for name in names)
+    own = (".mlp.experts.w1", ".self_attn.o_bias")
+    return any(name.endswith(own) or name.startswith("mtp.") for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def plan_problems(
     sources: Mapping[str, Shaped], plan: Mapping[str, FileRecipe], copies: Mapping[str, str]
 ) -> list[str]:
     """Return how files differ from what a decoder is made of; `copies` may be there besides."""
-    wanted = {p.name: p.shape for recipe in plan.values() for p in recipe.pieces}
+    wanted = {p.name: p.stored for recipe in plan.values() for p in recipe.pieces}
     return shape_problems(sources, wanted, copies)
 
 

@@ -222,6 +222,11 @@ class _Watched:
                 f"DecoderConfig.qk_norm ({module.config.qk_norm!r}) must be None for QK-clip, "
                 f"since norms bound the logits of {name}: leave QKClip out"
             )
+        if module.window is not None:
+            raise ValueError(
+                f"DecoderConfig.windows ({module.config.windows}) must be () for QK-clip, whose "
+                f"maxima count all keys of {name}: leave QKClip out"
+            )
         return cls(name, module, module.config.num_heads, "q_proj", "k_proj")
 
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
