@@ -59,6 +59,7 @@ from tests.helpers.whole import Held, gather_whole
 from tests.moe.reference import ReferenceOutput, moe_reference
 from tests.parallel.shard.units import unit_of
 
+OF_GPT_OSS: dict[str, Any] = dict(attention_bias="all", windows=(5, 0), attention_sinks=True)
 OPTIMIZERS = ("sgd", "adamw")  # one per step
 ALL_LOSSES = BalanceConfig(
     micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01
@@ -299,6 +300,7 @@ def decoder_config(case: Case) -> DecoderConfig:
         tie_embeddings=case.tied,
         max_seq_len=512,
         ce_chunk_tokens=7,
+        **(OF_GPT_OSS if case.model == "biases" else {}),
     )
 
 

@@ -51,9 +51,11 @@ CONFIGS = {
     "dense and moe, head norm": DecoderConfig(
         **SHAPE, num_layers=3, qk_norm="head", dense_layers=(0,), mlp_hidden_dim=40, moe=MOE
     ),
-    "full norm, shared expert, tied, drops": DecoderConfig(
+    "full norm, biases, shared expert, tied, drops": DecoderConfig(
         **SHAPE,
         num_layers=2,
+        attention_bias="all",
+        rotary_dim=4,
         qk_norm="full",
         tie_embeddings=True,
         moe=replace(
@@ -108,6 +110,8 @@ def randomize_norms(model: nn.Module) -> None:
         for name, param in model.named_parameters():
             scale = torch.rand(param.shape, generator=g) + 0.5
             param.mul_(scale if "norm" in name else 4.0)
+            if name.startswith("model.") and name.endswith("bias"):  # zero so far
+                param.copy_(scale - 1.0)
 
 
 def plain_of(config: DecoderConfig) -> Decoder:

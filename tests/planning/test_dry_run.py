@@ -103,6 +103,17 @@ def test_products_are_those_of_the_model(precision: Any) -> None:
     assert flops == pytest.approx(8192 * flops_per_token(config, 8192), rel=0.05)
 
 
+def test_a_window_hides_keys_from_the_work_of_attention() -> None:
+    config = replace(preset("qwen3-30b-a3b"), num_layers=2, windows=(512, 0))
+    run = TrainingRun(model=config, num_gpus=1, seq_len=8192)
+    flops = sum(work.flops for work in found(run).forward_backward)
+    assert flops == pytest.approx(8192 * flops_per_token(config, 8192), rel=0.05)
+    attention = sum(w.flops for w in found(run).forward_backward if w.kind == "attention")
+    keys = 512 - 512 * 512 / (2 * 8192) + 8192 / 2  # of a token, in both layers
+    # One of seven products is the scores of the backward, which a formula leaves out.
+    assert attention == pytest.approx(7 * 2 * 32 * 128 * keys * 8192, rel=1e-3)
+
+
 def names(run: TrainingRun, rank: int = 0) -> Counter[str]:
     return Counter(work.name for work in found(run, rank).forward_backward)
 

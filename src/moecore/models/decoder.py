@@ -41,7 +41,7 @@ from moecore.base.torch_names import local_of
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
 from moecore.models.config import DecoderConfig
-from moecore.models.layers import RMSNorm
+from moecore.models.layers import Attention, RMSNorm
 from moecore.models.log_probs import LogProbLoss
 from moecore.models.loss import IGNORE_INDEX, count_labels, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel, sum_value
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
         """Fill every parameter and buffer, the same on every layout. No communication.
 
         Matrices are N(0, 0.02^2), those that write into the residual stream are divided by
-        sqrt(2 * num_layers) as in GPT-2, norms are 1, biases are 0.
+        sqrt(2 * num_layers) as in GPT-2, sinks are N(0, 0.02^2), norms are 1, biases are 0.
         """
         check_arguments(Decoder.init_weights, locals())
         scale = 1.0 / math.sqrt(2 * self.config.num_layers)
@@ -164,6 +164,13 @@ class Decoder(nn.Module):
             elif isinstance(module, Linear | Embedding | Head) and module.weight is not None:
                 std = INIT_STD * (scale if getattr(module, "residual", False) else 1.0)
                 init_normal_(module.weight, std=std, key=f"{key}.weight", seed=seed)
+                if isinstance(module, Linear) and module.bias is not None:
+                    local_of(module.bias).zero_()
+            elif isinstance(module, Attention):
+                if module.o_bias is not None:
+                    local_of(module.o_bias).zero_()
+                if module.sinks is not None:
+                    init_normal_(module.sinks, std=INIT_STD, key=f"{key}.sinks", seed=seed)
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Decoder:
         """Cut the dense parameters over tp, in place, and work on own tokens from now on.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,21 +59,38 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary embedding.
 
+    With a window a token sees so many keys at most, its own included. Sinks are whole on each tp
+    rank, which reads its heads'; the output's bias is added to own tokens, after the sum over tp.
+
     `observe_scores`, or None, gets turned queries and keys, sequence and scale in every forward.
     """
 
     observe_scores: ScoreObserver | None = None
 
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        window: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.window = window
         self.tp: TensorParallel | None = None
         D, d = config.dim, config.head_dim
         q_dim, kv_dim = config.num_heads * d, config.num_kv_heads * d
-        self.q_proj = Linear(D, q_dim, tp_shard_dim=0, dtype=dtype)
-        self.k_proj = Linear(D, kv_dim, tp_shard_dim=0, dtype=dtype)
-        self.v_proj = Linear(D, kv_dim, tp_shard_dim=0, dtype=dtype)
+        inputs: Any = dict(tp_shard_dim=0, bias=config.attention_bias is not None, dtype=dtype)
+        self.q_proj = Linear(D, q_dim, **inputs)
+        self.k_proj = Linear(D, kv_dim, **inputs)
+        self.v_proj = Linear(D, kv_dim, **inputs)
         self.o_proj = Linear(q_dim, D, tp_shard_dim=1, residual=True, dtype=dtype)
+        self.o_bias: nn.Parameter | None = None
+        if config.attention_bias == "all":
+            self.o_bias = nn.Parameter(torch.empty(D, dtype=dtype))
+        self.sinks: nn.Parameter | None = None
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(config.num_heads, dtype=dtype))
         if config.qk_norm is not None:
             full, eps = config.qk_norm == "full", config.norm_eps
             self.q_norm = RMSNorm(q_dim if full else d, eps, over_tp=full, dtype=dtype)
@@ -86,8 +104,13 @@ class Attention(nn.Module):
         scale = self.config.head_dim**-0.5
         if self.observe_scores is not None:
             self.observe_scores(q_BTHd, k_BThd, sequence, scale)
-        y_BTHd = attend(q_BTHd, k_BThd, v_BThd, sequence, scale=scale)
-        return row_product(y_BTHd.flatten(2), self.o_proj, self.tp)
+        sinks_H = None if self.sinks is None else local_param(self.sinks)
+        if sinks_H is not None and self.tp is not None:
+            sinks_H = sinks_H.chunk(self.tp.size)[self.tp.rank]
+        how: Any = dict(scale=scale, window=self.window, sinks_H=sinks_H)
+        y_BTHd = attend(q_BTHd, k_BThd, v_BThd, sequence, **how)
+        y_BTD = row_product(y_BTHd.flatten(2), self.o_proj, self.tp)
+        return y_BTD if self.o_bias is None else y_BTD + local_param(self.o_bias).to(y_BTD.dtype)
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normed, unturned queries and keys, and values, of all T."""
@@ -126,27 +149,30 @@ class MLP(nn.Module):
 def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable:
     """Return the table of positions that a decoder's attention reads: RoPE (2104.09864), YaRN."""
     mla = config.mla
-    head_dim = config.head_dim if mla is None else mla.qk_rope_head_dim
+    head_dim = config.rotary_dim or config.head_dim if mla is None else mla.qk_rope_head_dim
+    yarn = config.yarn if mla is None else mla.yarn
     half = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies_d = 1.0 / config.rope_theta ** (half / head_dim)
-    if mla is None or mla.yarn is None:
+    if yarn is None:
         return RotaryTable(positions, frequencies_d)
-    factors_d = _yarn_factors(head_dim, config.rope_theta, mla.yarn, positions.device)
-    return RotaryTable(positions, frequencies_d * factors_d, mla.yarn.table_scale)
+    factors_d = _yarn_factors(head_dim, config.rope_theta, yarn, positions.device)
+    return RotaryTable(positions, frequencies_d * factors_d, yarn.table_scale)
 
 
 def _yarn_factors(head_dim: int, theta: float, yarn: YarnConfig, device: torch.device) -> Tensor:
     """Return fp32 [d / 2], the factor on each frequency: 1 for fast, 1 / factor for slow ones."""
     # Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
-    # mix is linear in i, between the i that turns beta_fast times (rounded down) and the one that
-    # turns beta_slow times (rounded up).
+    # mix is linear in i, between the i that turns beta_fast times and the one that turns beta_slow
+    # times; truncated, the first is rounded down and the second up.
 
     def index_of(turns: float) -> float:
         length = yarn.original_max_seq_len / (2 * math.pi * turns)
         return head_dim * math.log(length) / (2 * math.log(theta))
 
-    first = max(math.floor(index_of(yarn.beta_fast)), 0)
-    last = min(math.ceil(index_of(yarn.beta_slow)), head_dim - 1)
+    first, last = index_of(yarn.beta_fast), index_of(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     index_d = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
     # A thousandth in place of no width at all, as published.
     slow_d = ((index_d - first) / (last - first or 0.001)).clamp(0, 1)

@@ -37,7 +37,7 @@ def active_params(config: DecoderConfig) -> int:
 def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     """Return the FLOPs of forward and backward per token, recompute not counted.
 
-        6 * N + 3 * L * H * (d + v) * T
+        6 * N + 3 * L * H * (d + v) * T, with w * (2 - w / T) for T in a layer of window w < T
 
     N is `active_params` without the embedding lookup (the head's matrix is in, tied or not, once
     for every module of multi-token prediction more): 2 FLOPs per parameter in forward, 4 in
@@ -49,9 +49,11 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     table = config.vocab_size * config.dim
     matmul = active_params(config) + table * (config.num_mtp_layers + config.tie_embeddings - 1)
     value_dim = config.head_dim if config.mla is None else config.mla.v_head_dim
-    layers = config.num_layers + config.num_mtp_layers
-    attention = layers * config.num_heads * (config.head_dim + value_dim) * seq_len
-    return 6.0 * matmul + 3.0 * attention
+    last = config.num_layers - 1
+    layers = [*range(config.num_layers), *[last] * config.num_mtp_layers]
+    windows = [min(config.window_of(i) or seq_len, seq_len) for i in layers]
+    keys = sum(2 * w - w * w / seq_len for w in windows) if seq_len else 0
+    return 6.0 * matmul + 3.0 * config.num_heads * (config.head_dim + value_dim) * keys
 
 
 def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> DocumentCost:

@@ -111,9 +111,10 @@ def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:
     """Cut the dense parameters of a decoder over tp, in place. No communication."""
-    # A module that names its cut (`tp_shard_dim`) has its weight sharded on that dim; every other
-    # parameter becomes a replicated DTensor, except those of routed experts, which live on the
-    # expert mesh. Modules with a `tp` attribute get the record that they exchange through.
+    # A module that names its cut (`tp_shard_dim`) has its weight sharded on that dim, and a bias
+    # with the weight's rows; every other parameter becomes a replicated DTensor, except those of
+    # routed experts, which live on the expert mesh. Modules with a `tp` attribute get the record
+    # that they exchange through.
     check_tensor_parallel(config, tp_mesh.size())
     if tp_mesh.size() == 1:
         return
@@ -125,14 +126,14 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
             continue
         if hasattr(module, "tp"):
             module.tp = tp
-        dim = getattr(module, "tp_shard_dim", None)
-        placement = Replicate() if dim is None else Shard(dim)
+        dim: int | None = getattr(module, "tp_shard_dim", None)
         for name, param in list(module.named_parameters(recurse=False)):
             if isinstance(param, DTensor):
                 raise ValueError(
                     f"parameter {path}.{name} ({param.placements}) must be whole before tensor "
                     "parallelism: call apply_tensor_parallel before fully_shard, and once"
                 )
+            placement = Replicate() if dim is None or dim >= param.ndim else Shard(dim)
             shard_parameter(module, name, tp_mesh, (placement,))
 
 

@@ -150,7 +150,11 @@ def work_of_operation(
             (N, R), (e, _, K) = args[0].shape, out.shape
         return _grouped(name, (e, R, N, K), tensors)
     if "attention" in name:
-        return _attention(name, [t for t in tensors if t.ndim == 4], "backward" in name)
+        heads = [t for t in tensors if t.ndim == 4]
+        if name.startswith("flash_attention"):  # [B, T, H, d]
+            heads = [t.transpose(1, 2) for t in heads]
+        left = kwargs.get("window_size_left", -1)
+        return _attention(name, heads, "backward" in name, window=left + 1)
     return Work(name, "rows", 0, _bytes(tensors), (), _dtype(tensors[0]))
 
 
@@ -193,11 +197,12 @@ def _product(name: str, args: Args, tensors: Sequence[Tensor]) -> Work:
     return Work(name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
 
 
-def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool) -> Work:
+def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool, *, window: int = 0) -> Work:
     """Return the work of causal attention; a backward multiplies five times where one does two."""
     heads = tensors[1:] if name.endswith("backward") else tensors  # torch's begins with dO
     (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
-    flops = B * H * T * T * (d + v) * (5 if is_backward else 2) // 2
+    seen = min(T, window or T)
+    flops = B * H * seen * (2 * T - seen) * (d + v) * (5 if is_backward else 2) // 2
     shape = (B, H, T, d, v)
     return Work(name, "attention", flops, _bytes(tensors), shape, _dtype(heads[0]))
 

@@ -134,6 +134,7 @@ def of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderCo
         model,
         num_layers=len(kinds),
         dense_layers=dense,
+        windows=model.windows[: len(kinds)],
         mlp_hidden_dim=model.mlp_hidden_dim if any(kinds) else 0,
         num_mtp_layers=mtp,
         mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,

@@ -38,7 +38,7 @@ from moecore.io.checkpoint.ranks import (
 )
 from moecore.io.checkpoint.shard_file import FileLayout, ShardWriter, layout_of
 from moecore.io.hf.collect import Collector, ErrorKeeper, Item, RankCollector
-from moecore.io.hf.config import HFConfig
+from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_plan import ExportLayout, plan_export
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
 from moecore.io.hf.lora import refuse_unmerged

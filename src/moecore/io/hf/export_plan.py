@@ -17,7 +17,7 @@ from moecore.families.kept_fp32 import keeps_fp32
 from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.ranks import on_every_rank
 from moecore.io.hf.collect import Holders, Item
-from moecore.io.hf.config import HFConfig
+from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export_check import check_tied, checked_reader
 from moecore.io.hf.export_config import export_config
 from moecore.io.hf.names import HEAD, FileRecipe, HFLayout, hf_plan

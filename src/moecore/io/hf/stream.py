@@ -26,7 +26,7 @@ from moecore.io.checkpoint.ranks import gather, on_every_rank, rank_and_world
 from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, meta_of
 from moecore.io.hf.changes import Digests, Watch, WeightsVersion, memory_of
 from moecore.io.hf.collect import HeldPart, Holders, Item, held_of, part_of
-from moecore.io.hf.config import HFConfig
+from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.export import check_dtype
 from moecore.io.hf.export_plan import (
     ExportLayout,

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moecore.base.torch_names import local_of
+from moecore.io.hf.config import MTP_TYPES
 from moecore.io.hf.names import EMBEDDING, HEAD, TensorPiece, hf_copies
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name
@@ -63,7 +64,7 @@ def model_copies(model: nn.Module) -> dict[str, str]:
 
 def first_ignored_layer(model: nn.Module) -> int | None:
     """Return the layer from which files may hold more than a model has; None = none."""
-    if isinstance(model, Decoder) or _config(model).model_type != "deepseek_v3":
+    if isinstance(model, Decoder) or _config(model).model_type not in MTP_TYPES:
         return None
     return _config(model).num_hidden_layers  # then multi-token prediction, not in transformers
 
