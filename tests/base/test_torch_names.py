@@ -109,6 +109,7 @@ FOREIGN = {
     "_get_dtype_plan": "transformers",
     "_init_weights": "transformers",
     "_param_init": "torchtitan",
+    "_post_init": "torchtitan",
     "_save_rng_state": "transformers",
 }
 LOOK_UPS = ("getattr", "hasattr", "setattr", "delattr")
