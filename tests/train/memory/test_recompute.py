@@ -176,7 +176,7 @@ def test_a_product_that_is_freed_while_the_function_runs(monkeypatch: pytest.Mon
         storage = x.untyped_storage()
         if id(storage) not in keys:
             keys[id(storage)] = free.pop()
-            weakref.finalize(storage, lambda i=id(storage): free.append(keys.pop(i)))
+            weakref.finalize(storage, lambda i: free.append(keys.pop(i)), id(storage))
         return keys[id(storage)]
 
     def function(x: Tensor) -> Tensor:
