@@ -24,6 +24,7 @@ import os
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -138,7 +139,7 @@ def lengths(args: argparse.Namespace) -> Any:
     return [size for size in sizes if size]
 
 
-class Variant:
+class Variant(ABC):
     """A model that trains on its loader.
 
     Args:
@@ -175,13 +176,13 @@ class Variant:
             ),
         )
 
+    @abstractmethod
     def make_loader(self, source: CorpusSource, options: CorpusOptions) -> Any:
         """Return what gives batches."""
-        raise NotImplementedError
 
+    @abstractmethod
     def next(self) -> Inputs:
         """Return the next step."""
-        raise NotImplementedError
 
     def run(self, inputs: Inputs) -> float:
         """Train a step; return this rank's part of the loss."""

@@ -43,7 +43,7 @@ def test_paths_of_each_kind(pretrain: ModuleType, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_data_sets_on_disk_and_streamed(pretrain: ModuleType, tmp_path: Path) -> None:
     """A stream has all its rows in every worker, and the rows of a list in the same order."""
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="sources are its data sets")
     dataset = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(30))})
     dataset.save_to_disk(tmp_path / "disk")
     folder = tmp_path / "files"

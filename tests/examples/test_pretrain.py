@@ -23,7 +23,7 @@ from moecore.io import set_latest
 from tests.examples.test_train import MEASURED
 from tests.helpers.ranks import run_ranks
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="it reads what a run has exported")
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain.py"
 STEPS, SEQ_LEN, EVAL_ROWS = 8, 16, 4
 SIZES = {

@@ -103,7 +103,7 @@ def refused(meshes: dict[int, Meshes]) -> None:
 
 
 def cuts_with_adapters(model: nn.Module, **options: Any) -> tuple[dict[nn.Module, Any], list[str]]:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="adapters are its own")
     config = peft.LoraConfig(target_modules=r".*\.(q|o|gate|down)_proj", **options)
     return find_cuts(peft.get_peft_model(model, config), 2)
 

@@ -116,7 +116,7 @@ def test_kernels_are_at_most_twice_as_wrong_as_plain_pytorch(
     name: str, has_initial: bool, kind: str
 ) -> None:
     """In bf16, of gates and states in fp32 too; both sides against fp64 of the same numbers."""
-    pytest.importorskip("fla")
+    pytest.importorskip("fla", reason="the kernels are those of flash-linear-attention")
     borders, dims = BORDERS[name], dict(H=4, h=2, k=64, v=32)
     rule = rule_of(borders[-1], "cuda", kind=kind, **dims)
     halves = (x.detach().bfloat16().requires_grad_() for x in rule[:3])
@@ -146,7 +146,7 @@ def in_bf16(rule: DeltaRule, cu_seqlens: Tensor, initial: Tensor | None) -> tupl
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_before", [False, True])
 def test_convolutions_of_kernels(has_before: bool) -> None:
-    pytest.importorskip("fla")
+    pytest.importorskip("fla", reason="the kernels are those of flash-linear-attention")
     borders, (D, W) = BORDERS["documents"], (64, 4)
     x, weight = (torch.randn(s, device="cuda").bfloat16() for s in ((203, D), (D, W)))
     before = torch.randn(len(borders) - 1, W - 1, D, device="cuda").bfloat16()

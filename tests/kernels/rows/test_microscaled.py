@@ -20,7 +20,7 @@ from moecore.kernels.rows.microscaling import (
 )
 from moecore.kernels.rows.scaling import Blocks, Both
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="it is of kernels")
 RECIPES = {
     "mxfp8": Recipe(scaling="mxfp8"),
     "nvfp4": Recipe(scaling="nvfp4"),
