@@ -5,7 +5,7 @@ r"""Runs on a whole host, one call of at most ten minutes each: checks first, th
     python -m benchmarks.whole_host qwen3 --gpus 2 --tiny --out x    # sizes for CPU ranks
     python -m benchmarks.whole_host --predict                        # the table of plans
 
-A run that fails or takes longer than its share does not end the call. Each one's output is
+`--only` takes the runs whose names are given. A run that fails or takes longer than its share does not end the call. Each one's output is
 OUT/<number>-<name>.txt, records are in OUT/records. What `moecore plan` predicts of the steps is
 in results/planning/whole-host.txt, made before any of them has run.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -27,10 +28,11 @@ from benchmarks.gate import ROOT
 LIMIT = 600  # seconds of a call
 STEP = (
     "-m benchmarks.bench_train --compile --gather-once --seq-len 4096 --moment-dtype bfloat16 "
-    "--dispatcher nvlink --row-factor 1.5 --warm-up 8 --timed 8 --results {records}"
+    "--dispatcher nvlink --warm-up 8 --timed 8 --results {records}"
 )
-EVEN = "--tokens random --routing balanced"
-NATURAL = "--lr 3e-4 --schedule-steps 400"
+GRAPH = "--cuda-graph"
+EVEN = "--tokens random --routing balanced --row-factor 1.5"
+NATURAL = "--lr 3e-4 --schedule-steps 400 --row-factor 3"
 FP8 = "--precision blockwise --fp8-dispatch"
 TINY_STEP = (
     "-m benchmarks.bench_train --preset tiny --seq-len 32 --batch-size 2 --warm-up 1 --timed 2 "
@@ -66,23 +68,25 @@ def step(name: str, arguments: str, seconds: int = 90, tiny: str = "") -> Run:
     )
 
 
-def steps_of(preset: str, batch_sizes: tuple[int, ...]) -> tuple[Run, ...]:
+def steps_of(preset: str, rows: int) -> tuple[Run, ...]:
     """Return whole steps of a model over all GPUs: even and natural routing, bf16 and FP8."""
     runs = []
-    for rows in batch_sizes:
-        for kind, options in (("even", EVEN), ("natural", NATURAL)):
-            for dtype, precision in (("bf16", ""), ("fp8", FP8)):
-                arguments = f"--preset {preset} --ep {{gpus}} --batch-size {rows} {options}"
-                tiny = f"--ep {{gpus}} {options} {'--precision blockwise' * bool(precision)}"
-                name = f"{preset}-{kind}-{dtype}-{rows}"
-                runs.append(step(name, f"{arguments} {precision}", 70, tiny))
+    for kind, options in (
+        ("even", f"{EVEN} {GRAPH}"),
+        ("natural", f"{NATURAL} {GRAPH}"),
+        ("eager", EVEN),
+    ):
+        for dtype, precision in (("bf16", ""), ("fp8", FP8)):
+            arguments = f"--preset {preset} --ep {{gpus}} --batch-size {rows} {options}"
+            tiny = f"--ep {{gpus}} {'--precision blockwise' * bool(precision)}"
+            runs.append(step(f"{kind}-{dtype}", f"{arguments} {precision}", 95, tiny))
     return tuple(runs)
 
 
 def scaled(ranks: int) -> Run:
     """Return a step of 6 layers on some of the GPUs."""
     ep = f"--ep {ranks}" if ranks > 1 else "--dispatcher auto"
-    arguments = f"--preset qwen3-30b-a3b --layers 6 --batch-size 4 {EVEN} {ep}"
+    arguments = f"--preset qwen3-30b-a3b --layers 6 --batch-size 4 {EVEN} {GRAPH} {ep}"
     return replace(step(f"{ranks}-ranks", arguments, 60, f"--ep {ranks}"), ranks=ranks)
 
 
@@ -111,8 +115,10 @@ LORA = "-m benchmarks.bench_lora --results {records}"
 TINY_HF = "--preset tiny-qwen3 --layers 2 --batch-size 1 --seq-len 32 --warm-up 1 --timed 1"
 PAIRS = "-m benchmarks.bench_pairs --ep {gpus} --batch-sizes 1 2 --layers 6 --results {records}"
 CALLS: dict[str, tuple[Run, ...]] = {
-    "qwen3": steps_of("qwen3-30b-a3b", (2, 4)),
-    "moonlight": steps_of("moonlight-16b-a3b", (4,)),
+    "qwen3": steps_of("qwen3-30b-a3b", 2),
+    "qwen3-batch-3": steps_of("qwen3-30b-a3b", 3),
+    "qwen3-batch-4": steps_of("qwen3-30b-a3b", 4),
+    "moonlight": steps_of("moonlight-16b-a3b", 4),
     "finetune": (
         Run(
             name="transformers",
@@ -176,7 +182,10 @@ PLANS = (  # preset, options of a plan; of every GPU that is lent
     ("moonlight-16b-a3b", "--batch-size 4"),
     ("moonlight-16b-a3b", "--batch-size 4 --precision blockwise --fp8-dispatch"),
 )
-PLAN = "--gpus 8 --ep 8 --row-factor 1.5 --dense-strategy optim --moments bfloat16"
+PLAN = (
+    "--ep {gpus} --gpus {gpus} --row-factor 1.5 --dense-strategy optim "
+    "--experts-strategy optim_grads_params --moments bfloat16"
+)
 
 
 def main() -> int:
@@ -186,15 +195,21 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--tiny", action="store_true", help="sizes for CPU ranks")
     parser.add_argument("--out", type=Path, help="folder of outputs and records")
+    parser.add_argument("--only", nargs="+", help="names of runs, such as 4-ranks; default: all")
     parser.add_argument("--predict", action="store_true", help="print what plans say of the steps")
     args = parser.parse_args()
     if args.predict:
-        return predict()
+        return predict(args.gpus)
     if args.call is None or args.out is None:
         parser.error("a call and --out must be given")
     (args.out / "records").mkdir(parents=True, exist_ok=True)
+    runs = {run.name: run for run in CALLS[args.call]}
+    if unknown := set(args.only or ()) - set(runs):
+        parser.error(f"--only {' '.join(sorted(unknown))}: {args.call} has {' '.join(runs)}")
     codes = []
-    for number, run in enumerate(CALLS[args.call]):
+    for number, (name, run) in enumerate(runs.items()):
+        if args.only and name not in args.only:
+            continue
         typed = typed_for(run, args.gpus, args.out / "records", tiny=args.tiny)
         if typed is not None:
             codes.append(start(typed, run, args.out / f"{number}-{run.name}.txt"))
@@ -220,24 +235,33 @@ def start(typed: list[str], run: Run, output: Path) -> int:
         file.write(shlex.join(typed) + "\n")
         file.flush()
         ended = subprocess.Popen(
-            typed, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            typed,
+            cwd=ROOT,
+            env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = ended.wait(run.seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(ended.pid, 9)
-            ended.wait()
+            ended.terminate()  # torchrun ends its ranks, which have sessions of their own
+            try:
+                ended.wait(40)
+            except subprocess.TimeoutExpired:
+                os.killpg(ended.pid, signal.SIGKILL)
+                ended.wait()
             code = 124
     print(f"{run.name}: {code} in {time.monotonic() - began:.0f} s, see {output}", flush=True)
     return code
 
 
-def predict() -> int:
+def predict(gpus: int) -> int:
     """Print a line for each step that a plan knows."""
     for gpu in ("h200-141", "h100-80"):
         for preset, options in PLANS:
             typed = [sys.executable, "-m", "moecore", "plan", "--preset", preset, "--gpu", gpu]
-            typed += [*shlex.split(PLAN), *shlex.split(options)]
+            typed += shlex.split(f"{PLAN.format(gpus=gpus)} {options}")
             found = subprocess.run(typed, cwd=ROOT, capture_output=True, text=True, check=False)
             lines = found.stdout.splitlines()
             told = [x for x in lines if "at once:" in x or "tokens/s" in x]

@@ -33,4 +33,7 @@ def test_what_takes_more_gpus_is_left_out() -> None:
 def test_a_run_that_fails_or_lasts_too_long_is_told(tmp_path: Path) -> None:
     run = Run(name="slow", command="", seconds=1)
     assert start([sys.executable, "-c", "raise SystemExit(3)"], run, tmp_path / "a") == 3
-    assert start(["sleep", "60"], run, tmp_path / "b") == 124
+    apart = "trap 'kill $rank; wait $rank; exit' TERM; setsid sleep 60 & rank=$!; echo $rank; wait"
+    assert start(["sh", "-c", apart], run, tmp_path / "b") == 124
+    rank = (tmp_path / "b").read_text().split()[-1]
+    assert not Path("/proc", rank).exists(), "a rank goes on beside the next run"
