@@ -5,9 +5,10 @@ r"""Runs on a whole host, one call of at most ten minutes each: checks first, th
     python -m benchmarks.whole_host qwen3 --gpus 2 --tiny --out x    # sizes for CPU ranks
     python -m benchmarks.whole_host --predict                        # the table of plans
 
-`--only` takes the runs whose names are given. A run that fails or takes longer than its share does not end the call. Each one's output is
-OUT/<number>-<name>.txt, records are in OUT/records. What `moecore plan` predicts of the steps is
-in results/planning/whole-host.txt, made before any of them has run.
+`--only` takes the runs whose names are given. A run that fails or takes longer than its share does
+not end the call. Each one's output is OUT/<number>-<name>.txt, records are in OUT/records. What
+`moecore plan` predicts of the steps is in results/planning/whole-host.txt, made before any of them
+has run.
 """
 
 from __future__ import annotations
