@@ -23,6 +23,7 @@ from moecore.kernels.cross_entropy import cross_entropy_, row_statistics, softma
 from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
+from moecore.kernels.invariant.product import invariant_product
 from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
@@ -111,6 +112,7 @@ def run_pieces(device: str) -> None:
     scaled_cast(x_TD, torch.float32, 0.5)
     angles_Td = torch.randn(T, 4, device=device)
     rotary(x_TD.view(1, T, 9, 8).requires_grad_(), angles_Td, angles_Td).sum().backward()
+    invariant_product(x_TD, x_TD.t(), x_TD[:, 0])
     run_adamw(device)
     flags = torch.ones(2, device=device)
     how = dict(grad_scale=flags[0], found_inf=flags[1])

@@ -23,6 +23,7 @@ from moecore.base.options.precision import Recipe
 from moecore.kernels import adamw, cross_entropy, momentum
 from moecore.kernels.experts import contract, expert_mlp
 from moecore.kernels.grouped import fp8, wgrad
+from moecore.kernels.invariant import product
 from moecore.kernels.routing import (
     balance,
     balance_loss,
@@ -142,6 +143,14 @@ def run_route(function: str, groups: int = 1, group_experts: int = 2) -> None:
     )
     _, weights = route.route(logits, torch.zeros(E), options)
     weights.sum().backward()
+
+
+def run_invariant_products(dtype: torch.dtype) -> None:
+    """A linear with and without a bias, and its gradients."""
+    x, w = torch.zeros(T, D, dtype=dtype), torch.zeros(F, D, dtype=dtype)
+    product.invariant_product(x, w.t(), w[:, 0])
+    product.invariant_product(x, w.t(), dtype=torch.float32)
+    product.invariant_product(x.t(), x)
 
 
 def run_momentum() -> None:
@@ -457,6 +466,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "AdamW": (lambda: run_adamw(torch.float32), 1),
     "AdamW, bf16 moments": (lambda: run_adamw(torch.bfloat16), 1),
     "momentum": (run_momentum, 1),
+    "batch-invariant products": (lambda: run_invariant_products(torch.bfloat16), 3),
+    "batch-invariant products of fp32": (lambda: run_invariant_products(torch.float32), 3),
     "AdamW, FP8 moments": (lambda: run_adamw(torch.uint8), 1),
     "AdamW, FP8 moments, remainders": (lambda: run_adamw(torch.uint8, split=True), 1),
     "AdamW, fp32 moments, remainders": (lambda: run_adamw(torch.float32, split=True), 1),
