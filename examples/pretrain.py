@@ -90,7 +90,7 @@ from moecore.io import decoder_config_from_hf, export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder, DecoderConfig, document_cost, preset
 from moecore.packing import CorpusOptions, ScheduledBatch
-from moecore.packing.corpus.scheduled import TILE
+from moecore.packing.scheduled import TILE
 from moecore.packing.split import multiple_of
 
 EXPORT = "export"

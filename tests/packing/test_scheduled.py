@@ -29,7 +29,9 @@ from moecore.packing import (
     CorpusOptions,
     CorpusSource,
     PackedBatch,
+    PackedCollator,
     ScheduledBatch,
+    ScheduledCollator,
     ScheduledLoader,
 )
 from tests.helpers.ranks import run_ranks
@@ -117,8 +119,22 @@ def test_ranks_without_documents_get_padding_of_short_documents() -> None:
     batches = [next(loader) for loader in scheduled([[1, 2, 3]], 20, **rows)]
     assert len(of_all(batches)) == ROWS
     for (batch,) in (batch.micro_batches for batch in batches):
-        assert batch["max_seqlen"] == 16 and batch["cu_seqlens"].diff().max() == 16
+        assert batch["max_seqlen"] == 8 and batch["cu_seqlens"].diff().max() == 8
     assert any(batch.micro_batches[0]["padding_mask"].all() for batch in batches)
+
+
+def test_documents_of_a_dataset_keep_their_own_labels() -> None:
+    documents: list[Any] = [{"input_ids": ids} for ids in corpus(90, 12)]
+    documents[1]["labels"] = [-100] * 200 + documents[1]["input_ids"][200:]
+    documents[2]["assistant_masks"] = [i % 3 for i in range(90)]
+    where = {"max_tokens": MAX_TOKENS, "data_ranks": 4}
+    batches = [ScheduledCollator(data_rank=rank, **where)(documents) for rank in range(4)]
+    row = PackedCollator(row_tokens=sum(LENGTHS))(documents)
+    assert of_all(batches) == sorted(pieces_of(row))
+    assert batches[0].num_labels == int(row["num_tokens"]) < batches[0].num_tokens - 200
+    assert batches[0].num_tokens == sum(LENGTHS)
+    other = [*documents[:-1], {**documents[-1], "labels": [-100] * 77}]
+    assert ScheduledCollator(**where)(other).digest != batches[0].digest
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -150,7 +166,12 @@ def test_refusals(max_tokens: int, options: dict[str, Any], message: str) -> Non
     where = {"rows": 1, "max_tokens": max_tokens, "data_ranks": 4}
     with pytest.raises(ValueError) as info:
         ScheduledLoader([source], options_of(**options), **where)
-    assert str(info.value).startswith(message)
+    assert str(info.value).removeprefix("ScheduledCollator.").startswith(message)
+
+
+def test_a_collator_is_of_a_rank_of_the_run() -> None:
+    with pytest.raises(ValueError, match=r"data_rank \(4\) must be < data_ranks \(4\): take both"):
+        ScheduledCollator(max_tokens=192, data_rank=4, data_ranks=4)
 
 
 CONFIG = replace(GROUPED, max_seq_len=2048)
