@@ -35,8 +35,8 @@ from errors import (
 )
 from host import bind_to_gpu, collect, collecting_by_hand
 from launch import check_environment, launch, leave
-from metrics import Launched, Metrics, Moment, memory_gib
-from options import DEGREES, loss_scale
+from metrics import Launched, Metrics, Moment, memory_gib, peak_tflops
+from options import DEGREES, compute_dtype, loss_scale
 from report import Report, make_run_dir
 from resume import KEPT_CHECKPOINTS, checkpoint_dir, resume
 from schedule import is_due, lr_at
@@ -103,6 +103,8 @@ class Job:
         restored = self.model, self.optimizers, self.facts, self.owner, sampler
         self.start = resume(self.args, *restored, chosen_by=self.chosen_by)
         self.reader = torch.cuda.Stream() if self.device.type == "cuda" else None
+        dtype = compute_dtype(self.args, self.device)
+        self.peak_tflops = self.args.peak_tflops or peak_tflops(self.device, dtype)
 
     def position(self) -> Metrics:
         """Return metrics of the data up to the batch that was last read."""

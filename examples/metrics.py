@@ -12,9 +12,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moecore import StepResult
+from moecore.models import DecoderConfig, flops_per_token
 
 Metrics = dict[str, float]
 # Dense bf16 products, from NVIDIA's data sheets; the first name that fits counts.
@@ -134,6 +136,33 @@ def memory_gib(device: torch.device) -> Metrics:
         }
     unit = 1 if sys.platform == "darwin" else 1024  # of what the system counts
     return {"memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+
+
+def usage(
+    counts: list[int], seconds: float, config: DecoderConfig | None, peak: float | None
+) -> Metrics:
+    """Return the share of padding, and `mfu` where the FLOPs of a model and the peak are known.
+
+    FLOPs are those of forward and backward of documents, over what all devices could do.
+
+    Args:
+        counts: of a step over all data ranks, see `StepBatch.counts`.
+        seconds: of the step.
+        config: of the model; None = its FLOPs are not known.
+        peak: dense TFLOP/s of one device; None = not known.
+    """
+    _, tokens, pairs, held = counts
+    found = {"padding_share": 1 - tokens / held}
+    if config is not None and peak:
+        of_all = dist.get_world_size() * peak * 1e12
+        found["mfu"] = flops_of(config, tokens, pairs) / seconds / of_all
+    return found
+
+
+def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
+    """Return the FLOPs of forward and backward of documents: see `StepBatch.counts`."""
+    linear = flops_per_token(config, 0)
+    return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
