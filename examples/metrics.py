@@ -7,7 +7,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -67,7 +67,7 @@ class Launched:
         done: what the step was, on the device.
         counts: of the step's batch over all data ranks, on the device.
         ep: ranks that share a layer's experts.
-        expert_loads: whether the load of each expert is among the metrics.
+        expert_loads: whether the load of each expert is among those that are logged.
         reader: the stream that the host reads on, see `Job`.
         more: metrics that are known already: of the data, and of an evaluation after the step.
     """
@@ -98,10 +98,6 @@ class Launched:
         found["rank_load_max_over_mean"] = sum(
             rank_load(of_E, self.ep) for of_E in loads.values()
         ) / len(loads)
-        if not self.expert_loads:
-            for layer, of_E in loads.items():
-                for e in range(len(of_E)):
-                    del found[f"expert_load/{layer}/{e}"]
         return found | self.more
 
     @contextmanager
@@ -115,6 +111,18 @@ def expert_loads(metrics: Metrics, layer: str) -> list[float]:
     """Return the load of each expert of a layer over the mean; [] = not among the metrics."""
     names = (f"expert_load/{layer}/{e}" for e in itertools.count())
     return [metrics[name] for name in itertools.takewhile(metrics.__contains__, names)]
+
+
+def layer_names(metrics: Mapping[str, object]) -> list[str]:
+    """Return the MoE layers that metrics have the load of."""
+    names = (name.split("/") for name in metrics)
+    return [parts[1] for parts in names if parts[0] == "expert_load" and len(parts) == 2]
+
+
+def without_experts(metrics: Metrics) -> Metrics:
+    """Return metrics without the load of each expert: thousands of numbers in large models."""
+    layers = {f"expert_load/{layer}" for layer in layer_names(metrics)}
+    return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in layers}
 
 
 def rank_load(loads_E: list[float], ep: int) -> float:

@@ -55,6 +55,7 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     sys.path.insert(0, str(EXAMPLES))
     script, loop = importlib.import_module("finetune_hf"), importlib.import_module("loop")
+    importlib.import_module("errors").RANK_0_PRINTS_S = 0  # no rank takes another one with it
 
     def start(run: str, words: str = f"{TWO_RANKS} {SAVING}", wanted: int = 0) -> str:
         printed = StringIO()
