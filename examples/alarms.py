@@ -21,8 +21,8 @@ class Alarms:
               absolute deviation, and the loss before it was not. Neither number moves with a few
               spikes. Without a reward alone: losses of a policy measure nothing.
     experts   no token has chosen them for `IDLE_STEPS` steps; once until one does.
-    gradient  its norm is nan or inf, so the step was skipped. Not with a loss scale, which finds its
-              value by such steps.
+    gradient  its norm is nan or inf, so the step was skipped. Not with a loss scale, which finds
+              its value by such steps.
     """
 
     def __init__(self) -> None:
