@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
+from moecore.models import flops_per_token
 from moecore.packing import PackedBatchSampler
 from tests.examples.test_train import metrics, tensors
 from tests.families.transformers.family_models import tiny_model
@@ -200,12 +201,20 @@ def test_one_rank_computes_the_same_and_routes_no_padding(
         return launched(**fields)
 
     monkeypatch.setattr(loop, "Launched", seen)
-    assert in_this_process(finetune, tmp_path, "one", f"{ONE_RANK} --checkpoint-every 0") == 0
+    words = f"{ONE_RANK} --checkpoint-every 0 --peak-tflops 2"
+    assert in_this_process(finetune, tmp_path, "one", words) == 0
     examples, _ = examples_of(finetune, folder)
     steps = [next(numbers) for numbers in [steps_of(examples)] * STEPS]
     real = [sum(len(examples[number].tokens_T) for number in step) for step in steps]
     assert routed == [2.0 * count for count in real for _ in range(2)]  # top 2, in both layers
     assert max(len(step) for step in steps) > ROWS and min(real) < ROWS * TOKENS - 9
+    logged = (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()
+    lines, config = map(json.loads, logged), finetune.decoder_of(tmp_path / "tiny")
+    for line, step, tokens in zip(lines, steps, real, strict=True):
+        lengths = [len(examples[number].tokens_T) for number in step]
+        flops = sum(n * flops_per_token(config, n) for n in lengths)
+        assert line["mfu"] == pytest.approx(flops / tokens * line["tokens_per_second"] / 2e12)
+        assert line["padding_share"] == pytest.approx(1 - tokens / (ROWS * TOKENS))
     found, wanted = metrics(tmp_path / "one"), metrics(folder / "straight")
     for name in ("loss", "eval_loss", "lr", "answer_tokens"):
         pair = [[line[name] for line in lines if name in line] for lines in (found, wanted)]

@@ -260,17 +260,7 @@ def over_dynamic_cp(folder: str) -> dict[str, Any]:
     trainer = trainer_of(MoETrainer, model, f"{folder}/other", **options | dict(scheduled=other))
     with pytest.raises(ValueError) as info:
         trainer.evaluate()
-    found["refused"] = [str(info.value)]
-    wrong: list[dict[str, Any]] = [
-        dict(scheduled=padded),
-        dict(gradient_accumulation_steps=2),
-        dict(scheduled=ScheduledCollator(max_tokens=8)),
-    ]
-    for change in wrong:
-        with pytest.raises(ValueError) as info:
-            trainer_of(MoETrainer, model, f"{folder}/other", **options | change)
-        found["refused"].append(str(info.value))
-    return found
+    return found | {"refused": str(info.value)}
 
 
 class Draws(TrainerCallback):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from moecore.base.agreement import difference
@@ -86,24 +87,25 @@ def _check(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
             f"data_collator ({type(collator).__name__}) must be a ScheduledCollator with "
             "ContextOptions.dynamic: it plans the micro-batches of a step"
         )
-    wrong = {
-        "gradient_accumulation_steps": (
+    meshes, leave = "take it from the meshes", "leave it out"
+    wanted = [
+        ("ScheduledCollator.data_rank", collator.data_rank, data_rank, meshes),
+        ("ScheduledCollator.data_ranks", collator.data_ranks, data_ranks, meshes),
+        (
+            "gradient_accumulation_steps",
             args.gradient_accumulation_steps,
             1,
             "raise the batch size",
         ),
-        "label_smoothing_factor": (args.label_smoothing_factor, 0, "leave it out"),
-        "compute_loss_func": (trainer.compute_loss_func, None, "leave it out"),
-        "ScheduledCollator.data_rank": (collator.data_rank, data_rank, "take it from the meshes"),
-        "ScheduledCollator.data_ranks": (
-            collator.data_ranks,
-            data_ranks,
-            "take it from the meshes",
-        ),
-    }
-    for name, (value, wanted, fix) in wrong.items():
-        if value != wanted:
+        ("label_smoothing_factor", args.label_smoothing_factor, 0, leave),
+        ("compute_loss_func", trainer.compute_loss_func, None, leave),
+    ]
+    if isinstance(trainer.train_dataset, IterableDataset):  # else rank 0 reads for all
+        dispatch = args.accelerator_config.dispatch_batches
+        wanted.append(("accelerator_config.dispatch_batches", dispatch, False, "set it"))
+    for name, value, needed, fix in wanted:
+        if value != needed:
             raise ValueError(
-                f"{name} ({value}) must be {wanted} with ContextOptions.dynamic, where a batch is "
-                f"a step: {fix}"
+                f"{name} ({value}) must be {needed} with ContextOptions.dynamic, where a batch is "
+                f"a step that every rank reads: {fix}"
             )
