@@ -25,7 +25,6 @@ loop.py has the steps, which train.py and finetune_hf.py share, native.py the mo
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 import sys
@@ -54,13 +53,13 @@ from native import DecoderJob, dispatcher_of, inputs_of, make_optimizers
 from options import (
     DEGREES,
     add_common,
+    check_dynamic_cp,
     check_memory,
     check_rows,
     check_wandb,
     compute_dtype,
     count,
     parallel_config,
-    positive,
     whole,
 )
 from records import add_records, as_toml, build, given, parse
@@ -79,7 +78,6 @@ from moecore import (
     Meshes,
     MoEConfig,
     NVLinkOptions,
-    ParallelConfig,
     PipelineConfig,
     StashOptions,
     build_meshes,
@@ -90,7 +88,6 @@ from moecore.io import decoder_config_from_hf, export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder, DecoderConfig, document_cost, preset
 from moecore.packing import CorpusOptions, ScheduledBatch
-from moecore.packing.corpus.scheduled import TILE
 from moecore.packing.split import multiple_of
 
 EXPORT = "export"
@@ -388,32 +385,6 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
     return config, tokenizer
 
 
-def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: ParallelConfig) -> None:
-    """Raise ValueError for what other options do not fit."""
-    name, p = f"--dynamic-cp ({max_tokens})", parallel
-    if p.cp > 1 or p.pp > 1:
-        raise ValueError(
-            f"{name} must go with --cp ({p.cp}) = 1 and --pp ({p.pp}) = 1, because each "
-            "micro-batch has its own cp: drop them"
-        )
-    multiple, ranks = math.lcm(2, p.tp), p.dp_replicate * p.dp_shard
-    if TILE % p.tp or max_tokens < 1 or max_tokens % multiple:
-        raise ValueError(
-            f"{name} must be a multiple of {multiple} with --tp ({p.tp}), a power of two: round it"
-        )
-    largest = ranks & -ranks
-    if args.seq_len % multiple_of(largest):
-        raise ValueError(
-            f"--seq-len ({args.seq_len}) must be a multiple of {multiple_of(largest)}, two chunks "
-            f"of each of {largest} data ranks, with {name}: round it up"
-        )
-    if args.seq_len > largest * max_tokens:
-        raise ValueError(
-            f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
-            f"({args.seq_len}): raise it, or lower --seq-len"
-        )
-
-
 def model_config(args: argparse.Namespace) -> DecoderConfig:
     """Return the decoder of config.json, or the preset with the fields that were given."""
     fields = {table: given(args, table) for table in ("model", "moe", "capacity")}
@@ -459,7 +430,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
     add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
-    add("--peak-tflops", type=positive, help="of one device, for MFU (None = where it is known)")
     add_common(parser, DEGREES)
     add_records(parser, RECORDS, without=TAKEN)
     parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256, lr=3e-3)

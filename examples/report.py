@@ -15,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from metrics import Metrics, expert_loads
+from alarms import Alarms
+from metrics import Metrics, expert_loads, layer_names, without_experts
 
 METRICS, CURVES, CHECKPOINTS = "metrics.jsonl", "curves.png", "checkpoints"
 DRAWN = ("loss", "expert_load_max_over_mean")
@@ -59,9 +60,19 @@ class Report:
         if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
             tqdm.tqdm.set_lock(threading.RLock())
         self.bar = tqdm.tqdm(total=self.steps, initial=start, unit="step") if tqdm else None
+        self.alarms = Alarms()
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Add one step. Its line is out of this process before a checkpoint of the step begins."""
+    def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
+        """Add one step. Its line is out of this process before a checkpoint of the step begins.
+
+        Args:
+            step: its number.
+            metrics: of the step, with the load of each expert, for alarms.
+            expert_loads: whether these loads are logged.
+        """
+        for line in self.alarms.of(step, metrics):
+            print(line, flush=True) if self.bar is None else self.bar.write(line)
+        metrics = metrics if expert_loads else without_experts(metrics)
         self.file.write(json.dumps({"step": step, **metrics}).encode() + b"\n")
         if self.writer:
             for name, value in metrics.items():
@@ -207,12 +218,6 @@ def _draw_map(
     steps = [line["step"] for line in lines]
     colors = axes.pcolormesh(steps, range(len(rows)), rows, shading="nearest", **how)
     canvas.colorbar(colors, ax=axes, extend="max" if "vmax" in how else "neither")
-
-
-def layer_names(line: dict[str, Any]) -> list[str]:
-    """Return the MoE layers that a line of metrics has the load of."""
-    names = (name.split("/") for name in line)
-    return [parts[1] for parts in names if parts[0] == "expert_load" and len(parts) == 2]
 
 
 def _import(name: str) -> ModuleType | None:

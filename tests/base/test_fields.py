@@ -44,6 +44,7 @@ from moecore.packing import (
     DocumentCost,
     MeasuredCost,
     PackedCollator,
+    ScheduledCollator,
 )
 from moecore.parallel.pipeline.layout import LayoutCosts
 from moecore.parallel.pipeline.simulate import Costs
@@ -176,6 +177,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (DocumentCost, {}),
     (MeasuredCost, dict(lengths=(2, 4), seconds={1: (1.0, 2.0)})),
     (PackedCollator, {"row_tokens": 4}),
+    (ScheduledCollator, {"max_tokens": 4}),
     (CorpusOptions, {"row_tokens": 4}),
     (CorpusSource, {"name": "a", "documents": [[1]]}),
     (AdamWOptions, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),

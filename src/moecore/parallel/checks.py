@@ -187,10 +187,6 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
         warnings.warn(
             "pipeline is not used: 'nvlink' has no exchange to compute beside", stacklevel=5
         )
-    if p.pp > 1 and request.is_dynamic:
-        raise ValueError(
-            f"ContextOptions.dynamic (True) must go with ParallelConfig.pp ({p.pp}) = 1: use cp"
-        )
     pipeline = request.pipeline
     for name in ("compile_dense", "graph_dense"):
         if p.pp > 1 and pipeline is not None and pipeline.defers and getattr(request, name):

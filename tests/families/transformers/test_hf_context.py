@@ -44,13 +44,10 @@ from tests.helpers.ranks import run_ranks
 
 STEPS, ROWS, TOKENS = 2, 2, 32
 CUTS = [0, 8, 32, 48, 64]
-LINEAR = (
-    "qwen3_next",
-    "qwen3_5_moe",
-    "kimi_linear",
-    "granitemoehybrid",
-    "nemotron_h",
-)  # beside full attention
+TINY = (  # of `tiny_model`: linear attention beside full attention, and experts behind a router
+    *("qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "nemotron_h"),
+    "minimax_m2",
+)
 CALM = 0.005  # a rate at whose second step stock transformers is near fp64, too
 BALANCED = BalanceConfig(sequence_coef=0.3)
 
@@ -70,6 +67,12 @@ class Case:
     rate: float = 0.05
     options: dict[str, Any] = field(default_factory=dict)
     tamper: str = ""
+    cps: tuple[int, ...] = ()  # of the groups of a micro-batch, with dynamic context parallelism
+
+    @property
+    def sharing(self) -> list[int]:
+        """The group of each data rank, with `cps`."""
+        return [group for group, cp in enumerate(self.cps) for _ in range(cp)]
 
 
 CASES = {
@@ -132,6 +135,24 @@ CASES = {
         family="granitemoehybrid", parallel=dict(cp=4, ep=2), packed=True, rate=CALM
     ),
     "gated delta, tp, rows": Case(family="qwen3_next", parallel=dict(cp=2, tp=2, ep=4), rate=CALM),
+    "qwen3, a cp for each group": Case(
+        family="qwen3-moe",
+        parallel=dict(ep=4),
+        packed=True,
+        balance=BALANCED,
+        loss="sum",
+        checkpointing=True,
+        cps=(2, 1, 1),
+    ),
+    "gpt-oss, a cp for each group": Case(
+        family="gpt-oss", parallel=dict(ep=2), packed=True, loss="sum", cps=(1, 1, 2)
+    ),
+    "gated delta, a cp for each group": Case(
+        family="qwen3_next", parallel=dict(ep=4), packed=True, loss="sum", rate=CALM, cps=(2, 1, 1)
+    ),
+    "own routers, a cp for each group": Case(
+        family="minimax_m2", parallel=dict(ep=4), packed=True, loss="sum", rate=CALM, cps=(2, 1, 1)
+    ),
 }
 TAMPERED = {
     f"tampered {name}": Case(
@@ -156,7 +177,7 @@ def count(batches: list[dict[str, Any]]) -> int:
 
 
 def make(case: Case) -> nn.Module:
-    if case.family in LINEAR:
+    if case.family in TINY:
         model: nn.Module = tiny_model(case.family)
     else:
         model = random_model(case.family, **case.options)
@@ -183,7 +204,7 @@ def loss_of_documents(model: nn.Module, batch: dict[str, Any], num_items: int | 
     return torch.stack(losses).sum()
 
 
-def expected(case: Case, data_ranks: int) -> dict[str, Tensor]:
+def expected(case: Case, batches_of_step: int) -> dict[str, Tensor]:
     """Return what one process gives: of stock models, or with moecore's layers to be balanced."""
     model, found = make(case), {}
     layers = swap_blocks(model, {}) if case.balance else {}
@@ -191,17 +212,19 @@ def expected(case: Case, data_ranks: int) -> dict[str, Tensor]:
         use_causal_attention(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.rate)
     for step in range(STEPS):
-        batches = [batch_of(case, rank, step) for rank in range(data_ranks)]
+        batches = [batch_of(case, rank, step) for rank in range(batches_of_step)]
         num_items = count(batches) if case.loss == "sum" else None
+        weights = [cp / sum(case.cps) for cp in case.cps] or [1 / len(batches)] * len(batches)
         for rank, batch in enumerate(batches):
             for layer in layers.values():
                 layer.set_balance(case.balance)
-                layer.tracker.gradient_scale = 1 / data_ranks
+                layer.tracker.gradient_scale = weights[rank]
             if case.balance:
-                loss = model(**batch, use_cache=False).loss
+                given = {} if num_items is None else {"num_items_in_batch": num_items}
+                loss = model(**batch, use_cache=False, **given).loss
             else:
                 loss = loss_of_documents(model, batch, num_items)
-            (loss / (data_ranks if case.loss == "mean" else 1)).backward()
+            (loss / (len(batches) if case.loss == "mean" else 1)).backward()
             found[f"{step}: loss of {rank}"] = loss.detach()
         found |= {f"{step}: {n}": g.clone() for n, g in whole_gradients(model).items()}
         optimizer.step()
@@ -214,22 +237,26 @@ def found_on(case: Case, meshes: Meshes) -> dict[str, Tensor]:
     parallelize_moe(
         model,
         meshes,
-        context=ContextOptions(way=case.way),  # type: ignore[arg-type]
+        context=ContextOptions(way=case.way, dynamic=bool(case.cps)),  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]
         balance=case.balance,
         memory=MemoryOptions(recompute=case.recompute) if case.recompute else None,
     )
     optimizer, found = on_parts(torch.optim.SGD)(model.parameters(), lr=case.rate), {}
     owner = TrainStep(model, optimizer, max_norm=math.inf)
+    sharing = case.sharing or range(meshes.data_ranks)
+    own = sharing[meshes.data_rank]
     for step in range(STEPS):
-        batches = [batch_of(case, rank, step) for rank in range(meshes.data_ranks)]
-        batch = tampered(case, batches[meshes.data_rank])
+        batches = [batch_of(case, rank, step) for rank in range(max(sharing) + 1)]
+        batch = tampered(case, batches[own])
+        if case.cps:
+            batch["cp"] = case.cps[own]
         if case.loss == "sum":
             batch["num_items_in_batch"] = count(batches)
         with owner.micro_batch(), TAMPERS.get(case.tamper, nullcontext)():
             loss = model(**batch, use_cache=False).loss
             loss.backward()
-        found[f"{step}: loss of {meshes.data_rank}"] = loss.detach()
+        found[f"{step}: loss of {own}"] = loss.detach()
         found |= {f"{step}: {n}": g.clone() for n, g in whole_gradients(model).items()}
         owner.finish()
     return found
@@ -299,7 +326,7 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, float
         case = (CASES | TAMPERED)[name]
         meshes = build_meshes(ParallelConfig(**case.parallel), "cpu")
         got = found_on(case, meshes)
-        want = expected(case, meshes.data_ranks)
+        want = expected(case, len(case.cps) or meshes.data_ranks)
         kept = {n: want[n] for n in got}
         error = torch.tensor(worst(got, kept)[0])
         torch.distributed.all_reduce(error, op=torch.distributed.ReduceOp.MAX)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.attention.context_parallel.held import ContextParallel, HeldTokens, check_documents
+from moecore.attention.context_parallel.held import (
+    ContextParallel,
+    HeldTokens,
+    check_documents,
+    ranks_of,
+)
 from moecore.attention.sequence import Sequence, packed_sequence, shift_left
 from moecore.base.torch_names import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
@@ -62,6 +67,7 @@ class RowReader:
 
     def __init__(self, model: nn.Module) -> None:
         self.cp: ContextParallel | None = None  # ranks that hold parts of rows; None = this one all
+        self.groups: Mapping[int, ContextParallel] = {}  # by the cp of a forward
         self._other = why_whole(model)
         base: Any = model.base_model
         model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
@@ -86,6 +92,7 @@ class RowReader:
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         cu_seqlens, longest = _of(given, DOCUMENTS), _of(given, LONGEST)
         sequence, mask_BT = Sequence(), given.get("padding_mask")
+        ranks = self.ranks_of(given.get("cp"))
         if cu_seqlens is not None:
             if self._other is not None:
                 raise ValueError(
@@ -101,14 +108,18 @@ class RowReader:
                 "because documents are not looked for in them: pass both, or rows of one sequence "
                 "each"
             )
-        if self.cp is not None:
+        if ranks is not None:
             if cu_seqlens is not None:
-                check_documents(cu_seqlens, self.cp.size)
-            held = HeldTokens(self.cp, shape, sequence.cu_seqlens, sequence.max_seqlen)
+                check_documents(cu_seqlens, ranks.size)
+            held = HeldTokens(ranks, shape, sequence.cu_seqlens, sequence.max_seqlen)
             sequence = replace(sequence, held=held)
         if mask_BT is not None:
             mask_BT = sequence.own(mask_BT.to(device))
         return replace(sequence, padding_mask_BT=mask_BT)
+
+    def ranks_of(self, cp: int | None) -> ContextParallel | None:
+        """Return the cp ranks of a forward; None = this rank alone."""
+        return ranks_of(cp, self.cp, self.groups)
 
     def _enter(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
@@ -419,8 +430,10 @@ def _told(
 ) -> tuple[Any, Kwargs] | None:
     mask_BT = sequence.padding_mask_BT
     if isinstance(layer, MoELayer):
-        padding = {} if mask_BT is None else {"padding_mask": mask_BT}
-        return args, {"cu_seqlens": sequence.cu_seqlens} | padding | kwargs
+        told: Kwargs = {"cu_seqlens": sequence.cu_seqlens}
+        told |= {} if mask_BT is None else {"padding_mask": mask_BT}
+        told |= {} if sequence.held is None else {"cp": sequence.held.cp.size}
+        return args, told | kwargs
     if mask_BT is None:
         return None
     x_TD, ids_TK, *rest = args
