@@ -31,7 +31,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
-from tests.families.transformers.family_models import tiny_model
+from tests.families.transformers.family_models import freeze_indexers, tiny_model
 from tests.families.transformers.hf_models import (
     enable_checkpointing,
     random_model,
@@ -51,6 +51,7 @@ LINEAR = (
     "granitemoehybrid",
     "nemotron_h",
 )  # beside full attention
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
 CALM = 0.005  # a rate at whose second step stock transformers is near fp64, too
 BALANCED = BalanceConfig(sequence_coef=0.3)
 
@@ -131,6 +132,19 @@ CASES = {
     "state space, packed": Case(
         family="granitemoehybrid", parallel=dict(cp=4, ep=2), packed=True, rate=CALM
     ),
+    "sparse, packed": Case(
+        family="deepseek_v32",
+        parallel=dict(cp=2, ep=4),
+        packed=True,
+        recompute="gemm_last",
+        rate=CALM,
+    ),
+    "sparse, shared indexer, rows": Case(
+        family="glm_moe_dsa", parallel=dict(cp=4, ep=2), checkpointing=True, rate=CALM
+    ),
+    "sparse, shared indexer, tp, packed": Case(
+        family="glm_moe_dsa", parallel=dict(cp=2, tp=2, ep=4), packed=True, loss="sum", rate=CALM
+    ),
     "gated delta, tp, rows": Case(family="qwen3_next", parallel=dict(cp=2, tp=2, ep=4), rate=CALM),
 }
 TAMPERED = {
@@ -156,8 +170,9 @@ def count(batches: list[dict[str, Any]]) -> int:
 
 
 def make(case: Case) -> nn.Module:
-    if case.family in LINEAR:
+    if case.family in LINEAR + SPARSE:
         model: nn.Module = tiny_model(case.family)
+        freeze_indexers(model)
     else:
         model = random_model(case.family, **case.options)
     if case.checkpointing:
@@ -272,6 +287,7 @@ def refuse() -> None:
     refused("jamba", NotImplementedError, mixes)
     ring = {"context": ContextOptions(way="p2p")}
     refused("gpt-oss", ValueError, r"way \('p2p'\) must be 'a2a' or 'allgather'", options=ring)
+    refused("deepseek_v32", ValueError, r"way \('p2p'\) must be 'allgather' or", options=ring)
     heads = {"context": ContextOptions(way="a2a")}
     refused("qwen3-moe", ValueError, r"key/value heads .* divide by cp \(4\)", options=heads)
     refused("qwen3-moe", ValueError, "output_router_logits", output_router_logits=True)
