@@ -32,7 +32,9 @@ def sparse_errors(
         sequence = packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
     held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
     of_rows, want = (2, 3), _found(leaves, sequence, kind, do, dkl)
-    own = [x if i in of_rows else held.own(x.detach()).requires_grad_() for i, x in enumerate(leaves)]
+    own = [
+        x if i in of_rows else held.own(x.detach()).requires_grad_() for i, x in enumerate(leaves)
+    ]
     over_ranks = replace(sequence, held=held)
     got = _found(own, over_ranks, kind, held.own(do), held.own(dkl))
     for i in of_rows:  # weights: ranks have parts of their gradients

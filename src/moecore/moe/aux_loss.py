@@ -10,9 +10,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.base.torch_names import autocast_dtype
+from moecore.moe.params import clean_name
 
 
 class LossFactors:
@@ -56,6 +57,12 @@ class AuxLoss(LossFactors):
             self.total = torch.zeros_like(loss, dtype=torch.float32)
         self.total += loss
 
+    def sum_on(self, device: torch.device) -> Tensor:
+        """Return the sum of the step, fp32 [1]; 0 where nothing was counted."""
+        if self.total is None:
+            return torch.zeros(1, device=device)
+        return self.total[None]
+
     def reset(self) -> None:
         """Forget the losses of this step."""
         if self.total is not None:
@@ -74,3 +81,9 @@ class _Ride(torch.autograd.Function):
         (loss,) = ctx.saved_tensors
         ctx.owner.add(loss)
         return grads[0], ctx.owner.losses_gradient(loss), None
+
+
+def aux_losses(model: nn.Module) -> dict[str, AuxLoss]:
+    """Return the auxiliary losses of a model's modules that have one as `aux_loss`, by name."""
+    found = ((clean_name(n), getattr(m, "aux_loss", None)) for n, m in model.named_modules())
+    return {name: loss for name, loss in found if isinstance(loss, AuxLoss)}

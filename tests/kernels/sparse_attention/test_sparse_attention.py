@@ -40,7 +40,9 @@ def leaves_of(num_tokens: int, dtype: torch.dtype = torch.float64) -> list[Tenso
     return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def found_by(function: Any, documents: list[int], leaves: list[Tensor], **how: Any) -> dict[str, Any]:
+def found_by(
+    function: Any, documents: list[int], leaves: list[Tensor], **how: Any
+) -> dict[str, Any]:
     """Return outputs and gradients of all leaves."""
     own = [x.detach().clone().requires_grad_() for x in leaves]
     if "selected_tK" not in how:
@@ -81,9 +83,7 @@ def test_equals_the_definition(name: str, numbers: int, monkeypatch: pytest.Monk
     how, leaves = dict(HOW[name]), leaves_of(DOCUMENTS[-1])
     if how.get("selected_tK"):
         heads, index = LatentHeads(*leaves[:4]), IndexerHeads(*leaves[4:])
-        before = sparse_attention_ref(
-            heads, spans_of(DOCUMENTS), scale=SCALE, index=index, top_k=3
-        )
+        before = sparse_attention_ref(heads, spans_of(DOCUMENTS), scale=SCALE, index=index, top_k=3)
         how["selected_tK"] = before.selected_tK
     want = found_by(sparse_attention_ref, DOCUMENTS, leaves, **how)
     got = found_by(sparse_attention, DOCUMENTS, leaves, **how)

@@ -379,7 +379,8 @@ def _other_kind(text: Any, told: Mapping[str, int] | None = None) -> str | None:
     A kind of which all layers of the config are `told` is none.
     """
     kinds = getattr(text, "layer_types", None) or ()
-    known = (*KINDS, *(kind for kind, number in (told or {}).items() if number == kinds.count(kind)))
+    of_told = (kind for kind, number in (told or {}).items() if number == kinds.count(kind))
+    known = (*KINDS, *of_told)
     return next((f"layer_types[{i}] ({k!r})" for i, k in enumerate(kinds) if k not in known), None)
 
 

@@ -19,11 +19,15 @@ from torch import Tensor, nn
 
 from moecore.attention.sequence import Sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
+from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
+from moecore.models.tensor_parallel import sum_value
+from moecore.moe.aux_loss import AuxLoss
 
 # Classes with the forward that is written here. Others with an indexer have gates, sinks, pools.
 CLASSES = ("DeepseekV32Attention", "GlmMoeDsaAttention")
+CONFIG = "_moecore_indexer"  # attribute of layers whose indexers learn
 BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 
@@ -36,6 +40,15 @@ def attend_sparsely(model: nn.Module) -> None:
     """Let the sparse attention layers of a model read the `Sequence` that they are given."""
     for module in sparse_layers(model):
         module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+def train_indexers(model: nn.Module, config: IndexerConfig) -> None:
+    """Let the indexers of a model learn; its layers attend as `config.stage` says."""
+    layers: list[Any] = sparse_layers(model)
+    for layer in layers:
+        setattr(layer, CONFIG, config)
+        if layer.indexer is not None:
+            layer.aux_loss = AuxLoss()
 
 
 def _forward(
@@ -62,9 +75,12 @@ def _forward(
     q_turned, turned_BT1r = _function(layer, BY_PAIRS)(
         q_BTHd[..., n:], turned_BTr.unsqueeze(2), *position_embeddings, unsqueeze_dim=2
     )
+    sequence, choice = kwargs.get(SEQUENCE) or Sequence(), _choice(layer, prev_topk_indices)
     index = None
     if layer.indexer is not None:
-        index = _index(layer.indexer, x_BTD, q_a_BTA, position_embeddings)
+        with torch.set_grad_enabled(choice.diverges):  # a choice is a constant
+            of_tokens = x_BTD.detach(), q_a_BTA.detach()
+            index = _index(layer.indexer, *of_tokens, position_embeddings)
     if past_key_values is not None:
         latent_BTL, turned_BT1r, index = _cached(
             layer, past_key_values, latent_BTL, turned_BT1r, index
@@ -78,19 +94,28 @@ def _forward(
             down_HLv,
         ),
         index,
-        kwargs.get(SEQUENCE) or Sequence(),
-        _choice(layer, prev_topk_indices),
+        sequence,
+        choice,
         scale=layer.scaling,
     )
+    o_BTHv = out.o_tHv
+    if out.divergence_t is not None:
+        loss = getattr(layer, CONFIG).loss_coef * _mean(out.divergence_t, sequence)
+        o_BTHv = layer.aux_loss.ride(o_BTHv, loss)
     selected = prev_topk_indices if out.selected_tK is None else out.selected_tK
-    y_BTD = layer.o_proj(out.o_tHv.flatten(2))
+    y_BTD = layer.o_proj(o_BTHv.flatten(2))
     return (y_BTD, None, selected) if hasattr(layer, "skip_topk") else (y_BTD, None)
 
 
 def _choice(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
-    """Return which keys a layer reads: its indexer's, or those of the layer before."""
+    """Return which keys a layer reads: its indexer's, those of the layer before, or all."""
+    config: IndexerConfig | None = getattr(layer, CONFIG, None)
+    learns = config is not None and layer.training and torch.is_grad_enabled()
+    diverges = learns and layer.indexer is not None
+    if config is not None and config.stage == "warm_up":
+        return KeyChoice(diverges=diverges)
     if layer.indexer is not None:
-        return KeyChoice(top_k=layer.indexer.index_topk)
+        return KeyChoice(top_k=layer.indexer.index_topk, diverges=diverges)
     if selected_BTK is None:
         raise ValueError(
             f"indexer_types[{layer.layer_idx}] ('shared') must stand behind a layer with an "
@@ -99,7 +124,17 @@ def _choice(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
     return KeyChoice(selected_BTK=selected_BTK)
 
 
-@torch.no_grad()  # a choice is a constant
+def _mean(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
+    """Return this rank's part of the mean over tokens, of all ranks' and without padding."""
+    mask_BT, held = sequence.padding_mask_BT, sequence.held
+    if mask_BT is None:
+        return divergence_BT.sum() / (divergence_BT.numel() * (1 if held is None else held.cp.size))
+    number = (~mask_BT).sum()
+    if held is not None:
+        number = sum_value(number, held.cp.group)
+    return divergence_BT.masked_fill(mask_BT, 0).sum() / number.clamp(min=1)
+
+
 def _index(
     indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, turns: tuple[Tensor, Tensor]
 ) -> IndexerHeads:

@@ -76,7 +76,7 @@ class _Chunk(NamedTuple):
     begin: int
     end: int
     heads: LatentHeads
-    index: IndexerHeads
+    indexer: IndexerHeads
     span: SpanOfKeys  # all keys that they may see
     first: int  # of the span
 
@@ -88,9 +88,9 @@ def _chunks(
     heads: LatentHeads, index: IndexerHeads, spans: KeySpans, width: int | None, has_scores: bool
 ) -> Iterator[_Chunk]:
     """Yield the chunks; `width`: keys read by a query, None = all."""
-    (t, H, _), (N, l) = heads.q_tHd.shape, heads.keys_Nl.shape
+    (t, H, _), (N, key_dim) = heads.q_tHd.shape, heads.keys_Nl.shape
     reach = min(N, spans.longest * (1 if spans.stride == 1 else 2))
-    of_query = [H * reach] if width is None else [width * max(l, H, index.q_thi.shape[1])]
+    of_query = [H * reach] if width is None else [width * max(key_dim, H, index.q_thi.shape[1])]
     if has_scores:
         of_query.append(reach * index.q_thi.shape[1])
     size = max(1, CHUNK_NUMBERS // max(of_query))
@@ -132,19 +132,18 @@ class _SparseAttention(torch.autograd.Function):
         how: _How,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         heads, index = LatentHeads(q, keys_Nl, up, down), IndexerHeads(q_thi, k_Ni, w_th)
-        (t, H, _), (_, L, v) = q.shape, down.shape
+        (t, H, _), (_, L, v), new_width = q.shape, down.shape, how.width
         wide = torch.promote_types(q.dtype, torch.float32)
         o, lse = q.new_empty(t, H, v), q.new_empty(t, H, dtype=wide)
         kl = q.new_empty(t, dtype=wide) if how.diverges else None
-        is_new = how.width is not None
-        if is_new:
-            selected = q.new_empty(t, how.width, dtype=torch.int32)
+        if new_width is not None:
+            selected = q.new_empty(t, new_width, dtype=torch.int32)
         width = None if selected is None else selected.shape[1]
-        for chunk in _chunks(heads, index, spans, width, is_new or how.diverges):
+        for chunk in _chunks(heads, index, spans, width, new_width is not None or how.diverges):
             keys: Keys = chunk.span
-            if how.width is not None:
-                scores_CS = index_scores(chunk.index, chunk.span)
-                chunk.own(selected).copy_(select(scores_CS, chunk.first, how.width))
+            if selected is not None and new_width is not None:
+                scores_CS = index_scores(chunk.indexer, chunk.span)
+                chunk.own(selected).copy_(select(scores_CS, chunk.first, new_width))
                 del scores_CS
             if selected is not None:
                 keys = SelectedKeys(chunk.own(selected))
@@ -156,13 +155,14 @@ class _SparseAttention(torch.autograd.Function):
             chunk.own(o).copy_((o_CHL.transpose(0, 1) @ down).transpose(0, 1))
             chunk.own(lse).copy_(lse_CH)
             if kl is not None:
-                chunk.own(kl).copy_(divergence(p.mean(1), index_scores(chunk.index, keys)))
+                chunk.own(kl).copy_(divergence(p.mean(1), index_scores(chunk.indexer, keys)))
         ctx.spans, ctx.how = spans, how
         ctx.save_for_backward(*heads, *index, selected, o, lse)
         ctx.set_materialize_grads(False)
-        if is_new:
-            ctx.mark_non_differentiable(selected)
-        return o, selected if is_new else None, kl
+        if new_width is None:
+            return o, None, kl
+        ctx.mark_non_differentiable(selected)
+        return o, selected, kl
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -183,9 +183,7 @@ class _SparseAttention(torch.autograd.Function):
             p = _scores(q_CHl, rows, keys, how.scale).sub_(chunk.own(lse)[..., None]).exp_()
             do_CHv, q_CHd = chunk.own(do), chunk.heads.q_tHd
             if dkl is not None and dindex is not None:
-                parts = divergence_gradient(
-                    chunk.own(dkl), p.mean(1), chunk.index, keys, dindex[1]
-                )
+                parts = divergence_gradient(chunk.own(dkl), p.mean(1), chunk.indexer, keys, dindex[1])
                 for total, part in zip((dindex[0], dindex[2]), parts, strict=True):
                     chunk.own(total).copy_(part)
             do_HCv = do_CHv.transpose(0, 1)
@@ -202,7 +200,8 @@ class _SparseAttention(torch.autograd.Function):
             o_CHL = keys.weigh(p, rows[..., :L]).to(q_CHd.dtype)
             ddown += o_CHL.permute(1, 2, 0) @ do_HCv
             keys.add(dkeys, (ds, q_CHl), (p, do_CHL))
-        of_heads = (dq, *(d.to(x.dtype) for d, x in zip((dkeys, dup, ddown), heads[1:], strict=True)))
+        sums = zip((dkeys, dup, ddown), heads[1:], strict=True)
+        of_heads = (dq, *(d.to(x.dtype) for d, x in sums))
         of_index: Any = (None, None, None)
         if dindex is not None:
             of_index = (d.to(x.dtype) for d, x in zip(dindex, index, strict=True))

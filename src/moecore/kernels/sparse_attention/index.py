@@ -29,7 +29,7 @@ def select(scores_CS: Tensor, first: int, top_k: int) -> Tensor:
     """
     C, S = scores_CS.shape
     chosen_CS = scores_CS > -torch.inf
-    if S > top_k:
+    if top_k < S:
         least_C1 = scores_CS.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
         above_CS = scores_CS > least_C1
         equal_CS = (scores_CS == least_C1) & chosen_CS

@@ -31,7 +31,7 @@ class Keys(Protocol):
         """Return sums of rows, [C, x, D], at least fp32."""
 
     def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Add p_CxK^T q_CxD of each pair to the first dims of the keys' rows, in `total`'s dtype."""
+        """Add p_CxK^T q_CxD of each pair to the first dims of the keys' rows of `total`."""
 
 
 class SelectedKeys:
