@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 from moecore import (
     IndexerConfig,
+    MemoryOptions,
     ParallelConfig,
     TrainStep,
     build_meshes,
     parallelize_moe,
 )
 from moecore.families import use_causal_attention
+from moecore.kernels.sparse_attention import attention
+from moecore.kernels.sparse_attention.index import select
 from moecore.parallel.attached import moe_state
 from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import (
@@ -25,6 +28,7 @@ from tests.families.transformers.hf_models import (
     whole_gradients,
 )
 from tests.families.transformers.indexer_cases import recorded
+from tests.kernels.sparse_attention.test_sparse_attention import Largest
 
 CUTS = [0, 9, 16, 32]  # the last document ends with padding
 PADDING = 3
@@ -94,6 +98,49 @@ def test_indexers_without_a_config_learn_nothing() -> None:
     model(**given, use_cache=False).loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
     assert {n for n, grad in grads.items() if grad is None} == {n for n in grads if "indexer" in n}
+
+
+def test_a_model_makes_no_tensor_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "CHUNK_NUMBERS", 2**12)
+    tokens, largest = 320, {}
+    ids = torch.arange(tokens)[None] % 61
+    for is_stock in (True, False):
+        model = tiny_model("deepseek_v32")
+        model.config.max_position_embeddings = tokens
+        if not is_stock:
+            parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), indexer=IndexerConfig())
+        with Largest() as seen:
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        largest[is_stock] = seen.numel
+    assert largest[False] < tokens**2 / 2 < tokens**2 < largest[True]
+
+
+@pytest.mark.parametrize("how", ["checkpointing", "region"])
+def test_the_same_keys_are_selected_again(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    selected: list[Tensor] = []
+
+    def noted(*args: Any) -> Tensor:
+        selected.append(select(*args))
+        return selected[-1]
+
+    monkeypatch.setattr(attention, "select", noted)
+    found = {}
+    for again in (False, True):
+        model, memory = tiny_model("deepseek_v32"), None
+        if again and how == "checkpointing":
+            enable_checkpointing(model)
+        elif again:
+            memory = MemoryOptions(recompute="gemm_last")
+        meshes = build_meshes(ParallelConfig(), "cpu")
+        parallelize_moe(model, meshes, indexer=IndexerConfig(), memory=memory)
+        selected.clear()
+        model(**batch(), use_cache=False).loss.backward()
+        found[again] = whole_gradients(model)
+        number = 2 * (1 + (again and how == "checkpointing"))  # a region keeps what was selected
+        assert len(selected) == number
+        first, second = selected[:2], selected[-2:]
+        assert number == 2 or all(map(torch.equal, first, reversed(second)))
+    assert all(torch.equal(found[True][name], grad) for name, grad in found[False].items())
 
 
 def test_evaluation_counts_nothing() -> None:

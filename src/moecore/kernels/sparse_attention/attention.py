@@ -31,7 +31,7 @@ from moecore.kernels.sparse_attention.index import (
     index_scores,
     select,
 )
-from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys
+from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys, product
 
 CHUNK_NUMBERS = 2**27  # of the largest tensor of a chunk; 512 MiB in fp32
 
@@ -183,7 +183,9 @@ class _SparseAttention(torch.autograd.Function):
             p = _scores(q_CHl, rows, keys, how.scale).sub_(chunk.own(lse)[..., None]).exp_()
             do_CHv, q_CHd = chunk.own(do), chunk.heads.q_tHd
             if dkl is not None and dindex is not None:
-                parts = divergence_gradient(chunk.own(dkl), p.mean(1), chunk.indexer, keys, dindex[1])
+                parts = divergence_gradient(
+                    chunk.own(dkl), p.mean(1), chunk.indexer, keys, dindex[1]
+                )
                 for total, part in zip((dindex[0], dindex[2]), parts, strict=True):
                     chunk.own(total).copy_(part)
             do_HCv = do_CHv.transpose(0, 1)
@@ -196,9 +198,9 @@ class _SparseAttention(torch.autograd.Function):
             dq_HCL = dq_CHl[..., :L].transpose(0, 1)
             chunk.own(dq)[..., :n].copy_((dq_HCL @ heads.up_HnL.mT).transpose(0, 1))
             chunk.own(dq)[..., n:].copy_(dq_CHl[..., L:])
-            dup += q_CHd[..., :n].permute(1, 2, 0) @ dq_HCL
+            dup += product(q_CHd[..., :n].permute(1, 2, 0), dq_HCL)
             o_CHL = keys.weigh(p, rows[..., :L]).to(q_CHd.dtype)
-            ddown += o_CHL.permute(1, 2, 0) @ do_HCv
+            ddown += product(o_CHL.permute(1, 2, 0), do_HCv)
             keys.add(dkeys, (ds, q_CHl), (p, do_CHL))
         sums = zip((dkeys, dup, ddown), heads[1:], strict=True)
         of_heads = (dq, *(d.to(x.dtype) for d, x in sums))
