@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from moecore.kernels.sparse_attention import (
     sparse_attention,
 )
 from moecore.kernels.sparse_attention.index import select
+from moecore.kernels.zigzag import documents_of, held_tokens
 from tests.kernels.sparse_attention.oracle import sparse_attention_ref
 
 H, n, r, L, v, h, i = 3, 5, 4, 6, 7, 2, 8
@@ -104,6 +105,22 @@ def test_documents_are_as_apart() -> None:
         width = alone["selected_tK"].shape[1]
         shifted = whole["selected_tK"][a:b, :width] - a
         assert torch.equal(alone["selected_tK"], shifted.clamp(min=-1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_bounds_have_all_keys_of_the_queries_of_a_rank(size: int) -> None:
+    cu_seqlens = torch.tensor([0, 12, 12, 36, 48])
+    first, slack = cu_seqlens[documents_of(cu_seqlens, 48)], []
+    for own in held_tokens(cu_seqlens, 48, size) if size > 1 else [torch.arange(48)]:
+        spans = KeySpans(first[own], own, size, 24)
+        for begin, end in combinations(range(len(own) + 1), 2):
+            low, high = spans.bounds(begin, end, 48)
+            slack.append(
+                [spans.first_t[begin:end].min() - low, high - spans.last_t[begin:end].max()]
+            )
+            assert low >= 0 and high <= 48
+    assert torch.tensor(slack).amin(0).tolist() == [0, 1]  # all, and none is asked for in vain
+    assert KeySpans(first, first, 1, 24).bounds(30, 33, 48) == (7, 33)
 
 
 def test_of_equal_scores_the_earlier_keys_are_selected() -> None:

@@ -89,7 +89,7 @@ def _chunks(
 ) -> Iterator[_Chunk]:
     """Yield the chunks; `width`: keys read by a query, None = all."""
     (t, H, _), (N, key_dim) = heads.q_tHd.shape, heads.keys_Nl.shape
-    reach = min(N, spans.longest * (1 if spans.stride == 1 else 2))
+    reach = min(N, spans.longest if spans.stride == 1 else 3 * spans.longest // 2)
     of_query = [H * reach] if width is None else [width * max(key_dim, H, index.q_thi.shape[1])]
     if has_scores:
         of_query.append(reach * index.q_thi.shape[1])

@@ -50,9 +50,10 @@ class KeySpans(NamedTuple):
 
     def bounds(self, begin: int, end: int, num_keys: int) -> tuple[int, int]:
         """Return the keys that queries [begin, end) may see, known without a host sync."""
-        # Key `stride * i` is of the document of query i, and its own where the stride is 1.
-        first = self.stride * begin - self.longest + 1
-        last = end if self.stride == 1 else self.stride * (end - 1) + self.longest
+        # Key `stride * i` is of the document of query i, and its own where the stride is 1. Ranks
+        # hold two chunks of 2 * stride, so their own key is less than half a document further.
+        first = self.stride * (begin + 1) - self.longest
+        last = end if self.stride == 1 else self.stride * (end - 1) + self.longest // 2
         return max(0, first), min(num_keys, last)
 
 
