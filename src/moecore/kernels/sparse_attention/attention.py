@@ -175,7 +175,10 @@ class _SparseAttention(torch.autograd.Function):
         (_, L, _), n = heads.down_HLv.shape, heads.up_HnL.shape[1]
         dq = torch.empty_like(heads.q_tHd)
         dkeys, dup, ddown = (torch.zeros_like(x, dtype=wide) for x in heads[1:])
-        dindex = None if dkl is None else [torch.zeros_like(x, dtype=wide) for x in index]
+        dindex = None
+        if dkl is not None:
+            dk_Ni = torch.zeros_like(index.k_Ni, dtype=wide)
+            dindex = torch.empty_like(index.q_thi), dk_Ni, torch.empty_like(index.w_th)
         width = None if selected is None else selected.shape[1]
         for chunk in _chunks(heads, index, ctx.spans, width, dkl is not None and width is None):
             keys = chunk.span if selected is None else SelectedKeys(chunk.own(selected))
