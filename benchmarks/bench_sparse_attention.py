@@ -2,7 +2,7 @@ r"""A sparse attention layer of DeepSeek-V3.2's size, forward and backward, in m
 
     python -m benchmarks.bench_sparse_attention
 
-    sparse             after `use_causal_attention`: chunks of queries, and the keys selected for each
+    sparse             after `use_causal_attention`: chunks of queries, and keys selected for each
     sparse, learning   the same with the loss of its indexer
     all, learning      the warm-up of the indexer: attention to all keys, in chunks
     eager              transformers' own, with scores and a mask of all pairs

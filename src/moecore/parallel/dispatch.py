@@ -233,7 +233,7 @@ def apply_balance(model: nn.Module, found: Attached) -> None:
         found.layers,
         groups,
         loss=found.request.loss,
-        others=aux_losses(model),
+        others=None if found.request.indexer is None else aux_losses(model),
         check_parameters=partial(refuse_added, model),
     )
     tokens = None if found.exchanges is None else found.exchanges.tokens

@@ -21,6 +21,7 @@ from moecore.attention.sequence import Sequence
 from moecore.attention.sparse import KeyChoice, attend_sparse
 from moecore.base.options.indexer import IndexerConfig
 from moecore.families.transformers.linear_attention import SEQUENCE
+from moecore.families.transformers.stock import is_hf
 from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
 from moecore.models.tensor_parallel import sum_value
 from moecore.moe.aux_loss import AuxLoss
@@ -33,7 +34,7 @@ BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
 
 def sparse_layers(model: nn.Module) -> list[nn.Module]:
     """Return the attention modules of a model whose indexers are known here."""
-    return [module for module in model.modules() if type(module).__name__ in CLASSES]
+    return [m for m in model.modules() if is_hf(m) and type(m).__name__ in CLASSES]
 
 
 def attend_sparsely(model: nn.Module) -> None:

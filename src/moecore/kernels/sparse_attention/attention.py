@@ -59,12 +59,12 @@ def sparse_attention(
     """
     places = index or IndexerHeads(*[heads.q_tHd.new_empty(len(heads.q_tHd), 0)] * 3)
     width = None if top_k is None else min(top_k, spans.longest)
-    how = _How(scale, width, diverges)
+    how = _SparseOptions(scale, width, diverges)
     o, selected, kl = _SparseAttention.apply(*heads, *places, selected_tK, spans, how)
     return SparseOutput(o, selected, kl)
 
 
-class _How(NamedTuple):
+class _SparseOptions(NamedTuple):
     scale: float
     width: int | None  # keys to select; None = none
     diverges: bool
@@ -129,7 +129,7 @@ class _SparseAttention(torch.autograd.Function):
         w_th: Tensor,
         selected: Tensor | None,
         spans: KeySpans,
-        how: _How,
+        how: _SparseOptions,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         heads, index = LatentHeads(q, keys_Nl, up, down), IndexerHeads(q_thi, k_Ni, w_th)
         (t, H, _), (_, L, v), new_width = q.shape, down.shape, how.width
