@@ -32,8 +32,10 @@ from moecore.kernels.sparse_attention.index import (
     select,
 )
 from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys, product
+from moecore.kernels.sparse_attention.span_scores import numbers_per_pair, span_scores
 
-CHUNK_NUMBERS = 2**27  # of the largest tensor of a chunk; 512 MiB in fp32
+# Of the largest tensor of a chunk: 128 queries of 2048 keys of 576, which are 576 MiB in fp32.
+CHUNK_NUMBERS = 128 * 2048 * 576
 
 
 def sparse_attention(
@@ -78,21 +80,21 @@ class _Chunk(NamedTuple):
     heads: LatentHeads
     indexer: IndexerHeads
     span: SpanOfKeys  # all keys that they may see
-    first: int  # of the span
 
     def own(self, x_tX: Tensor) -> Tensor:
         return x_tX[self.begin : self.end]
 
 
 def _chunks(
-    heads: LatentHeads, index: IndexerHeads, spans: KeySpans, width: int | None, has_scores: bool
+    heads: LatentHeads, index: IndexerHeads, spans: KeySpans, width: int | None, selects: bool
 ) -> Iterator[_Chunk]:
     """Yield the chunks; `width`: keys read by a query, None = all."""
     (t, H, _), (N, key_dim) = heads.q_tHd.shape, heads.keys_Nl.shape
     reach = min(N, spans.longest if spans.stride == 1 else 3 * spans.longest // 2)
-    of_query = [H * reach] if width is None else [width * max(key_dim, H, index.q_thi.shape[1])]
-    if has_scores:
-        of_query.append(reach * index.q_thi.shape[1])
+    num_heads = max(H, index.q_thi.shape[1])
+    of_query = [reach * num_heads if width is None else width * max(key_dim, num_heads)]
+    if selects:
+        of_query.append(reach * numbers_per_pair(index))
     size = max(1, CHUNK_NUMBERS // max(of_query))
     for begin in range(0, t, size):
         end = min(t, begin + size)
@@ -101,7 +103,7 @@ def _chunks(
         span = SpanOfKeys(first, last, spans.first_t[own], spans.last_t[own])
         of_index = index._replace(q_thi=index.q_thi[own], w_th=index.w_th[own])
         of_heads = heads._replace(q_tHd=heads.q_tHd[own])
-        yield _Chunk(begin, end, of_heads, of_index, span, first)
+        yield _Chunk(begin, end, of_heads, of_index, span)
 
 
 def _latent_queries(heads: LatentHeads) -> Tensor:
@@ -139,11 +141,11 @@ class _SparseAttention(torch.autograd.Function):
         if new_width is not None:
             selected = q.new_empty(t, new_width, dtype=torch.int32)
         width = None if selected is None else selected.shape[1]
-        for chunk in _chunks(heads, index, spans, width, new_width is not None or how.diverges):
+        for chunk in _chunks(heads, index, spans, width, new_width is not None):
             keys: Keys = chunk.span
             if selected is not None and new_width is not None:
-                scores_CS = index_scores(chunk.indexer, chunk.span)
-                chunk.own(selected).copy_(select(scores_CS, chunk.first, new_width))
+                scores_CS = span_scores(chunk.indexer, chunk.span)
+                chunk.own(selected).copy_(select(scores_CS, chunk.span.first, new_width))
                 del scores_CS
             if selected is not None:
                 keys = SelectedKeys(chunk.own(selected))
@@ -180,7 +182,7 @@ class _SparseAttention(torch.autograd.Function):
             dk_Ni = torch.zeros_like(index.k_Ni, dtype=wide)
             dindex = torch.empty_like(index.q_thi), dk_Ni, torch.empty_like(index.w_th)
         width = None if selected is None else selected.shape[1]
-        for chunk in _chunks(heads, index, ctx.spans, width, dkl is not None and width is None):
+        for chunk in _chunks(heads, index, ctx.spans, width, False):
             keys = chunk.span if selected is None else SelectedKeys(chunk.own(selected))
             rows, q_CHl = keys.of(heads.keys_Nl), _latent_queries(chunk.heads)
             p = _scores(q_CHl, rows, keys, how.scale).sub_(chunk.own(lse)[..., None]).exp_()

@@ -75,13 +75,14 @@ class SpanOfKeys:
     """Keys [first, last) for all queries of a chunk."""
 
     def __init__(self, first: int, last: int, first_C: Tensor, last_C: Tensor) -> None:
-        self._span, self._first_C, self._last_C = slice(first, last), first_C, last_C
+        self.first, self.first_C, self.last_C = first, first_C, last_C
+        self._span = slice(first, last)
 
     @cached_property
     def seen_CK(self) -> Tensor:
         """Those of the query's document up to its own."""
-        keys = torch.arange(self._span.start, self._span.stop, device=self._first_C.device)
-        return (keys >= self._first_C[:, None]) & (keys <= self._last_C[:, None])
+        keys = torch.arange(self._span.start, self._span.stop, device=self.first_C.device)
+        return (keys >= self.first_C[:, None]) & (keys <= self.last_C[:, None])
 
     def of(self, x_ND: Tensor) -> Tensor:
         """Return a view [K, D]."""
