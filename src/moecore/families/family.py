@@ -38,7 +38,7 @@ from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import tell_layers
 from moecore.families.transformers.sparse_attention import sparse_layers, train_indexers
-from moecore.families.transformers.stock import is_hf, is_pretrained
+from moecore.families.transformers.stock import is_hf, is_pretrained, outermost
 from moecore.families.transformers.tensor_parallel import CutTransformer
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
@@ -188,7 +188,8 @@ class Transformers(Plain):
 
     @override
     def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
-        use_causal_attention(model)
+        for outer in outermost(model):
+            use_causal_attention(outer)
         train_indexers(model, config)
 
     @override
