@@ -46,6 +46,7 @@ class AuxLoss(LossFactors):
         super().__init__()
         self.total: Tensor | None = None  # fp32 scalar, changed in place; made by a backward
 
+    @torch.compiler.disable  # its backward counts on the host
     def ride(self, y: Tensor, loss: Tensor) -> Tensor:
         """Return y; its backward gives a scalar loss, of this rank's tokens, its gradient."""
         self.check_loss_scale(y)

@@ -143,6 +143,23 @@ def test_the_same_keys_are_selected_again(how: str, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(found[True][name], grad) for name, grad in found[False].items())
 
 
+def test_adapters_have_their_part_in_keys_and_values() -> None:
+    peft = pytest.importorskip("peft")
+    logits, ids = [], batch()["input_ids"]
+    for is_stock in (True, False):
+        model = tiny_model("deepseek_v32")
+        config = peft.LoraConfig(target_modules=["q_b_proj", "kv_b_proj"], init_lora_weights=False)
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, config)
+        if not is_stock:
+            use_causal_attention(model)
+        logits.append(adapted(input_ids=ids, use_cache=False).logits)
+        with adapted.disable_adapter(), torch.no_grad():
+            plain = model(input_ids=ids, use_cache=False).logits
+        assert (plain - logits[-1]).abs().max() > 0.1
+    assert (logits[0] - logits[1]).abs().max() <= 1e-5 * logits[0].abs().max()
+
+
 def test_evaluation_counts_nothing() -> None:
     model = parallelize_moe(
         tiny_model("glm_moe_dsa"), build_meshes(ParallelConfig(), "cpu"), indexer=IndexerConfig()

@@ -120,7 +120,7 @@ def _choice(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
     if selected_BTK is None:
         raise ValueError(
             f"indexer_types[{layer.layer_idx}] ('shared') must stand behind a layer with an "
-            "indexer, in the same pipeline stage: cut the model before a 'full' layer"
+            "indexer: begin with 'full'"
         )
     return KeyChoice(selected_BTK=selected_BTK)
 

@@ -59,11 +59,16 @@ def sparse_attention(
         selected_tK: keys that were selected before, such as in another layer.
         diverges: give divergences too, whose gradients go to `index` alone.
     """
-    places = index or IndexerHeads(*[heads.q_tHd.new_empty(len(heads.q_tHd), 0)] * 3)
+    places = index or _no_indexer(heads.q_tHd)
     width = None if top_k is None else min(top_k, spans.longest)
     how = _SparseOptions(scale, width, diverges)
     o, selected, kl = _SparseAttention.apply(*heads, *places, selected_tK, spans, how)
     return SparseOutput(o, selected, kl)
+
+
+def _no_indexer(q_tHd: Tensor) -> IndexerHeads:
+    """Return what stands for an indexer without heads."""
+    return IndexerHeads(*[q_tHd.new_empty(len(q_tHd), 0)] * 3)
 
 
 class _SparseOptions(NamedTuple):
@@ -159,7 +164,8 @@ class _SparseAttention(torch.autograd.Function):
             if kl is not None:
                 chunk.own(kl).copy_(divergence(p.mean(1), index_scores(chunk.indexer, keys)))
         ctx.spans, ctx.how = spans, how
-        ctx.save_for_backward(*heads, *index, selected, o, lse)
+        of_index = index if how.diverges else _no_indexer(q)  # a choice needs none of it again
+        ctx.save_for_backward(*heads, *of_index, selected, o, lse)
         ctx.set_materialize_grads(False)
         if new_width is None:
             return o, None, kl
