@@ -37,7 +37,7 @@ def sparse_errors(
         x if i in of_rows else held.own(x.detach()).requires_grad_() for i, x in enumerate(leaves)
     ]
     over_ranks = replace(sequence, held=held)
-    with patch.object(attention, "CHUNK_NUMBERS", 600):  # several chunks
+    with patch.object(attention, "CHUNK_NUMBERS", 4000):  # several chunks
         got = _found(own, over_ranks, kind, held.own(do), held.own(dkl))
     for i in of_rows:  # weights: ranks have parts of their gradients
         torch.distributed.all_reduce(got[f"gradient {i}"], group=cp.group)
