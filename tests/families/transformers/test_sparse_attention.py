@@ -92,6 +92,18 @@ def trained(model: nn.Module, given: dict[str, Any], config: IndexerConfig) -> d
     return found | {f"indexer loss of {n}": x.squeeze() for n, x in losses.items()}
 
 
+def test_all_but_indexers_may_be_frozen() -> None:
+    found = {}
+    for is_frozen in (False, True):
+        model = tiny_model("deepseek_v32")
+        for name, param in model.named_parameters():
+            param.requires_grad_(".indexer." in name or not is_frozen)
+        found[is_frozen] = trained(model, batch(), IndexerConfig(stage="warm_up"))
+    want = {name: found[False][name] for name in found[True]}
+    assert sum("grad/" in name for name in want) == 2 * 5
+    assert_equal_numbers(found[True], want)
+
+
 def test_indexers_without_a_config_learn_nothing() -> None:
     model, given = tiny_model("deepseek_v32"), batch()
     use_causal_attention(model)
