@@ -95,9 +95,9 @@ class Launched:
         with self._read():
             found = {"loss": self.loss.item(), **self.done.to_dict()}
         loads = {layer: expert_loads(found, layer) for layer in self.done.metrics.tokens_per_expert}
-        found["rank_load_max_over_mean"] = sum(
-            rank_load(of_E, self.ep) for of_E in loads.values()
-        ) / len(loads)
+        if loads:  # else a dense model, or a pipeline stage without MoE layers
+            of_ranks = [rank_load(of_E, self.ep) for of_E in loads.values()]
+            found["rank_load_max_over_mean"] = sum(of_ranks) / len(of_ranks)
         return found | self.more
 
     @contextmanager

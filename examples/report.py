@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import threading
 from pathlib import Path
@@ -19,7 +20,7 @@ from alarms import Alarms
 from metrics import Metrics, expert_loads, layer_names, without_experts
 
 METRICS, CURVES, CHECKPOINTS = "metrics.jsonl", "curves.png", "checkpoints"
-DRAWN = ("loss", "expert_load_max_over_mean")
+LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
 MOST_TICKS = 16  # layers that are named beside the map
 NAMES = {
     "tqdm": "tqdm",
@@ -82,8 +83,9 @@ class Report:
         shown = {
             "loss": f"{metrics['loss']:.3f}",
             "tok/s": f"{metrics['tokens_per_second']:.0f}",
-            "load": f"{metrics['expert_load_max_over_mean']:.2f}",
         }
+        if LOAD in metrics:
+            shown["load"] = f"{metrics[LOAD]:.2f}"
         if "reward" in metrics:
             shown = {"reward": f"{metrics['reward']:.3f}", **shown}
         if "eval_loss" in metrics:
@@ -161,7 +163,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict) or type(found.get("step")) is not int:
         return None
-    return found if all(isinstance(found.get(name), float) for name in DRAWN) else None
+    drawn = found.get("loss"), found.get(LOAD, math.nan)
+    return found if all(isinstance(value, float) for value in drawn) else None
 
 
 def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
@@ -181,7 +184,7 @@ def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
         loss.plot(*points, marker="o", markersize=4, label="held out")
         loss.legend()
     loss.set(ylabel=f"loss (nats per {unit})" if curve == "loss" else "mean reward of a response")
-    load.plot(steps, [line["expert_load_max_over_mean"] for line in lines], linewidth=1)
+    load.plot(steps, [line.get(LOAD, math.nan) for line in lines], linewidth=1)
     load.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
     load.set(ylabel="busiest expert / mean\n(worst layer)", xlabel="step")
     _draw_maps(canvas, layers, experts, lines)

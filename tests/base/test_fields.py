@@ -25,6 +25,7 @@ from moecore import (
 from moecore.base.fields import Bound, Count, OneOf, Rules, check_fields, check_value, shown
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import CloneOptions, NVLinkOptions
+from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.layer import CapacityConfig
 from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.options.precision import Precision, Recipe
@@ -159,6 +160,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (MemoryOptions, {}),
     (StashOptions, {}),
     (ContextOptions, {}),
+    (IndexerConfig, {}),
     (PipelineConfig, {}),
     (Cut, {"sizes": (2, 4)}),
     (MatrixLayout, dict(batch=1, rows=6, columns=4, cut=Cut(sizes=(2, 4)))),

@@ -55,6 +55,9 @@ from moecore.kernels.rows.shard_blocks import (
     quantise_blocks_,
     transpose_values,
 )
+from moecore.kernels.sparse_attention.contract import IndexerHeads
+from moecore.kernels.sparse_attention.keys import SpanOfKeys
+from moecore.kernels.sparse_attention.span_scores import span_scores
 
 # What one GPU alone can not run: `tests/kernels/exchange` plays the ranks.
 OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"} | {
@@ -121,6 +124,10 @@ def run_pieces(device: str) -> None:
     scores_of = (torch.randn(T, E, device=device), torch.zeros(E, device=device), K, "softmax")
     add_margins_(histogram, *scores_of, torch.arange(T, device=device) < 3)
     even_bias(histogram, scores_of[1], K)
+    own_T = torch.arange(T, device=device)
+    half_Td = x_TD[:, :64].contiguous()
+    indexer = IndexerHeads(half_Td.view(T, 4, 16), half_Td[:, :16], half_Td[:, :4].float())
+    span_scores(indexer, SpanOfKeys(0, T, torch.zeros_like(own_T), own_T))
     index_of = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     views = packed_views(pack_rows(x_TD[:, :64].contiguous()), 64)
     gather_packed_rows(*views, x_TD.dtype, *index_of)

@@ -50,6 +50,9 @@ from moecore.kernels.rows import (
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
 from moecore.kernels.rows import scaled_cast as scaled
+from moecore.kernels.sparse_attention import span_scores
+from moecore.kernels.sparse_attention.contract import IndexerHeads
+from moecore.kernels.sparse_attention.keys import SpanOfKeys
 
 triton = pytest.importorskip("triton")
 
@@ -405,6 +408,12 @@ def run_cross_entropy_of_parts(V: int) -> None:
         cross_entropy.softmax_gradient_(logits, labels, high, total, dtype)
 
 
+def run_index_scores(heads: int, dim: int) -> None:
+    own = torch.arange(T)
+    index_of = IndexerHeads(bf16(T, heads, dim), bf16(4 * T, dim), torch.zeros(T, heads))
+    span_scores.span_scores(index_of, SpanOfKeys(0, 4 * T, own, own))
+
+
 CASES: dict[str, tuple[Callable[[], None], int]] = {
     "route": (lambda: run_route("softmax"), 2),
     "route weights": (run_route_weights, 2),
@@ -418,6 +427,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "balance sigmoid": (lambda: run_balance("sigmoid"), 6),
     "balance sqrtsoftplus, padding": (lambda: run_balance("sqrtsoftplus", True), 6),
     "index": (run_index, 4),
+    "index scores, 64 heads of 128": (lambda: run_index_scores(64, 128), 1),
+    "index scores, 32 heads of 64": (lambda: run_index_scores(32, 64), 1),
     "index of expert choice": (lambda: run_index(1024, 1024), 5),
     "rows": (run_rows, 2),
     "rows of expert choice": (lambda: run_rows(1024), 2),

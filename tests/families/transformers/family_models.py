@@ -144,6 +144,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {"moe_intermediate_size": [16, 8], "rope_parameters": MROPE}
     },
     "deepseek_v3": {"first_k_dense_replace": 1},
+    # Of few heads many scores are 0, and which of equal ones topk takes is open.
+    "deepseek_v32": {"index_n_heads": 16},
+    "glm_moe_dsa": {"index_n_heads": 16, "indexer_types": ["full", "shared"]},
     "flint": {"mlp_only_layers": [0]},
     "gemma4": {"enable_moe_block": True},
     "glm4v_moe": {"text_config": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}}},
@@ -244,6 +247,13 @@ def tiny_model(family: str, *, vocab_size: int = SIZES["vocab_size"]) -> Any:
     if family == FROZEN_TOWER:
         model.model.visual.requires_grad_(False)
     return model.train()
+
+
+def freeze_indexers(model: nn.Module) -> None:
+    """Freeze what a model's own loss has no gradient for."""
+    for name, param in model.named_parameters():
+        if ".indexer." in name:
+            param.requires_grad_(False)
 
 
 def fill(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from moecore.families.transformers.rows import (
     tokens_of,
     why_whole,
 )
+from moecore.families.transformers.sparse_attention import sparse_layers
 from moecore.families.transformers.stock import has_stock_loss
 from moecore.models.loss import count_labels
 from moecore.models.tensor_parallel import sum_value
@@ -56,8 +57,13 @@ class CausalContext:
         kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         if getattr(config, "kv_lora_rank", None):  # keys of all heads are made before attention
             kv_heads = num_heads
-        own = num_heads // tp, max(kv_heads // tp, 1)
-        found = options.resolve(cp, *own, has_latents=False)
+        own, is_sparse = (num_heads // tp, max(kv_heads // tp, 1)), bool(sparse_layers(self.model))
+        found = options.resolve(cp, *own, has_latents=is_sparse)
+        if is_sparse and found.way != "allgather":
+            raise ValueError(
+                f"ContextOptions.way ({options.way!r}) must be 'allgather' or 'auto' for {name}, "
+                "whose queries read keys of any rank"
+            )
         if found.way in KEYS_TRAVEL and _has_windows(self.model):
             if options.way != "auto":
                 raise ValueError(

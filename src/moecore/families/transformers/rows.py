@@ -36,6 +36,7 @@ from moecore.base.torch_names import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.experts import has_vision_experts, kinds_of
 from moecore.families.transformers.linear_attention import SEQUENCE, linear_layers
+from moecore.families.transformers.sparse_attention import sparse_layers
 from moecore.families.transformers.stock import (
     has_stock_loss,
     named,
@@ -56,7 +57,7 @@ CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of that loss
 NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
 # Layers that mix tokens by attention alone, or not at all.
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
-LINEAR = "linear_attention"
+LINEAR, SPARSE = "linear_attention", "indexed_attention"
 MASKED = ("eager", "sdpa")  # attention whose mask says all
 Kwargs = dict[str, Any]
 Choose = Callable[[Tensor], Tensor]  # [B, T] of rows to [N], of the tokens that a layer gets
@@ -364,12 +365,13 @@ def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
 def why_whole(model: nn.Module, *, is_told: bool = True) -> str | None:
     """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing.
 
-    `is_told`: after `use_causal_attention`, which tells linear attention layers of documents.
+    `is_told`: after `use_causal_attention`, which tells linear and sparse attention of documents.
     """
     config: Any = model.config
     text = config.get_text_config()
     linear = linear_layers(model) if is_told else []
-    if (other := _other_kind(text, len(linear))) is not None:
+    told = {LINEAR: len(linear), SPARSE: len(sparse_layers(model)) if is_told else 0}
+    if (other := _other_kind(text, told)) is not None:
         return other
     for owner, field in [(config, "is_encoder_decoder"), *((text, name) for name in NOT_COMPUTED)]:
         if getattr(owner, field, None):
@@ -382,13 +384,14 @@ def why_whole(model: nn.Module, *, is_told: bool = True) -> str | None:
     return None
 
 
-def _other_kind(text: Any, num_linear: int = 0) -> str | None:
+def _other_kind(text: Any, told: Mapping[str, int] | None = None) -> str | None:
     """Return the first layer of a config that mixes tokens by other means than attention.
 
-    If all linear attention layers of the config are known, they are none.
+    A kind of which all layers of the config are `told` is none.
     """
     kinds = getattr(text, "layer_types", None) or ()
-    known = (*KINDS, LINEAR) if num_linear == kinds.count(LINEAR) else KINDS
+    of_told = (kind for kind, number in (told or {}).items() if number == kinds.count(kind))
+    known = (*KINDS, *of_told)
     return next((f"layer_types[{i}] ({k!r})" for i, k in enumerate(kinds) if k not in known), None)
 
 
