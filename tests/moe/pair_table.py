@@ -26,6 +26,7 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
         "sinkhorn": {"assignment": "sinkhorn"},
         "expert_choice": {"assignment": "expert_choice"},
     },
+    "zero_experts": {"none": {}, "3": {"zero_experts": 3}},
     "top_k": {"1": {"top_k": 1}, "2": {"top_k": 2}, "8": {"top_k": 8}},
     "scores": {
         "sigmoid": {"score_function": "sigmoid"},

@@ -54,7 +54,6 @@ REFUSED = {
     "dbrx": "the matrices of all experts are one of two dims",
     "diffusion_gemma": "parameters of experts must not be shared with another module",
     "jetmoe": "experts in attention",
-    "longcat_flash": "experts that return their input",
     "muse_spark": "a norm of each expert's output is not built yet",
     "nllb_moe": "experts are a dict of modules",
     "switch_transformers": "experts are a dict of modules",
@@ -81,6 +80,7 @@ ON_ALL = {
     "gpt_oss": "in before out, gate and up interleaved, with biases",
     "nemotron_h": "no gate",
     "glm5_next": "an activation of its own",
+    "longcat_flash": "experts that return their input",
 }
 STEPS, RATE, VOCABULARY = 2, 0.1, 64  # tokens, which tp ranks have parts of
 # The gradient of a factor on outputs that are normed afterwards is a difference of large numbers,
@@ -128,7 +128,18 @@ def reference(family: str) -> tuple[nn.Module, Found]:
                 if param.grad is not None:
                     param -= RATE * param.grad
         model.zero_grad()
-    return model, found | {f"state/{n}": t for n, t in model.state_dict().items()}
+    found |= {f"state/{n}": t for n, t in model.state_dict().items()}
+    return model, without_unused_rows(found)
+
+
+def without_unused_rows(found: Found) -> Found:
+    """Cut rows of FC1 of experts that return their input: no checkpoint has them."""
+    of_fc1 = {name: name.replace("experts.gate_up_proj", "experts.down_proj") for name in found}
+    for name, other in of_fc1.items():
+        unused = found[name][len(found[other]) :] if other != name else ()
+        assert not name.startswith("grad/") or not any(row.any() for row in unused)
+        found[name] = found[name] if other == name else found[name][: len(found[other])]
+    return found
 
 
 def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found, list[str]]:
