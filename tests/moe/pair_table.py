@@ -73,6 +73,7 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
         "swiglu": {},
         "geglu": {"activation": "geglu"},
         "clamped_swiglu": {"activation": "clamped_swiglu", "activation_limit": 1.0},
+        "limited_swiglu": {"activation": "limited_swiglu", "activation_limit": 0.5},
         "gelu": {"activation": "gelu"},
         "relu": {"activation": "relu"},
         "relu2": {"activation": "relu2"},

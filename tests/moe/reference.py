@@ -165,6 +165,8 @@ def _activation(h: Tensor, config: MoEConfig) -> Tensor:
         return 0.5 * gate * (1 + torch.tanh(inner)) * up
     gate = torch.minimum(gate, torch.tensor(config.activation_limit))
     up = torch.clip(up, -config.activation_limit, config.activation_limit)
+    if config.activation == "limited_swiglu":
+        return gate * torch.sigmoid(gate) * up
     return gate * torch.sigmoid(config.activation_alpha * gate) * (1 + up)
 
 

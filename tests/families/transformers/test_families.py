@@ -79,7 +79,7 @@ ON_ALL = {
     "llama4": "in before out, beside a shared expert without one",
     "gpt_oss": "in before out, gate and up interleaved, with biases",
     "nemotron_h": "no gate",
-    "glm5_next": "an activation of its own",
+    "step3p7": "an activation of its own",
     "longcat_flash": "experts that return their input",
 }
 STEPS, RATE, VOCABULARY = 2, 0.1, 64  # tokens, which tp ranks have parts of

@@ -7,7 +7,7 @@ Runtime handles (meshes, groups, dispatchers) are arguments elsewhere, never fie
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from moecore.base.fields import (
     Bound,
@@ -21,7 +21,8 @@ from moecore.base.fields import (
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 ScoreOrder = Literal["pre", "post"]
-Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu", "relu2", "silu"]
+GatedActivation = Literal["swiglu", "geglu", "clamped_swiglu", "limited_swiglu"]
+Activation = Literal[GatedActivation, "gelu", "relu", "relu2", "silu"]
 RouterDtype = Literal["float32", "float64"]
 Assignment = Literal["learned", "sinkhorn", "expert_choice"]
 BiasUpdate = Literal["sign", "quantile"]
@@ -31,7 +32,7 @@ DropOrder = Literal["probability", "position"]
 CapacityFactor = Annotated[float, Bound(">", 0), Bound("<=", 1e6), "use 1.0 for no slack"]
 Jitter = Annotated[float, Bound(">=", 0), Bound("<", 1), "use about 0.01, or 0.0 for none"]
 
-GATED_ACTIVATIONS: tuple[Activation, ...] = ("swiglu", "geglu", "clamped_swiglu")
+GATED_ACTIVATIONS: tuple[Activation, ...] = get_args(GatedActivation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,8 +177,10 @@ class MoEConfig:
         latent_dim: experts work in this smaller dim: a shared down-projection before dispatch, an
             up-projection after combine (LatentMoE). Router and shared experts keep `dim`. 0 = off.
         activation: activation between the two expert matrices. Gated ones read 2F columns; "gelu"
-            is the exact one, "geglu" has the tanh form.
-        activation_limit: clamp of "clamped_swiglu" (gpt-oss: 7.0).
+            is the exact one, "geglu" has the tanh form. "limited_swiglu" is silu(gate) * up with
+            gate clamped from above and up on both sides (DeepSeek-V4).
+        activation_limit: clamp of "clamped_swiglu" (gpt-oss: 7.0) and "limited_swiglu"
+            (DeepSeek-V4: 10.0).
         activation_alpha: sigmoid slope of "clamped_swiglu" (gpt-oss: 1.702).
         fc1_bias: per-expert bias before the activation.
         fc2_bias: per-expert bias on the output; it is multiplied by the routing weight too.
