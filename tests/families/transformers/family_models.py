@@ -257,7 +257,9 @@ def fill(model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
-            elif name.endswith("tid2eid"):  # the experts of each token id, zeros if nothing fills it
+            elif name.endswith(
+                "tid2eid"
+            ):  # the experts of each token id, zeros if nothing fills it
                 ids_V1 = torch.arange(len(buffer))[:, None]
                 buffer.copy_((ids_V1 + torch.arange(buffer.shape[1])) % SIZES["num_local_experts"])
 
