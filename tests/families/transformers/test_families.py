@@ -33,6 +33,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
+from moecore.families.kept_fp32 import SELECTION_BIASES, kept_fp32
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.rows import why_whole
 from moecore.families.transformers.tensor_parallel import OUTPUTS, find_cuts
@@ -186,7 +187,8 @@ def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found,
 def described(model: nn.Module) -> list[str]:
     """Return the class of a model, whose router chooses, what experts compute and tp cuts.
 
-    Last is whether packed documents are kept apart and cp ranks may hold parts of them.
+    Then whether packed documents are kept apart and cp ranks may hold parts of them, and what is
+    fp32 where the rest is bf16, which test_bf16.py compares with stock for every family.
     """
     layers = list(moe_state(model).layers.values())
     routers = {"moecore's" if layer.part("router") else "its own" for layer in layers}
@@ -197,7 +199,10 @@ def described(model: nn.Module) -> list[str]:
     name = type(model).__name__
     other = why_whole(model)
     parts = "yes" if other is None else f"no, {other}"
-    return [name, " ".join(sorted(routers)), " ".join(sorted(experts)), cut_of(model), parts]
+    kept = {n.removesuffix(".weight").split(".")[-1] for n in kept_fp32(model, torch.bfloat16)}
+    kept -= {*SELECTION_BIASES, "inv_freq", "original_inv_freq"}  # which are fp32 in each
+    bf16 = f"yes; fp32: {', '.join(sorted(kept))}" if kept else "yes"
+    return [name, " ".join(sorted(routers)), " ".join(sorted(experts)), cut_of(model), parts, bf16]
 
 
 def cut_of(model: nn.Module) -> str:
@@ -299,6 +304,7 @@ def table(ran: dict[tuple[str, int], Any]) -> list[str]:
     whole = {name: result["row"] for (name, i), result in sorted(ran.items()) if i != TP}
     rows = list(whole.values())
     head = ["family", "class", "router", "activation of experts", "cut over tp", "documents, cp"]
+    head += ["bf16"]
     lines = [head, ["---"] * len(head), *rows]
     lines += [[], ["refused", "why"], ["---", "---"], *map(list, REFUSED.items())]
     return ["| " + " | ".join(cells) + " |" if cells else "" for cells in lines]
