@@ -75,7 +75,7 @@ def test_a_layer_with_forced_shares_equals_the_oracle() -> None:
         ({8: 0.1}, "must be of experts 0 to 7"),
         ({0: 0.6}, r"must lie in \[0, 1 / top_k \(2\)\]"),
         ({0: 0.5, 1: 0.5, 2: 0.5}, "each other expert of layer such a share, not -0.1"),
-        ({e: 0.1 for e in range(8)}, "must lie in"),
+        (dict.fromkeys(range(8), 0.1), "must lie in"),
     ],
 )
 def test_shares_that_no_routing_has(shares: dict[int, float], message: str) -> None:

@@ -28,7 +28,7 @@ def force_even_load(model: nn.Module) -> None:
 
 
 def force_load(model: nn.Module, shares: Mapping[int, float]) -> None:
-    """Give experts these shares of the choices in every MoELayer, in place; the others share evenly.
+    """Give experts shares of the choices in every MoELayer, in place; the others share the rest.
 
     Else as `force_even_load`: a rank's loads differ from their shares by a few choices.
 
