@@ -156,6 +156,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 3},
     "mistral4": {"head_dim": 16},
     "muse_spark": {"audio_config": {"num_hidden_layers": 4, "out_hidden_size": 32}},
+    "nemotron_h": {"moe_latent_size": 24},
     "nllb_moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
     "qwen4_exp": {
         "indexer_n_heads": 2,
