@@ -47,7 +47,9 @@ def force_load(model: nn.Module, shares: Mapping[int, float]) -> None:
         E, K, sum_ = config.num_candidates, config.top_k, sum(shares.values())
         others = (1 - sum_) / max(1, E - len(shares))
         if not all(0 <= e < E for e in shares):
-            raise ValueError(f"shares ({dict(shares)}) must be of experts 0 to {E - 1} of {name}")
+            raise ValueError(
+                f"shares ({dict(shares)}) must be of experts 0 to {E - 1} of {name}: correct ids"
+            )
         if not all(0 <= s <= 1 / K for s in (*shares.values(), others)) or (
             len(shares) == E and not math.isclose(sum_, 1)
         ):
