@@ -76,11 +76,13 @@ class Head(nn.Module):
         tied_weight: Tensor | None,  # the embedding table
         sequence: Sequence,
         log_prob_loss: LogProbLoss | None = None,
+        *,
+        is_detached: bool = False,
     ) -> Tensor:
         """Return the loss, or the logits when there are no labels; see `Decoder.forward`."""
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"
-        weight_VD = local_param(weight)
+        weight_VD = local_param(weight).detach() if is_detached else local_param(weight)
         if self.tp is not None:
             x_BTD = self.tp.gather(x_BTD)
         group = None if self.tp is None else self.tp.group
@@ -304,7 +306,7 @@ class Decoder(nn.Module):
         """Return the loss of each multi-token prediction module, fp32, in a stage with the head."""
         # The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
         # and mask are of the whole rows.
-        losses = []
+        losses, is_detached = [], self.config.mtp_detached
         for ahead, layer in enumerate(self.mtp, start=1):
             if ahead - 1 in stage.mtp:
                 e_BTD = self.model.embed(sequence.shift_left(tokens_BT, ahead, 0), sequence)
@@ -313,11 +315,13 @@ class Decoder(nn.Module):
                 # A view has one gradient: its sum with the head's is the same in any order, so that
                 # stages have the bits of the whole.
                 h_BTD = states[-1].view_as(states[-1])
+                if is_detached:
+                    e_BTD, h_BTD = e_BTD.detach(), h_BTD.detach() if ahead == 1 else h_BTD
                 states.append(layer(h_BTD, e_BTD, replace(sequence, padding_mask_BT=mask_BT)))
             if stage.loss:
                 targets_BT = sequence.shift_left(labels_BT, ahead, IGNORE_INDEX)
                 args = (states[ahead], targets_BT, num_tokens, self._tied_weight, sequence)
-                losses.append(self.lm_head(*args))
+                losses.append(self.lm_head(*args, is_detached=is_detached))
         return losses
 
     def stage_parts(self) -> StageParts:

@@ -85,7 +85,7 @@ class LoadCounts:
     @classmethod
     def zeros(cls, config: MoEConfig, device: torch.device) -> LoadCounts:
         """Return what a layer counts, all 0."""
-        E = config.num_experts
+        E = config.num_candidates
         drops = config.capacity is not None and config.assignment != "expert_choice"
         best = config.counts_best_scores and config.balance.global_batch_coef > 0
         quantile = config.balance.bias_update == "quantile"
@@ -148,7 +148,7 @@ class LoadTracker(LossFactors):
         # A global-batch loss then counts the forwards that began before, whether their backward has
         # run or not, as of micro-batches that run one after the other.
         if self.config.balance.global_batch_coef:
-            self._seen_E = torch.zeros(self.config.num_experts, dtype=torch.int64)
+            self._seen_E = torch.zeros(self.config.num_candidates, dtype=torch.int64)
 
     def attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
@@ -366,7 +366,7 @@ def balance_losses(
     # host sync. `ids_TK` are the choices, or best scores, that are counted; `prior_counts_E` are
     # this rank's counts of such ids in earlier micro-batches of the step.
     assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
-    balance, E, K = config.balance, config.num_experts, config.top_k
+    balance, E, K = config.balance, config.num_candidates, config.top_k
     # Only "sequence" separates sequences; to the other scopes the tokens are one.
     B, sequences_T = (num_sequences, sequences_T) if balance.sequence_coef else (1, None)
     padding_mask_T = routing.padding_mask_T

@@ -148,7 +148,8 @@ class MoEState:
                 self._move_biases(alike, counts, metrics.tokens_per_expert, skipped)
         for name, layer in self.layers.items():
             if layer.cloner is not None:
-                layer.cloner.end_step(metrics.tokens_per_expert[name], skipped=skipped)
+                loads_E = metrics.tokens_per_expert[name][: layer.config.num_experts]
+                layer.cloner.end_step(loads_E, skipped=skipped)
         self._reset()
         return metrics
 
@@ -277,5 +278,5 @@ def _alike(layers: Mapping[str, Any]) -> list[list[str]]:
         rate = config.balance.bias_update_rate
         if rate and any(p.requires_grad for p in layer.part("router").parameters()):
             how = (config.balance.bias_update, rate)
-            groups.setdefault((config.num_experts, config.top_k, *how), []).append(name)
+            groups.setdefault((config.num_candidates, config.top_k, *how), []).append(name)
     return list(groups.values())

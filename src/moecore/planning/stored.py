@@ -138,6 +138,7 @@ def of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderCo
         mlp_hidden_dim=model.mlp_hidden_dim if any(kinds) else 0,
         num_mtp_layers=mtp,
         mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
+        mtp_detached=model.mtp_detached and mtp > 0,
     )
 
 

@@ -156,8 +156,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4": {"num_experts_per_tok": 1},
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 3},
     "mistral4": {"head_dim": 16},
     "muse_spark": {"audio_config": {"num_hidden_layers": 4, "out_hidden_size": 32}},
+    "nemotron_h": {"moe_latent_size": 24},
     "nllb_moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
     "qwen4_exp": {
         "indexer_n_heads": 2,
@@ -266,6 +268,11 @@ def fill(model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+            elif name.endswith(
+                "tid2eid"
+            ):  # the experts of each token id, zeros if nothing fills it
+                ids_V1 = torch.arange(len(buffer))[:, None]
+                buffer.copy_((ids_V1 + torch.arange(buffer.shape[1])) % SIZES["num_local_experts"])
 
 
 def batch(model: Any, seed: int) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.base.torch_names import DispatchMode
+from moecore.families.transformers.experts import find_experts_adapter, used_tensors
 from moecore.io.hf.files import one_line
 from moecore.io.hf.names import FileRecipe, FileView, TensorPiece, ViewDim, routed_pieces
 
@@ -59,11 +60,16 @@ def reader_of(values: Mapping[str, Any], model: nn.Module | None = None) -> nn.M
             kind = named if hasattr(named, "base_model_prefix") else causal
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
-            return kind and kind(config)
+            reader = kind and kind(config)
     except Exception as error:  # of many kinds, some of them no ValueError
         raise ValueError(
             f"config.json must be one that transformers reads: {one_line(error):.200}"
         ) from None
+    if reader is not None and not any(map(find_experts_adapter, model.modules() if model else ())):
+        for experts in filter(find_experts_adapter, reader.modules()):
+            for name, tensor in used_tensors(experts).items():
+                experts.register_parameter(name, tensor)
+    return reader
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
