@@ -172,6 +172,14 @@ CASES = {
     "gated delta, a cp for each group": Case(
         family="qwen3_next", parallel=dict(ep=4), packed=True, loss="sum", rate=CALM, cps=(2, 1, 1)
     ),
+    "sparse, a cp for each group": Case(
+        family="deepseek_v32",
+        parallel=dict(ep=4),
+        packed=True,
+        loss="sum",
+        rate=CALM,
+        cps=(2, 1, 1),
+    ),
     "own routers, a cp for each group": Case(
         family="minimax_m2", parallel=dict(ep=4), packed=True, loss="sum", rate=CALM, cps=(2, 1, 1)
     ),
