@@ -73,6 +73,7 @@ WITH_TP = {
     "qwen3_next": "gates among queries, and linear attention",
     "afmoe": "gates, and a MoE block that stays transformers' own",
     "qwen3_vl_moe": "a tower",
+    "granitemoeshared": "gate and up of a dense MLP in one matrix",
 }
 ON_ALL = {
     "qwen3_moe": "gate and up of an expert in one matrix, out before in",
