@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from moecore.base.peft_layers import lora_base, lora_pairs
 from moecore.base.torch_names import HAS_SEPARATE_PIECES, StridedShard, tree_map_only
-from moecore.families.transformers.lora import lora_base, lora_pairs
 from moecore.families.transformers.stock import is_hf, named, outermost, own_methods
 from moecore.families.transformers.vocabulary import cut_vocabulary
 from moecore.models.tensor_parallel import TensorParallel
