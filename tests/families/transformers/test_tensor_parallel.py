@@ -101,6 +101,11 @@ def refused(meshes: dict[int, Meshes]) -> None:
     for options, tp, message in REFUSED.values():
         with pytest.raises(ValueError, match=message):
             parallelize_moe(random_model("qwen3-moe", **options), meshes[tp])
+    three = tiny_model("minimax", vocab_size=64)
+    lightning = next(m for m in three.modules() if type(m).__name__ == "MiniMaxLightningAttention")
+    lightning.num_attention_heads = 3
+    with pytest.raises(ValueError, match=r"heads \(3\) must be a multiple of ParallelConfig.tp"):
+        find_cuts(three, 2)
     with pytest.raises(NotImplementedError, match=r"no module can be cut: .*qkv_proj .* all heads"):
         parallelize_moe(tiny_model("zaya"), meshes[2])
 
@@ -173,16 +178,21 @@ def only_whole(meshes: Meshes) -> None:
         )
 
 
-def fused(folder: Path) -> bool:
-    """Gradients of an MLP with gate and up in one matrix, and its files on other tp sizes."""
-    plain, model = (tiny_model("granitemoeshared", vocab_size=64) for _ in range(2))
+def with_gradients(family: str) -> tuple[nn.Module, bool]:
+    """A tiny model on two tp ranks of two data ranks, and whether it has the stock gradients."""
+    plain, model = (tiny_model(family, vocab_size=64) for _ in range(2))
     meshes = build_meshes(ParallelConfig(tp=2, ep=2), "cpu")
     parallelize_moe(model, meshes)
     for rank in range(2):
         (loss_of(plain, family_batch(plain, rank)) / 2).backward()
-    optimizer = optimizer_of(model)
     loss_of(model, family_batch(model, meshes.data_rank)).backward()
-    near = worst(whole_gradients(model), whole_gradients(plain))[0] <= 1e-5
+    return model, worst(whole_gradients(model), whole_gradients(plain))[0] <= 1e-5
+
+
+def fused(folder: Path) -> bool:
+    """An MLP with gate and up in one matrix, and its files on other tp sizes."""
+    model, near = with_gradients("granitemoeshared")
+    optimizer = optimizer_of(model)
     optimizer.step()
     (weight,) = {p.placements for n, p in model.named_parameters() if "input_linear" in n}
     assert weight == (Shard(1), StridedShard(0, split_factor=2))
@@ -281,6 +291,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
     own = {
         "checkpoints": checkpoints(Path(folder)),
         "fused": fused(Path(folder)),
+        "heads in one linear": with_gradients("minimax")[1],
         "frozen": frozen(meshes[4]),
         "padded": padded(meshes[4]),
         "scores": scores(meshes[2]),
@@ -299,7 +310,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoints", "fused", "frozen", "padded", "scores", "stages", "deferred"]
+    "name",
+    [
+        "checkpoints",
+        "fused",
+        "heads in one linear",
+        "frozen",
+        "padded",
+        "scores",
+        "stages",
+        "deferred",
+    ],
 )
 def test_over_tp(name: str, found: dict[str, bool]) -> None:
     assert found[name]

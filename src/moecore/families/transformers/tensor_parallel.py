@@ -69,6 +69,21 @@ class ModuleCut:
     # Linears of so few key or value heads that ranks share them -> elements of a head. Whole; a
     # rank takes the one head that its query heads read.
     shared: Mapping[str, int] | None = None
+    counts: tuple[str, ...] = ()  # attributes with the number of heads
+    # Whole buffers, of which a rank reads its heads' part -> the dim of heads.
+    buffers: Mapping[str, int] | None = None
+
+
+# Attention with queries, keys and values in one linear: those whose rows are head after head.
+FUSED_BY_HEAD = {
+    "MiniMaxLightningAttention": ModuleCut(
+        columns=("qkv_proj", "output_gate"),
+        row="out_proj",
+        norms=("norm",),
+        counts=("num_attention_heads",),
+        buffers={"slope_rate": 0, "query_decay": 0, "key_decay": 0, "diagonal_decay": 1},
+    )
+}
 
 
 class CutTransformer:
@@ -149,6 +164,8 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     Raises:
         ValueError: for heads that ranks cannot share.
     """
+    if type(module).__name__ in FUSED_BY_HEAD:
+        return _cut_fused(name, module, tp)
     linears = _linears(module)
     value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
     key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
@@ -191,6 +208,18 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     own = tuple(module._parameters)
     shared = {n: d for n, d in shared.items() if n in linears}
     return ModuleCut(columns, row, own=own, norms=norms, shared=shared)
+
+
+def _cut_fused(name: str, module: Any, tp: int) -> ModuleCut | str:
+    cut = FUSED_BY_HEAD[type(module).__name__]
+    if not {*cut.columns, cut.row} <= _linears(module).keys():
+        return "linears are not plain"
+    H = module.num_attention_heads
+    if H % tp:
+        raise ValueError(
+            f"{name}: heads ({H}) must be a multiple of ParallelConfig.tp ({tp}): lower tp"
+        )
+    return cut
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
@@ -308,6 +337,18 @@ def _hook(tp: TensorParallel, module: Any, cut: ModuleCut) -> None:
     if cut.shared and hasattr(module, "num_key_value_groups"):
         kv_heads = module.k_proj.out_features // cut.shared["k_proj"]
         module.num_key_value_groups = module.num_key_value_groups * kv_heads // tp.size
+    for name in cut.counts:
+        setattr(module, name, getattr(module, name) // tp.size)
+    if cut.buffers:
+        whole: type = type(module)
+        own = {n: property(partial(_own_part, tp, n, dim)) for n, dim in cut.buffers.items()}
+        module.__class__ = type(whole.__name__, (whole,), own | {"__module__": whole.__module__})
+
+
+def _own_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
+    buffer = module._buffers[name]
+    assert buffer is not None, "it has a number per head"
+    return buffer.chunk(tp.size, dim)[tp.rank]
 
 
 class BiasedRow(nn.Linear):
