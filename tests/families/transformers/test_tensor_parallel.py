@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.torch_names import StridedShard
 from moecore.families import use_causal_attention
-from moecore.families.transformers.tensor_parallel import _dims, find_cuts
+from moecore.families.transformers.tensor_parallel import _placements, find_cuts
 from moecore.io import Saver, load
-from tests.families.transformers.family_models import tiny_model
+from moecore.planning import fake_world
+from tests.families.transformers.family_models import batch as family_batch
+from tests.families.transformers.family_models import loss_of, tiny_model
 from tests.families.transformers.hf_models import batch, random_model, whole_gradients, worst
 from tests.families.transformers.test_log_probs import scored, stock
 from tests.helpers.ranks import run_ranks
@@ -98,14 +101,28 @@ def refused(meshes: dict[int, Meshes]) -> None:
     for options, tp, message in REFUSED.values():
         with pytest.raises(ValueError, match=message):
             parallelize_moe(random_model("qwen3-moe", **options), meshes[tp])
+    three = tiny_model("minimax", vocab_size=64)
+    lightning = next(m for m in three.modules() if type(m).__name__ == "MiniMaxLightningAttention")
+    lightning.num_attention_heads = 3
+    with pytest.raises(ValueError, match=r"heads \(3\) must be a multiple of ParallelConfig.tp"):
+        find_cuts(three, 2)
     with pytest.raises(NotImplementedError, match=r"no module can be cut: .*qkv_proj .* all heads"):
         parallelize_moe(tiny_model("zaya"), meshes[2])
 
 
-def cuts_with_adapters(model: nn.Module, **options: Any) -> tuple[dict[nn.Module, Any], list[str]]:
+def cuts_with_adapters(
+    model: nn.Module, target: str = r".*\.(q|o|gate|down)_proj", **options: Any
+) -> tuple[dict[nn.Module, Any], list[str]]:
     peft = pytest.importorskip("peft", reason="adapters are its own")
-    config = peft.LoraConfig(target_modules=r".*\.(q|o|gate|down)_proj", **options)
+    config = peft.LoraConfig(target_modules=target, **options)
     return find_cuts(peft.get_peft_model(model, config), 2)
+
+
+def test_ranks_that_shard_gate_above_up_divide_its_inputs() -> None:
+    with fake_world(6), torch.device("meta"):
+        model, meshes = tiny_model("granitemoeshared"), build_meshes(ParallelConfig(tp=2), "cpu")
+        with pytest.raises(ValueError, match=r"dim 1 must be a multiple of 1 times the .* \(3\)"):
+            parallelize_moe(model, meshes)
 
 
 def test_adapters_are_cut_as_their_linears() -> None:
@@ -113,19 +130,19 @@ def test_adapters_are_cut_as_their_linears() -> None:
     assert not whole
     attention, mlp, *_ = cuts
     for module, column, row in (attention, "q_proj", "o_proj"), (mlp, "gate_proj", "down_proj"):
-        dims = dict(_dims(module, cuts[module]))
+        places = dict(_placements(module, cuts[module]))
         outer, inner = module.get_submodule(column), module.get_submodule(row)
         found = {
-            (name, kind): dims.get((linear.get_submodule(kind), "weight"))
+            (name, kind): places.get((linear.get_submodule(kind), "weight"))
             for name, linear in (("column", outer), ("row", inner))
             for kind in ("base_layer", "lora_A.default", "lora_B.default")
         }
         assert found == {
-            ("column", "base_layer"): 0,
+            ("column", "base_layer"): Shard(0),
             ("column", "lora_A.default"): None,
-            ("column", "lora_B.default"): 0,
-            ("row", "base_layer"): 1,
-            ("row", "lora_A.default"): 1,
+            ("column", "lora_B.default"): Shard(0),
+            ("row", "base_layer"): Shard(1),
+            ("row", "lora_A.default"): Shard(1),
             ("row", "lora_B.default"): None,
         }
 
@@ -137,6 +154,10 @@ def test_adapters_that_read_all_of_a_weight_leave_it_whole() -> None:
     cuts, (reason,) = cuts_with_adapters(random_model("gpt-oss"))
     assert not cuts
     assert reason.endswith("(GptOssAttention), whose o_proj has a bias and adapters")
+    model = tiny_model("granitemoeshared")
+    assert any(cut.halves for cut in find_cuts(model, 2)[0].values())
+    cuts, _ = cuts_with_adapters(model, target=r".*\.input_linear")
+    assert cuts and not any(cut.halves for cut in cuts.values())
 
 
 def only_whole(meshes: Meshes) -> None:
@@ -155,6 +176,48 @@ def only_whole(meshes: Meshes) -> None:
             cu_seqlens=torch.tensor([0, 11, 22]),
             max_seqlen=11,
         )
+
+
+def with_gradients(family: str) -> tuple[nn.Module, bool]:
+    """A tiny model on two tp ranks of two data ranks, and whether it has the stock gradients."""
+    plain, model = (tiny_model(family, vocab_size=64) for _ in range(2))
+    meshes = build_meshes(ParallelConfig(tp=2, ep=2), "cpu")
+    parallelize_moe(model, meshes)
+    for rank in range(2):
+        (loss_of(plain, family_batch(plain, rank)) / 2).backward()
+    loss_of(model, family_batch(model, meshes.data_rank)).backward()
+    return model, worst(whole_gradients(model), whole_gradients(plain))[0] <= 1e-5
+
+
+def fused(folder: Path) -> bool:
+    """An MLP with gate and up in one matrix, and its files on other tp sizes."""
+    model, near = with_gradients("granitemoeshared")
+    optimizer = optimizer_of(model)
+    optimizer.step()
+    (weight,) = {p.placements for n, p in model.named_parameters() if "input_linear" in n}
+    assert weight == (Shard(1), StridedShard(0, split_factor=2))
+    with Saver(folder / "fused", model, optimizer) as saver:
+        saved = saver.save(1, wait=True)
+    before, equal = tensors(model, optimizer), []
+    for parallel in (dict(tp=4, ep=2), dict(ep=4)):
+        other = tiny_model("granitemoeshared", vocab_size=64)
+        parallelize_moe(other, build_meshes(ParallelConfig(**parallel), "cpu"))
+        again = optimizer_of(other)
+        load(saved, other, again)
+        with Saver(folder / f"fused{parallel}", other, again) as saver:
+            back = saver.save(1, wait=True)
+        optimizer.step()
+        load(back, model, optimizer)
+        found = tensors(other, again), tensors(model, optimizer)
+        equal += [torch.equal(a, b) for one in found for a, b in zip(one, before, strict=True)]
+    return near and all(equal)
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return whole parameters and their moments."""
+    found = [p.detach() for p in model.parameters()]
+    found += [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
 
 
 def padded(meshes: Meshes) -> bool:
@@ -227,6 +290,8 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
     only_whole(meshes[2])
     own = {
         "checkpoints": checkpoints(Path(folder)),
+        "fused": fused(Path(folder)),
+        "heads in one linear": with_gradients("minimax")[1],
         "frozen": frozen(meshes[4]),
         "padded": padded(meshes[4]),
         "scores": scores(meshes[2]),
@@ -245,7 +310,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoints", "frozen", "padded", "scores", "stages", "deferred"]
+    "name",
+    [
+        "checkpoints",
+        "fused",
+        "heads in one linear",
+        "frozen",
+        "padded",
+        "scores",
+        "stages",
+        "deferred",
+    ],
 )
 def test_over_tp(name: str, found: dict[str, bool]) -> None:
     assert found[name]

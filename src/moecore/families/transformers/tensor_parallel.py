@@ -32,10 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from moecore.base.torch_names import tree_map_only
-from moecore.families.transformers.lora import lora_base, lora_pairs
+from moecore.base.peft_layers import lora_base, lora_pairs
+from moecore.base.torch_names import HAS_SEPARATE_PIECES, StridedShard, tree_map_only
 from moecore.families.transformers.stock import is_hf, named, outermost, own_methods
 from moecore.families.transformers.vocabulary import cut_vocabulary
 from moecore.models.tensor_parallel import TensorParallel
@@ -52,6 +52,7 @@ OUTPUTS = ("o_proj", "out_proj")
 COUNTS = frozenset(("num_heads", "num_attention_heads", "num_key_value_heads"))
 # Linears of an MLP, the last of which reads what an activation has made of the others, by element.
 MLPS = (("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"), ("w1", "w3", "w2"))
+FUSED_MLPS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gate above up
 
 logger = logging.getLogger("moecore.parallelize")
 
@@ -62,11 +63,27 @@ class ModuleCut:
 
     columns: tuple[str, ...]  # linears, of whose outputs a rank has some
     row: str  # the linear that reads these, and whose outputs are added
+    halves: tuple[str, ...] = ()  # columns of gates above as many others: a rank has some of both
     own: tuple[str, ...] = ()  # the module's own parameters, by head
     norms: tuple[str, ...] = ()  # that compare all heads
     # Linears of so few key or value heads that ranks share them -> elements of a head. Whole; a
     # rank takes the one head that its query heads read.
     shared: Mapping[str, int] | None = None
+    counts: tuple[str, ...] = ()  # attributes with the number of heads
+    # Whole buffers, of which a rank reads its heads' part -> the dim of heads.
+    buffers: Mapping[str, int] | None = None
+
+
+# Attention with queries, keys and values in one linear: those whose rows are head after head.
+FUSED_BY_HEAD = {
+    "MiniMaxLightningAttention": ModuleCut(
+        columns=("qkv_proj", "output_gate"),
+        row="out_proj",
+        norms=("norm",),
+        counts=("num_attention_heads",),
+        buffers={"slope_rate": 0, "query_decay": 0, "key_decay": 0, "diagonal_decay": 1},
+    )
+}
 
 
 class CutTransformer:
@@ -95,15 +112,15 @@ class CutTransformer:
             )
         for reason in whole:
             logger.info("tp leaves whole %s", reason)
-        dims = dict[tuple[nn.Module, str], int]()
+        places = dict[tuple[nn.Module, str], Placement]()
         for module, cut in cuts.items():
-            dims |= dict(_dims(module, cut))
+            places |= dict(_placements(module, cut))
             _hook(tp, module, cut)
-        dims |= {(module, "weight"): 0 for module in cut_vocabulary(self.model, tp)}
+        places |= {(module, "weight"): Shard(0) for module in cut_vocabulary(self.model, tp)}
         for layer in self.model.modules():
             if isinstance(layer, RoutedLayer):
                 OwnTokens(tp, layer)
-        _shard(self.model, tp_mesh, dims)
+        _shard(self.model, tp_mesh, places)
         EqualLosses(tp, self.model)
 
 
@@ -147,6 +164,8 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     Raises:
         ValueError: for heads that ranks cannot share.
     """
+    if type(module).__name__ in FUSED_BY_HEAD:
+        return _cut_fused(name, module, tp)
     linears = _linears(module)
     value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
     key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
@@ -187,7 +206,20 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     shared = {} if kv_heads % tp == 0 else {"k_proj": key_dim, "v_proj": value_dim}
     columns = tuple(n for n in (*BY_HEAD, *BY_KV_HEAD) if n in linears and n not in shared)
     own = tuple(module._parameters)
-    return ModuleCut(columns, row, own, norms, {n: d for n, d in shared.items() if n in linears})
+    shared = {n: d for n, d in shared.items() if n in linears}
+    return ModuleCut(columns, row, own=own, norms=norms, shared=shared)
+
+
+def _cut_fused(name: str, module: Any, tp: int) -> ModuleCut | str:
+    cut = FUSED_BY_HEAD[type(module).__name__]
+    if not {*cut.columns, cut.row} <= _linears(module).keys():
+        return "linears are not plain"
+    H = module.num_attention_heads
+    if H % tp:
+        raise ValueError(
+            f"{name}: heads ({H}) must be a multiple of ParallelConfig.tp ({tp}): lower tp"
+        )
+    return cut
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
@@ -236,39 +268,55 @@ def _unknown(module: nn.Module, known: set[str], num_heads: int) -> str | None:
 def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
     """Return how a dense MLP is cut by its hidden dim; None for any other module."""
     parts = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
-    names = next((names for names in MLPS if set(names) == parts.keys()), None)
+    names = next((names for names in (*MLPS, *FUSED_MLPS) if set(names) == parts.keys()), None)
     if names is None or any(p is not None for p in module._parameters.values()):
         return None
     *columns, row = names
+    halves = tuple(columns) if names in FUSED_MLPS else ()
     linears = _linears(module)
-    if linears.keys() != parts.keys():
+    if linears.keys() != parts.keys() or not all(_has_halves(module, n) for n in halves):
         return None
     if linears[row].bias is not None and row in _adapted(module):
         return None
     size = linears[row].in_features
-    if any(linears[n].out_features != size for n in columns):
+    if any(linears[n].out_features != size * (1 + (n in halves)) for n in columns):
         return None
     if size % tp:
         raise ValueError(
             f"{name}: the hidden dim ({size}) of {type(module).__name__} must be a multiple of "
             f"ParallelConfig.tp ({tp}): lower tp"
         )
-    return ModuleCut(tuple(columns), row)
+    return ModuleCut(tuple(columns), row, halves)
 
 
-def _dims(module: nn.Module, cut: ModuleCut) -> Iterator[tuple[tuple[nn.Module, str], int]]:
-    """Yield parameters that are cut, with their dims."""
+def _has_halves(module: Any, name: str) -> bool:
+    """Whether an MLP takes the outputs of a linear as two halves, of which ranks can have parts."""
+    # Columns in turns (gate, up, gate, ..) are no halves. Data ranks cut dim 1 of such a weight,
+    # which a bias lacks, and of a factor of LoRA is small.
+    takes_halves = "chunk" in inspect.unwrap(type(module).forward).__code__.co_names
+    is_alone = (
+        type(module.get_submodule(name)) is nn.Linear and module.get_submodule(name).bias is None
+    )
+    return takes_halves and is_alone and HAS_SEPARATE_PIECES
+
+
+def _placements(
+    module: nn.Module, cut: ModuleCut
+) -> Iterator[tuple[tuple[nn.Module, str], Placement]]:
+    """Yield parameters that are cut, with their placements."""
     linears, adapted = _linears(module), _adapted(module)
-    for name in cut.columns:
-        yield (linears[name], "weight"), 0
-        yield (linears[name], "bias"), 0
-    yield (linears[cut.row], "weight"), 1
+    halves = StridedShard(0, split_factor=2)
+    columns = {name: halves if name in cut.halves else Shard(0) for name in cut.columns}
+    for name, placement in columns.items():
+        yield (linears[name], "weight"), placement
+        yield (linears[name], "bias"), placement
+    yield (linears[cut.row], "weight"), Shard(1)
     # y = W x + s B A x: of columns a rank has rows of B and all of A, of a row the reverse.
     for name in adapted.keys() & {*cut.columns, cut.row}:
         for pair in adapted[name]:
-            yield (pair[name != cut.row], "weight"), int(name == cut.row)
+            yield (pair[name != cut.row], "weight"), columns.get(name, Shard(1))
     for name in cut.own:
-        yield (module, name), 0
+        yield (module, name), Shard(0)
 
 
 def _hook(tp: TensorParallel, module: Any, cut: ModuleCut) -> None:
@@ -289,6 +337,18 @@ def _hook(tp: TensorParallel, module: Any, cut: ModuleCut) -> None:
     if cut.shared and hasattr(module, "num_key_value_groups"):
         kv_heads = module.k_proj.out_features // cut.shared["k_proj"]
         module.num_key_value_groups = module.num_key_value_groups * kv_heads // tp.size
+    for name in cut.counts:
+        setattr(module, name, getattr(module, name) // tp.size)
+    if cut.buffers:
+        whole: type = type(module)
+        own = {n: property(partial(_own_part, tp, n, dim)) for n, dim in cut.buffers.items()}
+        module.__class__ = type(whole.__name__, (whole,), own | {"__module__": whole.__module__})
+
+
+def _own_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
+    buffer = module._buffers[name]
+    assert buffer is not None, "it has a number per head"
+    return buffer.chunk(tp.size, dim)[tp.rank]
 
 
 class BiasedRow(nn.Linear):
@@ -319,7 +379,7 @@ def _own_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tenso
 
 
 def _shard(
-    model: nn.Module, tp_mesh: DeviceMesh, dims: Mapping[tuple[nn.Module, str], int]
+    model: nn.Module, tp_mesh: DeviceMesh, places: Mapping[tuple[nn.Module, str], Placement]
 ) -> None:
     """Make DTensors of all parameters but those of routed experts. Tied ones stay tied."""
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
@@ -332,8 +392,7 @@ def _shard(
             if param in made:
                 module.register_parameter(name, made[param])
                 continue
-            dim = dims.get((module, name))
-            placement = Replicate() if dim is None else Shard(dim)
+            placement = places.get((module, name), Replicate())
             shard_parameter(module, name, tp_mesh, (placement,), reads_plain=True)
             made[param] = module._parameters[name]  # type: ignore[assignment]
 
