@@ -23,9 +23,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,8 +32,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from moecore.base.peft_layers import lora_base, lora_pairs
-from moecore.base.torch_names import HAS_SEPARATE_PIECES, StridedShard, tree_map_only
+from moecore.base.torch_names import HAS_SEPARATE_PIECES, tree_map_only
+from moecore.families.transformers.module_cut import (
+    ModuleCut,
+    adapted_of,
+    apply_cut,
+    linears_of,
+    placements_of,
+)
 from moecore.families.transformers.stock import is_hf, named, outermost, own_methods
 from moecore.families.transformers.vocabulary import cut_vocabulary
 from moecore.models.tensor_parallel import TensorParallel
@@ -55,23 +59,6 @@ MLPS = (("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"), ("w1", 
 FUSED_MLPS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))  # gate above up
 
 logger = logging.getLogger("moecore.parallelize")
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleCut:
-    """What of a module a rank has a part of, by name."""
-
-    columns: tuple[str, ...]  # linears, of whose outputs a rank has some
-    row: str  # the linear that reads these, and whose outputs are added
-    halves: tuple[str, ...] = ()  # columns of gates above as many others: a rank has some of both
-    own: tuple[str, ...] = ()  # the module's own parameters, by head
-    norms: tuple[str, ...] = ()  # that compare all heads
-    # Linears of so few key or value heads that ranks share them -> elements of a head. Whole; a
-    # rank takes the one head that its query heads read.
-    shared: Mapping[str, int] | None = None
-    counts: tuple[str, ...] = ()  # attributes with the number of heads
-    # Whole buffers, of which a rank reads its heads' part -> the dim of heads.
-    buffers: Mapping[str, int] | None = None
 
 
 # Attention with queries, keys and values in one linear: those whose rows are head after head.
@@ -114,8 +101,8 @@ class CutTransformer:
             logger.info("tp leaves whole %s", reason)
         places = dict[tuple[nn.Module, str], Placement]()
         for module, cut in cuts.items():
-            places |= dict(_placements(module, cut))
-            _hook(tp, module, cut)
+            places |= dict(placements_of(module, cut))
+            apply_cut(tp, module, cut)
         places |= {(module, "weight"): Shard(0) for module in cut_vocabulary(self.model, tp)}
         for layer in self.model.modules():
             if isinstance(layer, RoutedLayer):
@@ -166,7 +153,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     """
     if type(module).__name__ in FUSED_BY_HEAD:
         return _cut_fused(name, module, tp)
-    linears = _linears(module)
+    linears = linears_of(module)
     value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
     key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
     row = next((n for n in OUTPUTS if n in linears), None)
@@ -188,7 +175,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
             return f"{child} ({linear.out_features} outputs) is not {H} heads"
     norms = tuple(n for n in ("q_norm", "k_norm") if _is_of_all(module, n, linears))
     problem = _unknown(module, {*sizes, *OF_ALL_HEADS, row}, H)
-    if problem is None and linears[row].bias is not None and row in _adapted(module):
+    if problem is None and linears[row].bias is not None and row in adapted_of(module):
         problem = f"{row} has a bias and adapters"
     if problem is None and not linears.keys() & {"q_proj", "q_b_proj"}:
         problem = "queries are made in another module"
@@ -212,7 +199,7 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
 
 def _cut_fused(name: str, module: Any, tp: int) -> ModuleCut | str:
     cut = FUSED_BY_HEAD[type(module).__name__]
-    if not {*cut.columns, cut.row} <= _linears(module).keys():
+    if not {*cut.columns, cut.row} <= linears_of(module).keys():
         return "linears are not plain"
     H = module.num_attention_heads
     if H % tp:
@@ -220,17 +207,6 @@ def _cut_fused(name: str, module: Any, tp: int) -> ModuleCut | str:
             f"{name}: heads ({H}) must be a multiple of ParallelConfig.tp ({tp}): lower tp"
         )
     return cut
-
-
-def _linears(module: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linears of a module by name, those in peft's LoRA too."""
-    parts = {n: lora_base(m) or m for n, m in module.named_children()}
-    return {n: m for n, m in parts.items() if type(m) is nn.Linear}
-
-
-def _adapted(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
-    """Return A and B of each adapter of the linears of a module, by the linear's name."""
-    return {n: lora_pairs(m) for n, m in module.named_children() if lora_base(m) is not None}
 
 
 def _gated(module: Any, size: int) -> tuple[int, ...]:
@@ -273,10 +249,10 @@ def cut_mlp(name: str, module: nn.Module, tp: int) -> ModuleCut | None:
         return None
     *columns, row = names
     halves = tuple(columns) if names in FUSED_MLPS else ()
-    linears = _linears(module)
+    linears = linears_of(module)
     if linears.keys() != parts.keys() or not all(_has_halves(module, n) for n in halves):
         return None
-    if linears[row].bias is not None and row in _adapted(module):
+    if linears[row].bias is not None and row in adapted_of(module):
         return None
     size = linears[row].in_features
     if any(linears[n].out_features != size * (1 + (n in halves)) for n in columns):
@@ -298,84 +274,6 @@ def _has_halves(module: Any, name: str) -> bool:
         type(module.get_submodule(name)) is nn.Linear and module.get_submodule(name).bias is None
     )
     return takes_halves and is_alone and HAS_SEPARATE_PIECES
-
-
-def _placements(
-    module: nn.Module, cut: ModuleCut
-) -> Iterator[tuple[tuple[nn.Module, str], Placement]]:
-    """Yield parameters that are cut, with their placements."""
-    linears, adapted = _linears(module), _adapted(module)
-    halves = StridedShard(0, split_factor=2)
-    columns = {name: halves if name in cut.halves else Shard(0) for name in cut.columns}
-    for name, placement in columns.items():
-        yield (linears[name], "weight"), placement
-        yield (linears[name], "bias"), placement
-    yield (linears[cut.row], "weight"), Shard(1)
-    # y = W x + s B A x: of columns a rank has rows of B and all of A, of a row the reverse.
-    for name in adapted.keys() & {*cut.columns, cut.row}:
-        for pair in adapted[name]:
-            yield (pair[name != cut.row], "weight"), columns.get(name, Shard(1))
-    for name in cut.own:
-        yield (module, name), Shard(0)
-
-
-def _hook(tp: TensorParallel, module: Any, cut: ModuleCut) -> None:
-    """Let the parts of a module exchange what a rank's part of the weights does not give."""
-    row: Any = module.get_submodule(cut.row)
-    if row.bias is None:
-        row.register_forward_hook(partial(_add, tp))
-    else:
-        row.__class__, row.tp = BiasedRow, tp
-    for name in cut.norms:
-        norm = module.get_submodule(name)
-        norm.register_forward_pre_hook(partial(_gather_columns, tp))
-        norm.register_forward_hook(partial(_own_columns, tp))
-    for name, head_dim in (cut.shared or {}).items():
-        linear = module.get_submodule(name)
-        head = tp.rank * (linear.out_features // head_dim) // tp.size
-        linear.register_forward_hook(partial(_own_head, head, head_dim))
-    if cut.shared and hasattr(module, "num_key_value_groups"):
-        kv_heads = module.k_proj.out_features // cut.shared["k_proj"]
-        module.num_key_value_groups = module.num_key_value_groups * kv_heads // tp.size
-    for name in cut.counts:
-        setattr(module, name, getattr(module, name) // tp.size)
-    if cut.buffers:
-        whole: type = type(module)
-        own = {n: property(partial(_own_part, tp, n, dim)) for n, dim in cut.buffers.items()}
-        module.__class__ = type(whole.__name__, (whole,), own | {"__module__": whole.__module__})
-
-
-def _own_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
-    buffer = module._buffers[name]
-    assert buffer is not None, "it has a number per head"
-    return buffer.chunk(tp.size, dim)[tp.rank]
-
-
-class BiasedRow(nn.Linear):
-    """A linear with some columns of its weight: y = sum over ranks of x @ weight^T, and bias."""
-
-    tp: TensorParallel
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return [..., N], equal on all ranks. Collective."""
-        return self.tp.sum_shared(F.linear(input, self.weight)) + self.bias
-
-
-def _add(tp: TensorParallel, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
-    return tp.sum_shared(y)
-
-
-def _gather_columns(tp: TensorParallel, _norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, *rest = args
-    return tp.gather_last(x), *rest
-
-
-def _own_columns(tp: TensorParallel, _norm: nn.Module, _args: Any, y: Tensor) -> Tensor:
-    return y.chunk(tp.size, dim=-1)[tp.rank]
-
-
-def _own_head(head: int, head_dim: int, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
-    return y.narrow(-1, head * head_dim, head_dim)
 
 
 def _shard(
