@@ -183,7 +183,7 @@ def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found,
     export_hf(model, exported)
     refill(model, lambda: load_hf(exported, model))
     found |= gather_whole({f"state/{n}": t for n, t in model.state_dict().items()}, to)
-    return found, [family, *described(model)]
+    return found, [family, *described(model)] if num == 1 else []  # tp has cut it
 
 
 def described(model: nn.Module) -> list[str]:

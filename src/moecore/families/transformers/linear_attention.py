@@ -23,14 +23,20 @@ from moecore.attention.sequence import Sequence
 
 SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
 CONVOLUTION = "causal_conv1d_fn"
+SHORTCUT = "mamba2_split_conv1d_scan_combined"
 SILU = ("silu", "swish")
 Function = Callable[..., Any]
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model whose forward calls a convolution and a rule known here."""
-    names = ((module, _calls(module)) for module in model.modules())
-    return [module for module, called in names if CONVOLUTION in called and called & RULES.keys()]
+    return [module for module in model.modules() if rule_of(module)]
+
+
+def rule_of(module: nn.Module) -> str | None:
+    """Return the rule that a module's forward calls beside a convolution."""
+    called = _calls(module)
+    return next((rule for rule in RULES if rule in called), None) if CONVOLUTION in called else None
 
 
 def take_sequences(model: nn.Module) -> None:
@@ -40,6 +46,16 @@ def take_sequences(model: nn.Module) -> None:
         for name in _calls(module) & FUNCTIONS.keys():
             if not hasattr(of_file[name], "stands_before"):
                 of_file[name] = _before(of_file[name], FUNCTIONS[name])
+
+
+def refuse_shortcut(module: nn.Module) -> None:
+    """Make layers of a module's file run their parts, where a kernel of all of them is installed.
+
+    It has the projection of outputs too, without what hooks of that do.
+    """
+    of_file = inspect.unwrap(type(module).forward).__globals__
+    if SHORTCUT in of_file:
+        of_file[SHORTCUT] = _no_shortcut
 
 
 def _calls(module: nn.Module) -> set[str]:
@@ -127,7 +143,7 @@ def _state_space_scan(
     return y_BTHv if D is None else y_BTHv + D[:, None] * hidden_states
 
 
-def _no_shortcut(sequence: Sequence, *args: Any, **_: Any) -> None:
+def _no_shortcut(*_args: Any, **_: Any) -> None:
     """Stand before a kernel of a whole layer, whose caller goes on with its parts without one."""
 
 
@@ -146,5 +162,5 @@ RULES: dict[str, Function] = {
 }
 FUNCTIONS = RULES | {
     CONVOLUTION: _convolution,
-    "mamba2_split_conv1d_scan_combined": _no_shortcut,
+    SHORTCUT: _no_shortcut,
 }

@@ -5,18 +5,38 @@ Legend: T tokens, N outputs of a linear.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from moecore.base.peft_layers import lora_base, lora_pairs
-from moecore.base.torch_names import StridedShard
+from moecore.base.regions import once
+from moecore.base.torch_names import StridedShard, is_silent
+from moecore.families.transformers.linear_attention import refuse_shortcut
 from moecore.models.tensor_parallel import TensorParallel
+from moecore.moe.dispatch.collectives import exchanged
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring rows of a matrix, as many for each head."""
+
+    heads: int
+    size: int  # rows of a head
+
+    def own(self, tp: int) -> int:
+        """Return the number of rows that a rank needs."""
+        return max(1, self.heads // tp) * self.size
+
+
+Parts = tuple[Part, ...]  # one below the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +46,37 @@ class ModuleCut:
     columns: tuple[str, ...]  # linears, of whose outputs a rank has some
     row: str  # the linear that reads these, and whose outputs are added
     halves: tuple[str, ...] = ()  # columns of gates above as many others: a rank has some of both
-    own: tuple[str, ...] = ()  # the module's own parameters, by head
+    # Columns of several parts, each of all heads: a rank makes as many outputs as the others, and
+    # gets those of its heads.
+    parts: Mapping[str, Parts] = field(default_factory=dict)
+    read: Mapping[str, Parts] = field(default_factory=dict)  # whole modules: a rank reads its heads
+    own: tuple[str, ...] = ()  # parameters, by head
+    groups: Mapping[str, int] = field(default_factory=dict)  # norms of heads of several ranks
     norms: tuple[str, ...] = ()  # that compare all heads
     # Linears of so few key or value heads that ranks share them -> elements of a head. Whole; a
     # rank takes the one head that its query heads read.
     shared: Mapping[str, int] | None = None
-    counts: tuple[str, ...] = ()  # attributes with the number of heads
+    counts: Mapping[str, int] = field(default_factory=dict)  # attributes -> their number on a rank
     # Whole buffers, of which a rank reads its heads' part -> the dim of heads.
     buffers: Mapping[str, int] | None = None
 
 
 def linears_of(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the linears of a module by name, those in peft's LoRA too."""
-    parts = {n: lora_base(m) or m for n, m in module.named_children()}
-    return {n: m for n, m in parts.items() if type(m) is nn.Linear}
+    found = dict[str, nn.Linear]()
+    for name, child in module.named_children():
+        base = lora_base(child) or child
+        if type(base) is nn.Linear:
+            found[name] = base
+        elif base is child:
+            found |= {f"{name}.{inner}": linear for inner, linear in linears_of(child).items()}
+    return found
 
 
 def adapted_of(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:
     """Return A and B of each adapter of the linears of a module, by the linear's name."""
-    return {n: lora_pairs(m) for n, m in module.named_children() if lora_base(m) is not None}
+    layers = {name: module.get_submodule(name) for name in linears_of(module)}
+    return {n: lora_pairs(m) for n, m in layers.items() if lora_base(m) is not None}
 
 
 def placements_of(
@@ -63,7 +95,14 @@ def placements_of(
         for pair in adapted[name]:
             yield (pair[name != cut.row], "weight"), columns.get(name, Shard(1))
     for name in cut.own:
-        yield (module, name), Shard(0)
+        owner, attribute = _owner_of(module, name)
+        shape = getattr(owner, attribute).shape
+        yield (owner, attribute), Shard(next(dim for dim, n in enumerate(shape) if n > 1))
+
+
+def _owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
 
 
 def apply_cut(tp: TensorParallel, module: Any, cut: ModuleCut) -> None:
@@ -84,18 +123,121 @@ def apply_cut(tp: TensorParallel, module: Any, cut: ModuleCut) -> None:
     if cut.shared and hasattr(module, "num_key_value_groups"):
         kv_heads = module.k_proj.out_features // cut.shared["k_proj"]
         module.num_key_value_groups = module.num_key_value_groups * kv_heads // tp.size
-    for name in cut.counts:
-        setattr(module, name, getattr(module, name) // tp.size)
+    for name, parts in cut.parts.items():
+        module.get_submodule(name).register_forward_hook(PartExchange(tp, parts))
+    if cut.read:
+        refuse_shortcut(module)
+    for name, parts in cut.read.items():
+        part = module.get_submodule(name)
+        _read_by(part, {n: partial(_own_rows, tp, n, parts) for n in part._parameters})
+    for name, size in cut.groups.items():
+        norm = module.get_submodule(name)
+        norm.forward = partial(_group_norm, tp, size, norm)  # type: ignore[method-assign]
+    for name, number in cut.counts.items():
+        setattr(*_owner_of(module, name), number)
     if cut.buffers:
-        whole: type = type(module)
-        own = {n: property(partial(_own_part, tp, n, dim)) for n, dim in cut.buffers.items()}
-        module.__class__ = type(whole.__name__, (whole,), own | {"__module__": whole.__module__})
+        _read_by(module, {n: partial(_own_part, tp, n, dim) for n, dim in cut.buffers.items()})
+
+
+def _read_by(module: nn.Module, getters: Mapping[str, Callable[[nn.Module], Any]]) -> None:
+    """Let a module's code read attributes in another way."""
+    whole, own = type(module), {name: property(getter) for name, getter in getters.items()}
+    module.__class__ = type(whole.__name__, (whole,), own | {"__module__": whole.__module__})
 
 
 def _own_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Tensor:
     buffer = module._buffers[name]
     assert buffer is not None, "it has a number per head"
     return buffer.chunk(tp.size, dim)[tp.rank]
+
+
+def _rows_of(parts: Parts, rank: int, tp: int) -> Iterator[tuple[int, int]]:
+    """Yield first and last row, exclusive, of a rank's heads in each part."""
+    start = 0
+    for part in parts:
+        first = start + part.heads * rank // tp * part.size  # heads fewer than ranks are shared
+        yield first, first + part.own(tp)
+        start += part.heads * part.size
+
+
+def _own_rows(tp: TensorParallel, name: str, parts: Parts, module: nn.Module) -> Tensor | None:
+    param = module._parameters[name]
+    if param is None or isinstance(param, DTensor):  # outside of forward, where it is initialised
+        return param
+    return torch.cat([param[a:b] for a, b in _rows_of(parts, tp.rank, tp.size)])
+
+
+class PartExchange:
+    """A hook of a linear: outputs of the rows that a rank has in, those of its heads out.
+
+    Example: two heads of parts q and v, of one and of two rows. Of q0 q1 v0 v0 v1 v1, two ranks
+    have made q0 q1 v0 and v0 v1 v1. They get q0 v0 v0 and q1 v1 v1.
+    """
+
+    def __init__(self, tp: TensorParallel, parts: Parts) -> None:
+        self._group, ranks = tp.group, range(tp.size)
+        self._made = sum(part.heads * part.size for part in parts) // tp.size
+
+        def common(maker: int, taker: int) -> Iterator[tuple[int, int]]:
+            start = maker * self._made
+            for a, b in _rows_of(parts, taker, tp.size):
+                a, b = max(a - start, 0), min(b - start, self._made)
+                if a < b:
+                    yield a, b
+
+        sent = [list(common(tp.rank, taker)) for taker in ranks]
+        self._sent = [rows for to in sent for rows in to]  # of what is made, to rank after rank
+        self._sends = [sum(b - a for a, b in to) for to in sent]
+        self._receives = [sum(b - a for a, b in common(maker, tp.rank)) for maker in ranks]
+
+    def __call__(self, _linear: nn.Module, _args: Any, y_TN: Tensor) -> Tensor:
+        """Return [..., outputs of a rank's heads]; backward adds what ranks did with one output."""
+        return once(exchanged, y_TN, self._there, self._back)  # type: ignore[no-any-return]
+
+    def _there(self, y_TN: Tensor) -> Tensor:
+        y_NT = y_TN.flatten(0, -2).T
+        sent = torch.cat([y_NT[a:b] for a, b in self._sent])
+        received = self._all_to_all(sent, self._sends, self._receives)
+        return received.T.reshape(*y_TN.shape[:-1], -1).contiguous()
+
+    def _back(self, grad_TN: Tensor) -> Tensor:
+        sent = grad_TN.flatten(0, -2).T.contiguous()
+        received = self._all_to_all(sent, self._receives, self._sends)
+        summed = received.new_zeros(
+            self._made, sent.shape[1], dtype=torch.promote_types(sent.dtype, torch.float32)
+        )
+        for (a, b), part in zip(
+            self._sent, received.split([b - a for a, b in self._sent]), strict=True
+        ):
+            summed[a:b] += part
+        return summed.T.to(sent.dtype).reshape(*grad_TN.shape[:-1], -1).contiguous()
+
+    def _all_to_all(self, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        received = x.new_empty(sum(receives), x.shape[1])
+        if not is_silent(x):
+            dist.all_to_all_single(received, x, receives, sends, group=self._group)
+        return received
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, mean: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return weight * h / sqrt(mean(h^2) + eps) of h = x * silu(gate), in fp32 up to the weight."""
+    h = x.float() if gate is None else x.float() * F.silu(gate.float())
+    return weight * (h * torch.rsqrt(mean(h.pow(2)) + eps)).to(x.dtype)
+
+
+def _group_norm(
+    tp: TensorParallel, size: int, norm: Any, hidden_states: Tensor, gate: Tensor | None = None
+) -> Tensor:
+    """Return a gated norm's columns of a rank, whose group of `size` is that of several ranks."""
+
+    def mean(squares: Tensor) -> Tensor:
+        ranks = size // squares.shape[-1]
+        sums = tp.gather_last(squares.sum(-1, keepdim=True))
+        return sums.unflatten(-1, (-1, ranks))[..., tp.rank // ranks, :].sum(-1, True) / size
+
+    return gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon, mean)
 
 
 class BiasedRow(nn.Linear):

@@ -24,6 +24,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from moecore.base.torch_names import HAS_SEPARATE_PIECES, tree_map_only
+from moecore.families.transformers.linear_attention import rule_of
+from moecore.families.transformers.linear_cuts import cut_linear_attention
 from moecore.families.transformers.module_cut import (
     ModuleCut,
     adapted_of,
@@ -67,7 +70,6 @@ FUSED_BY_HEAD = {
         columns=("qkv_proj", "output_gate"),
         row="out_proj",
         norms=("norm",),
-        counts=("num_attention_heads",),
         buffers={"slope_rate": 0, "query_decay": 0, "key_decay": 0, "diagonal_decay": 1},
     )
 }
@@ -102,12 +104,13 @@ class CutTransformer:
         places = dict[tuple[nn.Module, str], Placement]()
         for module, cut in cuts.items():
             places |= dict(placements_of(module, cut))
-            apply_cut(tp, module, cut)
         places |= {(module, "weight"): Shard(0) for module in cut_vocabulary(self.model, tp)}
         for layer in self.model.modules():
             if isinstance(layer, RoutedLayer):
                 OwnTokens(tp, layer)
         _shard(self.model, tp_mesh, places)
+        for module, cut in cuts.items():
+            apply_cut(tp, module, cut)
         EqualLosses(tp, self.model)
 
 
@@ -136,6 +139,7 @@ def find_cuts(model: nn.Module, tp: int) -> tuple[dict[nn.Module, ModuleCut], li
                 continue
             is_attention = not module._modules.keys().isdisjoint(OUTPUTS)
             cut = cut_attention if is_attention else cut_mlp
+            cut = cut_linear_attention if rule_of(module) else cut
             how = cut(names[module], module, tp)
             if isinstance(how, ModuleCut):
                 found[module] = how
@@ -206,7 +210,7 @@ def _cut_fused(name: str, module: Any, tp: int) -> ModuleCut | str:
         raise ValueError(
             f"{name}: heads ({H}) must be a multiple of ParallelConfig.tp ({tp}): lower tp"
         )
-    return cut
+    return replace(cut, counts={"num_attention_heads": H // tp})
 
 
 def _gated(module: Any, size: int) -> tuple[int, ...]:

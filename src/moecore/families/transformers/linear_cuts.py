@@ -1,0 +1,206 @@
+"""How linear attention of transformers models is cut over tensor parallel ranks: by heads.
+
+A rank has the states of its heads, so neither the rule nor the passing of states over cp ranks
+knows of other tp ranks. What ranks exchange beside the sum of outputs:
+
+    gated delta net, KDA   nothing, where each projection is of one kind or in the order of heads
+    its q, k, v in one     outputs, as of a matrix of several parts (`PartExchange`)
+    Mamba-2                the same; and sums of squares, where a norm's group is of several ranks
+
+The filters of short convolutions are few, and stay whole: a rank reads its channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from moecore.families.transformers.linear_attention import rule_of
+from moecore.families.transformers.module_cut import (
+    ModuleCut,
+    Part,
+    Parts,
+    adapted_of,
+    gated_norm,
+    linears_of,
+)
+
+FILTERS = "conv1d"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a linear attention layer has of all heads, by name. Names may lack in some classes."""
+
+    heads: tuple[int, ...]  # numbers that tp must divide
+    columns: Mapping[str, Parts]  # linears
+    row: str
+    values: Part  # what `row` reads
+    channels: Parts  # of the convolution
+    own: Mapping[str, Part]  # parameters
+    counts: Mapping[str, int]  # attributes, on a rank
+    whole: tuple[str, ...]  # what knows no heads
+    side_by_side: tuple[str, ...] = ()  # columns whose parts are not in the order of heads
+    groups: Mapping[str, int] = field(default_factory=dict)  # norms of heads of several ranks
+
+
+def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
+    """Return how a layer is cut by heads, or what of it is not known to have a part.
+
+    Raises:
+        ValueError: for heads that ranks cannot share.
+    """
+    layer = LAYERS[rule_of(module) or ""](module, tp)
+    if any(n % tp for n in layer.heads) or any(
+        part.heads % tp and tp % part.heads for part in layer.channels
+    ):
+        numbers = ", ".join(dict.fromkeys(str(n) for n in (*layer.heads, layer.channels[0].heads)))
+        raise ValueError(
+            f"{name}: heads of linear attention ({numbers}) must be multiples of "
+            f"ParallelConfig.tp ({tp}): lower tp"
+        )
+    problem = _unknown(module, layer)
+    if problem is not None:
+        return problem
+    linears = linears_of(module)
+    parts = {n: layer.columns[n] for n in layer.side_by_side if n in linears}
+    for child in parts:
+        if linears[child].out_features % tp:
+            raise ValueError(
+                f"{name}.{child}: outputs ({linears[child].out_features}) must be a multiple of "
+                f"ParallelConfig.tp ({tp}): lower tp"
+            )
+    return ModuleCut(
+        columns=tuple(n for n in layer.columns if n in linears),
+        row=layer.row,
+        parts=parts,
+        read={FILTERS: layer.channels},
+        own=tuple(n for n in layer.own if n in dict(module.named_parameters())),
+        groups=layer.groups,
+        counts=layer.counts,
+    )
+
+
+def _unknown(module: Any, layer: _Layer) -> str | None:
+    """Return what of a layer may depend on all heads, or None."""
+    linears, params = linears_of(module), dict(module.named_parameters())
+    sizes = {n: _rows(parts) for n, parts in layer.columns.items()}
+    for child, linear in linears.items():
+        if child in sizes and linear.out_features != sizes[child]:
+            return f"{child} ({linear.out_features} outputs) is not of {sizes[child]} rows of heads"
+    if layer.row not in linears or linears[layer.row].in_features != _rows((layer.values,)):
+        return f"{layer.row} does not read all heads"
+    if linears[layer.row].bias is not None and layer.row in adapted_of(module):
+        return f"{layer.row} has a bias and adapters"
+    filters = getattr(module, FILTERS, None)
+    if type(filters) is not nn.Conv1d or filters.groups != _rows(layer.channels):
+        return f"{FILTERS} is not plain"
+    for child, part in layer.own.items():
+        if child in params and params[child].numel() != _rows((part,)):
+            return f"{child} may not have an element per head"
+    if not all(_is_gated_norm(module.get_submodule(n), size) for n, size in layer.groups.items()):
+        return "norm is not known"
+    known = (*sizes.keys() & linears.keys(), layer.row, FILTERS, *layer.own, *layer.whole)
+    for child in params:
+        if not any(child == n or child.startswith(f"{n}.") for n in known):
+            return f"{child} may read all heads"
+    return None
+
+
+def _rows(parts: Parts) -> int:
+    return sum(part.heads * part.size for part in parts)
+
+
+def _delta_net(module: Any, tp: int) -> _Layer:
+    k, v = Part(module.num_k_heads, module.head_k_dim), Part(module.num_v_heads, module.head_v_dim)
+    each = Part(module.num_v_heads, 1)
+    return _Layer(
+        heads=(module.num_k_heads, module.num_v_heads),
+        columns={
+            "in_proj_qkvz": (k, k, v, v),  # as `in_proj_ba` in the order of key heads
+            "in_proj_ba": (each, each),
+            "in_proj_qkv": (k, k, v),
+            "in_proj_z": (v,),
+            "in_proj_b": (each,),
+            "in_proj_a": (each,),
+        },
+        side_by_side=("in_proj_qkv",),
+        row="out_proj",
+        values=v,
+        channels=(k, k, v),
+        own={"A_log": each, "dt_bias": each},
+        counts={
+            n: getattr(module, n) // tp
+            for n in ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
+        },
+        whole=("norm",),
+    )
+
+
+def _kimi_delta(module: Any, tp: int) -> _Layer:
+    x, each = Part(module.num_heads, module.head_dim), Part(module.num_heads, 1)
+    counts = dict(num_heads=x.heads // tp, qkv_dim=x.own(tp))
+    linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
+    gate = ("forget_gate.f_proj", "forget_gate.f_b_proj")
+    return _Layer(
+        heads=(module.num_heads,),
+        columns={**dict.fromkeys((*linears, *gate), (x,)), "b_proj": (each,)},
+        row="o_proj",
+        values=x,
+        channels=(x, x, x),
+        own={"forget_gate.A_log": each, "forget_gate.dt_bias": x},
+        counts=counts | {f"forget_gate.{n}": number for n, number in counts.items()},
+        whole=("o_norm", "g_a_proj", "forget_gate.f_a_proj"),
+    )
+
+
+def _mamba2(module: Any, tp: int) -> _Layer:
+    x, each = Part(module.num_heads, module.head_dim), Part(module.num_heads, 1)
+    group = Part(module.n_groups, module.ssm_state_size)  # of B, as of C
+    channels = (x, group, group)
+    return _Layer(
+        heads=(module.num_heads,),
+        columns={"in_proj": (x, *channels, each)},  # gates first
+        side_by_side=("in_proj",),
+        row="out_proj",
+        values=x,
+        channels=channels,
+        own={"A_log": each, "D": each, "dt_bias": each, "norm.weight": x},
+        counts=dict(
+            num_heads=x.heads // tp,
+            intermediate_size=x.own(tp),
+            n_groups=max(1, group.heads // tp),
+            conv_dim=sum(part.own(tp) for part in channels),
+        ),
+        whole=(),
+        groups={"norm": _rows((x,)) // group.heads} if group.heads % tp else {},
+    )
+
+
+LAYERS = {
+    "torch_chunk_gated_delta_rule": _delta_net,
+    "chunk_kimi_delta_attention": _kimi_delta,
+    "mamba2_chunk_scan": _mamba2,
+}
+
+
+def _is_gated_norm(norm: Any, size: int) -> bool:
+    """Whether a norm of groups of `size` computes what `gated_norm` does."""
+    eps = getattr(norm, "variance_epsilon", None)
+    if eps is None or getattr(norm, "group_size", None) != size:
+        return False
+    with torch.no_grad(), torch.device("cpu"):
+        g = torch.Generator().manual_seed(0)
+        weight, x, gate = torch.randn(3, norm.weight.numel(), generator=g)
+
+        def mean(squares: torch.Tensor) -> torch.Tensor:
+            return squares.view(-1, size).mean(-1).repeat_interleave(size)
+
+        expected = gated_norm(x[None], gate[None], weight, eps, mean)
+        y = functional_call(norm, {"weight": weight}, (x[None], gate[None]))
+    return torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
