@@ -59,7 +59,7 @@ REFUSED = {
     "nllb_moe": "experts are a dict of modules",
     "switch_transformers": "experts are a dict of modules",
 }
-NOT_CUT = ("inkling", "inkling2", "qwen4_exp", "zaya")  # refused with tp > 1
+NOT_CUT = ("inkling", "inkling2", "zaya")  # refused with tp > 1
 ROOT = Path(__file__).parents[3]
 BEGIN, END = "<!-- families -->", "<!-- end of families -->"
 FOLDINGS = (dict(ep=2), dict(edp_shard=2), dict(etp=2))[: 2 + HAS_SEPARATE_PIECES]
@@ -70,7 +70,10 @@ WITH_TP = {
     "deepseek_v3": "latents, a dense MLP",
     "gpt_oss": "sinks, biases of outputs",
     "olmoe": "norms over all heads",
-    "qwen3_next": "gates among queries, and linear attention",
+    "qwen3_next": "gates among queries; linear attention in the order of key heads",
+    "qwen3_5_moe": "its queries, keys and values one below the other, in one linear",
+    "kimi_linear": "decays of channels, of a gate within linear attention",
+    "granitemoehybrid": "a state space model whose ranks share its group of keys and queries",
     "afmoe": "gates, and a MoE block that stays transformers' own",
     "qwen3_vl_moe": "a tower",
     "granitemoeshared": "gate and up of a dense MLP in one matrix",

@@ -128,11 +128,15 @@ CASES = {
     "gated delta, short documents": Case(
         family="qwen3_next", parallel=dict(cp=4, ep=4), packed=True, loss="sum", rate=CALM
     ),
-    "kimi delta, packed": Case(
-        family="kimi_linear", parallel=dict(cp=2, ep=4), packed=True, loss="sum", rate=CALM
+    "kimi delta, tp, packed": Case(
+        family="kimi_linear", parallel=dict(cp=2, tp=2, ep=4), packed=True, loss="sum", rate=CALM
     ),
-    "state space, balanced": Case(
-        family="nemotron_h", parallel=dict(cp=2, ep=2), packed=True, checkpointing=True, rate=CALM
+    "state space, tp, packed": Case(
+        family="nemotron_h",
+        parallel=dict(cp=2, tp=2, ep=2),
+        packed=True,
+        checkpointing=True,
+        rate=CALM,
     ),
     "state space, packed": Case(
         family="granitemoehybrid", parallel=dict(cp=4, ep=2), packed=True, rate=CALM

@@ -6,6 +6,7 @@ test_pipeline.py on four.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.base.torch_names import StridedShard
 from moecore.families import use_causal_attention
+from moecore.families.transformers.linear_cuts import cut_linear_attention
 from moecore.families.transformers.module_cut import placements_of
 from moecore.families.transformers.tensor_parallel import find_cuts
 from moecore.io import Saver, load
@@ -111,6 +113,36 @@ def refused(meshes: dict[int, Meshes]) -> None:
         parallelize_moe(tiny_model("zaya"), meshes[2])
 
 
+HEADS = {
+    "qwen3_5_moe": (4, {}, r"heads of linear attention \(2, 4\) must be multiples of"),
+    "kimi_linear": (2, dict(num_heads=3), r"heads of linear attention \(3\) must be multiples of"),
+    "nemotron_h": (6, dict(num_heads=12, n_groups=4), r"linear attention \(12, 4\) must be"),
+}
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_heads_of_linear_attention_that_ranks_cannot_share(family: str) -> None:
+    tp, numbers, message = HEADS[family]
+    with torch.device("meta"):
+        model = tiny_model(family)
+    layer = next(m for m in model.modules() if hasattr(m, "conv1d"))
+    vars(layer).update(numbers)
+    with pytest.raises(ValueError, match=message):
+        cut_linear_attention("layer", layer, tp)
+
+
+def test_a_kernel_of_a_whole_layer_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the projection of outputs, which a rank has a part of."""
+    with torch.device("meta"):
+        model = tiny_model("nemotron_h", vocab_size=64)
+    mixer = next(m for m in model.modules() if type(m).__name__ == "NemotronHMamba2Mixer")
+    of_file = inspect.unwrap(type(mixer).forward).__globals__
+    monkeypatch.setitem(of_file, "mamba2_split_conv1d_scan_combined", lambda x, *_, **__: x)
+    with fake_world(2):
+        parallelize_moe(model, build_meshes(ParallelConfig(tp=2), "cpu"))
+    assert of_file["mamba2_split_conv1d_scan_combined"](1, 2, headdim=3) is None
+
+
 def cuts_with_adapters(
     model: nn.Module, target: str = r".*\.(q|o|gate|down)_proj", **options: Any
 ) -> tuple[dict[nn.Module, Any], list[str]]:
@@ -179,13 +211,13 @@ def only_whole(meshes: Meshes) -> None:
         )
 
 
-def with_gradients(family: str) -> tuple[nn.Module, bool]:
-    """A tiny model on two tp ranks of two data ranks, and whether it has the stock gradients."""
+def with_gradients(family: str, tp: int = 2) -> tuple[nn.Module, bool]:
+    """A tiny model on tp ranks of each data rank, and whether it has the stock gradients."""
     plain, model = (tiny_model(family, vocab_size=64) for _ in range(2))
-    meshes = build_meshes(ParallelConfig(tp=2, ep=2), "cpu")
+    meshes = build_meshes(ParallelConfig(tp=tp, ep=2), "cpu")
     parallelize_moe(model, meshes)
-    for rank in range(2):
-        (loss_of(plain, family_batch(plain, rank)) / 2).backward()
+    for rank in range(meshes.data_ranks):
+        (loss_of(plain, family_batch(plain, rank)) / meshes.data_ranks).backward()
     loss_of(model, family_batch(model, meshes.data_rank)).backward()
     return model, worst(whole_gradients(model), whole_gradients(plain))[0] <= 1e-5
 
@@ -293,6 +325,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
         "checkpoints": checkpoints(Path(folder)),
         "fused": fused(Path(folder)),
         "heads in one linear": with_gradients("minimax")[1],
+        "groups of two ranks": with_gradients("nemotron_h", 4)[1],
         "frozen": frozen(meshes[4]),
         "padded": padded(meshes[4]),
         "scores": scores(meshes[2]),
@@ -316,6 +349,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
         "checkpoints",
         "fused",
         "heads in one linear",
+        "groups of two ranks",
         "frozen",
         "padded",
         "scores",

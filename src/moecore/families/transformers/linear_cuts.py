@@ -56,10 +56,9 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
         ValueError: for heads that ranks cannot share.
     """
     layer = LAYERS[rule_of(module) or ""](module, tp)
-    if any(n % tp for n in layer.heads) or any(
-        part.heads % tp and tp % part.heads for part in layer.channels
-    ):
-        numbers = ", ".join(dict.fromkeys(str(n) for n in (*layer.heads, layer.channels[0].heads)))
+    groups = [part.heads for part in layer.channels]
+    if any(n % tp for n in layer.heads) or any(n % tp and tp % n for n in groups):
+        numbers = ", ".join(dict.fromkeys(map(str, (*layer.heads, *groups))))
         raise ValueError(
             f"{name}: heads of linear attention ({numbers}) must be multiples of "
             f"ParallelConfig.tp ({tp}): lower tp"
