@@ -3,9 +3,9 @@
 A rank has the states of its heads, so neither the rule nor the passing of states over cp ranks
 knows of other tp ranks. What ranks exchange beside the sum of outputs:
 
-    gated delta net, KDA   nothing, where each projection is of one kind or in the order of heads
-    its q, k, v in one     outputs, as of a matrix of several parts (`PartExchange`)
-    Mamba-2                the same; and sums of squares, where a norm's group is of several ranks
+    projections of one part each, or in the order of heads    nothing
+    several parts in one projection                           its outputs (`PartExchange`)
+    norms of groups that several ranks share                  sums of squares
 
 The filters of short convolutions are few, and stay whole: a rank reads its channels.
 """
@@ -22,8 +22,8 @@ from torch.func import functional_call
 
 from moecore.families.transformers.linear_attention import rule_of
 from moecore.families.transformers.module_cut import (
+    HeadRows,
     ModuleCut,
-    Part,
     Parts,
     adapted_of,
     gated_norm,
@@ -34,15 +34,15 @@ FILTERS = "conv1d"
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """What a linear attention layer has of all heads, by name. Names may lack in some classes."""
+class _LinearHeads:
+    """What a linear attention layer has of all heads, by name; a class has some of the names."""
 
     heads: tuple[int, ...]  # numbers that tp must divide
     columns: Mapping[str, Parts]  # linears
     row: str
-    values: Part  # what `row` reads
+    values: HeadRows  # what `row` reads
     channels: Parts  # of the convolution
-    own: Mapping[str, Part]  # parameters
+    own: Mapping[str, HeadRows]  # parameters
     counts: Mapping[str, int]  # attributes, on a rank
     whole: tuple[str, ...]  # what knows no heads
     side_by_side: tuple[str, ...] = ()  # columns whose parts are not in the order of heads
@@ -85,7 +85,7 @@ def cut_linear_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
     )
 
 
-def _unknown(module: Any, layer: _Layer) -> str | None:
+def _unknown(module: Any, layer: _LinearHeads) -> str | None:
     """Return what of a layer may depend on all heads, or None."""
     linears, params = linears_of(module), dict(module.named_parameters())
     sizes = {n: _rows(parts) for n, parts in layer.columns.items()}
@@ -115,10 +115,13 @@ def _rows(parts: Parts) -> int:
     return sum(part.heads * part.size for part in parts)
 
 
-def _delta_net(module: Any, tp: int) -> _Layer:
-    k, v = Part(module.num_k_heads, module.head_k_dim), Part(module.num_v_heads, module.head_v_dim)
-    each = Part(module.num_v_heads, 1)
-    return _Layer(
+def _delta_net(module: Any, tp: int) -> _LinearHeads:
+    k, v = (
+        HeadRows(module.num_k_heads, module.head_k_dim),
+        HeadRows(module.num_v_heads, module.head_v_dim),
+    )
+    each = HeadRows(module.num_v_heads, 1)
+    return _LinearHeads(
         heads=(module.num_k_heads, module.num_v_heads),
         columns={
             "in_proj_qkvz": (k, k, v, v),  # as `in_proj_ba` in the order of key heads
@@ -141,12 +144,12 @@ def _delta_net(module: Any, tp: int) -> _Layer:
     )
 
 
-def _kimi_delta(module: Any, tp: int) -> _Layer:
-    x, each = Part(module.num_heads, module.head_dim), Part(module.num_heads, 1)
+def _kimi_delta(module: Any, tp: int) -> _LinearHeads:
+    x, each = HeadRows(module.num_heads, module.head_dim), HeadRows(module.num_heads, 1)
     counts = dict(num_heads=x.heads // tp, qkv_dim=x.own(tp))
     linears = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
     gate = ("forget_gate.f_proj", "forget_gate.f_b_proj")
-    return _Layer(
+    return _LinearHeads(
         heads=(module.num_heads,),
         columns={**dict.fromkeys((*linears, *gate), (x,)), "b_proj": (each,)},
         row="o_proj",
@@ -158,11 +161,11 @@ def _kimi_delta(module: Any, tp: int) -> _Layer:
     )
 
 
-def _mamba2(module: Any, tp: int) -> _Layer:
-    x, each = Part(module.num_heads, module.head_dim), Part(module.num_heads, 1)
-    group = Part(module.n_groups, module.ssm_state_size)  # of B, as of C
+def _mamba2(module: Any, tp: int) -> _LinearHeads:
+    x, each = HeadRows(module.num_heads, module.head_dim), HeadRows(module.num_heads, 1)
+    group = HeadRows(module.n_groups, module.ssm_state_size)  # of B, as of C
     channels = (x, group, group)
-    return _Layer(
+    return _LinearHeads(
         heads=(module.num_heads,),
         columns={"in_proj": (x, *channels, each)},  # gates first
         side_by_side=("in_proj",),

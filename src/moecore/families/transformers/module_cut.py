@@ -5,6 +5,7 @@ Legend: T tokens, N outputs of a linear.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +26,7 @@ from moecore.moe.dispatch.collectives import exchanged
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HeadRows:
     """Neighbouring rows of a matrix, as many for each head."""
 
     heads: int
@@ -36,7 +37,7 @@ class Part:
         return max(1, self.heads // tp) * self.size
 
 
-Parts = tuple[Part, ...]  # one below the other
+Parts = tuple[HeadRows, ...]  # one below the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,14 @@ class ModuleCut:
     columns: tuple[str, ...]  # linears, of whose outputs a rank has some
     row: str  # the linear that reads these, and whose outputs are added
     halves: tuple[str, ...] = ()  # columns of gates above as many others: a rank has some of both
-    # Columns of several parts, each of all heads: a rank makes as many outputs as the others, and
-    # gets those of its heads.
+    # Columns of several parts, each of all heads: a rank computes as many outputs as the others,
+    # and gets those of its heads.
     parts: Mapping[str, Parts] = field(default_factory=dict)
-    read: Mapping[str, Parts] = field(default_factory=dict)  # whole modules: a rank reads its heads
+    # Modules with whole parameters, of which a rank reads the rows of its heads.
+    read: Mapping[str, Parts] = field(default_factory=dict)
     own: tuple[str, ...] = ()  # parameters, by head
-    groups: Mapping[str, int] = field(default_factory=dict)  # norms of heads of several ranks
+    # Gated norms of groups that several ranks share -> elements of a group.
+    groups: Mapping[str, int] = field(default_factory=dict)
     norms: tuple[str, ...] = ()  # that compare all heads
     # Linears of so few key or value heads that ranks share them -> elements of a head. Whole; a
     # rank takes the one head that its query heads read.
@@ -170,53 +173,59 @@ def _own_rows(tp: TensorParallel, name: str, parts: Parts, module: nn.Module) ->
 class PartExchange:
     """A hook of a linear: outputs of the rows that a rank has in, those of its heads out.
 
-    Example: two heads of parts q and v, of one and of two rows. Of q0 q1 v0 v0 v1 v1, two ranks
-    have made q0 q1 v0 and v0 v1 v1. They get q0 v0 v0 and q1 v1 v1.
+    Example: heads 0 and 1, with a row of q and two rows of v each, on two ranks. The linear has
+    rows q0 q1 v0 v0 v1 v1. Ranks compute q0 q1 v0 and v0 v1 v1, and get q0 v0 v0 and q1 v1 v1.
     """
 
     def __init__(self, tp: TensorParallel, parts: Parts) -> None:
         self._group, ranks = tp.group, range(tp.size)
         self._made = sum(part.heads * part.size for part in parts) // tp.size
 
-        def common(maker: int, taker: int) -> Iterator[tuple[int, int]]:
+        def common(maker: int, taker: int) -> list[tuple[int, int]]:
+            """Of what one rank makes, the columns that another one takes: starts and ends."""
             start = maker * self._made
-            for a, b in _rows_of(parts, taker, tp.size):
-                a, b = max(a - start, 0), min(b - start, self._made)
-                if a < b:
-                    yield a, b
+            shifted = [(a - start, b - start) for a, b in _rows_of(parts, taker, tp.size)]
+            within = [(max(a, 0), min(b, self._made)) for a, b in shifted]
+            return [(a, b) for a, b in within if a < b]
 
-        sent = [list(common(tp.rank, taker)) for taker in ranks]
-        self._sent = [rows for to in sent for rows in to]  # of what is made, to rank after rank
-        self._sends = [sum(b - a for a, b in to) for to in sent]
-        self._receives = [sum(b - a for a, b in common(maker, tp.rank)) for maker in ranks]
+        self._sent = [common(tp.rank, taker) for taker in ranks]
+        self._received = [common(maker, tp.rank) for maker in ranks]
 
-    def __call__(self, _linear: nn.Module, _args: Any, y_TN: Tensor) -> Tensor:
+    def __call__(self, _linear: nn.Module, _args: Any, y: Tensor) -> Tensor:
         """Return [..., outputs of a rank's heads]; backward adds what ranks did with one output."""
-        return once(exchanged, y_TN, self._there, self._back)  # type: ignore[no-any-return]
+        return once(exchanged, y, self._there, self._back)  # type: ignore[no-any-return]
 
-    def _there(self, y_TN: Tensor) -> Tensor:
-        y_NT = y_TN.flatten(0, -2).T
-        sent = torch.cat([y_NT[a:b] for a, b in self._sent])
-        received = self._all_to_all(sent, self._sends, self._receives)
-        return received.T.reshape(*y_TN.shape[:-1], -1).contiguous()
+    def _there(self, y: Tensor) -> Tensor:
+        y_TN = y.flatten(0, -2)
+        pieces = [[y_TN[:, a:b] for a, b in to] for to in self._sent]
+        own = self._swapped(pieces, self._received)
+        return torch.cat(own, 1).unflatten(0, y.shape[:-1])
 
-    def _back(self, grad_TN: Tensor) -> Tensor:
-        sent = grad_TN.flatten(0, -2).T.contiguous()
-        received = self._all_to_all(sent, self._receives, self._sends)
-        summed = received.new_zeros(
-            self._made, sent.shape[1], dtype=torch.promote_types(sent.dtype, torch.float32)
-        )
-        for (a, b), part in zip(
-            self._sent, received.split([b - a for a, b in self._sent]), strict=True
-        ):
-            summed[a:b] += part
-        return summed.T.to(sent.dtype).reshape(*grad_TN.shape[:-1], -1).contiguous()
+    def _back(self, grad: Tensor) -> Tensor:
+        grad_TN = grad.flatten(0, -2)
+        widths = [b - a for maker in self._received for a, b in maker]
+        pieces = iter(grad_TN.split(widths, 1))
+        back = self._swapped([[next(pieces) for _ in to] for to in self._received], self._sent)
+        dtype = torch.promote_types(grad.dtype, torch.float32)  # of sums over ranks
+        summed_TN = grad_TN.new_zeros(len(grad_TN), self._made, dtype=dtype)
+        for (a, b), piece in zip(itertools.chain(*self._sent), back, strict=True):
+            summed_TN[:, a:b] += piece
+        return summed_TN.to(grad.dtype).unflatten(0, grad.shape[:-1])
 
-    def _all_to_all(self, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        received = x.new_empty(sum(receives), x.shape[1])
-        if not is_silent(x):
-            dist.all_to_all_single(received, x, receives, sends, group=self._group)
-        return received
+    def _swapped(
+        self, pieces: list[list[Tensor]], expected: list[list[tuple[int, int]]]
+    ) -> list[Tensor]:
+        """Send each rank its pieces, [T, columns]; return what ranks send, of expected columns."""
+        sent = torch.cat([piece.flatten() for to in pieces for piece in to])
+        T = next(len(piece) for to in pieces for piece in to)
+        receives = [sum(T * (b - a) for a, b in maker) for maker in expected]
+        received = sent.new_empty(sum(receives))
+        if not is_silent(sent):
+            sends = [sum(piece.numel() for piece in to) for to in pieces]
+            dist.all_to_all_single(received, sent, receives, sends, group=self._group)
+        widths = [b - a for maker in expected for a, b in maker]
+        parts = received.split([T * width for width in widths])
+        return [part.view(T, width) for part, width in zip(parts, widths, strict=True)]
 
 
 def gated_norm(

@@ -3,7 +3,7 @@
 Every tp rank has the same tokens, and runs transformers' own code with its part of the weights:
 
     attention, MLPs    weights of its heads or hidden dims; what `o_proj` and `down_proj` return is
-                       added over the ranks, before their biases
+                       added over the ranks, before their biases. Linear attention: `linear_cuts`
     MoE layers         its slice of each sequence in, the slices of all ranks out
     all else           as in one process, on every rank
 
