@@ -23,6 +23,7 @@ from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
+from moecore.kernels.grouped.block_scaled import block_scaled_gemm
 from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
@@ -32,6 +33,7 @@ from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.microscaling import quantise_mxfp8, to_e8m0
 from moecore.kernels.rows.move import copy_used, gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
 from moecore.kernels.rows.pages import PageLayout, copy_rows, take_rows
@@ -153,6 +155,10 @@ def run_quantised(device: str, index: Any) -> None:
     gather_row_blocks(rows, index.row_ids_R, index.slots_SK, index.num_rows)
     tile_tokens(rows, index.row_ids_R, tiles)
     quantise_weights(x_TD.new_zeros(2, 128, 256), **how)
+    a, scales = quantise_mxfp8(x_TD, (1, 32))
+    places = torch.zeros(1, dtype=torch.int32, device=device) + len(x_TD)
+    side = (a, to_e8m0(scales))
+    block_scaled_gemm(*side, *(t[None] for t in side), torch.ones(1, device=device), places)
     copy_used(*torch.zeros(2, R, 64, dtype=torch.uint8, device=device), index.num_rows)
     run_pages(device, index)
     widen_rows(rows, index.num_rows.clamp(max=rows.values.shape[0]))
