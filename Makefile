@@ -45,8 +45,9 @@ test-for: $(READY)  ## run the tests that import FILE, however far: make test-fo
 	@found=$$($(PY) -m tools.affected tests $(FILE)) && echo "$${found:?no test imports $(FILE)}" && \
 	$(ON_CPUS) $(PY) -m pytest -q $(WORKERS) $$found $(ARGS)
 
-test-extras: $(READY)  ## run the tests that need pip install -e '.[oracles]'; they are skipped without
-	$(ON_CPUS) $(PY) -m pytest -q tests/kernels/rows/test_microscaling.py $(ARGS)
+test-extras: $(READY)  ## run the tests that need pip install -e '.[oracles,torchft,verl]'; they are skipped without
+	$(ON_CPUS) $(PY) -m pytest -q tests/kernels/rows/test_microscaling.py tests/integrations/test_torchft.py \
+		tests/integrations/test_verl.py $(ARGS)
 
 golden: $(READY)  ## remake this platform's golden records (ARGS="paths"; see CONTRIBUTING.md)
 	$(ONE_THREAD) $(PY) -m tests.golden.make $(ARGS)

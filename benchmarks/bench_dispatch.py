@@ -12,7 +12,7 @@ and all SMs, the first shape):
     ep_sum_combine    combine that also adds the expert rows of each source row, as in the layer;
                       against `combine` of the same dispatcher, which gets the sums
     ep_layer_fwd_bwd  the whole layer; nvlink against the same layer with alltoall. nvlink-none has
-                      no overlap_weight_grads; nvlink-fp8 has fp8_dispatch
+                      no overlap_weight_grads; nvlink-fp8 and alltoall-fp8 have fp8_dispatch
     ep_experts_fwd_bwd  its experts alone, on the rows that they received; without the sums over
                       expert rows and their adjoints where the dispatcher has them
     ep_exposed        the first less the second, round by round: all that is not experts, which is
@@ -99,7 +99,8 @@ def bench_moves(
         f"nvlink-{n}" if n else "nvlink": nvlink_of(place, programs=n or None) for n in num_sms
     }
     if fp8:
-        nvlinks["nvlink-fp8"] = nvlink_of(place, NVLinkOptions(fp8_dispatch=True, row_factor=None))
+        nvlinks["nvlink-fp8"] = nvlink_of(place, fp8=True)
+        others["alltoall-fp8"] = AllToAllDispatcher(place, fp8=True)
     gathered: dict[str, Tensor] = {}
     for name, dispatcher in (others | nvlinks).items():
         inp = dispatcher.dispatch(x_TD, routing)
@@ -117,7 +118,7 @@ def bench_moves(
     moved = _busiest_rows(place, routing) * shape.dim * x_TD.element_size()
     for key, timing in timings.items():
         op, _, name = key.partition(" ")
-        if name.startswith("nvlink") or name == "alltoall":
+        if name.startswith(("nvlink", "alltoall")):
             syncs = harness.count_syncs(calls[key], device=x_TD.device)
             baseline = f"combine {name}" if op == "ep_sum_combine" else "nccl"
             ms = timings[baseline].ms
@@ -205,9 +206,11 @@ def bench_layer(
         options = NVLinkOptions(overlap_weight_grads=False, row_factor=factor)
         nvlinks["nvlink-none"] = nvlink_of(place, options)
     if fp8:
-        options = NVLinkOptions(fp8_dispatch=True, row_factor=factor)
-        nvlinks["nvlink-fp8"] = nvlink_of(place, options)
+        options = NVLinkOptions(row_factor=factor)
+        nvlinks["nvlink-fp8"] = nvlink_of(place, options, fp8=True)
     dispatchers: dict[str, Dispatcher] = {**nvlinks, "alltoall": AllToAllDispatcher(place)}
+    if fp8:
+        dispatchers["alltoall-fp8"] = AllToAllDispatcher(place, fp8=True)
 
     def step(name: str) -> Tensor:
         layer.dispatcher = dispatchers[name]

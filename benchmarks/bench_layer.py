@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import harness, layers, records, te_experts
+from benchmarks import harness, layers, records
 from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
@@ -24,12 +24,11 @@ from moecore import MoELayer
 from moecore.kernels.common import has_hopper_kernels
 
 TESTS = list(layers.GPU_TESTS if torch.cuda.is_available() else layers.CPU_TESTS)
-if te_experts.is_available():
-    TESTS.append("tests/benchmarks/test_te_experts.py")
+TESTS += layers.TE_TESTS
 
 # Backends must agree with "torch" to a few bf16 roundings: a fast wrong one gets no row.
 AGREEMENT = 0.02
-COMPETITOR, TRANSFORMER_ENGINE = "transformers", te_experts.BF16
+COMPETITOR, TRANSFORMER_ENGINE = "transformers", "te"
 
 
 class Contender:
@@ -37,7 +36,7 @@ class Contender:
 
     Args:
         layer: the layer; all contenders share its weights.
-        backend: of its experts, one of `te_experts.RECIPES`, or `COMPETITOR`.
+        backend: of its experts, or `COMPETITOR`.
         x_TD: tokens.
         dy_TD: gradient of the output.
     """
@@ -46,9 +45,6 @@ class Contender:
         self.layer, self.backend = layer, backend
         self.module: nn.Module = layer
         self.experts = layer.part("experts")
-        if backend in te_experts.RECIPES:
-            recipe = te_experts.RECIPES[backend]
-            self.experts = te_experts.TEExperts.over(self.experts, recipe=recipe)
         self.x, self.dy = x_TD, dy_TD
         if backend == COMPETITOR:
             self.module = layers.transformers_block(layer)
@@ -57,7 +53,7 @@ class Contender:
     def prepare(self) -> None:
         """Put the experts into the layer, choose their backend and drop all gradients."""
         self.layer.experts = self.experts
-        if self.backend not in (COMPETITOR, *te_experts.RECIPES):
+        if self.backend != COMPETITOR:
             self.experts.set_backend(self.backend)
         for tensor in (self.x, *self.module.parameters()):
             tensor.grad = None
@@ -86,7 +82,7 @@ def backends_here(device: torch.device) -> Iterator[str]:
     if has_hopper_kernels(device):
         yield "triton"
     yield "torch"
-    if device.type == "cuda" and te_experts.is_available():
+    if device.type == "cuda" and layers.HAS_TE:
         yield TRANSFORMER_ENGINE
     if layers.has_transformers():
         yield COMPETITOR

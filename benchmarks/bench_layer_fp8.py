@@ -6,9 +6,9 @@ Rows `layer_fwd` and `layer_fwd_bwd` as in `bench_layer.py`, with moecore's bf16
     blockwise+weights   weights quantised in every forward, and kept for its backward
     blockwise-h8        the first, with FC1's output kept in FP8
     rowwise, tensorwise measured where --backend names them; their products are torch's
-    te-blockwise        Transformer Engine's blockwise experts, which quantise weights too
+    te-blockwise        Transformer Engine's products, which quantise weights too, in backward again
 
-The last has rounds of its own. Quantised weights count as saved where a forward makes them.
+Quantised weights count as saved where a forward makes them.
 
 A way whose error against bf16 is not that of FP8 (`agreement.py`) has no numbers.
 """
@@ -21,23 +21,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import harness, layers, te_experts
+from benchmarks import harness, layers
 from benchmarks.agreement import disagreement, roundings_of
 from benchmarks.bench_layer import Contender, measure
 from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore import MoELayer
+from moecore.base import te_names
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_names import tree_leaves
 from moecore.kernels.common import has_hopper_kernels
 from moecore.moe.experts import Experts
 
 TESTS = [*(layers.GPU_TESTS if torch.cuda.is_available() else layers.CPU_TESTS), *layers.FP8_TESTS]
-if te_experts.is_available():
-    TESTS.append("tests/benchmarks/test_te_experts.py")
+TESTS += layers.TE_TESTS
 
-BF16, TE = "bf16", te_experts.BLOCKWISE
+BF16 = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +55,15 @@ class Way:
     by_name: bool = False
 
 
+TENSORWISE = Recipe(scaling="tensorwise", backend="te")
 WAYS = {
     "blockwise": Way(recipe=Recipe(), shares=True),
     "blockwise+weights": Way(recipe=Recipe(), shares=False),
     "blockwise-h8": Way(recipe=Recipe(keep_hidden="fp8"), shares=True),
     "rowwise": Way(recipe=Recipe(scaling="rowwise"), shares=True, by_name=True),
     "tensorwise": Way(recipe=Recipe(scaling="tensorwise"), shares=True, by_name=True),
+    "te-blockwise": Way(recipe=Recipe(backend="te"), shares=False),
+    "te-tensorwise": Way(recipe=TENSORWISE, shares=False, by_name=True),
 }
 
 
@@ -113,25 +116,32 @@ def test_layer_fp8(shape: Shape, routing: str, session: Session, ceilings: Ceili
     x_TD.requires_grad_()
     plain = Contender(layer, bf16_backend(session.device), x_TD, dy_TD)
     chosen = session.backends or [name for name, way in WAYS.items() if not way.by_name]
-    ways = {name: Fp8Contender(layer, name, x_TD, dy_TD) for name in WAYS if name in chosen}
-    groups: list[dict[str, Contender]] = [{BF16: plain, **ways}] if ways else []
-    has_te = session.device.type == "cuda" and te_experts.is_available()
-    if has_te and routing == "learned" and (not session.backends or TE in session.backends):
-        groups.append({TE: Contender(layer, TE, x_TD, dy_TD)})
-    if not groups:
+    ways = {
+        name: Fp8Contender(layer, name, x_TD, dy_TD)
+        for name, way in WAYS.items()
+        if name in chosen and runs_here(way.recipe, session.device, routing)
+    }
+    if not ways:
         pytest.skip(f"no backend of {', '.join(session.backends)} runs here with this routing")
-    for group in groups:
-        check_agreement(plain, {name: way for name, way in group.items() if name != BF16})
-        timings = time_together(group, six, session)
-        beside: dict[str, Row] = {}
-        for name, contender in group.items():
-            own = timings | {key: timings[f"{name} {key}"] for key in ("fwd", "fwd+bwd")}
-            for fields in measure(contender, own, shape, ceilings.tflops):
-                row = Row(shape=shape.name, routing=routing, hottest=reached, **fields)
-                base = beside.get(row.op) if name != BF16 else None
-                session.add(row if base is None else compared(row, base))
-                if name == BF16:
-                    beside[row.op] = row
+    check_agreement(plain, ways)
+    group: dict[str, Contender] = {BF16: plain, **ways}
+    timings = time_together(group, six, session)
+    beside: dict[str, Row] = {}
+    for name, contender in group.items():
+        own = timings | {key: timings[f"{name} {key}"] for key in ("fwd", "fwd+bwd")}
+        for fields in measure(contender, own, shape, ceilings.tflops):
+            row = Row(shape=shape.name, routing=routing, hottest=reached, **fields)
+            base = beside.get(row.op) if name != BF16 else None
+            session.add(row if base is None else compared(row, base))
+            if name == BF16:
+                beside[row.op] = row
+
+
+def runs_here(recipe: Recipe, device: torch.device, routing: str) -> bool:
+    """Whether this machine multiplies by a recipe, of Transformer Engine with learned routing."""
+    if recipe.backend == "moecore":
+        return True
+    return routing == "learned" and te_names.why_not(recipe, device) is None
 
 
 def bf16_backend(device: torch.device) -> str:
@@ -139,12 +149,11 @@ def bf16_backend(device: torch.device) -> str:
     return "triton" if has_hopper_kernels(device) else "torch"
 
 
-def check_agreement(plain: Contender, contenders: dict[str, Contender]) -> None:
+def check_agreement(plain: Contender, contenders: dict[str, Fp8Contender]) -> None:
     """Fail when a contender's error against bf16 is not that of FP8."""
     expected = results(plain)
     for name, contender in contenders.items():
-        way = WAYS.get(name)
-        kept = way is not None and way.recipe.keep_hidden == "fp8"
+        kept = contender.way.recipe.keep_hidden == "fp8"
         found = results(contender)
         for tensor, roundings in roundings_of(kept_in_fp8=kept).items():
             problem = disagreement(found[tensor], expected[tensor], roundings)

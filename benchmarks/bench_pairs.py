@@ -63,7 +63,7 @@ def main() -> int:
     if "WORLD_SIZE" not in os.environ and args.link_gbps is None:
         print("bench_pairs: error: start it with torchrun --nproc-per-node 2 -m", file=sys.stderr)
         return 2
-    device = _start()
+    device = start()
     most = args.batch_sizes[-1:]
     _measure_model(args, args.model, args.layers, args.batch_sizes, device)
     if args.shared_model != "none":
@@ -228,7 +228,7 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in steps}
     for n in range(args.rounds):
         for name in list(steps)[:: 1 if n % 2 else -1]:
-            times[name].append(_seconds(steps[name], args.steps, tokens[0].device))
+            times[name].append(seconds_per_step(steps[name], args.steps, tokens[0].device))
     return [
         {
             "op": "pairs_step",
@@ -248,7 +248,7 @@ def measure(
     ]
 
 
-def _seconds(one: Callable[[], Tensor], number: int, device: torch.device) -> float:
+def seconds_per_step(one: Callable[[], Any], number: int, device: torch.device) -> float:
     """Return seconds per step of the slowest rank."""
     _wait(device)
     dist.barrier()
@@ -324,7 +324,7 @@ def _tokens(
     return list(tokens.to(device))
 
 
-def _start() -> torch.device:
+def start() -> torch.device:
     """Start the process group of torchrun."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")

@@ -103,7 +103,8 @@ def make(pipeline: PipelineConfig | None, args: argparse.Namespace) -> Step:
         model, AdamW(model.parameters()), max_norm=1.0, num_micro_batches=args.micro_batches
     )
     shape = (args.batch_size, args.seq_len + 1)
-    tokens = torch.randint(0, 64, shape, device=args.device)
+    same = torch.Generator(args.device).manual_seed(0)  # ranks of a pipeline share rows
+    tokens = torch.randint(0, 64, shape, device=args.device, generator=same)
     inputs: dict[str, Any] = {"tokens_BT": tokens[:, :-1], "labels_BT": tokens[:, 1:].contiguous()}
 
     def step() -> None:

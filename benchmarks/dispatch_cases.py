@@ -70,11 +70,16 @@ def place_of(shape: Shape, meshes: Meshes) -> ExpertPlacement:
 
 
 def nvlink_of(
-    place: ExpertPlacement, options: NVLinkOptions | None = None, *, programs: int | None = None
+    place: ExpertPlacement,
+    options: NVLinkOptions | None = None,
+    *,
+    programs: int | None = None,
+    fp8: bool = False,
 ) -> NVLinkDispatcher:
     """Return a dispatcher with exchanges of its own."""
     options = options or NVLinkOptions(row_factor=None)
-    exchanges = ExchangePool(place.group, ep=place.ep, options=options, programs=programs)
+    how: dict[str, Any] = dict(options=options, programs=programs, fp8=fp8)
+    exchanges = ExchangePool(place.group, ep=place.ep, **how)
     exchanges.watch = "skips"  # by `check`
     return NVLinkDispatcher(place, exchanges)
 

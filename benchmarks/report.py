@@ -52,13 +52,13 @@ How to read the rows:
 - Routing: `learned` is a random router on random tokens, `even` deals tokens out in turn, `skewed`
   biases the router until the hottest expert has {SKEW:g} times the mean load, or {SKEW_ROOM} E / K
   times it where that is less. `hottest` is the load that was reached; E / K is the most possible.
-- `te` and `transformers` are measured with `learned` alone. `te` is moecore's layer with experts of
-  Transformer Engine (`pip install 'transformer-engine[pytorch]'`).
+- `te` and `transformers` are measured with `learned` alone. `te` is `expert_backend="te"`, whose
+  products are Transformer Engine's. Rows before 2026-11-26 had its permutation, too.
 - A `transformers` row is the Qwen3-MoE block of transformers with its grouped_mm experts.
 """
 
 FP8_BACKENDS = ("blockwise", "blockwise+weights", "blockwise-h8", "rowwise", "tensorwise")
-FP8_BACKENDS += ("te-blockwise",)
+FP8_BACKENDS += ("te-blockwise", "te-tensorwise")
 BACKENDS = ("triton", "torch", "te", "transformers", *FP8_BACKENDS)
 MOVES = ("dispatch", "combine")
 REMOVED = ("nvlink-experts",)  # lost: "tokens that arrive" in docs/findings/dispatch.md

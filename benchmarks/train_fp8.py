@@ -88,7 +88,7 @@ class Variant:
     weights: torch.dtype = torch.float32
 
 
-def in_fp8(precision: str | Precision, **fsdp: Any) -> Variant:
+def in_fp8(precision: str | Precision | Recipe, **fsdp: Any) -> Variant:
     return Variant(parallelize={"precision": precision}, fsdp=fsdp)
 
 
@@ -103,6 +103,10 @@ VARIANTS: dict[str, Variant] = {
     "auto-fp8-hidden": in_fp8(EXPERTS_ALONE),
     "rowwise": in_fp8("rowwise"),
     "tensorwise": in_fp8("tensorwise"),
+    "mxfp8": in_fp8("mxfp8"),
+    "nvfp4": in_fp8("nvfp4"),
+    "nvfp4-untransformed": in_fp8(Recipe(scaling="nvfp4", hadamard=False)),
+    "nvfp4-nearest": in_fp8(Recipe(scaling="nvfp4", stochastic_rounding=False)),
     "bf16-moments": Variant(optimizer=HALF_MOMENTS),
     "fp8-moments": Variant(optimizer=FP8_MOMENTS),
     "bf16-weights": Variant(weights=torch.bfloat16),

@@ -142,7 +142,7 @@ class StepBatch:
         return tuple(tensor for tensor in found if tensor is not None)
 
     def counts(self) -> Tensor:
-        """Return how many labels count, tokens without padding, and pairs of a document: int64 [3].
+        """Return labels that count, tokens without padding, pairs, tokens with padding: int64 [4].
 
         Pairs are the sum of the squared lengths of documents, twice what causal attention computes.
         """
@@ -151,7 +151,8 @@ class StepBatch:
         else:
             tokens_AN = F.pad((~self.padding_ABT).flatten(1).cumsum(1), (1, 0))
             lengths = tokens_AN.gather(1, self.cu_seqlens_An.long()).diff()
-        return torch.stack([self.num_labels, lengths.sum(), lengths.square().sum()])
+        held = torch.tensor(self.tokens_ABT.numel())
+        return torch.stack([self.num_labels, lengths.sum(), lengths.square().sum(), held])
 
 
 class PackedSteps:

@@ -15,9 +15,16 @@ from contextlib import contextmanager
 import torch
 
 from moecore.moe.dispatch.exchange import ExchangeError
+from moecore.packing import CorpusError
 
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
-RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError, OSError)
+
+
+class DivergedError(RuntimeError):
+    """Losses that are not finite, on every rank."""
+
+
+RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError, OSError, CorpusError, DivergedError)
 RANK_0_PRINTS_S = 60
 SAVES_MEMORY = "add --recompute, drop --gather-once and --keep-experts, lower --row-factor"
 
@@ -40,22 +47,26 @@ def print_rank_error(error: Exception, rank: int) -> int:
 
 
 def print_run_error(
-    error: torch.OutOfMemoryError | ExchangeError | OSError,
+    error: Exception,
     args: argparse.Namespace,
     *,
     saves_memory: str = SAVES_MEMORY,
 ) -> int:
     """Print in one line what ended a run on this rank and what helps; return the exit code.
 
-    Every rank has the OSError of a failed save, and rank 0 those of its report: rank 0 prints.
+    Every rank has the OSError of a failed save and losses that are not finite, and rank 0 those of
+    its report: rank 0 prints.
     """
     rank = int(os.environ["RANK"])
+    if isinstance(error, CorpusError):  # of this rank alone
+        return print_error(error, code=1)
     if isinstance(error, ExchangeError):
         return print_error(exchange_advice(error, args, rank), code=1)
-    if isinstance(error, OSError):
+    if isinstance(error, OSError | DivergedError):
         if rank > 0:
             time.sleep(RANK_0_PRINTS_S)
-        return print_error(disk_advice(error, args), code=1)
+        advice = disk_advice(error, args) if isinstance(error, OSError) else error
+        return print_error(advice, code=1)
     return print_error(memory_advice(error, rank, saves_memory))
 
 

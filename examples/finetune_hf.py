@@ -97,9 +97,9 @@ class FineTuning(Job):
         }
         data += "".join(f", {count} {what}" for what, count in notes.items() if count)
         say(f"fine-tuning {args.model} {begin} to step {args.steps} on {ranks_of(self)}: {data}")
-        before = self.evaluate() if self.start == 0 else None
-        if before is not None:
-            say(f"eval loss {before:.3f} before the first step")
+        before = self.evaluate() if self.start == 0 else {}
+        if before:
+            say(f"eval loss {before['eval_loss']:.3f} before the first step")
 
     def next_batch(self, step: int) -> StepBatch:
         return self.packed.next()
@@ -114,10 +114,10 @@ class FineTuning(Job):
         return loss
 
     @torch.no_grad()
-    def evaluate(self) -> float | None:
+    def evaluate(self) -> Metrics:
         """Return the mean loss over the answers' tokens of all that is held out."""
         if not self.held_out:
-            return None
+            return {}
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         one = torch.ones((), dtype=torch.int64, device=self.device)
         shape = replace(self.shape, grad_accum=1)
@@ -131,10 +131,10 @@ class FineTuning(Job):
         self.model.train()
         dist.all_reduce(sums)
         total, num_tokens = sums.tolist()
-        return total / num_tokens
+        return {"eval_loss": total / num_tokens}
 
-    def more_metrics(self, labels: int, tokens: int, pairs: int, seconds: float) -> Metrics:
-        return {"answer_tokens": labels}
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        return {"answer_tokens": counts[0]}
 
     def finish(self) -> None:
         target = self.args.run_dir / EXPORT

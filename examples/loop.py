@@ -1,4 +1,4 @@
-"""The loop of train.py and finetune_hf.py: ranks, steps, metrics, checkpoints and errors.
+"""The loop of train.py, finetune_hf.py and grpo.py: ranks, steps, metrics, checkpoints and errors.
 
 `start` starts the ranks, `run` is one of them, `train` is its loop and `train_step` one optimizer
 step. A script builds a `Job`, whose methods are what differs: data, loss, and what a run leaves.
@@ -12,6 +12,7 @@ into a checkpoint.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
     SAVES_MEMORY,
+    DivergedError,
     print_error,
     print_rank_error,
     print_run_error,
@@ -43,6 +45,7 @@ from moecore import Meshes, TrainStep
 from moecore.io import Saver
 
 CPU_RANKS = 2
+MOST_NAN = 10  # steps in turn without a finite loss; each is skipped, so weights stay
 
 
 @dataclass(kw_only=True)
@@ -52,10 +55,11 @@ class Job:
     A script's subclass has the methods that differ:
 
         begin()                          prints what is trained, before the first step of a start
-        next_batch(step)                 -> StepBatch of this rank
+        next_batch(step)                 -> StepBatch of this rank, or what else has such counts
         forward_backward(labels, batch)  -> this rank's part of the mean loss over all data ranks'
                                          labels, an int64 scalar, after backward
-        evaluate()                       -> loss on held-out data, or None; waits for the device
+        evaluate()                       -> metrics of held-out data, "eval_loss" among them, or
+                                         none; waits for the device
         finish()                         leaves the result of a run whose steps are done
 
     Attributes:
@@ -81,7 +85,9 @@ class Job:
 
     unit = "token"  # of text, which the mean loss is of
     saves_memory = SAVES_MEMORY  # options that lower the memory of a step
+    chosen_by = "--data, --seq-len, --eval-every and --tokens"  # options that rows depend on
     then = ""  # what a finished run still does
+    num_nan = 0  # steps in turn
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.meshes.device_type)
@@ -94,11 +100,16 @@ class Job:
             loss_scale=loss_scale(self.args, self.device),
         )
         sampler = self.packed.sampler if self.packed else None
-        self.start = resume(self.args, self.model, self.optimizers, self.facts, self.owner, sampler)
+        restored = self.model, self.optimizers, self.facts, self.owner, sampler
+        self.start = resume(self.args, *restored, chosen_by=self.chosen_by)
         self.reader = torch.cuda.Stream() if self.device.type == "cuda" else None
 
-    def more_metrics(self, labels: int, tokens: int, pairs: int, seconds: float) -> Metrics:
-        """Return a script's own metrics of a step: see `StepBatch.counts`."""
+    def position(self) -> Metrics:
+        """Return metrics of the data up to the batch that was last read."""
+        return {}
+
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        """Return a script's own metrics of a step, whose batches have these counts together."""
         return {}
 
 
@@ -175,7 +186,8 @@ def train(job: Job) -> None:
             try:
                 running.append(train_step(job, step))
                 if is_due(step, every=args.eval_every, steps=args.steps):
-                    running[-1] = replace(running[-1], eval_loss=job.evaluate())
+                    more = running[-1].more | job.evaluate()
+                    running[-1] = replace(running[-1], more=more)
             except RUN_ERRORS:
                 log(job, running, report)
                 raise
@@ -206,6 +218,7 @@ def train_step(job: Job, step: int) -> Launched:
     copies = dist.get_world_size() // job.meshes.data_ranks  # of equal data: cp and tp ranks
     counts = to_device(batch.counts(), job.device)
     dist.all_reduce(counts)
+    fetched = Moment(job.device)  # when the last rank has its data
     counts //= copies
     loss = job.forward_backward(counts[0].clamp(min=1), batch)
     done = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
@@ -214,6 +227,7 @@ def train_step(job: Job, step: int) -> Launched:
     return Launched(
         step=step,
         began=began,
+        fetched=fetched,
         ended=Moment(job.device),
         loss=loss,
         done=done,
@@ -221,6 +235,7 @@ def train_step(job: Job, step: int) -> Launched:
         ep=job.meshes.parallel.ep,
         expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
         reader=job.reader,
+        more=job.position(),
     )
 
 
@@ -229,12 +244,18 @@ def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int 
     while len(running) > keep:
         done = running.popleft()
         metrics = done.metrics()
-        labels, tokens, pairs = done.read_counts()
-        seconds = done.began.seconds_until(done.ended)
-        metrics |= {"tokens_per_second": tokens / seconds, **memory_gib(job.device)}
-        metrics |= job.more_metrics(labels, tokens, pairs, seconds)
+        counts, seconds = done.read_counts(), done.began.seconds_until(done.ended)
+        metrics |= {"tokens_per_second": counts[1] / seconds, **memory_gib(job.device)}
+        metrics["data_wait_share"] = done.began.seconds_until(done.fetched) / seconds
+        metrics |= job.more_metrics(counts, seconds)
         if report:
             report.log(done.step, metrics)
+        job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
+        if job.num_nan == MOST_NAN:
+            raise DivergedError(
+                f"loss ({metrics['loss']}) of step {done.step} and of the {MOST_NAN - 1} before it "
+                "must be finite: lower --lr, or start again from a checkpoint before them"
+            )
 
 
 def check_ranks(args: argparse.Namespace) -> None:

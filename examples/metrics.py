@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -59,17 +59,20 @@ class Launched:
 
     Attributes:
         step: its number.
+        began, fetched, ended: when the host asks for its data, when all ranks have theirs, and when
+            it is done.
         loss: mean over ranks, on the device.
         done: what the step was, on the device.
-        counts: `StepBatch.counts` over all data ranks, on the device.
+        counts: of the step's batch over all data ranks, on the device.
         ep: ranks that share a layer's experts.
         expert_loads: whether the load of each expert is among the metrics.
         reader: the stream that the host reads on, see `Job`.
-        eval_loss: after the step; None = not evaluated.
+        more: metrics that are known already: of the data, and of an evaluation after the step.
     """
 
     step: int
     began: Moment
+    fetched: Moment
     ended: Moment
     loss: Tensor
     done: StepResult
@@ -77,7 +80,7 @@ class Launched:
     ep: int
     expert_loads: bool
     reader: torch.cuda.Stream | None
-    eval_loss: float | None = None
+    more: Metrics = field(default_factory=dict)
 
     def read_counts(self) -> list[int]:
         """Wait for the step, and for none after it; return `counts`."""
@@ -97,7 +100,7 @@ class Launched:
             for layer, of_E in loads.items():
                 for e in range(len(of_E)):
                     del found[f"expert_load/{layer}/{e}"]
-        return found if self.eval_loss is None else found | {"eval_loss": self.eval_loss}
+        return found | self.more
 
     @contextmanager
     def _read(self) -> Iterator[None]:

@@ -85,7 +85,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--fp8-gather", action="store_true", help="gather weights of blockwise products as FP8")
     add("--no-overlap", action="store_true", help="nvlink: weight gradients after the exchange")
     add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")
-    add("--fp8-dispatch", action="store_true", help="nvlink: tokens travel and are kept as FP8")
+    add(
+        "--fp8-dispatch",
+        action="store_true",
+        help="tokens travel between ranks and are kept as FP8",
+    )
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--graph-dense", action="store_true", help="CUDA graphs of what is between exchanges")
     add("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
@@ -316,14 +320,13 @@ def pipeline_config(args: argparse.Namespace) -> PipelineConfig | None:
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
     """Return the choices of the nvlink dispatcher; None = none is set."""
     chosen = (args.row_factor, args.exact_rows, args.no_overlap)
-    if not any((*chosen, args.send_again, args.fp8_dispatch)):
+    if not any((*chosen, args.send_again)):
         return None
     factor = "exact" if args.exact_rows else args.row_factor or NVLinkOptions().row_factor
     return NVLinkOptions(
         overlap_weight_grads=not args.no_overlap,
         row_factor=factor,
         keep_rows=not args.send_again,
-        fp8_dispatch=args.fp8_dispatch,
         # A degree of -1 is not known yet.
         max_tokens=args.batch_size * args.seq_len // max(1, args.tp or 1) // max(1, args.cp or 1),
     )

@@ -33,7 +33,7 @@ class Report:
     Args:
         args: of the run; its directory is where metrics.jsonl, tensorboard/ and curves.png go.
         start: steps that the checkpoint has done; later lines of an earlier run are cut off.
-        unit: of text, whose mean loss is drawn.
+        unit: of text, whose mean loss is drawn, where metrics have no reward.
     """
 
     def __init__(self, args: argparse.Namespace, *, start: int, unit: str = "byte") -> None:
@@ -73,6 +73,8 @@ class Report:
             "tok/s": f"{metrics['tokens_per_second']:.0f}",
             "load": f"{metrics['expert_load_max_over_mean']:.2f}",
         }
+        if "reward" in metrics:
+            shown = {"reward": f"{metrics['reward']:.3f}", **shown}
         if "eval_loss" in metrics:
             shown["eval"] = f"{metrics['eval_loss']:.3f}"
         if "mfu" in metrics:
@@ -152,7 +154,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
-    """Draw loss, load and two heat maps over the steps into curves.png beside the metrics.
+    """Draw loss or reward, load and two heat maps over the steps into curves.png beside metrics.
 
     The maps show each layer's busiest expert, and all experts of the layer that is least even.
     """
@@ -160,13 +162,14 @@ def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
     steps = [line["step"] for line in lines]
     canvas = figure.Figure(figsize=(11, 6.5), layout="constrained")
     (loss, layers), (load, experts) = canvas.subplots(2, 2, sharex=True)
-    loss.plot(steps, [line["loss"] for line in lines], linewidth=1, label="training")
+    curve = "reward" if lines and "reward" in lines[-1] else "loss"
+    loss.plot(steps, [line[curve] for line in lines], linewidth=1, label="training")
     evaluated = [line for line in lines if "eval_loss" in line]
     if evaluated:
         points = [line["step"] for line in evaluated], [line["eval_loss"] for line in evaluated]
         loss.plot(*points, marker="o", markersize=4, label="held out")
         loss.legend()
-    loss.set(ylabel=f"loss (nats per {unit})")
+    loss.set(ylabel=f"loss (nats per {unit})" if curve == "loss" else "mean reward of a response")
     load.plot(steps, [line["expert_load_max_over_mean"] for line in lines], linewidth=1)
     load.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
     load.set(ylabel="busiest expert / mean\n(worst layer)", xlabel="step")

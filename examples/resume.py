@@ -12,7 +12,7 @@ from report import CHECKPOINTS
 from moecore import TrainStep
 from moecore.io import latest, load
 from moecore.io.checkpoint.ranks import on_first_rank
-from moecore.packing import PackedBatchSampler
+from moecore.packing import CorpusLoader, PackedBatchSampler
 
 KEPT_CHECKPOINTS = 2
 
@@ -23,7 +23,8 @@ def resume(
     optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
     facts: Mapping[str, object],
     owner: TrainStep | None = None,
-    sampler: PackedBatchSampler | None = None,
+    sampler: PackedBatchSampler | CorpusLoader | None = None,
+    chosen_by: str = "--data",
 ) -> int:
     """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.
 
@@ -35,6 +36,7 @@ def resume(
             go on with other data, or at another place in it; a checkpoint has them.
         owner: of the steps, which goes on with the loss scale of the checkpoint.
         sampler: of the data, which goes on behind the checkpoint's, its `extra["data"]`.
+        chosen_by: the options that rows depend on.
 
     Raises:
         ValueError: for a checkpoint of another script, for a fact or data that differ, and where a
@@ -60,8 +62,8 @@ def resume(
             sampler.load_state_dict(extra.get("data", {}))
         except ValueError:
             raise ValueError(
-                f"--data, --seq-len, --eval-every and --tokens must be as in {newest}, which this "
-                "run would continue: use those, or another --run-dir"
+                f"{chosen_by} must be as in {newest}, which this run would continue: use those, or "
+                "another --run-dir"
             ) from None
     return extra["step"]
 

@@ -41,7 +41,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,10 +55,10 @@ from data import (
     read_corpus,
     to_device,
 )
-from loop import Job, batch_shape, begins, ranks_of, run, say, start
-from metrics import Metrics, peak_tflops
+from loop import batch_shape, begins, ranks_of, run, say, start
+from metrics import Metrics
+from native import DecoderJob, dispatcher_of, make_optimizers
 from options import (
-    MOMENT_DTYPES,
     check_arguments,
     check_memory,
     check_rows,
@@ -79,25 +78,20 @@ from moecore import (
     CloneOptions,
     FSDPOptions,
     Meshes,
-    MoELayer,
-    TrainStep,
     build_meshes,
     parallelize_moe,
 )
-from moecore.models import Decoder, DecoderConfig, flops_per_token
-from moecore.train import AdamW, GraphedForwardBackward, Muon, assign_matrices
+from moecore.models import Decoder, DecoderConfig
 
 EVAL_BATCHES = 8  # of each data rank
-ForwardBackward = Callable[..., Tensor]
 
 
 @dataclass(kw_only=True)
-class Pretraining(Job):
+class Pretraining(DecoderJob):
     """A decoder on text.
 
     Attributes:
         model: a `Decoder`.
-        run_micro_batches: see `make_forward_backward`.
         corpus: to train on.
         held_out_N: uint8 bytes of the end of the text, with --eval-every.
     """
@@ -107,12 +101,6 @@ class Pretraining(Job):
 
     unit = "byte"
     then = ": only sampling"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        args, device = self.args, self.device
-        self.run_micro_batches = make_forward_backward(self.model, self.owner, args)
-        self.peak_tflops = args.peak_tflops or peak_tflops(device, compute_dtype(args, device))
 
     def begin(self) -> None:
         args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
@@ -127,12 +115,8 @@ class Pretraining(Job):
         where = {"seed": self.args.seed, "step": step, "data_rank": self.meshes.data_rank}
         return random_step(self.model.config.vocab_size, self.shape, **where)
 
-    def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
-        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
-        return self.run_micro_batches(num_labels, *tensors)
-
     @torch.no_grad()
-    def evaluate(self) -> float:
+    def evaluate(self) -> Metrics:
         """Return the loss on held-out text, the same windows every time. Waits for the device."""
         shape = replace(self.shape, grad_accum=EVAL_BATCHES)
         where = {"seed": self.args.seed, "step": "eval", "data_rank": self.meshes.data_rank}
@@ -144,46 +128,12 @@ class Pretraining(Job):
         total = self.owner.losses(inputs).sum()
         self.model.train()
         dist.all_reduce(total)
-        return float(total) / (EVAL_BATCHES * dist.get_world_size())
-
-    def more_metrics(self, labels: int, tokens: int, pairs: int, seconds: float) -> Metrics:
-        if not self.peak_tflops:
-            return {}
-        peak = dist.get_world_size() * self.peak_tflops * 1e12
-        return {"mfu": flops_of(self.model.config, tokens, pairs) / seconds / peak}
+        return {"eval_loss": float(total) / (EVAL_BATCHES * dist.get_world_size())}
 
     def finish(self) -> None:
         if self.args.sample_bytes:
             steps, text = max(self.start, self.args.steps), sample(self)
             say(f"--- sample after {steps} steps ---\n{text}")
-
-
-def make_forward_backward(
-    model: Decoder, owner: TrainStep, args: argparse.Namespace
-) -> ForwardBackward:
-    """Return what runs a step's micro-batches: its part of the mean loss over all labels.
-
-    It takes the number of labels of all ranks and the tensors of a `StepBatch`.
-    """
-
-    def forward_backward(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-        names = ["tokens_BT", "labels_BT"]
-        of_all = {"num_tokens": num_labels}
-        if len(tensors) > len(names):
-            names += ["padding_mask_BT", "cu_seqlens"]
-            of_all["max_seqlen"] = args.seq_len
-        rows = zip(*tensors, strict=True)
-        return owner.forward_backward(
-            [dict(zip(names, row, strict=True)) | of_all for row in rows]
-        ).sum()
-
-    return GraphedForwardBackward(forward_backward, model) if args.cuda_graph else forward_backward
-
-
-def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
-    """Return the FLOPs of forward and backward of documents: see `StepBatch.counts`."""
-    linear = flops_per_token(config, 0)
-    return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
 
 
 def build_job(args: argparse.Namespace) -> Pretraining:
@@ -212,15 +162,6 @@ def build_job(args: argparse.Namespace) -> Pretraining:
     )
 
 
-def make_optimizers(model: Decoder, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Return AdamW, behind Muon for the matrices with --optimizer muon."""
-    assignment = assign_matrices(model) if args.optimizer else None
-    params = assignment.others if assignment else list(model.parameters())
-    moments = MOMENT_DTYPES[args.moment_dtype]
-    adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, moment_dtype=moments)
-    return [Muon(assignment), adamw] if assignment else [adamw]
-
-
 def read_texts(args: argparse.Namespace) -> tuple[Corpus, Tensor | None]:
     """Return the text to train on, and that to evaluate on; None = --eval-every is 0."""
     corpus = read_corpus(args.data, seq_len=args.seq_len)
@@ -236,6 +177,7 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
         meshes,
         dispatcher=args.dispatcher,
         nvlink=nvlink_options(args),
+        fp8_dispatch=args.fp8_dispatch,
         expert_backend=args.experts,
         memory=memory_options(args),
         clones=CloneOptions() if args.clones else None,
@@ -282,12 +224,6 @@ def main() -> int:
 def run_rank(args: argparse.Namespace) -> int:
     """Build, train, save, plot and sample on this rank."""
     return run(args, build_job)
-
-
-def dispatcher_of(model: Decoder) -> str:
-    """Return the dispatcher in use: "auto" has chosen by now."""
-    used = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
-    return "".join(used).removesuffix("Dispatcher").lower() or "dense"
 
 
 def sample(job: Pretraining) -> str:

@@ -16,6 +16,8 @@ from moecore import BalanceConfig, LayerLayout, MoEConfig, MoELayer, ParallelCon
 from moecore.base.fields import shown
 from moecore.io import (
     UpcycleOptions,
+    WeightBucket,
+    WeightStream,
     decoder_config_from_hf,
     hf_to_native,
     latest,
@@ -26,9 +28,17 @@ from moecore.io import (
     set_latest,
     verify,
 )
+from moecore.io.hf.transfer import BucketHandle
 from moecore.models import Decoder, preset
 from moecore.moe.expert_layout import ExpertLayout
-from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
+from moecore.packing import (
+    CorpusLoader,
+    CorpusOptions,
+    CorpusSource,
+    PackedBatchSampler,
+    PackedCollator,
+    schedule_documents,
+)
 from moecore.parallel import Costs, LayoutCosts, ShardPlan, Timeline, make_schedule
 from moecore.planning import (
     CostTable,
@@ -42,6 +52,7 @@ from moecore.planning import (
 )
 from moecore.rl import RouterReplay
 from moecore.train import assign_matrices
+from moecore.train.step import TrainStep
 from tests.base.test_fields import RECORDS
 from tests.test_api import SECTIONS
 
@@ -52,6 +63,8 @@ META = Decoder(TINY, device="meta")
 OPTIONS = UpcycleOptions(expansion=2, granularity=2, top_k=2)
 NOTHING: dict[str, Any] = dict.fromkeys(("layers", "linears", "params", "units", "blocks"), ())
 NAMES = dict.fromkeys(("model", "device_type", "dispatcher", "dispatcher_reason"), "")
+SOURCES = [CorpusSource(name="a", documents=[[1]])]
+ROWS = CorpusOptions(row_tokens=4)
 PLAN = ShardPlan(parallel=ParallelConfig(dp_shard=1, edp_shard=1), **NOTHING, **NAMES)
 TABLE = CostTable.of("h200-141")
 RUN = TrainingRun(model=TINY, num_gpus=1, seq_len=8)
@@ -62,7 +75,15 @@ NO_CALLS = {
     *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
     "MatrixAssignment",
-    *("Bins", "DocumentGroup", "PackedBatch", "DocumentSchedule", "ContextParallelModel"),
+    *(
+        "Bins",
+        "CorpusError",
+        "DocumentGroup",
+        "PackedBatch",
+        "ScheduledBatch",
+        "DocumentSchedule",
+        "ContextParallelModel",
+    ),
     "DynamicContextModel",
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),
@@ -81,6 +102,9 @@ NO_CALLS = {
         "Queued",
     ),
     *("Action", "Overlap", "PipelineError", "PipelineLayout", "Schedule", "Stage", "Timeline"),
+    *("WeightBucket", "WeightStream", "WeightsVersion"),
+    *("Objective", "ObjectiveResult", "TokenScores"),
+    *("GRPO", "GSPO"),  # with the fields of PPO
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }
 # Without a rule in the annotations: optimizers of torch check these in their own words.
@@ -114,10 +138,24 @@ METHODS: tuple[tuple[Any, str], ...] = (
     (META, "generate"),
     (OPTIONS, "moe_config"),
     *((PackedBatchSampler([1], 4), n) for n in ("set_epoch", "state_dict", "load_state_dict")),
+    (CorpusLoader(SOURCES, ROWS), "load_state_dict"),
     (schedule_documents([1], ranks=1, max_tokens=1), "of_rank"),
     *((TABLE, n) for n in ("of", "read", "on", "write", "extended", "seconds", "wall")),
     *((REPLAY, n) for n in ("choices", "replay", "select", "to_engine", "from_engine")),
 )
+
+
+class Group:
+    """What is asked of a group of `send_weights`."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        """Do nothing."""
+
+    def size(self) -> int:
+        """Return a number."""
+        return 2
+
+
 # Valid values of parameters without a default, by name, and where one name has several types.
 VALID: dict[str, Any] = {
     **dict(model=META, meshes=None, parallel=ParallelConfig(), path="no", root="no", out="no"),
@@ -125,11 +163,13 @@ VALID: dict[str, Any] = {
     **dict(layout=LayerLayout(), router={}, experts={}, dense={}, state={}, mlps=[], blocks=[]),
     **dict(names="dcp", plan=PLAN),
     **dict(loads_E=TOKENS[0], num_ranks=1, layer=MoELayer(LAYER), order_E=TOKENS[0]),
-    **dict(lengths=[1], bin_tokens=4, max_tokens=4, ranks=1, cp=1, rank=0, epoch=0),
+    **dict(rows=1, lengths=[1], bin_tokens=4, max_tokens=4, ranks=1, cp=1, rank=0, epoch=0),
     **dict(sizes=[1], bytes_per_second=1.0),
     **dict(table=CostTable.of("h200-141")),
     **dict(gpu="h200-141", points=[], source="here", work=Work("copy", "copy", 0, 1, (), "uint8")),
-    **dict(documents=[[1]], costs=[1.0], cu_seqlens=torch.tensor([0, 2])),
+    **dict(
+        documents=[[1]], sources=SOURCES, prefix="no", costs=[1.0], cu_seqlens=torch.tensor([0, 2])
+    ),
     **dict(pp=1, chunks=1, num_micro_batches=1, text="EtL", num_layers=1, num_stages=1),
     "schedule": make_schedule("1f1b", pp=1, chunks=1, num_micro_batches=1),
     "timeline": Timeline(spans=((),)),
@@ -139,8 +179,13 @@ VALID: dict[str, Any] = {
     "run": RUN,
     "request": SearchRequest(model=TINY, num_gpus=1, seq_len=8),
     "folding": Folding(),
+    **dict(group=Group(), device="cpu", handle=BucketHandle((), print, ())),
+    "stream": object.__new__(WeightStream),
+    "bucket": WeightBucket.empty([], torch.device("cpu")),
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
     **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),
+    **dict(rewards_n=TOKENS[0].float(), groups_n=[0] * 4, estimator="k1"),
+    **dict(log_probs_N=torch.ones(2), ref_log_probs_N=torch.ones(2)),
     **dict(
         world_size=1, balance=BalanceConfig(), max_new_tokens=1, indices=TOKENS, dim=1, hidden_dim=4
     ),
@@ -151,12 +196,15 @@ OWN: dict[str, dict[str, Any]] = {
     "adopt_experts": {"config": LAYER, "layout": ExpertLayout()},
     **{n: {"config": {}} for n in ("native_to_hf", "dcp_to_native", "native_to_dcp")},
     "make_schedule": {"name": "1f1b"},
+    "CorpusLoader": {"options": ROWS},
+    "ScheduledLoader": {"options": ROWS},
     "time_step": {"step": DryRun(rank=0, held=0, peak=0, buffers=0, pages=0, queued=(), starts=())},
     "next_change": {"plan": TimePlan(run=RUN, gpu="h100-80", seconds=1.0, parts={}, timeline=None)},
     "draw_memory": {"plan": MemoryPlan(run=RUN, ranks=())},
     "balanced_layout": {"costs": LayoutCosts(layers=(1.0,))},
     "simulate": {"costs": Costs.of_forward((1.0,))},
     "offload_fractions": {"costs": Costs.of_forward((1.0,))},
+    "Engine": {"step": object.__new__(TrainStep)},
     "StateOffload": {"optimizer": torch.optim.SGD(META.parameters())},
 }
 

@@ -18,7 +18,7 @@ SRC = Path(moecore.__file__).parent
 # From the ground up. A room imports itself and what stands before it.
 ROOMS = (
     *("base", "kernels", "moe", "attention", "packing", "precision"),
-    *("parallel", "models", "train", "families", "rl", "parallelize", "io"),
+    *("parallel", "models", "train", "families", "parallelize", "io", "rl"),
     *("planning", "integrations", "cli", "__main__"),
 )
 FILES = {

@@ -25,6 +25,7 @@ ALONE = {
     "a mean": ("parallelize", 0),
     "a step": ("parallelize", 2),
     "two parts": ("sharding", 0),
+    "a corpus": ("pretraining", 0),
     "an adapter": ("adapters", 0),
     "an adapter of experts": ("adapters", 1),
     "TRL": ("trainer", 1),

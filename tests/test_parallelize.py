@@ -332,10 +332,11 @@ def test_own_layers_under_any_name_are_known() -> None:
     parallelize(nn.Sequential(Block()), build_meshes(ParallelConfig(), "cpu"))
 
 
-def test_a_dispatcher_without_use_warns() -> None:
+@pytest.mark.parametrize("options", [dict(dispatcher="alltoall"), dict(fp8_dispatch=True)])
+def test_a_dispatcher_without_use_warns(options: dict[str, Any]) -> None:
     meshes = build_meshes(ParallelConfig(), "cpu")
     with pytest.warns(UserWarning, match="not used") as seen:
-        parallelize(nn.Sequential(MoELayer(CONFIG)), meshes, dispatcher="alltoall")
+        parallelize(nn.Sequential(MoELayer(CONFIG)), meshes, **options)
     assert seen[0].filename == __file__
 
 

@@ -136,6 +136,7 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
         built(),
         "NVLinkOptions.row_factor (3.0 on",
     ),
+    "fp8_dispatch": (built(fp8_dispatch=True), built(), "fp8_dispatch (True on"),
     "layers": (built(make_model, layers=2), built(), "names of parameters and buffers (["),
     "meta": (built(make_model, device="meta"), built(), "is_meta of 0.weight (True on"),
     "shape": (

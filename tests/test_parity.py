@@ -109,7 +109,7 @@ CASES = [
         clones=TWO,
     ),
     case(6, "dp_shard=2 tp=3", "ep=6 edp_shard=1", model="sigmoid", meta=True, clones=KEPT),
-    case(6, "dp_shard=2 tp=3", "ep=2 edp_shard=3", dispatcher="allgather"),
+    case(6, "dp_shard=2 tp=3", "ep=2 edp_shard=3", dispatcher="allgather", sliced=True),
     case(6, "dp_replicate=3 dp_shard=2", "edp_replicate=2 edp_shard=1 ep=3", model="sigmoid"),
     case(6, "dp_replicate=2 dp_shard=1 tp=3", "ep=2 etp=3 edp_shard=1", model="biases"),
     case(
@@ -120,6 +120,7 @@ CASES = [
         accumulate=2,
         recompute=True,
         fsdp=TOGETHER,
+        sliced=True,
     ),
 ]
 GATHER, HEADS, RING = (ContextOptions(way=way) for way in ("allgather", "a2a", "p2p"))

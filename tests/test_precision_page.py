@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 from benchmarks.shapes import SHAPES
 
+from moecore import ParallelConfig, build_meshes, parallelize_moe
+from moecore.models import Decoder, preset
 from moecore.precision.apply import fp8_linears
+from tests.helpers.te_definition import te_defined
 
 PAGE = Path(__file__).parents[1] / "docs" / "precision.md"
 
 
-FP8, FP16 = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+FP8, TE, FP16 = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
 
 
 @pytest.mark.usefixtures("no_group_left")
@@ -22,6 +25,20 @@ def test_the_example_of_fp16_trains() -> None:
     done = names["done"]
     assert done.norm.finite and done.to_dict()["loss_scale"] == 2.0**16
     assert names["extra"]["loss_scale"] == 2.0**16 and names["extra"]["loss_scale_num_good"] == 1
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_the_arguments_for_transformer_engine() -> None:
+    names: dict = {}
+    exec(TE, names)
+    meshes = build_meshes(ParallelConfig())
+    with te_defined():
+        for key, num_linears in (("wide", 0), ("fp8", 19), ("dense", 19)):
+            model = parallelize_moe(Decoder(preset("tiny")), meshes, **names[key])
+            experts = model.model.layers[1].mlp.part("experts")
+            is_te = experts.backend == "te", getattr(experts.recipe, "backend", None) == "te"
+            assert is_te == {"wide": (True, False), "fp8": (False, True)}.get(key, (False, False))
+            assert len(list(fp8_linears(model))) == num_linears
 
 
 @pytest.mark.usefixtures("no_group_left")

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, get_args
 from moecore.base.options.names import (
     GpuName,
     MomentDtype,
+    PlannedDispatcher,
     PrecisionName,
     PresetName,
     ScheduleName,
@@ -230,7 +231,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     help = "its Hugging Face config.json, or the directory: of qwen3_moe, deepseek_v3 and others"
     model.add_argument("--config", type=Path, help=help)
     add("--gpus", type=int, required=True, help="ranks of the world")
-    add("--gpu", default="h100-80", choices=get_args(GpuName), help="its kind")
+    gpu = parser.add_mutually_exclusive_group()
+    gpu.add_argument("--gpu", default="h100-80", choices=get_args(GpuName), help="their kind")
+    help = "their kind as TOML: fields of moecore.planning.Gpu, and like = a name to take others of"
+    gpu.add_argument("--gpu-spec", type=Path, metavar="FILE", help=help)
     add("--seq-len", type=int, default=4096, help="tokens of a row")
     help = "rows of a data rank's micro-batch; with degrees; default: 1"
     add("--batch-size", type=int, help=help)
@@ -244,6 +248,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     help = "ZeRO of blocks; with degrees; default: optim_grads_params"
     add("--dense-strategy", choices=strategies, help=help)
     add("--fp8-param-gather", action="store_true", help="gather weights of blockwise FP8 as FP8")
+    help = "how tokens travel between NVLink domains; with degrees; default: auto, in one level"
+    add("--dispatcher", choices=get_args(PlannedDispatcher), help=help)
+    add("--fp8-dispatch", action="store_true", help="tokens travel as FP8; with degrees")
     add("--experts-strategy", choices=strategies, help="of experts; default: as blocks")
     precisions = (*get_args(PrecisionName), "bf16")
     add("--precision", choices=precisions, help="default: bf16, or in a search as needed")
@@ -281,14 +288,15 @@ def add_plan(rooms: Any) -> None:
     add_run_options(parser)
     add = parser.add_argument
     add("--global-batch", type=int, help="rows of a step; without degrees; default: 8 per GPU")
-    add("--gpus-per-node", type=int, help="within NVLink; without degrees; default: 8")
+    add("--gpus-per-node", type=int, help="within NVLink; without degrees; default: the GPU's")
     add("--top", type=int, help="foldings to print, of four times as many plans; default: 3")
     add("--explain", metavar="PP=8,EP=8", help="why this folding is refused, or what it needs")
     add("--call", action="store_true", help="print the Python of the run, or of the best one")
     add("--png", type=Path, metavar="FILE", help="write bars of its memory")
     add("--timeline", type=Path, metavar="FILE", help="write a PNG of its pipeline's step")
+    add("--html", type=Path, metavar="FILE", help="write a page of its memory, time and stages")
     add("--table", type=Path, metavar="FILE", help="costs that `moecore measure` has written")
-    help = "share of exchanges between nodes that overlapped stages hide; default: 1"
+    help = "share of exchanges between nodes that overlapped stages hide; default: 0.93"
     add("--pairs-hide", type=float, help=help)
     add("--json", action="store_true", help="print one JSON object")
 

@@ -58,6 +58,7 @@ def parallelize_moe(
     *,
     dispatcher: DispatcherName = "auto",
     nvlink: NVLinkOptions | None = None,
+    fp8_dispatch: bool = False,
     expert_backend: ExpertBackend = "auto",
     memory: MemoryOptions | None = None,
     clones: CloneOptions | None = None,
@@ -83,6 +84,10 @@ def parallelize_moe(
         meshes: from `build_meshes`.
         dispatcher: how tokens travel; "auto" chooses by the hardware, see docs/dispatchers.md.
         nvlink: sizes and times of the nvlink dispatcher, for "nvlink" and "auto".
+        fp8_dispatch: tokens travel between ranks, and are kept for backward, as float8_e4m3fn with
+            a scale per 128 columns; experts multiply them in the dtype that they had, and the
+            rounding has the gradient of an identity. Gradients of the experts' output travel so too
+            where experts in FP8 ("blockwise") would round them alike; sums travel as they are.
         expert_backend: which kernels multiply the experts' matrices; see `moe/backends.py`.
         memory: what backward computes again or host memory holds; None = nothing.
         clones: of hot experts, on ranks with few tokens; None = none. See docs/balancing.md.
@@ -212,7 +217,7 @@ def _agree(model: nn.Module, found: Attached, entries: Mapping[str, Any]) -> Non
 
 
 def _cut(model: nn.Module, found: Attached) -> None:
-    cut_model(model, found.layers, found.request.meshes)
+    cut_model(model, found.layers, found.request)
 
 
 def _quantise(model: nn.Module, found: Attached) -> None:

@@ -22,6 +22,7 @@ from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import attention_backward
 from moecore.kernels.zigzag import held_tokens, row_borders
+from tests.attention.linear_cases import linear_errors, linear_half_ratios
 from tests.helpers.ranks import run_ranks
 
 SCALE = 0.4
@@ -119,10 +120,13 @@ def half_ratios(cp: ContextParallel, packed: bool, device: torch.device) -> list
 
 def halves(group: dist.ProcessGroup, device: torch.device) -> dict[Any, list[float]]:
     ways = itertools.product(("allgather", "a2a", "p2p"), (False, True))
-    return {
+    found = {
         ("bf16", way, packed): half_ratios(make(way, group, {}), packed, device)
         for way, packed in ways
     }
+    for packed in (False, True):
+        found["bf16", "linear", packed] = linear_half_ratios(ContextParallel(group), packed, device)
+    return found
 
 
 def half_worker(rank: int, device: torch.device) -> dict[Any, list[float]]:
@@ -157,6 +161,11 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
             cp = make(way, group, mine)
             for packed in (False, True):
                 results[name, size, packed] = errors(cp, name, packed)
+        for packed in (False, True) if rank < size else ():
+            cp = ContextParallel(group)
+            for kind in ("delta", "by channel", "no rates"):
+                found = linear_errors(cp, BATCHES[size], packed, kind)
+                results["linear", size, packed, kind] = found
     original = ring.merge, ring.block_of
     for what in ("merge", "block"):
         if what == "merge":
@@ -187,6 +196,14 @@ def test_equals_one_process(results: dict[Any, Any], name: str) -> None:
     found = {key: values for key, values in results.items() if key[0] == name}
     assert len(found) == (2 if way == "a2a+p2p" else 6)
     assert not {key: values for key, values in found.items() if not max(values) <= 1e-5}
+
+
+def test_states_and_tokens_of_linear_attention_go_from_piece_to_piece(
+    results: dict[Any, Any],
+) -> None:
+    found = {key: values for key, values in results.items() if key[0] == "linear"}
+    assert len(found) == 18
+    assert not {key: values for key, values in found.items() if not max(values) <= 1e-6}
 
 
 @pytest.mark.parametrize("what", ["merge", "block"])
@@ -233,7 +250,7 @@ def test_products_follow_each_send_of_a_ring(
 
 
 def check_half(ratios: dict[Any, list[float]]) -> None:
-    assert len(ratios) == 6
+    assert len(ratios) == 8
     assert not {key: values for key, values in ratios.items() if not max(values) <= 2}
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from moecore.base import failures
 from moecore.base.failures import RankError, forget_own, known_to_others
 
+WORLD = 4
 CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 
 
@@ -25,7 +26,7 @@ def store() -> Iterator[dist.Store]:
 
 def fail(rank: int, where: str, error: Exception) -> Exception:
     """Return what a rank raises that has this error."""
-    with patch.object(dist, "get_rank", lambda: rank):
+    with patch.multiple(dist, get_rank=lambda: rank, get_world_size=lambda: WORLD):
         with pytest.raises(Exception) as caught, known_to_others("a step"), known_to_others(where):
             raise error
         return caught.value
@@ -54,8 +55,15 @@ def test_an_error_that_a_rank_has_survived_is_no_cause() -> None:
     fail(1, "micro-batch 1 of 2", FloatingPointError())
     forget_own()
     found = str(fail(0, "finish()", RuntimeError(CLOSED)))
-    assert found.startswith("rank 0 runs finish(), but another rank has ended or runs something")
+    assert found.startswith("rank 0 runs finish(), but one of ranks 1, 2, 3 has ended or runs som")
     assert "recorded no error" in found and found.endswith("Connection closed by peer)")
+
+
+def test_a_rank_that_was_killed_is_the_one_without_a_record() -> None:
+    for rank in (0, 2):
+        fail(rank, "finish()", RuntimeError(CLOSED))
+    found = str(fail(3, "finish()", RuntimeError(CLOSED)))
+    assert found.startswith("rank 3 runs finish(), but rank 1 has ended or runs something else")
 
 
 def test_ranks_that_wait_for_each_other_name_what_they_run() -> None:

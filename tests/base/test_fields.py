@@ -35,14 +35,22 @@ from moecore.kernels.attention import AttentionMask
 from moecore.kernels.experts.contract import ExpertMLPOptions
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
+from moecore.models.log_probs import LogProbLoss
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
-from moecore.packing import DocumentCost, MeasuredCost, PackedCollator
+from moecore.packing import (
+    CorpusOptions,
+    CorpusSource,
+    DocumentCost,
+    MeasuredCost,
+    PackedCollator,
+)
 from moecore.parallel.pipeline.layout import LayoutCosts
 from moecore.parallel.pipeline.simulate import Costs
 from moecore.planning import CostTable, Gpu, OptimizerOptions, SearchRequest, TrainingRun, Work
 from moecore.planning.costs import Point
 from moecore.planning.gpus import GPUS
+from moecore.rl import DPO, PPO, OwnObjective, Rollouts
 from moecore.train import AdamW, Cut
 from moecore.train.optim.matrices import MatrixLayout
 
@@ -168,6 +176,8 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (DocumentCost, {}),
     (MeasuredCost, dict(lengths=(2, 4), seconds={1: (1.0, 2.0)})),
     (PackedCollator, {"row_tokens": 4}),
+    (CorpusOptions, {"row_tokens": 4}),
+    (CorpusSource, {"name": "a", "documents": [[1]]}),
     (AdamWOptions, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
     (AttentionMask, {}),
     (LayoutCosts, {"layers": (1.0, 2.0)}),
@@ -178,6 +188,18 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Point, dict(work=Work(**WORK), seconds=1.0)),
     (CostTable, {f.name: getattr(H200, f.name) for f in fields(H200)}),
     (Gpu, {f.name: getattr(GPUS["h200-141"], f.name) for f in fields(Gpu)}),
+    (PPO, {}),
+    (DPO, {}),
+    (OwnObjective, {"function": print}),
+    (LogProbLoss, dict(labels_BT=torch.ones(1, 2).long(), function=print)),
+    (
+        Rollouts,
+        dict(
+            tokens_N=torch.ones(2).long(),
+            cu_seqlens=torch.tensor([0, 2]),
+            response_mask_N=torch.tensor([False, True]),
+        ),
+    ),
     (
         SearchRequest,
         dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8),

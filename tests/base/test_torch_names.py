@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -30,7 +31,7 @@ from moecore.base import torch_names as _torch
 from moecore.parallel.mesh import concatenate
 
 SRC = Path(moecore.__file__).parent
-MOST = 19
+MOST = 21
 
 # Each name, and where torch has it.
 NAMES = {
@@ -45,6 +46,10 @@ NAMES = {
     "_dispatch_tls_local_include_set": "_C._dispatch_tls_local_include_set",
     "_execution_engine": "autograd.Variable._execution_engine.queue_callback",
     "_get_backend": "distributed.ProcessGroup._get_backend",
+    "_pipelined_all_gather_and_consume": "distributed._symmetric_memory"
+    "._pipelined_all_gather_and_consume",
+    "_pipelined_produce_and_all2all": "distributed._symmetric_memory"
+    "._pipelined_produce_and_all2all",
     "_post_accumulate_grad_hooks": "Tensor._post_accumulate_grad_hooks",
     "_profiler_enabled": "autograd._profiler_enabled",
     "_pytree": "utils._pytree.tree_leaves",
@@ -82,6 +87,7 @@ OPERATORS = {
 ALLOWED = {
     "_apply": "subclasses of nn.Module extend it, as torch.nn.RNNBase does: `to` calls no other",
     "_buffers": "what an nn.Module is made of, as its subclasses and its pickles see it",
+    "_forward_hooks": "as _buffers",
     "_last_lr": "a key of the state dicts of schedulers: data",
     "_load_from_state_dict": "subclasses extend it, as the documentation of nn.Module has it",
     "_modules": "as _buffers",
@@ -94,6 +100,7 @@ ALLOWED = {
 # Of other libraries, from where moecore adapts to them.
 FOREIGN = {
     "_apply_gate": "transformers",
+    "_attn_implementation": "transformers",
     "_debug_force_load_balance": "torchtitan",
     "_experts_implementation": "transformers",
     "_flash_attn_bwd": "flash-attn-4",
@@ -102,6 +109,7 @@ FOREIGN = {
     "_get_dtype_plan": "transformers",
     "_init_weights": "transformers",
     "_param_init": "torchtitan",
+    "_post_init": "torchtitan",
     "_save_rng_state": "transformers",
 }
 LOOK_UPS = ("getattr", "hasattr", "setattr", "delattr")
@@ -187,6 +195,17 @@ def test_one_file_has_private_names_of_torch() -> None:
 def test_torch_has_the_name(name: str) -> None:
     importlib.import_module("torch.distributed._symmetric_memory")  # the one that torch leaves out
     operator.attrgetter(NAMES[name])(torch)
+
+
+def test_pipelines_of_symmetric_memory_take_these_arguments() -> None:
+    from torch.distributed import _symmetric_memory
+
+    gather = inspect.signature(_symmetric_memory._pipelined_all_gather_and_consume)
+    send = inspect.signature(_symmetric_memory._pipelined_produce_and_all2all)
+    assert list(gather.parameters)[:4] == ["shard", "shard_consumer", "ag_out", "group_name"]
+    assert list(send.parameters)[:3] == ["chunk_producer", "output", "group_name"]
+    assert all(p.default is not p.empty for p in list(gather.parameters.values())[4:])
+    assert all(p.default is not p.empty for p in list(send.parameters.values())[3:])
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -392,6 +411,9 @@ def test_groups_and_meshes() -> None:
     sharded = DTensor.from_local(local, both, [Shard(0)] * 3, run_check=False)
     again = _torch.wrapped_like(torch.zeros(2, 2), sharded)
     assert again.placements == sharded.placements and again.full_tensor().sum() == 0
+    param = torch.nn.Parameter(sharded.detach())
+    _torch.own_local(param).data = torch.full((2, 2), 7.0)
+    assert _torch.local_of(param)[0, 0] == 7 and _torch.own_local(param) is _torch.own_local(param)
     part = _torch.local_of(sharded.requires_grad_())
     assert part is _torch.local_of(sharded) and torch.equal(part, local) and part.is_leaf
 

@@ -1,11 +1,7 @@
-"""The benchmark of pairs on two CPU ranks, as its users start it, and its sums."""
+"""The benchmark of pairs on two CPU ranks, and its sums."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -13,8 +9,8 @@ import pytest
 from benchmarks.bench_pairs import beside
 
 from moecore.planning.report import Kernel
+from tests.benchmarks.forks import rows_of
 
-REPO = Path(__file__).parents[2]
 ARGUMENTS = (
     "--model tiny-qwen3 --layers 2 --shared-model tiny-shared --shared-layers 2 --seq-len 32 "
     "--micro-batches 3"
@@ -35,19 +31,7 @@ def test_the_share_beside_compute() -> None:
 
 @pytest.mark.slow
 def test_variants_compute_the_same(tmp_path: Path) -> None:
-    command = f"-m torch.distributed.run --nproc-per-node 2 -m benchmarks.bench_pairs {ARGUMENTS}"
-    here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    here |= {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)])}
-    done = subprocess.run(
-        [sys.executable, *command.split(), "--results", str(tmp_path)],
-        env=os.environ | here,
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = tmp_path.iterdir()
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows, said = rows_of("bench_pairs", ARGUMENTS.split(), tmp_path, num_ranks=2)
     runs = {
         key: list(those) for key, those in groupby(rows, lambda r: (r["model"], r["batch_size"]))
     }
@@ -59,4 +43,4 @@ def test_variants_compute_the_same(tmp_path: Path) -> None:
     }
     for those in runs.values():
         assert len({row["loss"] for row in those}) == 1
-    assert done.stdout.count("tiny-qwen3, alltoall, batch") == 2
+    assert said.count("tiny-qwen3, alltoall, batch") == 2

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.forks import rows_of
 
 
 def test_ways_to_keep_rows_compute_the_same(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.bench_stash", "--preset", "tiny-qwen3"]
-    command += ["--layers", "2", "--experts", "4", "--tokens", "33", "--seq-len", "33"]
-    command += ["--row-factor", "1.1", "--results", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
-    (records,) = tmp_path.glob("*.jsonl")
-    rows = [json.loads(line) for line in records.open()]
+    sizes = "--layers 2 --experts 4 --tokens 33 --seq-len 33 --row-factor 1.1"
+    words = f"--preset tiny-qwen3 {sizes}".split()
+    rows, _ = rows_of("bench_stash", words, tmp_path, num_ranks=1)
     assert [row["variant"] for row in rows] == ["room", "pages", "factor", "exact"]
     assert all(row["ms"] > 0 and row["row_factor"] == 1.1 for row in rows)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from benchmarks.bench_train import committed
 
+from tests.benchmarks.forks import run
+
 REPO = Path(__file__).parents[2]
 ARGUMENTS = (
     "--preset tiny-qwen3 --tokens random --routing balanced --seq-len 32 --batch-size 2"
@@ -18,30 +20,20 @@ ARGUMENTS = (
 )
 
 
-TORCHRUN = "-m torch.distributed.run --nproc-per-node 2"
-ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1"}
-
-
-def start(
-    arguments: str, run_dir: Path, *, code: int, launcher: str = TORCHRUN, **environ: str
-) -> subprocess.CompletedProcess[str]:
-    command = f"{launcher} -m benchmarks.bench_train {arguments}".split()
-    paths = {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)])}
+@pytest.mark.slow
+def test_a_run_prints_and_records_its_row(tmp_path: Path) -> None:
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.bench_train"
+    where = f"--run-dir {tmp_path / 'run'} --results {tmp_path / 'results'}"
     here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    here |= {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)])}
     done = subprocess.run(
-        [sys.executable, *command, "--run-dir", str(run_dir)],
-        env=os.environ | paths | here | environ,
+        [sys.executable, *f"{command} {ARGUMENTS} {where}".split()],
+        env=os.environ | here,
         cwd=REPO,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
-@pytest.mark.slow
-def test_a_run_prints_and_records_its_row(tmp_path: Path) -> None:
-    done = start(f"{ARGUMENTS} --results {tmp_path / 'results'}", tmp_path / "run", code=0)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "tokens_per_second_per_gpu" in done.stdout
     (file,) = (tmp_path / "results").iterdir()
     (row,) = [json.loads(line) for line in file.read_text().splitlines()]
@@ -55,8 +47,9 @@ def test_a_run_prints_and_records_its_row(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_wrong_argument_is_one_line(tmp_path: Path) -> None:
-    done = start(f"{ARGUMENTS} --layers 9", tmp_path, code=2, launcher="", **ONE_RANK)
-    assert "--layers (9) must be <= num_layers (2)" in done.stderr
+    words = f"{ARGUMENTS} --layers 9 --run-dir {tmp_path}".split()
+    said = run("bench_train", words, num_ranks=1, code=2)
+    assert "--layers (9) must be <= num_layers (2)" in said
 
 
 def test_a_row_from_before_an_option_is_one_without_it() -> None:

@@ -33,6 +33,13 @@ def finetune(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
+def pretrain(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, whose rank is this process alone."""
+    monkeypatch.setattr(sys, "argv", ["examples/pretrain.py"])
+    return importlib.import_module("pretrain")
+
+
+@pytest.fixture
 def one_rank(no_group_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this process the only rank of a script."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))

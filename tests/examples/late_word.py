@@ -1,4 +1,4 @@
-"""Runs examples/train.py with the arguments that follow; rank 0 prints its error late."""
+"""A rank of examples/train.py; rank 0 prints its error late."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import errors
 import train
-from launch import launch
 
 
 def run_rank(args: object) -> int:
@@ -24,8 +23,3 @@ def run_rank(args: object) -> int:
     if os.environ["RANK"] == "0":
         errors.print_error = print_late
     return train.run_rank(args)
-
-
-if __name__ == "__main__":
-    args = train.parse_arguments()
-    sys.exit(launch(run_rank, args, args.ranks))

@@ -1,4 +1,4 @@
-"""Runs examples/train.py with the arguments that follow; in its second step rank 1 overflows.
+"""A rank of examples/train.py; in its second step rank 1 overflows.
 
 The other rank is in a collective then. No GPU: the exchange is a stub.
 """
@@ -13,7 +13,6 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train
-from launch import launch
 
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.parallel.attached import capacity_of
@@ -50,7 +49,3 @@ def run_rank(args: object) -> int:
 
     train.build_job = build_job
     return train.run_rank(args)
-
-
-if __name__ == "__main__":
-    sys.exit(launch(run_rank, train.parse_arguments(), 2))

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from launch import launch
 
-ENVIRONMENT = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "WORLD_SIZE",
-    "OMP_NUM_THREADS",
-)
-
 
 def leave_or_raise(codes: list[int | None]) -> int:
     code = codes[int(os.environ["RANK"])]
@@ -40,8 +32,10 @@ def leave_or_raise(codes: list[int | None]) -> int:
 
 
 @pytest.fixture(autouse=True)
-def a_slow_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks only when every rank has ended, and leaves the environment as it was."""
+def a_slow_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """It looks only when every rank has ended."""
+    from tests.examples.launched import forked_ranks  # not where this file is a script
+
     wait = connection.wait
 
     def wait_for_all(sentinels: list[int], timeout: float | None = None) -> list[Any]:
@@ -50,8 +44,8 @@ def a_slow_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         return wait(sentinels, timeout)
 
     monkeypatch.setattr(connection, "wait", wait_for_all)
-    for name in ENVIRONMENT:
-        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    with forked_ranks():
+        yield
 
 
 def test_the_rank_that_left_decides() -> None:

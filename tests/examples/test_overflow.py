@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +12,9 @@ import pytest
 
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.parallel.attached import capacity_of
-from tests.examples.overflowing import Overflowing, too_many_rows
+from tests.examples.launched import launched
+from tests.examples.overflowing import Overflowing, run_rank, too_many_rows
 
-REPO = Path(__file__).parents[2]
 ARGUMENTS = (
     "--preset tiny-qwen3 --tokens random --layers 1 --batch-size 1 --seq-len 16 --steps 3"
     " --row-factor 1.05 --sample-bytes 0"
@@ -25,22 +23,13 @@ NEEDED = r"--row-factor \(1.05\) must be >= 1.37 for its expert rows of one laye
 
 
 def test_one_rank_overflows_and_both_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.examples.overflowing", *ARGUMENTS.split()]
-    done = subprocess.run(
-        [*command, "--run-dir", str(tmp_path)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    words = [*ARGUMENTS.split(), "--run-dir", str(tmp_path / "run")]
+    code, said = launched(run_rank, "overflowing.py", words, tmp_path / "said.txt")
+    assert code == 1, said
     line = rf"rank 1: {NEEDED} from the last checkpoint with --row-factor 1.37 or more"
-    errors = [text for text in done.stderr.splitlines() if "error" in text]
-    assert len(errors) == 1 and re.fullmatch(rf".*overflowing.py: error: {line}", errors[0]), (
-        done.stderr
-    )
-    assert "Traceback" not in done.stderr
+    errors = [text for text in said.splitlines() if "error" in text]
+    assert len(errors) == 1 and re.fullmatch(rf".*overflowing.py: error: {line}", errors[0]), said
+    assert "Traceback" not in said
 
 
 def arguments(run_dir: Path) -> list[str]:

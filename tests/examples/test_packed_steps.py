@@ -57,7 +57,9 @@ def test_documents_are_padded_for_the_ranks_that_share_rows(train: ModuleType) -
 
 def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None:
     """Through what a step runs, against one forward per document."""
-    from moecore.models import Decoder
+    import native
+
+    from moecore.models import Decoder, flops_per_token
 
     corpus = corpus_of(train, 5, 40, 9, 3, 16, 7, 33, 2)
     batch = packed(train, corpus, ranks=1, accum=2).next()
@@ -71,7 +73,7 @@ def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None
 
     owner = SimpleNamespace(forward_backward=losses_of)
     args = train.parse_arguments(["--seq-len", "16", "--grad-accum", "2"])
-    run_step = train.make_forward_backward(model, owner, args)
+    run_step = native.make_forward_backward(model, owner, args)
     loss = run_step(batch.num_labels, *batch.tensors())
     total, lengths = 0.0, []
     parts = (batch.tokens_ABT, batch.padding_ABT, batch.cu_seqlens_An)
@@ -84,8 +86,9 @@ def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None
                 with torch.no_grad():
                     if stop - start > 1:
                         total += float(model(one_BT[:, :-1], one_BT[:, 1:], num_tokens=1))
-    count, tokens, pairs = batch.counts().tolist()
+    count, tokens, pairs, held = batch.counts().tolist()
+    assert tokens == sum(lengths) and held == batch.tokens_ABT.numel()
     assert count == batch.num_labels == sum(lengths) - len(lengths)
     torch.testing.assert_close(float(loss), total / count, rtol=1e-5, atol=0)
-    flops = sum(n * train.flops_per_token(config, n) for n in lengths)
-    torch.testing.assert_close(train.flops_of(config, tokens, pairs), flops, rtol=1e-12, atol=0)
+    flops = sum(n * flops_per_token(config, n) for n in lengths)
+    torch.testing.assert_close(native.flops_of(config, tokens, pairs), flops, rtol=1e-12, atol=0)

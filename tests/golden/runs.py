@@ -84,7 +84,7 @@ def train_step(
 
 def _decoder_config(path: Path) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=VOCAB,
+        vocab_size=_vocabulary(path),
         dim=path.moe.dim,
         num_layers=path.layers,
         num_heads=4,
@@ -132,13 +132,18 @@ def _batches(path: Path, meshes: Meshes) -> list[list[Batch]]:
     ]
 
 
+def _vocabulary(path: Path) -> int:
+    """Return a size that tensor parallelism cuts evenly."""
+    return VOCAB - VOCAB % path.parallel.tp
+
+
 def _micro_batch(path: Path, data_ranks: int, step: int, n: int) -> list[Batch]:
     """Return [data rank] -> tokens and labels; data ranks hold different numbers of tokens."""
     generator = torch.Generator().manual_seed(100 * step + n)
     found = []
     for r in range(data_ranks):
         shape = (path.sequences, path.length + 2 * r)
-        tokens = torch.randint(0, VOCAB, shape, generator=generator)
+        tokens = torch.randint(0, _vocabulary(path), shape, generator=generator)
         labels = tokens.roll(-1, 1)
         labels[:, -1] = -100
         found.append((tokens, labels))

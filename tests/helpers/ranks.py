@@ -60,6 +60,8 @@ IMPORTED = (
     "moecore.train",
     "pytest",
     "torch._dynamo",
+    "torch._functorch.aot_autograd",  # what a first compile imports, and the next line's
+    "torch._inductor.compile_fx",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",  # if it is there: a second per rank
 )
 FIRST, LAST = "tests.helpers.sparing", "tests.helpers.frozen"
@@ -162,7 +164,7 @@ def _main(
     timeout_s = int(os.environ.get(TIMEOUT_S, "900"))
     faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__)
     signal.alarm(timeout_s + 5)  # when all have printed; it ends a process that holds the GIL, too
-    _start_group(rank, world_size, transport, store=f"{path}.store")
+    start_group(rank, world_size, transport, store=f"{path}.store")
     device = gpu_of_rank(rank) if transport == "cuda" else torch.device("cpu")
     result = worker(rank, device, *args)
     if rank == 0:
@@ -172,7 +174,8 @@ def _main(
     os._exit(0)
 
 
-def _start_group(rank: int, world_size: int, transport: str, *, store: str) -> None:
+def start_group(rank: int, world_size: int, transport: str, *, store: str) -> None:
+    """Make the default process group of a rank: over "cuda", "gloo" or "shared memory"."""
     backend = "gloo"
     if transport == "cuda":
         torch.cuda.set_device(gpu_of_rank(rank))
@@ -181,6 +184,8 @@ def _start_group(rank: int, world_size: int, transport: str, *, store: str) -> N
         else:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             LIBRARY.impl("all_gather_into_tensor", _all_gather_into_tensor, "CUDA")
+            dist.batch_isend_irecv = _batch_through_host
+            dist.send, dist.recv = _send_through_host, _recv_through_host
     elif transport == "gloo":
         _share_gloo_device()
     else:
@@ -208,6 +213,36 @@ def _share_gloo_device() -> None:
             super().__init__(store, rank, size, options)
 
     dist.distributed_c10d.ProcessGroupGloo = OneDevice
+
+
+class _ThroughHost:
+    """A message of a GPU by gloo, which would read and write the host's memory at its address."""
+
+    def __init__(self, op: dist.P2POp) -> None:
+        self._tensor, self._sends = op.tensor, op.op is dist.isend
+        self._on_host = (
+            op.tensor.cpu() if self._sends else torch.empty_like(op.tensor, device="cpu")
+        )
+        self._work = op.op(self._on_host, op.peer, op.group, op.tag)
+
+    def wait(self) -> None:
+        self._work.wait()
+        if not self._sends:
+            self._tensor.copy_(self._on_host)
+
+
+def _send_through_host(x: torch.Tensor, *where: Any, **how: Any) -> None:
+    dist.isend(x.cpu(), *where, **how).wait()
+
+
+def _recv_through_host(x: torch.Tensor, *where: Any, **how: Any) -> None:
+    on_host = torch.empty_like(x, device="cpu")
+    dist.irecv(on_host, *where, **how).wait()
+    x.copy_(on_host)
+
+
+def _batch_through_host(ops: list[dist.P2POp]) -> list[_ThroughHost]:
+    return [_ThroughHost(op) for op in ops]
 
 
 def _all_gather_into_tensor(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:

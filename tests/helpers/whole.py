@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 
@@ -92,7 +92,14 @@ def positions(
 ) -> Tensor:
     """Return where in the flat whole tensor the elements of one rank belong."""
     at = torch.arange(prod(shape)).view(shape)
-    for placement, size, place in zip(placements, mesh, coordinate, strict=True):
-        if not placement.is_replicate():
-            at = placement._split_tensor(at, size, with_padding=False)[0][place]
+    last: list[int] = []  # mesh dims that cut what those behind them have cut
+    dims: list[Any] = [getattr(placement, "dim", None) for placement in placements]
+    for i, placement in enumerate(placements):
+        behind = prod(mesh[j] for j in range(i + 1, len(mesh)) if dims[j] == dims[i])
+        if getattr(placement, "split_factor", 1) == behind > 1:
+            last.append(i)
+        elif not placement.is_replicate():
+            at = placement._split_tensor(at, mesh[i], with_padding=False)[0][coordinate[i]]
+    for i in reversed(last):
+        at = Shard(dims[i])._split_tensor(at, mesh[i], with_padding=False)[0][coordinate[i]]
     return at.flatten()

@@ -14,17 +14,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import BalanceConfig, MoEConfig, MoELayer, NVLinkOptions
-from moecore.integrations.torchtitan.options import MoECore, dispatcher_of, nvlink_options
+from moecore import BalanceConfig, MoEConfig, MoELayer, NVLinkOptions, ParallelConfig
+from moecore.integrations.torchtitan.options import MoECore, request_of
 from moecore.models import PRESETS
 from moecore.moe.forced import force_even_load
 from tests.helpers.ranks import run_ranks
+from tests.integrations.titan_options import JOBS, NOT_ASKED, RESUMED, native, resumed, trained
 from tests.integrations.titan_runs import (
     AC,
+    BATCH,
     COMPILE,
+    CP,
     EP,
     IMPORTED,
     OWN_TP,
+    PP,
     SPECS,
     TITAN,
     TP,
@@ -62,8 +66,8 @@ if not V03:
     BLOCKS["on input"] = dict(bias=True, top_k=1, score_before_experts=True)
 CHOICES = {
     "moecore__dispatcher": "allgather",
-    "moecore__prefetch_blocks": 2,
-    "moecore__blocks_per_unit": 2,
+    "moecore__fsdp__prefetch_blocks": 2,
+    "moecore__fsdp__blocks_per_unit": 2,
     "moecore__expert_backend": "sequential",
 }
 # A micro-batch balances itself, so all have one sample.
@@ -74,16 +78,21 @@ DECODERS: dict[str, dict[str, Any]] = {
     "compiled": {EP: 2, **COMPILE},
     "choices": {EP: 2, **CHOICES},
 }
+SAVE = {"checkpoint__enable": True, "checkpoint__interval": 1}
+WIDE = {"name": "moecore_wide_decoder", PP: 2, BATCH: 2}
 SPMD = "parallelism__spmd_backend"
 # Of the decoder, if no other model is named.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tp alone": ({TP: 2}, r"expert_parallel_degree \(1\) must be > 1 with tensor_parallel_degree"),
-    "cp": ({"parallelism__context_parallel_degree": 2}, r"context_parallel_degree \(2\) must be 1"),
+    "cp": (
+        {"name": "moecore_tiny_qwen3", "parallelism__context_parallel_degree": 2},
+        r"context_parallel_degree \(2\) must be 1",
+    ),
     "offload": ({"training__enable_cpu_offload": True}, r"enable_cpu_offload \(True\) must be Fal"),
     "nvlink": ({EP: 2, "moecore__dispatcher": "nvlink"}, r"dispatcher \('nvlink'\) must"),
     "factor": (
-        {EP: 2, **CHOICES, "moecore__row_factor": 1.5},
-        r"moecore.row_factor \(1.5\) must go with moecore.dispatcher \('allgather'\) = 'nvl",
+        {EP: 2, **CHOICES, "moecore__nvlink__row_factor": 1.5},
+        r"nvlink \(NVLinkOptions.*\) must go with dispatcher \(.allgather.\) = .nvlink.",
     ),
     "length": (
         {"training__seq_len": 128},
@@ -95,6 +104,62 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"\(17\) must be (a multiple of tensor parallelism \(2\)|divisible by 2)",
     ),
     "validation": ({VALIDATION: True}, r"enable \(True\) must be False"),
+    "cp way": (
+        {CP: 2, "parallelism__context_parallel_load_balancer": "ptrr"},
+        r"parallelism.context_parallel_load_balancer \('ptrr'\) must be 'headtail', or replaced by",
+    ),
+    "no cp": (
+        {"moecore__context__way": "p2p"},
+        r"moecore.context.way \('set'\) must be absent where context_parallel_degree is 1",
+    ),
+    "pp": (
+        {"name": "moecore_tiny_qwen3", PP: 2, BATCH: 2},
+        r"pipeline_parallel_degree \(2\) must be 1 for \w+: use moecore's decoder",
+    ),
+    "pp order": (
+        WIDE | {"parallelism__pipeline_parallel_schedule": "GPipe"},
+        r"pipeline_parallel_schedule \('GPipe'\) must be '1F1B', or replaced by moecore.pipeline",
+    ),
+    "pp passes": (
+        WIDE | {"training__global_batch_size": 8},
+        r"training.global_batch_size \(8\) must be 4, one pass of the pipeline",
+    ),
+    "pp copies": ({PP: 2, BATCH: 2}, r"DecoderConfig.num_mtp_layers \(1\) must be 0 with pipeline"),
+    "no pp": (
+        {"moecore__pipeline__chunks": 2},
+        r"moecore.pipeline.chunks \('set'\) must be absent where pipeline_parallel_degree is 1",
+    ),
+    "checkpoint": (
+        {AC: "full", "moecore__memory__recompute": "norm"},
+        r"activation_checkpoint \(.*ull.*\) must be none with moecore.memory",
+    ),
+    "compiled": (
+        COMPILE | {"moecore__memory__offload": "experts"},
+        r"compile.backend \('aot_eager'\) must be 'inductor' with moecore.memory",
+    ),
+    "strategy": (
+        {
+            "parallelism__fsdp_reshard_after_forward": "never",
+            "moecore__fsdp__dense_strategy": "no_shard",
+        },
+        r"reshard_after_forward \('never'\) must be 'default' with moecore.fsdp.dense_strategy",
+    ),
+    "documents": (
+        {"name": "moecore_tiny_qwen3", "moecore__documents": True},
+        r"moecore.documents \(True\) must be False for torchtitan's own models",
+    ),
+    "clones": (
+        {"moecore__clones__enable": True},
+        r"clones \(.*\) are not used: ep is 1: drop it from section moecore",
+    ),
+    "off": (
+        {"moecore__clones__per_rank": 3},
+        r"moecore.clones.per_rank must go with moecore.clones.enable \(False\) = True",
+    ),
+    "part": (
+        {"moecore__memory__recompute": "attention"},
+        r"moecore.memory.recompute \(\('attention',\)\) must be a tuple, each one of 'norm'",
+    ),
     "weights": (
         {"name": "moecore_tiny_qwen3", "moecore__hf_weights": "x"},
         r"moecore.hf_weights \('x'\) must be absent for torchtitan's own models",
@@ -111,6 +176,10 @@ if V03:
         "tp compiled": (OWN | OWN_TP | COMPILE, r"compile.components .* without 'model'"),
         "backend": (OWN | {SPMD: "full_dtensor"}, r"spmd_backend \('full_dten"),
         "graphs": ({"training__disable_cuda_graphs": False}, r"disable_cuda_graphs \(False\) mus"),
+        "muon": (
+            {"moecore__muon__enable": True},
+            r"moecore.muon.enable \('set'\) must be absent, because optimizers of 0.3 are its own",
+        ),
         "experts": (
             {"name": "moecore_tiny_converted"},
             r"MoE inner_experts \(ExactExperts\) must be Gr",
@@ -121,6 +190,10 @@ else:
         "async tp": (
             {"parallelism__enable_async_tensor_parallel": True},
             r"enable_async_tensor_para",
+        ),
+        "optimizer": (
+            {"optimizer__implementation": "foreach", "moecore__muon__enable": True},
+            r"optimizer \('AdamW, foreach'\) must be 'AdamW', 'fused', .* beside moecore.muon",
         ),
         "deepep": (
             {"parallelism__expert_parallel_comm_backend": "deepep"},
@@ -172,6 +245,10 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     }
     results["refused"] |= refused_v03() if V03 else refused_v02(folder)
     results["oracle"] = decoder_oracle()
+    for name, (options, own) in JOBS.items():
+        save = SAVE if name in RESUMED else {}
+        results[f"job {name}"] = trained(f"{folder}/{name}", **options, **save), native(**own)
+    results["resumed"] = {name: resumed(folder, name) for name in RESUMED}
     results["dealt"] = dealt_balance()
     return results
 
@@ -307,6 +384,28 @@ def test_the_log_has_load_and_auxiliary_loss(results: dict[str, Any], name: str)
             assert found[key] == pytest.approx(value, rel=1e-5), key
 
 
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_with_options_trains_like_moecores_own_loop(
+    results: dict[str, Any], name: str
+) -> None:
+    run, own = results[f"job {name}"]
+    assert close(run.losses, own.losses), (run.losses, own.losses)
+    assert close(run.norms, own.norms), (run.norms, own.norms)
+    assert_close(run.state, own.state, 2e-5)
+    asked = {key: value for key, value in JOBS[name][1].items() if key not in NOT_ASKED}
+    assert {key: getattr(run.request, key) for key in asked} == asked
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_job_with_options_resumes_on_other_ranks(results: dict[str, Any], name: str) -> None:
+    found, whole = results["resumed"][name], results[f"job {name}"][0]
+    assert len(found.losses) == 1  # step 2 alone
+    assert close(found.losses, whole.losses[1:]), (found.losses, whole.losses)
+    assert close(found.norms, whole.norms[1:]), (found.norms, whole.norms)
+    held = {n: found.state[n] for n in whole.state}  # a pipeline's rank has its stages
+    assert_close(held, whole.state, 2e-5)
+
+
 def test_the_section_of_the_job_reaches_the_layers(results: dict[str, Any]) -> None:
     assert results["choices"].dispatchers == {"AllGatherDispatcher"}
     assert results["choices"].backends == {"sequential"}
@@ -353,13 +452,19 @@ def test_the_module_has_the_jobs_that_its_docstring_says() -> None:
 def test_fused_adamw_is_moecores(implementation: str) -> None:
     from torchtitan.config.job_config import Optimizer
 
+    from moecore.integrations.torchtitan.parallelize import OPTIONS
     from moecore.integrations.torchtitan.v02.specs import build_optimizers
     from moecore.train import AdamW
 
     config = Optimizer(implementation=implementation, lr=0.5, beta2=0.75, eps=0.25)
-    (found,) = build_optimizers([nn.Linear(2, 2)], config, parallel_dims=None)
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    options = MoECore()
+    options.adamw.master_remainder = implementation == "fused"
+    setattr(model, OPTIONS, options)
+    (found,) = build_optimizers([model], config, parallel_dims=None)
     (group,) = found.param_groups
     assert type(found) is (AdamW if implementation == "fused" else torch.optim.AdamW)
+    assert getattr(found, "master_remainder", False) == (implementation == "fused")
     names = ("lr", "betas", "eps", "weight_decay", "fused")
     assert [group[n] for n in names] == [0.5, (0.9, 0.75), 0.25, 0.1, implementation == "fused"]
 
@@ -377,5 +482,8 @@ def test_without_a_row_factor_any_routing_fits(
     options: dict[str, Any], dispatcher: str, nvlink: NVLinkOptions | None
 ) -> None:
     """No step of torchtitan can run again or be skipped."""
-    job = MoECore(**options)
-    assert (dispatcher_of(job), nvlink_options(job)) == (dispatcher, nvlink)
+    job = MoECore()
+    job.dispatcher = options.get("dispatcher", "auto")
+    job.nvlink.row_factor = options.get("row_factor")
+    found = request_of(job, ParallelConfig(dp_shard=2, edp_shard=1, ep=2))
+    assert (found["dispatcher"], found["nvlink"]) == (dispatcher, nvlink)

@@ -24,8 +24,10 @@ from tests.integrations.titan_runs import (
     ASSETS,
     BATCH,
     COMPILE,
+    CP,
     EP,
     IMPORTED,
+    PP,
     SEQ_LEN,
     STEPS,
     TITAN,
@@ -38,6 +40,7 @@ from tests.integrations.titan_runs import (
     assert_close,
     clip,
     close,
+    positions,
     prepare,
     refusal,
     samples,
@@ -57,7 +60,14 @@ EP2 = {EP: 2, BATCH: 2}
 RUNS: dict[str, dict[str, Any]] = {
     "checkpointed": {**EP2, AC: "full"},
     "selective": {**EP2, AC: "selective"},
-    "two batches": {EP: 2, **TWO_BATCHES},
+    "two batches": {
+        EP: 2,
+        **TWO_BATCHES,
+        "moecore__memory__recompute": "gemm_last",
+        "moecore__memory__offload": "experts",
+    },
+    "cp": {EP: 2, CP: 2, BATCH: 4, "moecore__context__way": "a2a"},
+    "documents": {**EP2, "moecore__documents": True},
     "dense mesh": {BATCH: 2},
     "compiled": {**EP2, **COMPILE},
     "saving": {
@@ -72,7 +82,7 @@ RUNS |= dict.fromkeys(ARCHITECTURES, EP2)
 SIZED = ["qwen3_moe", "mixtral", "deepseek_v3"]
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "tp": ("tiny", {TP: 2}, r"tensor_parallel_degree \(2\) must be 1 for a Hugging Face model"),
-    "cp": ("tiny", {"parallelism__context_parallel_degree": 2}, r"context_parallel_degree \(2\)"),
+    "pp": ("tiny", {PP: 2, BATCH: 2}, r"pipeline_parallel_degree \(2\) must be 1 for \w*HF"),
     "length": ("tiny", {"training__seq_len": 128}, r"\(128\) must be <= max_position_\w+ \(64\)"),
     "validation": ("tiny", {VALIDATION: True}, r"enable \(True\) must be False"),
     "own loss": ("own_loss", {}, r"output_router_logits \(True\) of the model's config must"),
@@ -112,6 +122,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
         for name, (model, options, _) in REFUSED.items()
     }
     results["oracle"] = {name: oracle(name) for name in ("tiny", *ARCHITECTURES)}
+    results["oracle"]["documents"] = oracle("tiny", has_documents=True)
     results["oracle"]["bf16"] = oracle("tiny", torch.bfloat16)
     return results
 
@@ -136,7 +147,7 @@ def plain(name: str) -> nn.Module:
     return model
 
 
-def oracle(name: str, dtype: torch.dtype = torch.float32) -> Run:
+def oracle(name: str, dtype: torch.dtype = torch.float32, *, has_documents: bool = False) -> Run:
     """Plain transformers with parameters of a dtype and AdamW, four samples a step."""
     model, found = plain(name), Run()
     for param in model.parameters():  # not buffers: rotary frequencies stay
@@ -144,7 +155,10 @@ def oracle(name: str, dtype: torch.dtype = torch.float32) -> Run:
     optimizer = adamw(model)
     for step in range(STEPS):
         tokens_BT, labels_BT = samples(4 * step, 4, SEQ_LEN)
-        logits_NV = model(input_ids=tokens_BT, use_cache=False).logits.flatten(0, 1).float()
+        inputs = {"input_ids": tokens_BT, "use_cache": False}
+        if has_documents:
+            inputs["position_ids"] = positions(tokens_BT)
+        logits_NV = model(**inputs).logits.flatten(0, 1).float()
         loss = F.cross_entropy(logits_NV, labels_BT.flatten())
         loss.backward()
         found.losses.append(loss.item())
@@ -228,7 +242,8 @@ def results() -> dict[str, Any]:
 @pytest.mark.parametrize("name", [*RUNS, "loaded"])
 def test_a_run_trains_like_plain_transformers(results: dict[str, Any], name: str) -> None:
     found = results[name]
-    wanted = results["oracle"]["tiny" if name not in ARCHITECTURES else name]
+    oracles = results["oracle"]
+    wanted = oracles[name if name in oracles else "tiny"]
     assert close(found.losses, wanted.losses), (found.losses, wanted.losses)
     assert close(found.norms, wanted.norms), (found.norms, wanted.norms)
     assert_close(found.grads, wanted.grads)
@@ -236,6 +251,11 @@ def test_a_run_trains_like_plain_transformers(results: dict[str, Any], name: str
     assert not found.plain
     for names in found.expert_meshes:
         assert ("ep" in names) == (name != "dense mesh"), names
+
+
+def test_documents_are_apart(results: dict[str, Any]) -> None:
+    documents, rows = results["oracle"]["documents"], results["oracle"]["tiny"]
+    assert not close(documents.losses, rows.losses, 1e-4)
 
 
 def test_moecores_decoder_begins_with_the_same_files(results: dict[str, Any]) -> None:

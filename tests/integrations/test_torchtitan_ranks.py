@@ -41,6 +41,13 @@ pytestmark = pytest.mark.slow
 REPLICATE, SHARD = (f"parallelism__data_parallel_{n}_degree" for n in ("replicate", "shard"))
 SELECTIVE, FULL = {AC: "selective"}, {AC: "full"}
 BF16 = {EP: 2, "training__mixed_precision_param": "bfloat16"}
+# Of section moecore, none of which changes a gradient.
+MEMORY = {
+    "moecore__memory__recompute": "norm,mlp,expert_fc1",
+    "moecore__memory__offload": "attention,experts",
+    "moecore__fsdp__embedding_strategy": "optim_grads",
+}
+CLONES = {"moecore__clones__enable": True, "moecore__fsdp__dense_strategy": "optim"}
 Job = tuple[str, str, dict[str, Any]]  # arguments of `train`
 
 # Every run sees four samples a step.
@@ -51,7 +58,7 @@ if V03:  # a model that is cut over tp is not compiled, and torchtitan fills non
     CHOICES = {"moecore__dispatcher": "allgather", "moecore__expert_backend": "sequential"}
     RUNS = {
         "qwen3 stock": ("stock_tiny_qwen3", {EP: 2, **TWO}),
-        "qwen3 ep": ("moecore_tiny_qwen3", {EP: 2, **TWO_BATCHES}),
+        "qwen3 ep": ("moecore_tiny_qwen3", {EP: 2, **TWO_BATCHES, **CLONES}),
         "qwen3 dense mesh": ("moecore_tiny_qwen3", {**TWO, **SELECTIVE}),
         "qwen3 replicas": ("moecore_tiny_qwen3", {**TWO, REPLICATE: 2, SHARD: 1}),
         "qwen3 partial": ("moecore_tiny_qwen3", {EP: 2, **TWO, **PARTIAL, **FULL}),
@@ -59,7 +66,7 @@ if V03:  # a model that is cut over tp is not compiled, and torchtitan fills non
         "qwen3 tp": ("moecore_tiny_qwen3", {EP: 2, **OWN_TP, BATCH: 4, **SELECTIVE}),
         "qwen3 choices": ("moecore_tiny_qwen3", {EP: 2, **TWO, **CHOICES, **SELECTIVE}),
         "deepseek_v3 stock": ("stock_tiny_deepseek_v3", {EP: 2, **TWO}),
-        "deepseek_v3 ep": ("moecore_tiny_deepseek_v3", {EP: 2, **TWO}),
+        "deepseek_v3 ep": ("moecore_tiny_deepseek_v3", {EP: 2, **TWO, **MEMORY}),
         "deepseek_v3 dense mesh": ("moecore_tiny_deepseek_v3", {**TWO_BATCHES, **FULL}),
         "deepseek_v3 tp": ("moecore_tiny_deepseek_v3", {EP: 2, **OWN_TP, **TWO, **TWO_BATCHES}),
         "deepseek_v3 compiled": ("moecore_tiny_deepseek_v3", {EP: 2, **TWO, **COMPILE}),
@@ -70,14 +77,17 @@ else:
     SELECTIVE_OP = SELECTIVE | {"activation_checkpoint__selective_ac_option": "op"}
     RUNS = {
         "qwen3 stock": ("stock_tiny_qwen3", {EP: 2}),
-        "qwen3 hsdp": ("moecore_tiny_qwen3", {EP: 2, REPLICATE: 2, SHARD: 2, **FULL}),
+        "qwen3 hsdp": ("moecore_tiny_qwen3", {EP: 2, REPLICATE: 2, SHARD: 2, **FULL, **CLONES}),
         "qwen3 tp": ("moecore_tiny_qwen3", {EP: 2, TP: 2, **SELECTIVE, **TWO_BATCHES}),
         "qwen3 dense mesh": ("moecore_tiny_qwen3", SELECTIVE_OP),
         "qwen3 compiled": ("moecore_tiny_qwen3", {EP: 2, BATCH: 2, **SELECTIVE, **COMPILE}),
         "deepseek_v3 stock": ("stock_tiny_deepseek_v3", {EP: 2}),
         "deepseek_v3 ep": ("moecore_tiny_deepseek_v3", WIDE),
         "deepseek_v3 compiled": ("moecore_tiny_deepseek_v3", {EP: 2, TP: 2, BATCH: 4, **COMPILE}),
-        "deepseek_v3 etp": ("moecore_tiny_deepseek_v3", {EP: 2, TP: 2, ETP: 2, BATCH: 2}),
+        "deepseek_v3 etp": (
+            "moecore_tiny_deepseek_v3",
+            {EP: 2, TP: 2, ETP: 2, BATCH: 2, **MEMORY},
+        ),
     }
 LOW = {"stock": "stock_tiny_bf16" if V03 else "stock_tiny_qwen3", "moecore": "moecore_tiny_qwen3"}
 ACCELERATED = [name for name in RUNS if "stock" not in name]

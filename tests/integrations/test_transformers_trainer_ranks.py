@@ -67,10 +67,11 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     found["best"] = best_model(f"{folder}/best")
     found["refused"] = refused(f"{folder}/refused")
     if find_spec("trl") is not None:
-        from tests.integrations.trl_runs import dpo, sft
+        from tests.integrations.trl_runs import dpo, grpo, sft
 
         found["sft"] = sft(f"{folder}/sft")
         found["dpo"] = dpo(f"{folder}/dpo")
+        found["grpo"] = grpo(f"{folder}/grpo")
     return found
 
 
@@ -186,7 +187,7 @@ def test_plain_trainer_names_the_one_to_use(results: dict[str, Any]) -> None:
         assert "moecore.integrations.transformers.MoETrainer" in error
 
 
-@pytest.mark.parametrize("case", ["sft", "dpo"])
+@pytest.mark.parametrize("case", ["sft", "dpo", "grpo"])
 def test_equals_trl_under_ddp(case: str, results: dict[str, Any]) -> None:
     pytest.importorskip("trl")
     found = results[case]
@@ -195,3 +196,9 @@ def test_equals_trl_under_ddp(case: str, results: dict[str, Any]) -> None:
         assert ours == pytest.approx(stock, rel=1e-6, abs=1e-6)
     distance, name = found["distance"]
     assert distance <= 1e-6, name
+
+
+def test_ranks_sample_as_trl_does_and_end_apart(results: dict[str, Any]) -> None:
+    pytest.importorskip("trl")
+    found = results["grpo"]
+    assert found["same samples"] == [True] * 2 and len(set(found["longest"])) == 2

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from moecore import BalanceConfig
 from moecore.models import DecoderConfig
 from tests.families.transformers.hf_models import ARCHITECTURES, MODELS
-from tests.integrations.titan_runs import V03, VOCAB
+from tests.integrations.titan_runs import EOS, V03, VOCAB
 
 BALANCE = BalanceConfig(micro_batch_coef=0.01, bias_update_rate=0.01)
 
@@ -51,7 +52,11 @@ else:
 
     def local(spec: TrainSpec) -> TrainSpec:
         loader = with_labels(build_random_tokens)
-        return replace(spec, build_dataloader_fn=loader, build_tokenizer_fn=None)
+        return replace(
+            spec,
+            build_dataloader_fn=loader,
+            build_tokenizer_fn=lambda job: SimpleNamespace(eos_id=EOS),
+        )
 
     for name, source in CONFIGS.items():
         spec = hf_spec({"tiny": source}, balance=BALANCES[name])

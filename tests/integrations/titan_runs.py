@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -28,6 +28,7 @@ from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import init_normal_
 from moecore.moe.state import MoEState
+from moecore.parallel.attached import request_of
 
 try:
     TITAN = version("torchtitan")
@@ -36,6 +37,7 @@ except PackageNotFoundError:
 V03 = TITAN.startswith("0.3")
 SPECS = f"tests.integrations.titan_{'v03_' if V03 else ''}specs"
 EP, TP, ETP = (f"parallelism__{n}_parallel_degree" for n in ("expert", "tensor", "expert_tensor"))
+CP, PP = (f"parallelism__{n}_parallel_degree" for n in ("context", "pipeline"))
 AC, BATCH = "activation_checkpoint__mode", "training__local_batch_size"
 VALIDATION = "validator__enable" if V03 else "validation__enable"
 ASSETS = "hf_assets_path" if V03 else "model__hf_assets_path"
@@ -45,7 +47,7 @@ TWO_BATCHES = {"training__global_batch_size": 4}  # of one sample each on two da
 # Every graph is made, none is turned into C++: that takes minutes here.
 COMPILE = {"compile__enable": True, "compile__backend": "aot_eager"}
 
-VOCAB, DIM, SEQ_LEN, STEPS = 96, 32, 16, 2
+VOCAB, DIM, SEQ_LEN, STEPS, EOS = 96, 32, 16, 2, 3
 LR, EPS, WEIGHT_DECAY = 1e-2, 1e-3, 0.1  # with eps 1e-8 the first steps are the gradients' signs
 DECODER = DecoderConfig(
     vocab_size=VOCAB,
@@ -68,6 +70,15 @@ DECODER = DecoderConfig(
         balance=BalanceConfig(bias_update_rate=0.01, micro_batch_coef=0.01),
     ),
 )
+# Without prediction modules, for pipelines, and wide enough for scales of 128 columns.
+WIDE = replace(
+    DECODER,
+    dim=128,
+    head_dim=32,
+    num_mtp_layers=0,
+    mtp_loss_coef=0.0,
+    moe=replace(DECODER.moe, dim=128, hidden_dim=128, shared_hidden_dim=128),
+)
 
 
 @dataclass
@@ -83,6 +94,7 @@ class Run:
     expert_meshes: set[tuple[str, ...]] = field(default_factory=set)
     dispatchers: set[str] = field(default_factory=set)  # names of their classes
     backends: set[str] = field(default_factory=set)
+    request: Any = None  # of `parallelize_moe`, without what is of this process
     graphs: int = 0  # that torch.compile made
 
 
@@ -194,7 +206,7 @@ def follow(trainer: Any) -> Run:
 
     def clip_and_keep(*args: Any, **kwargs: Any) -> Tensor:
         if not run.grads:
-            run.grads = {_clean(n): _whole(p.grad) for n, p in model.named_parameters()}
+            run.grads = {_clean(n): whole(p.grad) for n, p in model.named_parameters()}
         norm = clip(*args, **kwargs)
         run.norms.append(norm.item())
         return norm
@@ -211,12 +223,14 @@ def follow(trainer: Any) -> Run:
     finally:
         dist_utils.clip_grad_norm_ = clip
         trainer.close()
+    if (found := request_of(model)) is not None:
+        run.request = replace(found, meshes=None, family=None)  # type: ignore[arg-type]
     run.graphs = counters["stats"]["unique_graphs"]
     for module in model.modules():
         if isinstance(module, MoELayer):
             run.dispatchers.add(type(module.dispatcher).__name__)
             run.backends.add(module.part("experts").backend)
-    run.state = {_clean(n): _whole(t) for n, t in model.state_dict().items()}
+    run.state = {_clean(n): whole(t) for n, t in model.state_dict().items()}
     for param_name, param in model.named_parameters():
         if not isinstance(param, DTensor):
             run.plain.append(param_name)
@@ -225,7 +239,7 @@ def follow(trainer: Any) -> Run:
     return run
 
 
-def _whole(tensor: Tensor | None) -> Tensor:
+def whole(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "every parameter of these models has a gradient"
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
@@ -267,13 +281,21 @@ class RandomBatches:
             first = self.next * self.step + self.first
             tokens, labels = samples(first, self.batch, self.seq_len)
             self.next += 1
-            yield {"input": tokens}, labels
+            yield {"input": tokens, **({"positions": positions(tokens)} if V03 else {})}, labels
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.next * self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.next = state_dict["seen"] // self.step if state_dict else 0
+
+
+def positions(tokens_BT: Tensor) -> Tensor:
+    """Places of tokens in their documents, each of which ends with EOS."""
+    found = torch.zeros_like(tokens_BT)
+    for t in range(1, tokens_BT.shape[1]):
+        found[:, t] = torch.where(tokens_BT[:, t - 1] == EOS, 0, found[:, t - 1] + 1)
+    return found
 
 
 def samples(first: int, count: int, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -345,5 +367,5 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 def clip(run: Run, model: nn.Module) -> None:
     """Clip an oracle's gradients; the norm and the first step's gradients are recorded."""
-    run.grads = run.grads or {n: _whole(p.grad) for n, p in model.named_parameters()}
+    run.grads = run.grads or {n: whole(p.grad) for n, p in model.named_parameters()}
     run.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))

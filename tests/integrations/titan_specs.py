@@ -6,6 +6,7 @@ torchtitan imports this module by `--experimental.custom_import tests.integratio
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,15 @@ from moecore.integrations.torchtitan.v02.specs import (
     titan_moe,  # noqa: F401  (a test's)
     with_labels,
 )
-from tests.integrations.titan_runs import DECODER, VOCAB, RandomBatches, random_block, refill
+from tests.integrations.titan_runs import (
+    DECODER,
+    EOS,
+    VOCAB,
+    WIDE,
+    RandomBatches,
+    random_block,
+    refill,
+)
 
 QWEN3 = qwen3.Qwen3ModelArgs(
     vocab_size=VOCAB,
@@ -129,15 +138,15 @@ def register() -> None:
         stock = tiny(module.get_train_spec(), args)
         register_train_spec(f"stock_tiny_{name}", on_gloo(stock))
         register_train_spec(f"moecore_tiny_{name}", accelerated(stock))
-    decoder = decoder_spec({"tiny": DECODER})
     loader = with_labels(build_random_tokens)
-    decoder = replace(
-        decoder,
-        model_cls=filled(OwnDecoder, ".mlp."),
-        build_dataloader_fn=loader,
-        build_tokenizer_fn=None,
-    )
-    register_train_spec("moecore_tiny_decoder", decoder)
+    for name, config in (("tiny", DECODER), ("wide", WIDE)):
+        decoder = replace(
+            decoder_spec({"tiny": config}),
+            model_cls=filled(OwnDecoder, ".mlp."),
+            build_dataloader_fn=loader,
+            build_tokenizer_fn=lambda job: SimpleNamespace(eos_id=EOS),
+        )
+        register_train_spec(f"moecore_{name}_decoder", decoder)
 
 
 def stock_block(

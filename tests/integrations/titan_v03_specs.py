@@ -38,6 +38,7 @@ from torchtitan.trainer import Trainer
 
 from moecore.integrations.torchtitan.v03.jobs import accelerated, decoder_job
 from moecore.integrations.torchtitan.v03.parts import TitanDecoder, titan_moe  # noqa: F401
+from moecore.models import DecoderConfig
 from tests.integrations.titan_runs import (
     DECODER,
     DIM,
@@ -47,6 +48,7 @@ from tests.integrations.titan_runs import (
     STEPS,
     VOCAB,
     WEIGHT_DECAY,
+    WIDE,
     RandomBatches,
     random_block,
     refill,
@@ -264,8 +266,16 @@ def moecore_tiny_converted() -> Trainer.Config:
 
 
 def moecore_tiny_decoder() -> Trainer.Config:
-    made = decoder_job(DECODER)
-    made.model_spec.model = filled(TitanDecoder, ".mlp.")(decoder=DECODER)
+    return decoder(DECODER)
+
+
+def moecore_wide_decoder() -> Trainer.Config:
+    return decoder(WIDE)
+
+
+def decoder(config: DecoderConfig) -> Trainer.Config:
+    made = decoder_job(config)
+    made.model_spec.model = filled(TitanDecoder, ".mlp.")(decoder=config)
     return tiny(made)
 
 

@@ -1,17 +1,20 @@
-"""SFT and DPO of TRL, by its own trainers under DDP and by the same with MoETrainer in front."""
+"""SFT, DPO, GRPO of TRL, by its own trainers under DDP and by the same with MoETrainer in front."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from moecore.integrations.transformers import MoETrainer
+from moecore.io.checkpoint.ranks import gather
 from tests.integrations.trainer_runs import COMMON, furthest, logged, make_model, sharded, whole
 
 
@@ -20,6 +23,10 @@ class MoESFTTrainer(MoETrainer, SFTTrainer):
 
 
 class MoEDPOTrainer(MoETrainer, DPOTrainer):
+    pass
+
+
+class MoEGRPOTrainer(MoETrainer, GRPOTrainer):
     pass
 
 
@@ -85,3 +92,35 @@ def dpo(folder: str) -> dict[str, Any]:
     stock = trainer(DPOTrainer, copy.deepcopy(model), copy.deepcopy(reference))
     ours = trainer(MoEDPOTrainer, sharded(model), sharded(reference))
     return compare(stock, ours, "loss", "grad_norm", "rewards/margins", "eval_loss")
+
+
+class SeededBegin(TrainerCallback):
+    """Two trainers of a process sample by the same random numbers, other ones on each rank."""
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        torch.manual_seed(dist.get_rank())
+
+
+def grpo(folder: str) -> dict[str, Any]:
+    """Ranks end sampling at different lengths, and each trainer samples from its own model."""
+    samples: dict[type, list[Any]] = {}
+
+    def trainer(cls: type[GRPOTrainer], model: nn.Module) -> GRPOTrainer:
+        def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+            samples.setdefault(cls, []).append(completion_ids)
+            return [sum(i % 7 for i in ids) / len(ids) for ids in completion_ids]
+
+        numbers = dict(max_steps=3, eval_strategy="no", num_generations=4, beta=0.0)
+        args = GRPOConfig(folder, **options(**numbers, max_completion_length=8))
+        data = Dataset.from_list([{"prompt": text(i, 3 + i % 3)} for i in range(12)])
+        common = dict(train_dataset=data, processing_class=tokenizer(), callbacks=[SeededBegin()])
+        return cls(model, reward, args, **common)
+
+    model: Any = make_model()
+    model.generation_config.eos_token_id = list(range(1, 61, 3))
+    stock = trainer(GRPOTrainer, copy.deepcopy(model))
+    names = ("loss", "grad_norm", "reward", "entropy")
+    found = compare(stock, trainer(MoEGRPOTrainer, sharded(model)), *names)
+    lengths = [len(ids) for ids in samples[GRPOTrainer][0]]
+    same = samples[GRPOTrainer] == samples[MoEGRPOTrainer]
+    return found | {"same samples": gather(same), "longest": gather(max(lengths))}

@@ -19,7 +19,7 @@ from moecore import MoEConfig, MoELayer
 from moecore.base.options.layer import BalanceConfig
 from moecore.base.options.precision import Recipe
 from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
-from moecore.kernels.cross_entropy import cross_entropy_
+from moecore.kernels.cross_entropy import cross_entropy_, row_statistics, softmax_gradient_
 from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
@@ -33,6 +33,7 @@ from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.microscaled import emulated, emulated_matrices
 from moecore.kernels.rows.microscaling import quantise_mxfp8, to_e8m0
 from moecore.kernels.rows.move import copy_used, gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
@@ -170,6 +171,11 @@ def run_quantised(device: str, index: Any) -> None:
     tile_tokens(dh, None, tiles)
     for kind in KINDS.values():
         cast(x_TD[:, 16:161], kind, seen=amax(x_TD), **how)
+    for recipe in (Recipe(scaling="mxfp8"), Recipe(scaling="nvfp4")):
+        for packed in (False, True):
+            for over_rows in (False, True):
+                emulated(x_TD[:, 32:], recipe, over_rows=over_rows, is_gradient=True, packed=packed)
+            emulated_matrices(x_TD[None, :32], recipe, packed=packed)
     part = torch.randn(2, 24, 144, device=device)
     place = PartOfMatrix.of(torch.Size([2, 80, 144]), 1, 56, 24)
     scales, values = torch.zeros(2, *place.scales_shape, device=device), part.to(torch.uint8)
@@ -238,6 +244,9 @@ def run_loss(device: str) -> None:
         labels_C = torch.tensor([V - 1, -100, 0], device=device)
         for dtype in (None, torch.bfloat16, torch.float32):
             cross_entropy_(logits_CV, labels_C, dtype)
+        high, total, _ = row_statistics(logits_CV, labels_C).unbind(1)
+        for dtype in (torch.bfloat16, torch.float32):
+            softmax_gradient_(logits_CV, labels_C, high, total, dtype)
 
 
 if __name__ == "__main__":

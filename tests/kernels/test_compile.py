@@ -37,6 +37,7 @@ from moecore.kernels.rows import (
     activation,
     free_list,
     index,
+    microscaled,
     pages,
     quantised,
     quantised_activation,
@@ -57,21 +58,25 @@ SHARED_MEMORY_BYTES = 232448  # of one program on Hopper; the compiler does not 
 
 
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Launches compile for sm_90 and are collected by kernel name and variant."""
+def compiled(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[dict[str, Any]]:
+    """Launches compile for sm_90, or a parameter, and are collected by kernel name and variant."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime.jit import JITFunction
+
+    arch = getattr(request, "param", 90)
 
     class OfflineDriver(CudaDriver):
         def __init__(self) -> None:
             pass
 
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", arch, 32)
 
         def get_current_device(self) -> int:
-            return 0
+            return arch  # what is compiled for a device is not compiled again
 
         def get_current_stream(self, device: int = 0) -> int:
             return 0
@@ -253,6 +258,18 @@ def run_quantised_weights() -> None:
                 quantised.quantise_weights(w, power_of_two=power_of_two, **layouts)
 
 
+def run_microscaled(recipe: Recipe, packed: bool = False) -> None:
+    x, experts = bf16(T * K, D), torch.zeros(T * K, dtype=torch.int64)
+    how: dict[str, Any] = dict(expert_M=experts, num_experts=E, packed=packed)
+    for is_gradient in (False, True)[packed:]:
+        microscaled.emulated(x, recipe, is_gradient=is_gradient, **how)
+        how_rows: dict[str, Any] = dict(over_rows=True, sources_M=experts, **how)
+        microscaled.emulated(x, recipe, is_gradient=is_gradient, **how_rows)
+    microscaled.emulated(x, recipe, over_rows=True)
+    for dtype in (torch.bfloat16, torch.float32)[: 2 - packed]:
+        microscaled.emulated_matrices(torch.zeros(2, F, D, dtype=dtype), recipe, packed=packed)
+
+
 def run_shard_blocks() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         part = torch.zeros(2, F, D // 8, dtype=dtype)
@@ -372,6 +389,13 @@ def run_cross_entropy(V: int) -> None:
     cross_entropy.cross_entropy_(bf16(T, V), labels, torch.bfloat16)
 
 
+def run_cross_entropy_of_parts(V: int) -> None:
+    logits, labels = torch.zeros(T, V), torch.zeros(T, dtype=torch.int64)
+    high, total, _ = cross_entropy.row_statistics(logits, labels).unbind(1)
+    for dtype in (torch.bfloat16, torch.float32):
+        cross_entropy.softmax_gradient_(logits, labels, high, total, dtype)
+
+
 CASES: dict[str, tuple[Callable[[], None], int]] = {
     "route": (lambda: run_route("softmax"), 2),
     "route weights": (run_route_weights, 2),
@@ -389,6 +413,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "rows": (run_rows, 2),
     "rows of expert choice": (lambda: run_rows(1024), 2),
     "cross_entropy": (lambda: run_cross_entropy(151936), 4),
+    "cross_entropy of parts": (lambda: run_cross_entropy_of_parts(75968), 3),
     "cross_entropy of an odd vocabulary": (lambda: run_cross_entropy(50257), 4),
     "swiglu": (lambda: run_activation("swiglu", False), 2),
     "gelu": (lambda: run_activation("gelu", False), 2),
@@ -455,6 +480,32 @@ def test_compiles_for_hopper_without_spills(
     assert max(shared.values()) <= SHARED_MEMORY_BYTES, shared
     dead = {k: names for k, kernel in compiled.items() if (names := dead_barriers(kernel))}
     assert not dead, dead
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["values", "packed"])
+@pytest.mark.parametrize("scaling", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("compiled", [90, 100], indirect=True, ids=["hopper", "blackwell"])
+def test_microscaled_operands(
+    scaling: Any,
+    packed: bool,
+    compiled: dict[str, Any],
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """GPUs divide as IEEE has it, spill nothing, and threads exchange no values."""
+    monkeypatch.setattr(microscaled, "multiplied_dtype", lambda _: torch.bfloat16)
+    run_microscaled(Recipe(scaling=scaling, power_of_two=scaling == "mxfp8"), packed)
+    least = {"mxfp8": 7, "nvfp4": 12}[scaling] // (1 + packed)
+    assert len(compiled) >= least, sorted(compiled)
+    for name, kernel in compiled.items():
+        assert kernel.metadata.target.arch == request.node.callspec.params["compiled"]
+        assert spilled_bytes(kernel, tmp_path) == 0, name
+        ptx = kernel.asm["ptx"]
+        assert not re.search(r"div\.(full|approx)|rcp\.approx", ptx), name
+        assert ("div.rn.f32" in ptx) == (scaling == "nvfp4" and "microscale" in name), name
+        if not packed and "microscale" in name:
+            assert kernel.metadata.shared == 0, name
 
 
 def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]) -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_, cross_entropy_ref_
+from moecore.kernels.cross_entropy import (
+    IGNORE_INDEX,
+    cross_entropy_,
+    cross_entropy_ref_,
+    row_statistics,
+    softmax_gradient_,
+)
+from moecore.models import loss as loss_file
 from moecore.models.loss import linear_cross_entropy
 from tests.kernels.conftest import poison
 
@@ -125,6 +134,68 @@ def check_errors(found: Tensor, rough: Tensor, true: Tensor) -> None:
     assert float(ours.max()) <= 2 * float(theirs.max()) + floor * float(rows.max())
 
 
+def over_parts(
+    x_CV: Tensor, labels_C: Tensor, dtype: torch.dtype, num_ranks: int
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of ranks that hold parts of each row, which meet in one exchange."""
+    sent: list[Tensor] = []
+    found: list[Any] = []
+    for meets in (False, True):  # first what each rank sends, then what it makes of all
+
+        def exchange(statistics: Tensor, group: Any, meets: bool = meets) -> Tensor:
+            sent.append(statistics)
+            return torch.cat(sent[:num_ranks] if meets else [statistics] * num_ranks)
+
+        with patch.object(loss_file, "gather_ranks", exchange):
+            for rank, part in enumerate(x_CV.clone().chunk(num_ranks, 1)):
+                group: Any = SimpleNamespace(size=lambda: num_ranks, rank=lambda rank=rank: rank)
+                rows = loss_file.whole_rows(part.contiguous(), labels_C, group)
+                gradient = softmax_gradient_(part, *rows[:3], dtype)
+                made = -rows.log_probs().sum(), gradient
+                found += [made] if meets else []
+    losses, gradients = zip(*found, strict=True)
+    assert all(torch.equal(loss.nan_to_num(), losses[0].nan_to_num()) for loss in losses)
+    return losses[0], torch.cat(gradients, 1)
+
+
+@pytest.mark.parametrize(
+    ("C", "V", "num_ranks"), [(9, 8, 4), (7, 303, 3), (2, 50256, 2), (0, 6, 2)]
+)
+def test_parts_of_rows_are_as_good_as_pytorch(device: str, C: int, V: int, num_ranks: int) -> None:
+    for dtype, gradient_dtype in ((FP32, FP32), (FP32, FP16), (FP16, FP16)):
+        x, labels = inputs(C, V, device=device, dtype=dtype)
+        if C > 2:
+            labels[1] = V // num_ranks - 100  # seen from the second rank it is -100
+            labels[1].clamp_(min=0)
+        exact_loss, exact_d = by_autograd(x.double(), labels)
+        plain_loss, plain_d = by_autograd(x.float(), labels)
+        loss, d = over_parts(x, labels, gradient_dtype, num_ranks)
+        assert d.dtype == gradient_dtype and loss.dtype == FP32
+        error, plain_error = ((t.double() - exact_loss).abs() for t in (loss, plain_loss))
+        assert float(error) <= 2 * float(plain_error) + 1e-6 * float(exact_loss)
+        check_errors(d, plain_d.to(gradient_dtype), exact_d)
+
+
+def test_parts_of_rows_show_labels_out_of_range(device: str) -> None:
+    x, _ = inputs(6, 8, device=device)
+    labels = torch.tensor([0, 8, -1, 6, 1 << 40, IGNORE_INDEX], device=device)
+    loss, d = over_parts(x, labels, FP32, 2)
+    assert loss.isnan()
+    assert d.isnan().all(1).tolist() == [False, True, True, False, True, False]
+    assert not d[5].any()
+
+
+def test_statistics_of_special_rows(device: str) -> None:
+    x = torch.tensor([[0.0, math.log(3.0)], [NAN, 0.0], [5.0, 5.0], [1.0, INF]], device=device)
+    labels = torch.tensor([1, IGNORE_INDEX, 2, 0], device=device)
+    found = row_statistics(x, labels)
+    third = 4.0 / 3.0
+    assert found[:3].flatten().tolist() == pytest.approx(
+        [math.log(3.0), third, math.log(3.0), 0, 1, 0, 5, 2, 0]
+    )
+    assert found[3].isnan().any() or found[3].isinf().any()
+
+
 def test_kernel_reads_no_ignored_row(device: str) -> None:
     for C in (1, 6):
         x, labels = inputs(C, 37, device=device, ignored=1.0)
@@ -211,6 +282,11 @@ def test_op_tells_the_truth_to_the_compiler(device: str) -> None:
     torch.library.opcheck(op, (x.clone(), labels, None, True))
     torch.library.opcheck(op, (x.clone(), labels, None, False))
     torch.library.opcheck(op, (x.clone(), labels, torch.zeros_like(x, dtype=FP16), False))
+    statistics, gradient = torch.ops.moecore.row_statistics, torch.ops.moecore.softmax_gradient_
+    torch.library.opcheck(statistics.default, (x.clone(), labels))
+    whole = labels, x.amax(1), x.logsumexp(1)
+    torch.library.opcheck(gradient.default, (x.clone(), *whole, None))
+    torch.library.opcheck(gradient.default, (x.clone(), *whole, torch.zeros_like(x)))
     compiled = torch.compile(cross_entropy_, fullgraph=True, backend="aot_eager")
     for dtype in (FP32, FP16, None):
         found, expected = (f(x.clone(), labels, dtype) for f in (compiled, cross_entropy_))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,22 +104,208 @@ def olmoe() -> Pair:
     return OlmoeForCausalLM(hf), ours
 
 
+def dense(name: str, hf_changes: dict[str, Any], changes: dict[str, Any]) -> Pair:
+    """A family of dense models: transformers' `<name>Config`."""
+    import transformers
+
+    shape = dict(num_key_value_heads=2, intermediate_size=48, head_dim=16, rms_norm_eps=1e-5)
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    hf = getattr(transformers, f"{name}Config")(
+        **HF_SHAPE, **shape, **dict(rope_parameters=rope, pad_token_id=None) | hf_changes
+    )
+    ours = DecoderConfig(**SHAPE, num_kv_heads=2, mlp_hidden_dim=48, norm_eps=1e-5, **changes)
+    return getattr(transformers, f"{name}ForCausalLM")(hf), ours
+
+
+def qwen2_moe() -> Pair:
+    """With biases of queries, keys and values, and a gated shared expert."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    hf = Qwen2MoeConfig(
+        **HF_SHAPE,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        mlp_only_layers=[1],
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=40,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    moe = MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3, normalize_weights=False)
+    ours = DecoderConfig(
+        **SHAPE,
+        num_kv_heads=2,
+        attention_bias="qkv",
+        rope_theta=1e6,
+        dense_layers=(1,),
+        mlp_hidden_dim=48,
+        moe=replace(moe, shared_hidden_dim=40, shared_gate=True),
+    )
+    return Qwen2MoeForCausalLM(hf), ours
+
+
+def glm4_moe(*, norm: bool) -> Pair:
+    """Half of each head is turned; `norm` is what GLM-4.5 has and GLM-4.5-Air has not."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    hf = Glm4MoeConfig(
+        **HF_SHAPE,
+        num_key_value_heads=2,
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=norm,
+        intermediate_size=48,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        num_mtp_layers=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    )
+    ours = DecoderConfig(
+        **SHAPE,
+        num_kv_heads=2,
+        attention_bias="qkv",
+        rotary_dim=8,
+        qk_norm="head" if norm else None,
+        norm_eps=1e-5,
+        dense_layers=(0,),
+        mlp_hidden_dim=48,
+        moe=MoEConfig(
+            dim=64,
+            hidden_dim=32,
+            num_experts=8,
+            top_k=3,
+            normalize_weights=True,
+            score_function="sigmoid",
+            routed_scaling_factor=2.5,
+            expert_bias=True,
+            shared_hidden_dim=32,
+        ),
+    )
+    return Glm4MoeForCausalLM(hf), ours
+
+
+def gpt_oss() -> Pair:
+    """Small limits and windows, so that both matter."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    yarn = replace(YARN, truncate=False)
+    rope = rope_of(yarn) | dict(mscale=None, mscale_all_dim=None)
+    hf = GptOssConfig(
+        **HF_SHAPE,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=32,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=5,
+        swiglu_limit=1.0,
+        rms_norm_eps=1e-5,
+        rope_parameters=rope,
+    )
+    ours = DecoderConfig(
+        **SHAPE,
+        num_kv_heads=2,
+        attention_bias="all",
+        windows=(5, 0),
+        attention_sinks=True,
+        yarn=yarn,
+        norm_eps=1e-5,
+        moe=MoEConfig(
+            dim=64,
+            hidden_dim=32,
+            num_experts=8,
+            top_k=3,
+            score_order="post",
+            router_bias=True,
+            activation="clamped_swiglu",
+            activation_limit=1.0,
+            fc1_bias=True,
+            fc2_bias=True,
+        ),
+    )
+    return GptOssForCausalLM(hf), ours
+
+
+def deepseek_v2(*, grouped: bool) -> Pair:
+    """`grouped` is what DeepSeek-V2 has and DeepSeek-V2-Lite has not; YaRN as in both."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    yarn = YarnConfig(factor=4.0, original_max_seq_len=16, mscale=0.707, mscale_all_dim=0.707)
+    groups = dict(n_group=4, topk_group=2, topk_method="group_limited_greedy")
+    hf = DeepseekV2Config(
+        **HF_SHAPE,
+        **(groups if grouped else dict(topk_method="greedy")),
+        num_key_value_heads=4,
+        intermediate_size=48,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        routed_scaling_factor=4.0,
+        first_k_dense_replace=1,
+        q_lora_rank=24 if grouped else None,
+        kv_lora_rank=20,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        rope_parameters=rope_of(yarn),
+    )
+    ours = DecoderConfig(
+        **SHAPE | dict(head_dim=20),
+        num_kv_heads=4,
+        dense_layers=(0,),
+        mlp_hidden_dim=48,
+        mla=MLAConfig(
+            q_lora_rank=24 if grouped else 0,
+            kv_lora_rank=20,
+            qk_nope_head_dim=12,
+            qk_rope_head_dim=8,
+            v_head_dim=10,
+            yarn=yarn,
+        ),
+        moe=MoEConfig(
+            dim=64,
+            hidden_dim=32,
+            num_experts=8,
+            top_k=3,
+            normalize_weights=False,
+            routed_scaling_factor=4.0,
+            shared_hidden_dim=64,
+            **(dict(num_groups=4, top_groups=2, group_experts=1) if grouped else {}),
+        ),
+    )
+    return DeepseekV2ForCausalLM(hf), ours
+
+
+def rope_of(yarn: YarnConfig | None) -> dict[str, Any]:
+    """transformers' rotary options."""
+    if yarn is None:
+        return {"rope_type": "default", "rope_theta": 1e4}
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_max_seq_len,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim,
+        "truncate": yarn.truncate,
+    }
+
+
 def deepseek(
     *, q_lora_rank: int = 24, yarn: YarnConfig | None = None, num_mtp_layers: int = 0
 ) -> Pair:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
-    if yarn is not None:
-        rope |= {
-            "rope_type": "yarn",
-            "factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_seq_len,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "mscale": yarn.mscale,
-            "mscale_all_dim": yarn.mscale_all_dim,
-        }
     hf = DeepseekV3Config(
         **HF_SHAPE,
         num_key_value_heads=4,
@@ -138,7 +325,7 @@ def deepseek(
         v_head_dim=10,
         rms_norm_eps=1e-5,
         num_mtp_layers=num_mtp_layers,
-        rope_parameters=rope,
+        rope_parameters=rope_of(yarn),
     )
     ours = DecoderConfig(
         **SHAPE | dict(head_dim=20),
@@ -173,15 +360,33 @@ def deepseek(
     return DeepseekV3ForCausalLM(hf), ours
 
 
-# Of the four frequencies two stay, one is mixed, and one is slowed down.
+# Of the four frequencies of latent attention two stay, one is mixed, and one is slowed down.
 YARN = YarnConfig(factor=4.0, original_max_seq_len=16, beta_fast=0.2, beta_slow=0.01)
 PAIRS = {
     "qwen3": qwen3,
     "mixtral": mixtral,
     "olmoe": olmoe,
+    "qwen2-moe": qwen2_moe,
+    "gpt-oss": gpt_oss,
+    "mistral, window": lambda: dense("Mistral", dict(sliding_window=5), dict(windows=(5,))),
+    "glm-4.5": lambda: glm4_moe(norm=True),
+    "glm-4.5-air": lambda: glm4_moe(norm=False),
+    "deepseek-v2": lambda: deepseek_v2(grouped=True),
+    "deepseek-v2-lite": lambda: deepseek_v2(grouped=False),
+    "qwen3, dense": lambda: dense("Qwen3", {}, dict(qk_norm="head")),
+    "qwen2": lambda: dense("Qwen2", {}, dict(attention_bias="qkv")),
+    "llama, biases": lambda: dense("Llama", dict(attention_bias=True), dict(attention_bias="all")),
+    "mistral, yarn": lambda: dense(
+        "Mistral", dict(sliding_window=None, rope_parameters=rope_of(YARN)), dict(yarn=YARN)
+    ),
+    "llama": lambda: dense("Llama", dict(tie_word_embeddings=True), dict(tie_embeddings=True)),
+    "mistral": lambda: dense("Mistral", dict(sliding_window=None), {}),
     "deepseek": deepseek,
     "deepseek, no query latent": lambda: deepseek(q_lora_rank=0),
     "deepseek, yarn": lambda: deepseek(yarn=YARN),
+    "deepseek, yarn, one step": lambda: deepseek(
+        yarn=replace(YARN, beta_fast=0.05, beta_slow=0.05)
+    ),
     "deepseek, yarn, both scales": lambda: deepseek(
         yarn=YarnConfig(factor=4.0, original_max_seq_len=16, mscale=0.7, mscale_all_dim=1.2)
     ),
@@ -201,6 +406,8 @@ def randomize(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if "norm" in name:
             param.uniform_(0.5, 1.5)
+        if name.endswith(("bias", "sinks")):
+            param.normal_()
     for name, buffer in model.named_buffers():
         if "e_score_correction_bias" in name:
             buffer.uniform_(-0.1, 0.1)

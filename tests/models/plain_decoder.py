@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.models import DecoderConfig, MLAConfig
+from moecore.models import DecoderConfig, YarnConfig
 from tests.moe.reference import moe_reference
 
 Params = Mapping[str, Tensor]
@@ -61,7 +61,7 @@ def plain_losses(
 
     x_BTD = table_VD[tokens_BT]
     for i in range(config.num_layers):
-        x_BTD = block(below(params, f"model.layers.{i}."), config, x_BTD, config.is_dense(i), aux)
+        x_BTD = block(below(params, f"model.layers.{i}."), config, x_BTD, i, aux)
     h_BTD = norm(x_BTD, params["model.norm.weight"], config.norm_eps)
     losses = PlainLosses(loss_of(h_BTD, labels_BT), aux=aux)
     for k in range(1, config.num_mtp_layers + 1):
@@ -70,8 +70,7 @@ def plain_losses(
         e_BTD = norm(table_VD[tokens_BT[:, k:]], own["enorm.weight"], config.norm_eps)
         h_BTD = norm(h_BTD[:, :-1], own["hnorm.weight"], config.norm_eps)
         x_BTD = torch.cat([e_BTD, h_BTD], -1) @ own["eh_proj.weight"].T
-        last = config.is_dense(config.num_layers - 1)
-        x_BTD = block(below(own, "block."), config, x_BTD, last, aux)
+        x_BTD = block(below(own, "block."), config, x_BTD, config.num_layers - 1, aux)
         h_BTD = norm(x_BTD, own["norm.weight"], config.norm_eps)
         losses.ahead.append(loss_of(h_BTD, labels_BT[:, k:]))
     return losses
@@ -86,14 +85,18 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def block(
-    params: Params, config: DecoderConfig, x_BTD: Tensor, dense: bool, aux: list[Tensor]
+    params: Params, config: DecoderConfig, x_BTD: Tensor, layer: int, aux: list[Tensor]
 ) -> Tensor:
     y = norm(x_BTD, params["input_layernorm.weight"], config.norm_eps)
-    attend = grouped_attention if config.mla is None else latent_attention
-    x_BTD = x_BTD + attend(below(params, "self_attn."), config, y)
+    own = below(params, "self_attn.")
+    if config.mla is None:
+        window = (config.windows or (0,))[layer % max(1, len(config.windows))]
+        x_BTD = x_BTD + grouped_attention(own, config, y, window)
+    else:
+        x_BTD = x_BTD + latent_attention(own, config, y)
     y = norm(x_BTD, params["post_attention_layernorm.weight"], config.norm_eps)
     own = below(params, "mlp.")
-    if dense:
+    if config.is_dense(layer):
         gate, up = y @ own["gate_proj.weight"].T, y @ own["up_proj.weight"].T
         return x_BTD + (gate * torch.sigmoid(gate) * up) @ own["down_proj.weight"].T
     out = moe_reference(y, own, config.moe)
@@ -101,12 +104,18 @@ def block(
     return x_BTD + out.y_BTD
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """One head: [B, T, d] each."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, sink: Tensor | None = None
+) -> Tensor:
+    """One head: [B, T, d] each; a window of 0 is none."""
     T = q.shape[1]
     scores = (q @ k.transpose(1, 2)) * scale
-    scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
-    return scores.softmax(-1) @ v
+    ago = torch.arange(T)[:, None] - torch.arange(T)
+    scores = scores.masked_fill((ago < 0) | (ago >= (window or T)), -math.inf)
+    if sink is None:
+        return scores.softmax(-1) @ v
+    one_more = torch.cat((scores, sink.expand(*scores.shape[:2], 1)), dim=-1)
+    return one_more.softmax(-1)[..., :-1] @ v
 
 
 def turn(x: Tensor, frequencies: Tensor, scale: float, pairs: bool) -> Tensor:
@@ -119,10 +128,11 @@ def turn(x: Tensor, frequencies: Tensor, scale: float, pairs: bool) -> Tensor:
     return (turned if pairs else turned.transpose(2, 3)).flatten(2)
 
 
-def grouped_attention(params: Params, config: DecoderConfig, x: Tensor) -> Tensor:
+def grouped_attention(params: Params, config: DecoderConfig, x: Tensor, window: int) -> Tensor:
     d, group = config.head_dim, config.num_heads // config.num_kv_heads
-    frequencies = config.rope_theta ** (-torch.arange(0, d, 2) / d)
-    q, k, v = (x @ params[f"{n}_proj.weight"].T for n in "qkv")
+    r = config.rotary_dim or d
+    frequencies, table_scale, _ = yarn(r, config.yarn, config.rope_theta)
+    q, k, v = (x @ params[f"{n}_proj.weight"].T + params.get(f"{n}_proj.bias", 0) for n in "qkv")
     heads = []
     for h in range(config.num_heads):
         qh = q[..., h * d : (h + 1) * d]
@@ -130,15 +140,19 @@ def grouped_attention(params: Params, config: DecoderConfig, x: Tensor) -> Tenso
         if config.qk_norm == "head":
             qh = norm(qh, params["q_norm.weight"], config.norm_eps)
             kh = norm(kh, params["k_norm.weight"], config.norm_eps)
-        qh, kh = (turn(t, frequencies, 1.0, pairs=False) for t in (qh, kh))
-        heads.append(attention(qh, kh, vh, d**-0.5))
-    return torch.cat(heads, -1) @ params["o_proj.weight"].T
+        turned = (turn(t[..., :r], frequencies, table_scale, pairs=False) for t in (qh, kh))
+        qh, kh = (
+            torch.cat((t, whole[..., r:]), -1) for t, whole in zip(turned, (qh, kh), strict=True)
+        )
+        sink = params["sinks"][h] if "sinks" in params else None
+        heads.append(attention(qh, kh, vh, d**-0.5, window, sink))
+    return torch.cat(heads, -1) @ params["o_proj.weight"].T + params.get("o_bias", 0)
 
 
 def latent_attention(params: Params, config: DecoderConfig, x: Tensor) -> Tensor:
     mla = config.mla
     n, r, v = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
-    frequencies, table_scale, score_scale = yarn(mla, config.rope_theta)
+    frequencies, table_scale, score_scale = yarn(r, mla.yarn, config.rope_theta)
     if mla.q_lora_rank:
         latent = norm(x @ params["q_a_proj.weight"].T, params["q_a_layernorm.weight"], mla.norm_eps)
         q = latent @ params["q_b_proj.weight"].T
@@ -159,9 +173,8 @@ def latent_attention(params: Params, config: DecoderConfig, x: Tensor) -> Tensor
     return torch.cat(heads, -1) @ params["o_proj.weight"].T
 
 
-def yarn(mla: MLAConfig, theta: float) -> tuple[Tensor, float, float]:
+def yarn(r: int, config: YarnConfig | None, theta: float) -> tuple[Tensor, float, float]:
     """Frequencies, factor on cos and sin, factor on scores: YaRN's formulas, one by one."""
-    r, config = mla.qk_rope_head_dim, mla.yarn
     if config is None:
         return theta ** (-torch.arange(0, r, 2) / r), 1.0, 1.0
     frequencies = []
@@ -175,8 +188,10 @@ def yarn(mla: MLAConfig, theta: float) -> tuple[Tensor, float, float]:
                 / (2 * math.log(theta))
             )
 
-        low = max(0, math.floor(place(config.beta_fast)))
-        high = min(r - 1, math.ceil(place(config.beta_slow)))
+        low, high = place(config.beta_fast), place(config.beta_slow)
+        if config.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(0, low), min(r - 1, high)
         slow = min(1.0, max(0.0, (i - low) / max(high - low, 1e-3)))
         frequencies.append(frequency * (1 - slow) + frequency / config.factor * slow)
     ln = math.log(config.factor)

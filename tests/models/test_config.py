@@ -14,10 +14,12 @@ from moecore.models import (
     MLAConfig,
     YarnConfig,
     active_params,
+    document_cost,
     flops_per_token,
     num_params,
     preset,
 )
+from moecore.packing import DocumentCost
 
 MOE = MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2)
 VALID = dict(vocab_size=32, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, moe=MOE)
@@ -39,6 +41,29 @@ MLA = MLAConfig(**VALID_MLA)
         (dict(head_dim=15), r"head_dim \(15\) must be even"),
         (dict(qk_norm="layer"), r"qk_norm \('layer'\) must be one of 'head', 'full' or None"),
         (dict(dim=32), r"moe.dim \(64\) must equal dim \(32\)"),
+        (dict(attention_bias=True), r"attention_bias \(True\) must be one of 'qkv', 'all' or None"),
+        (dict(windows=(4, 0, 4)), r"windows \(\(4, 0, 4\)\) must be num_layers \(2\) at most"),
+        (dict(windows=(-1,)), r"windows \(\(-1,\)\) must be a tuple, each a whole number >= 0"),
+        (dict(mla=MLA, num_kv_heads=4, windows=(4,)), r"windows \(\(4,\)\) must be \(\) with mla"),
+        (
+            dict(mla=MLA, num_kv_heads=4, attention_sinks=True),
+            r"attention_sinks \(True\) must be F",
+        ),
+        (dict(rotary_dim=7), r"rotary_dim \(7\) must be even and <= head_dim \(16\)"),
+        (dict(rotary_dim=18), r"rotary_dim \(18\) must be even and <= head_dim \(16\)"),
+        (
+            dict(yarn=YarnConfig(**VALID_YARN), max_seq_len=4097),
+            r"max_seq_len \(4097\) must be <= yarn.factor \* yarn.original_max_seq_len \(4.0 \* 10",
+        ),
+        (
+            dict(mla=MLA, num_kv_heads=4, attention_bias="qkv"),
+            r"attention_bias \('qkv'\) must be None with mla",
+        ),
+        (dict(mla=MLA, num_kv_heads=4, rotary_dim=4), r"rotary_dim \(4\) must be 0 with mla"),
+        (
+            dict(mla=MLA, num_kv_heads=4, yarn=YarnConfig(**VALID_YARN)),
+            r"yarn \(.*\) must be None with mla: give mla.yarn",
+        ),
         (dict(moe=None, dense_layers=(0,)), r"dense_layers \(\(0,\)\) must be \(\) with moe"),
         (dict(dense_layers=(1, 0)), r"dense_layers \(\(1, 0\)\) must rise without repeats"),
         (dict(dense_layers=(0, 0)), r"must rise without repeats"),
@@ -115,7 +140,7 @@ def test_wrong_latent_attention_is_refused(change, message):
         (dict(factor=0.5), r"YarnConfig.factor \(0.5\) must be a finite number >= 1"),
         (dict(factor=float("inf")), r"YarnConfig.factor \(inf\) must be a finite number >= 1"),
         (dict(beta_slow=0.0), r"YarnConfig.beta_slow \(0.0\) must be a finite number > 0"),
-        (dict(beta_fast=1.0), r"YarnConfig.beta_slow \(1.0\) must be < beta_fast \(1.0\)"),
+        (dict(beta_fast=0.5), r"YarnConfig.beta_slow \(1.0\) must be <= beta_fast \(0.5\)"),
         (dict(mscale=-1.0), r"YarnConfig.mscale \(-1.0\) must be a finite number >= 0"),
         (dict(mscale_all_dim=float("nan")), r"YarnConfig.mscale_all_dim \(nan\) must be a finite"),
     ],
@@ -161,6 +186,12 @@ def test_unknown_preset_lists_the_names():
         ("olmoe-1b-7b", 6.9e9, 1.3e9, 1e8),
         # 15.29e9 and 2.24e9 in the report (arXiv:2502.16982), which leaves out embedding and head.
         ("moonlight-16b-a3b", 15.96e9, 2.915e9, 1e7),
+        ("qwen2-57b-a14b", 57.4e9, 14.2e9, 1e8),
+        ("deepseek-v2", 236e9, 21.4e9, 1e9),
+        ("deepseek-v2-lite", 15.7e9, 2.7e9, 1e8),  # 2.4e9 without embedding and head
+        ("gpt-oss-20b", 20.91e9, 4.19e9, 1e8),  # the report's 3.61e9 leaves out the embedding
+        ("gpt-oss-120b", 116.83e9, 5.71e9, 1e8),
+        ("kimi-k2", 1026.4e9, 32.9e9, 1e8),
     ],
 )
 def test_published_sizes(name, total, active, unit):
@@ -177,6 +208,16 @@ def test_published_size_of_deepseek_v3():
     # The published figure leaves out the embedding lookup, unlike those of the models above.
     assert abs(active_params(main) - main.vocab_size * main.dim - 37e9) < 0.5e9
     assert abs(num_params(config) - num_params(main) - 11.6e9) < 0.05e9
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [("glm-4.5", 353e9, 33e9), ("glm-4.5-air", 107e9, 13e9)]
+)
+def test_published_sizes_of_glm(name, total, active):
+    """Table 1 of the report (arXiv:2508.06471): 355B and 106B with 32B and 12B active."""
+    main = replace(preset(name), num_mtp_layers=0, mtp_loss_coef=0.0)
+    assert abs(num_params(main) - total) < 0.6e9
+    assert abs(active_params(main) - active) < 0.9e9
 
 
 def test_deepseek_v3_has_the_dimensions_of_transformers():
@@ -229,9 +270,38 @@ def test_flops_of_a_small_decoder_by_hand():
         mlp_hidden_dim=16,
     )
     assert flops_per_token(config, 10) == 6 * (64 + 192 + 12 + 32) + 6 * 4 * 10
+    # Five tokens see 1, 2, 3, 3, 3 keys in one of two layers: w - w^2 / (2 T), up to half a key.
+    windowed = replace(config, num_layers=2, windows=(3, 0))
+    all_keys = replace(config, num_layers=2)
+    fewer = flops_per_token(all_keys, 5) - flops_per_token(windowed, 5)
+    assert fewer == pytest.approx(3 * (5 - (6 - 9 / 5)) * config.num_heads * 2 * config.head_dim)
     tied = replace(config, tie_embeddings=True)
     assert flops_per_token(tied, 10) == flops_per_token(config, 10)
     assert num_params(config) - num_params(tied) == 32
+
+
+def test_cost_of_a_document_by_hand():
+    config = DecoderConfig(
+        vocab_size=8,
+        dim=4,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+        mlp_hidden_dim=16,
+    )
+    # q, k, v, o are 16 + 8 + 8 + 16, the rest is 192 + 12 + 32; a pair is 3 * 2 * 4 FLOPs. Keys and
+    # values of a token are 8 bytes, 0.04 ns; a pair of a forward is 8 FLOPs, 1 / 75,000 ns.
+    cost = document_cost(config)
+    assert cost.linear == pytest.approx(6 * (48 + 192 + 12 + 32) / 24 * 1.5)
+    assert cost.exchange == pytest.approx(3000) and cost.fixed == 1000 * cost.linear
+    assert document_cost(config, link_gb_per_s=50).exchange == pytest.approx(12000)
+    # DocumentCost's defaults are those of this model, whose head they leave out.
+    qwen, default = document_cost(preset("qwen3-30b-a3b")), DocumentCost()
+    assert qwen.exchange == pytest.approx(default.exchange)
+    assert qwen.linear == pytest.approx(default.linear, rel=0.2)
+    latent = document_cost(preset("deepseek-v3"))
+    assert latent.exchange == pytest.approx(2 * 576 * 3000 / (128 * (192 + 128)))
 
 
 def test_flops_of_latent_attention_and_multi_token_prediction():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig
 from moecore.attention.sequence import shift_left
-from moecore.models import Decoder, DecoderConfig, preset
+from moecore.models import Decoder, DecoderConfig, YarnConfig, preset
 from moecore.moe.layer import MoELayer
 from tests.io.hf.states import hf_state
 from tests.models.hf_pairs import YARN, deepseek, randomize
@@ -21,7 +21,7 @@ BALANCE = BalanceConfig(micro_batch_coef=0.1, sequence_coef=0.2, z_loss_coef=0.0
 DEEPSEEK = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=7)
 DEEPSEEK = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, balance=BALANCE))
 GROUPED = DecoderConfig(
-    vocab_size=61,
+    vocab_size=60,
     dim=32,
     num_layers=2,
     num_heads=4,
@@ -34,9 +34,19 @@ GROUPED = DecoderConfig(
     ce_chunk_tokens=7,
     moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2, balance=BALANCE),
 )
+WINDOWED = replace(  # the second layer and the modules; alone it would hide what sinks do
+    GROUPED,
+    attention_bias="all",
+    windows=(0, 5),
+    attention_sinks=True,
+    rotary_dim=4,
+    max_seq_len=128,
+    yarn=YarnConfig(factor=4.0, original_max_seq_len=32, beta_fast=2.0, truncate=False),
+)
+KINDS = {"latent": DEEPSEEK, "grouped, tied, dense": GROUPED, "windows, sinks, biases": WINDOWED}
 CONFIGS = {
     f"{name}, {depth}": replace(config, num_mtp_layers=depth, mtp_loss_coef=0.4)
-    for name, config in {"latent": DEEPSEEK, "grouped, tied, dense": GROUPED}.items()
+    for name, config in KINDS.items()
     for depth in (1, 2)
 }
 
@@ -51,6 +61,8 @@ def make(config: DecoderConfig) -> Decoder:
                 value.copy_(torch.rand(value.shape, generator=g) + 0.5)
             elif "expert_bias" in name:
                 value.copy_(torch.rand(value.shape, generator=g) * 0.1)
+            elif name.endswith(("_bias", "_proj.bias", "sinks")):
+                value.copy_(torch.randn(value.shape, generator=g))
             else:
                 value.mul_(8.0)
     return model

@@ -49,6 +49,7 @@ def moe_reference(
     padding_mask_BT: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     given_ids_NK: Tensor | None = None,
+    given_weights_NK: Tensor | None = None,
     jitter_ND: Tensor | None = None,
 ) -> ReferenceOutput:
     """Return the layer's output and its auxiliary losses for one micro-batch of one data rank.
@@ -64,6 +65,7 @@ def moe_reference(
         padding_mask_BT: bool, True = padding; None = none.
         cu_seqlens: whole numbers [n + 1], documents over all rows; None = rows.
         given_ids_NK: expert ids that are chosen instead, -1 = no choice; capacity still drops.
+        given_weights_NK: their weights, constants; None = those of the logits.
         jitter_ND: the factors that jitter drew; None = 1.
 
     Returns:
@@ -76,7 +78,13 @@ def moe_reference(
         real_BT = ~padding_mask_BT
     router_x_ND = x_ND if jitter_ND is None or not training else x_ND.float() * jitter_ND
     routing = route_reference(
-        router_x_ND, real_BT, params, config, training=training, given_ids_NK=given_ids_NK
+        router_x_ND,
+        real_BT,
+        params,
+        config,
+        training=training,
+        given_ids_NK=given_ids_NK,
+        given_weights_NK=given_weights_NK,
     )
     y_ND = _routed(x_ND, routing, params, config)
     for i in range(config.num_shared_experts if config.shared_hidden_dim else 0):

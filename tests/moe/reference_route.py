@@ -65,6 +65,7 @@ def route_reference(
     *,
     training: bool,
     given_ids_NK: Tensor | None,
+    given_weights_NK: Tensor | None = None,
 ) -> ReferenceRouting:
     """Route one micro-batch.
 
@@ -75,6 +76,7 @@ def route_reference(
         config: the layer.
         training: the mode.
         given_ids_NK: chosen ids, -1 = none; None = the config chooses.
+        given_weights_NK: weights of given ids; None = those of the logits.
     """
     dtype = getattr(torch, config.router_dtype)
     logits_NE = x_ND.to(dtype) @ params["router.weight"].to(dtype).T
@@ -90,6 +92,10 @@ def route_reference(
     chosen = [[c and r for c in row] for row, r in zip(chosen, real, strict=True)]
     chosen_NE = _mask(chosen, logits_NE)
     weights_NE = _weights(logits_NE, scores_NE, chosen_NE, config)
+    if given_ids_NK is not None and given_weights_NK is not None:
+        weights_NE = torch.zeros_like(weights_NE)
+        for token, (row, given) in enumerate(zip(given_ids_NK, given_weights_NK, strict=True)):
+            weights_NE[token, row[row >= 0].long()] = given[row >= 0]
     counted = chosen
     if config.expert_bias or config.top_groups < config.num_groups:
         bare = replace(config, num_groups=1, top_groups=1, group_experts=2)

@@ -136,7 +136,7 @@ def spread_choices(buffer: Any, x_TD: Tensor, ids_TK: Tensor, *_: Any, **__: Any
     if buffer.rank < RANKS - 1:  # nobody chooses the last rank's experts
         ids_SK[:, 0] = buffer.rank * LOCAL + rows_S % LOCAL
     rows_SD = x_TD.new_ones(rows_S.shape[0], DIM)
-    peers_T = torch.ones(x_TD.shape[0], dtype=torch.int32)
+    peers_T = torch.ones(x_TD.shape[0], dtype=torch.int64)
     return SpreadChoices(rows_SD, ids_SK, torch.ones(ids_SK.shape), peers_T, rows_S)
 
 

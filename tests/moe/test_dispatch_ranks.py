@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -25,6 +25,7 @@ from moecore import (
     ParallelConfig,
     build_meshes,
 )
+from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
@@ -47,6 +48,7 @@ CONFIG = MoEConfig(
 )
 FOLDINGS = {"ep4": (4, 1), "ep2-etp2": (2, 2), "etp4": (1, 4), "ep2-edp2": (2, 1)}
 DISPATCHERS: dict[str, type] = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
+COMPILED = DISPATCHERS | {"tokens as FP8": partial(AllToAllDispatcher, fp8=True)}
 TOKENS = {
     "uneven": (5, 0, 11, 3),
     "single-token": (0, 1, 0, 0),
@@ -298,7 +300,7 @@ def compiled(name: str) -> tuple[bool, list[str]]:
     layer = make_layer(config)
     layer.part("experts").shard(meshes.expert["ep", "etp"])
     place = ExpertPlacement(group=meshes.dispatch_group, num_experts=8, ep=2, etp=1)
-    layer.dispatcher = DISPATCHERS[name](place)
+    layer.dispatcher = COMPILED[name](place)
     x_TD = tokens_of((8, 8), torch.float32)[dist.get_rank()].requires_grad_()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -318,7 +320,7 @@ def worker(rank: int, device: torch.device, cases: list[tuple[Any, ...]]) -> dic
 
 
 def compiling_worker(rank: int, device: torch.device) -> dict[str, Any]:
-    return {"compiled": {name: compiled(name) for name in DISPATCHERS}}
+    return {"compiled": {name: compiled(name) for name in COMPILED}}
 
 
 @pytest.fixture(scope="module")
@@ -346,8 +348,9 @@ def test_each_token_travels_once_per_rank_in_three_collectives(
     assert results["traffic"][folding]
 
 
-@pytest.mark.parametrize("name", DISPATCHERS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_compilers_break_once_where_counts_are_kept(name: str, results: dict[str, Any]) -> None:
     is_equal, breaks = results["compiled"][name]
     assert is_equal
-    assert len(breaks) == 1 and "LoadTracker" in breaks[0]
+    assert sum("LoadTracker" in text for text in breaks) == 1
+    assert len(breaks) == 1 or not HAS_SEPARATE_PIECES  # older torch breaks elsewhere, too

@@ -315,6 +315,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], str]] = [
         {"shared_hidden_dim": 128},
         r"0: shared experts cannot be in FP8 \(tensorwise\), because the layer keeps no history",
     ),
+    (
+        {"precision": "mxfp8"},
+        {},
+        {"shared_hidden_dim": 48},
+        r"0: shared experts cannot be in FP8 \(mxfp8\), .* \[128, 48\] is no matrix of .* 32",
+    ),
 ]
 
 

@@ -353,9 +353,9 @@ ROUTINGS = ranks.ROUTINGS | {
 }
 
 
-def dispatcher_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
+def dispatcher_of(place: ExpertPlacement, *, fp8: bool = False, **options: Any) -> NVLinkDispatcher:
     options = NVLinkOptions(**dict(max_tokens=MAX_TOKENS, row_factor=None) | options)
-    exchanges = EmulatedExchangePool(place.group, ep=place.ep, options=options)
+    exchanges = EmulatedExchangePool(place.group, ep=place.ep, options=options, fp8=fp8)
     exchanges.watch = "skips"
     return NVLinkDispatcher(place, exchanges)
 
@@ -472,13 +472,13 @@ def fp8() -> dict[str, Any]:
             dict(row_factor=8 / 3),
             dict(keep_rows=False),
         ):
-            layer, operations = sharded_layer(folding, fp8_dispatch=True, **options)
+            layer, operations = sharded_layer(folding, fp8=True, **options)
             name = f"{folding}, {options}"
             found[name] = equal(want, gradients(layer, xs, recompute=False))
             found[f"{name}, over"] = sorted(set(operations))
             found[f"{name}, recomputed"] = equal(want, gradients(layer, xs, recompute=True))
-    keeps, _ = sharded_layer("ep4", fp8_dispatch=True)
-    lets_go, _ = sharded_layer("ep4", fp8_dispatch=True, keep_rows=False)
+    keeps, _ = sharded_layer("ep4", fp8=True)
+    lets_go, _ = sharded_layer("ep4", fp8=True, keep_rows=False)
     found["saved"] = [
         (saved_rows(layer, xs[0], fp8=True), saved_rows(layer, xs[0])) for layer in (keeps, lets_go)
     ]
@@ -602,13 +602,14 @@ def disagreements() -> dict[str, str]:
     found = {}
     for name, usual, other in (
         ("keep_rows", True, False),
-        ("fp8_dispatch", False, True),
+        ("fp8", False, True),
         ("overlap_weight_grads", True, False),
         ("dim", 16, 32),
     ):
         chosen = {name: other if is_odd else usual}
         x = torch.zeros(3, chosen.pop("dim", 16))
-        exchanges = ExchangePool(group, ep=4, options=NVLinkOptions(**chosen))
+        fp8 = chosen.pop("fp8", False)
+        exchanges = ExchangePool(group, ep=4, options=NVLinkOptions(**chosen), fp8=fp8)
         try:
             exchanges._agree(x, 2, 132)
         except ValueError as error:
@@ -707,7 +708,7 @@ def test_ranks_that_disagree_are_named_before_anything_is_sent(results: dict[str
     assert found.pop("most") == "6" and len(found) == 4
     for message in found.values():
         assert "of rank 2 (" in message and "must equal those of rank 0 (" in message
-    assert "[16, 2, 0, 132, 1, 1, 1]) must equal" in found["fp8_dispatch"]
+    assert "[16, 2, 0, 132, 1, 1, 1]) must equal" in found["fp8"]
 
 
 def test_tokens_as_fp8_have_the_bits_of_rounded_tokens(results: dict[str, Any]) -> None:
@@ -723,8 +724,9 @@ def test_tokens_as_fp8_have_the_bits_of_rounded_tokens(results: dict[str, Any]) 
 @pytest.mark.parametrize("dim", [24, 40])
 def test_fp8_rows_of_odd_sizes_are_refused(dim: int, group: dist.ProcessGroup) -> None:
     place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
-    options = NVLinkOptions(max_tokens=8, row_factor=None, fp8_dispatch=True)
-    dispatcher = NVLinkDispatcher(place, EmulatedExchangePool(group, ep=4, options=options))
+    options = NVLinkOptions(max_tokens=8, row_factor=None)
+    pool = EmulatedExchangePool(group, ep=4, options=options, fp8=True)
+    dispatcher = NVLinkDispatcher(place, pool)
     ids = torch.zeros(3, 2, dtype=torch.int32)
     routing = Routing(
         expert_ids_TK=ids,
@@ -732,7 +734,7 @@ def test_fp8_rows_of_odd_sizes_are_refused(dim: int, group: dist.ProcessGroup) -
         logits_TE=torch.empty(0),
         chosen_ids_TK=ids,
     )
-    message = rf"model dim \({dim}\) must be a multiple of 16 with NVLinkOptions.fp8_dispatch"
+    message = rf"experts' rows \({dim}\) must be a multiple of 16 with fp8_dispatch \(True\)"
     with pytest.raises(ValueError, match=message):
         dispatcher.dispatch(torch.zeros(3, dim), routing)
 

@@ -80,9 +80,9 @@ def place_of(ep: int, etp: int) -> ExpertPlacement:
     return ExpertPlacement(group=group, num_experts=ep * EXPERTS_PER_RANK, ep=ep, etp=etp)
 
 
-def nvlink_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
+def nvlink_of(place: ExpertPlacement, *, fp8: bool = False, **options: Any) -> NVLinkDispatcher:
     options = dict(max_tokens=MOST_TOKENS, timeout_s=TIMEOUT_S, row_factor=None) | options
-    exchanges = ExchangePool(place.group, ep=place.ep, options=NVLinkOptions(**options))
+    exchanges = ExchangePool(place.group, ep=place.ep, options=NVLinkOptions(**options), fp8=fp8)
     exchanges.watch = "skips"  # by `check`
     return NVLinkDispatcher(place, exchanges)
 
@@ -203,7 +203,7 @@ def fp8() -> dict[str, Any]:
         place = place_of(*degrees)
         rounded = RoundedDispatcher(AllToAllDispatcher(place))
         for shape in (MAIN, SHAPES["long rows, K > e"], Shape(80, 1, torch.float32)):
-            ours, bad = nvlink_of(place, fp8_dispatch=True), []
+            ours, bad = nvlink_of(place, fp8=True), []
             for i, num_tokens in enumerate((MOST_TOKENS, 1, 0, 37)):
                 num_tokens = 0 if (i + dist.get_rank()) % 4 == 3 else num_tokens
                 batch = batch_of(place, shape, num_tokens, i)
@@ -212,7 +212,7 @@ def fp8() -> dict[str, Any]:
             ours.exchanges.check()
             ours.exchanges.close()
             found[f"{name}, {shape}"] = not bool(torch.stack(bad).any())
-    found["replayed"] = replay(nvlink_of(place_of(NUM_RANKS, 1), fp8_dispatch=True))
+    found["replayed"] = replay(nvlink_of(place_of(NUM_RANKS, 1), fp8=True))
     return found | fp8_layers()
 
 
@@ -220,8 +220,8 @@ def fp8_layers() -> dict[str, Any]:
     """Kept and sent again the same bits; against wide rows a rounding of other products."""
     place, room = place_of(NUM_RANKS, 1), dict(row_factor=3.0)
     kept, again, wide = (make_layer(place) for _ in range(3))
-    kept.dispatcher = nvlink_of(place, fp8_dispatch=True, **room)
-    again.dispatcher = nvlink_of(place, fp8_dispatch=True, keep_rows=False, **room)
+    kept.dispatcher = nvlink_of(place, fp8=True, **room)
+    again.dispatcher = nvlink_of(place, fp8=True, keep_rows=False, **room)
     wide.dispatcher = RoundedDispatcher(nvlink_of(place, **room))
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
     results = []

@@ -74,9 +74,11 @@ class Tape:
         self.ids_TK = ids_TK
         self.seen: list[Tensor] = []
 
-    def given(self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]) -> Tensor:
+    def given(
+        self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
         assert num_tokens == self.ids_TK.shape[0]
-        return self.ids_TK
+        return self.ids_TK, None
 
     def took(self, ids_TK: Tensor) -> None:
         self.seen.append(ids_TK)

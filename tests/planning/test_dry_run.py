@@ -77,7 +77,7 @@ def records() -> Iterator[Any]:
 def test_gpus_held_and_took_as_much(run: TrainingRun, row: dict[str, Any]) -> None:
     found = dry_run(run)
     assert found.peak / GIB == pytest.approx(row["peak_gib"], rel=0.015)
-    if (run.num_gpus, run.batch_size) != (2, 4):  # 10.2%: compute is slower beside collectives
+    if (run.num_gpus, run.batch_size) != (2, 1):  # 10.05%: the table's sums pass beside products
         seconds = time_step(found, CostTable.of("h200-141")).seconds
         assert seconds * 1e3 == pytest.approx(row["step_ms"], rel=0.1)
     if "held_gib" in row:
@@ -103,6 +103,17 @@ def test_products_are_those_of_the_model(precision: Any) -> None:
     assert flops == pytest.approx(8192 * flops_per_token(config, 8192), rel=0.05)
 
 
+def test_a_window_hides_keys_from_the_work_of_attention() -> None:
+    config = replace(preset("qwen3-30b-a3b"), num_layers=2, windows=(512, 0))
+    run = TrainingRun(model=config, num_gpus=1, seq_len=8192)
+    flops = sum(work.flops for work in found(run).forward_backward)
+    assert flops == pytest.approx(8192 * flops_per_token(config, 8192), rel=0.05)
+    attention = sum(w.flops for w in found(run).forward_backward if w.kind == "attention")
+    keys = 512 - 512 * 512 / (2 * 8192) + 8192 / 2  # of a token, in both layers
+    # One of seven products is the scores of the backward, which a formula leaves out.
+    assert attention == pytest.approx(7 * 2 * 32 * 128 * keys * 8192, rel=1e-3)
+
+
 def names(run: TrainingRun, rank: int = 0) -> Counter[str]:
     return Counter(work.name for work in found(run, rank).forward_backward)
 
@@ -115,9 +126,10 @@ def test_experts_run_on_kernels_and_tokens_travel() -> None:
     assert ran["sm90_bf16_grouped_nn_act_bwd_kernel"] == config.num_layers
     travels = [w for w in found(run).forward_backward if w.name == "alltoall_base_"]
     assert {work.shape for work in travels} == {(2,)}
-    # Rows and sums, in backward both again, of each token to nearly each rank; sent and received.
+    # Rows and sums, in backward both again, of nearly each token to the other rank; sent and
+    # received.
     rows = sum(work.num_bytes for work in travels if work.dtype == "bfloat16")
-    once = 2 * (256 * 2) * config.dim * torch.bfloat16.itemsize
+    once = 2 * 256 * config.dim * torch.bfloat16.itemsize
     assert rows == pytest.approx(4 * config.num_layers * once, rel=0.01)
 
 
@@ -292,3 +304,19 @@ def test_the_command_prints_the_plan_of_its_pipeline_rank(
 def test_a_world_that_is_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^rank \(4\) must be < world_size \(4\)"):
         dry_run(TINY, 4)
+
+
+@pytest.mark.parametrize("nvlink", [None, NVLinkOptions(row_factor=1.0)])
+@pytest.mark.parametrize("precision", [None, "blockwise"])
+def test_tokens_as_fp8_send_half_the_bytes(nvlink: NVLinkOptions | None, precision: Any) -> None:
+    """Tokens of each layer, and gradients of outputs where the experts are in FP8."""
+    wide = replace(NEAR, nvlink=nvlink, precision=Precision.of(precision))
+    names = ("alltoall_base_",) if nvlink is None else (SPREAD,)
+    sent, packed = (
+        Counter(w.num_bytes for w in found(run).forward_backward if w.name in names)
+        for run in (wide, replace(wide, fp8_dispatch=True))
+    )
+    row = max(sent)
+    as_fp8 = row * (2048 + 2048 // 128 * 4) // (2 * 2048)
+    layers = NEAR.model.num_layers * (1 if precision is None else 2)
+    assert packed - sent == {as_fp8: layers} and sent - packed == {row: layers}

@@ -11,9 +11,8 @@ from moecore.cli import main
 from moecore.planning import CostTable, plan_memory, plan_time
 from moecore.planning.gpus import GPUS
 from moecore.planning.search import Folding, SearchRequest, refuse
-from tests.planning.recipes import GB200, GB300, RECIPES, run_of
+from tests.planning.recipes import RECIPES, run_of
 
-MEMORY = {GB200: 186 << 30, GB300: 279 << 30} | {name: gpu.memory for name, gpu in GPUS.items()}
 # What our plan of a recipe does not fit, and why.
 TOO_LARGE = {
     # Table 17 has 8 stages for these numbers, and its text says why; 4 are a line of table 20.
@@ -27,8 +26,7 @@ TOO_LARGE = {
 def test_a_recipe_fits_where_it_ran(name: str) -> None:
     recipe = RECIPES[name]
     plan = plan_memory(run_of(recipe))
-    assert (plan.largest.num_bytes <= MEMORY[recipe.gpu]) == (name not in TOO_LARGE)
-    assert ("none of" in "".join(recipe.without)) == (recipe.gpu not in GPUS)
+    assert (plan.largest.num_bytes <= GPUS[recipe.gpu].memory) == (name not in TOO_LARGE)
     assert run_of(recipe).num_micro_batches * recipe.num_gpus * recipe.batch_size == (
         recipe.rows * recipe.degrees[0] * recipe.degrees[1] * recipe.degrees[2]
     )
@@ -36,11 +34,17 @@ def test_a_recipe_fits_where_it_ran(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if r.tokens_per_second])
 def test_a_recipe_takes_as_long_as_it_did(name: str) -> None:
-    """Within 2%; if pairs hid nothing between nodes, it would take 1.5 to 1.8 times as long."""
+    """At most 6% faster: a plan has no late ranks. Without what pairs hide it is slower by far.
+
+    DeepSeek-V3 with the products that the report measured beside DeepEP: as fast as alone they
+    give 1,541 tokens/s (+9%). Of Qwen3 it names no such loss; with the same one it had 1,959.
+    """
     run, reported = run_of(RECIPES[name]), RECIPES[name].tokens_per_second
-    table = CostTable.of("h100-80")
-    assert reported is not None
-    assert plan_time(run, table).tokens_per_second == pytest.approx(reported, rel=0.02)
+    gpu, rate = GPUS[RECIPES[name].gpu], 1 / (1 + RECIPES[name].slower)
+    assert reported is not None and gpu.fp8_flops is not None
+    slow = replace(gpu, bf16_flops=rate * gpu.bf16_flops, fp8_flops=rate * gpu.fp8_flops)
+    table = CostTable.of(slow)
+    assert reported <= plan_time(run, table).tokens_per_second <= 1.06 * reported
     without = plan_time(run, replace(table, pairs_hide=0.0))
     assert without.tokens_per_second < 0.75 * reported
 
@@ -52,7 +56,7 @@ def test_the_guidelines_are_those_of_the_recipes() -> None:
         request = SearchRequest(
             model=run.model,
             num_gpus=recipe.num_gpus,
-            gpus_per_node=8 if recipe.gpu in GPUS else 4,
+            gpus_per_node=GPUS[recipe.gpu].server,
             seq_len=recipe.seq_len,
             global_batch=recipe.rows,
         )

@@ -122,6 +122,7 @@ def test_a_stage_without_weights_in_fp8_gathers_none() -> None:
     assert min(plan_peak(replace(run, pipeline=PipelineConfig(layout="Et*4m|L")))) > 0
 
 
+@pytest.mark.slow
 def test_few_rows_are_slow_where_the_host_is_the_wall() -> None:
     model = replace(preset("qwen3-30b-a3b"), num_layers=4)
     request = SearchRequest(model=model, num_gpus=8, gpu="h200-141")
@@ -344,6 +345,9 @@ def test_what_is_printed_is_read_back(capsys: pytest.CaptureFixture[str]) -> Non
     run = run_of(LARGE, Folding(pp=8, tp=2, ep=32, chunks=2), rung)
     args = parser.parse_args(["plan", "--preset", "deepseek-v3", "--gpus", "256", *flags_of(run)])
     assert run_of_options(args) == run
+    run = replace(run, fp8_dispatch=True)
+    args = parser.parse_args(["plan", "--preset", "deepseek-v3", "--gpus", "256", *flags_of(run)])
+    assert run_of_options(args) == run and "fp8_dispatch=True" in call_of(run)
     small = [*same, "--seq-len", "32"]
     assert main([*small, "--top", "1"]) == 0
     out, err = capsys.readouterr()
@@ -421,7 +425,7 @@ def test_large_numbers_end_in_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_what_records_have_is_named() -> None:
     """The figure is a record's, of bf16 with dispatcher nvlink; other foldings have none."""
-    args = argparse.Namespace(preset="qwen3-30b-a3b", gpu="h200-141", gpus=8)
+    args = argparse.Namespace(preset="qwen3-30b-a3b", gpu_spec=None, gpu="h200-141", gpus=8)
     for step in MEASURED:
         lines = (ROOT / "benchmarks" / "results" / step.record).read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if row.get("num_gpus") == step.num_gpus]
@@ -430,7 +434,9 @@ def test_what_records_have_is_named() -> None:
         assert _support(args, step.folding).startswith("measured: ep=8 batch_size=4 in bf16")
     other = _support(args, Folding(batch_size=4))
     assert other.startswith("no record has a step of the first one: ep=8") and "16,159" in other
-    alone = _support(argparse.Namespace(preset="tiny", gpu="h100-80", gpus=8), Folding())
+    alone = _support(
+        argparse.Namespace(preset="tiny", gpu_spec=None, gpu="h100-80", gpus=8), Folding()
+    )
     assert alone.endswith("it is planned only")
 
 

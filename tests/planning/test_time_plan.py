@@ -125,8 +125,10 @@ def test_a_pair_takes_as_long_as_its_actions_in_turn() -> None:
 
 
 def test_the_network_carries_one_collective_at_a_time() -> None:
-    """Tokens and weights of two nodes are on streams of their own, and share the network."""
+    """Tokens and experts' weights are on streams of their own, and share the network."""
     run = replace(DEEP, num_gpus=32, parallel=ParallelConfig(ep=16), num_micro_batches=8)
+    split = dict(dense_strategy="optim", experts_strategy="optim_grads_params")
+    run = replace(run, fsdp=replace(run.fsdp, **split))  # NVLink is what limits the blocks'
     run, table = replace(run, seq_len=512), replace(TABLE, host_seconds=1e-12)
     step = dry_run(run)
     works = [(one.work, one.node_ranks) for one in step.queued]

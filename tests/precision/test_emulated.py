@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore.base.options.precision import Precision, Recipe
 from moecore.kernels.experts.contract import SINK
-from moecore.precision.apply import apply_precision
-from moecore.precision.emulated import EmulatedLinearProducts, linear_products
+from moecore.kernels.rows import microscaled
+from moecore.precision.apply import apply_precision, linear_products
+from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.linear import Fp8Products, why_not
 from tests.kernels.rows.microscaling_oracle import linear
 from tests.precision.plain import relative_error, worst_row_error
@@ -108,10 +109,10 @@ def test_what_is_kept_and_wanted(scaling: Any) -> None:
     products = linear_products(Recipe(scaling=scaling))
     whole = values(products, x, weight, dy=dy)
     y, kept = kept_by(products, x, weight.detach())
-    assert [t.numel() for t in kept] == [weight.numel(), 1]  # and no x
+    assert [t.numel() for t in kept] == [weight.numel()]  # and no x
     assert torch.equal(torch.autograd.grad(y, x, dy)[0], whole[1])
     y, kept = kept_by(products, x.detach(), weight)
-    assert [t.numel() for t in kept] == [x.numel(), 1]
+    assert [t.numel() for t in kept] == [x.numel()]
     assert torch.equal(torch.autograd.grad(y, weight, dy)[0], whole[2])
 
 
@@ -128,6 +129,20 @@ def test_repeats_checkpoints_and_compiled_code_have_the_same_bits(name: str) -> 
     for make in (products, copy.deepcopy(products), again, compiled):
         found = values(make, x, weight, bias, dy=dy)
         assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+def test_kernels_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantisers are what differs between the two."""
+    sizes = dict(T=700, K=256, N=384)
+    leaves = [t.detach().cuda().bfloat16().requires_grad_() for t in operands(**sizes)]
+    x, weight, bias, dy = leaves
+    products = linear_products(RECIPES[name])
+    found = values(products, x, weight, bias, dy=dy.detach())
+    monkeypatch.setattr(microscaled, "_has_kernel", lambda _: False)
+    expected = values(products, x, weight, bias, dy=dy.detach())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @both

@@ -15,8 +15,7 @@ from torch.func import functional_call
 
 from moecore.base.options.precision import Precision, Recipe
 from moecore.moe.params import shard_parameter
-from moecore.precision.apply import advance_amax, apply_precision
-from moecore.precision.emulated import linear_products
+from moecore.precision.apply import advance_amax, apply_precision, linear_products
 from moecore.precision.linear import Fp8Products, why_not
 from tests.helpers.ranks import run_ranks
 

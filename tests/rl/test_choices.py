@@ -99,6 +99,34 @@ def test_bad_choices_are_refused_before_any_forward(name: str, replay: RouterRep
     assert not taken(replay)
 
 
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"first": [GOOD.float()]}, r"weights \(of 'first'\) must have the layers and forwards"),
+        ({"first": [], "second": [GOOD.float()]}, r"must have the layers and forwards"),
+        (
+            {"first": [torch.ones(3, 2)], "second": [torch.ones(3, 1)]},
+            r"weights\['second'\]\[0\] \(torch.float32 \(3, 1\)\) must be floating \(3, 2\)",
+        ),
+        (
+            {"first": [torch.ones(3, 2)], "second": [GOOD]},
+            r"weights\['second'\]\[0\] \(torch.int32 \(3, 2\)\) must be floating",
+        ),
+        (
+            {"first": [torch.full((3, 2), torch.nan)], "second": [torch.ones(3, 2)]},
+            r"weights\['first'\]\[0\]\[0, 0\] \(nan\) must be finite and >= 0",
+        ),
+    ],
+)
+def test_bad_weights_are_refused_before_any_forward(
+    weights: Any, message: str, replay: RouterReplay
+) -> None:
+    choices = {"first": [GOOD], "second": [GOOD]}
+    with pytest.raises(ValueError, match=message), replay.replay(choices, weights=weights):
+        pytest.fail("must be refused on entry")
+    assert not taken(replay)
+
+
 def test_experts_that_choose_have_a_column_each() -> None:
     layer = make_layer(replace(CONFIG, assignment="expert_choice"))
     replay = RouterReplay(layer)
@@ -387,5 +415,5 @@ def test_tokens_that_the_engine_did_not_run() -> None:
 def test_the_page_about_it_runs() -> None:
     page = Path(__file__).parents[2] / "docs" / "router_replay.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     exec(compile("\n".join(blocks), str(page), "exec"), {})

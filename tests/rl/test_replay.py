@@ -136,10 +136,13 @@ LAYERS |= {
 }
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("frozen_router", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_changed_router_against_the_reference(name: str, frozen_router: bool) -> None:
-    """Recorded ids, weights of the router as it is now: output, gradients, losses, counts."""
+def test_changed_router_against_the_reference(
+    name: str, frozen_router: bool, weighted: bool
+) -> None:
+    """Recorded ids, weights given or of the router as it is: output, gradients, losses, counts."""
     config = LAYERS[name]
     layer = make_layer(config)
     x = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(2))
@@ -157,10 +160,14 @@ def test_changed_router_against_the_reference(name: str, frozen_router: bool) ->
     tensors["router.weight"].requires_grad_(not frozen_router)
     ours, truth = x.clone().requires_grad_(), x.clone().requires_grad_()
 
-    with replay.replay(choices):
+    given_TK = None
+    if weighted:  # the router has the gradient of the losses alone
+        given_TK = torch.rand(ids_TK.shape, generator=torch.Generator().manual_seed(3))
+    with replay.replay(choices, weights=None if given_TK is None else {"": [given_TK]}):
         y = layer(ours)
         y.square().sum().backward()
-    expected = moe_reference(truth, tensors, config, given_ids_NK=ids_TK)
+    given = dict(given_ids_NK=ids_TK, given_weights_NK=given_TK)
+    expected = moe_reference(truth, tensors, config, **given)
     (expected.y_BTD.square().sum() + sum(expected.losses.values())).backward()
 
     found = {"y": y.detach(), "x": ours.grad, "losses": layer.tracker.counts.losses}  # type: ignore[union-attr]

@@ -40,7 +40,7 @@ BALANCE = BalanceConfig(
     micro_batch_coef=0.02, sequence_coef=0.01, global_batch_coef=0.02, z_loss_coef=0.01
 )
 CONFIG = DecoderConfig(
-    vocab_size=61,
+    vocab_size=66,
     dim=32,
     num_layers=2,
     num_heads=4,

@@ -46,6 +46,9 @@ def attend(
 ) -> Tensor:
     """Return o_BTHv: each token attends to itself and to those before it in its document."""
     # `window` counts the token itself, None = all; `sinks_H` are the scores of the heads' sinks.
+    num_tokens = q_BTHd.shape[1] * (1 if sequence.held is None else sequence.held.cp.size)
+    if window is not None and window >= (sequence.max_seqlen or num_tokens):
+        window = None
     is_plain = sequence.cu_seqlens is None and window is None and sinks_H is None
     if is_plain and sequence.held is None:
         o_BHTv = F.scaled_dot_product_attention(

@@ -48,8 +48,12 @@ class RotaryTable:
             self.sin_Td *= scale
 
     def rotate(self, x_BTHd: Tensor) -> Tensor:
-        """Turn each pair (i, i + d / 2) of the last dim (Llama); fp32 inside, rounded once."""
-        return self._turn(x_BTHd, neighbours=False)
+        """Turn each pair (i, i + d / 2) of the first d dims (Llama); fp32 inside, rounded once."""
+        d = 2 * self.cos_Td.shape[-1]
+        if x_BTHd.shape[-1] == d:
+            return self._turn(x_BTHd, neighbours=False)
+        turned = self._turn(x_BTHd[..., :d], neighbours=False)
+        return torch.cat((turned, x_BTHd[..., d:]), dim=-1)
 
     def rotate_pairs(self, x_BTHw: Tensor) -> Tensor:
         """Turn each pair (2i, 2i + 1) of the last d dims (DeepSeek); earlier dims stay."""

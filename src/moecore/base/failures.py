@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 KEY = "moecore/failures"
 GRACE_S = 2.0  # how long a rank waits for the others' records: they see one event at one time
 LONGEST, SHORT = 500, 120  # characters of an error, and of one of transport
+MOST_NAMED = 8  # ranks
 OF_TRANSPORT = ("gloo", "NCCL", "Connection closed", "Connection reset")
 _own: list[tuple[dist.Store, int]] = []  # this rank's records
 
@@ -60,15 +61,22 @@ def explained(where: str, error: Exception) -> str:
             found = _read()
     mine, cause = f"rank {dist.get_rank()} runs {where}", " ".join(str(error).split())[:SHORT]
     fix = "give every rank the same forwards, micro-batches and steps"
-    if not found:
+    silent = set(range(dist.get_world_size())) - {dist.get_rank(), *(one["rank"] for one in found)}
+    if silent and all(one["waits"] and one["where"] == where for one in found):
         return (
-            f"{mine}, but another rank has ended or runs something else, and has recorded no "
-            f"error: {fix}, and see what the others printed ({cause})"
+            f"{mine}, but {_one_of(sorted(silent))} has ended or runs something else, and has "
+            f"recorded no error: {fix}, and see what the others printed ({cause})"
         )
     first = found[0]
     if first["waits"]:
         return f"{mine} and rank {first['rank']} {first['where']}: {fix} ({cause})"
     return f"rank {first['rank']} failed in {first['where']}: {first['error']} ({mine})"
+
+
+def _one_of(ranks: Sequence[int]) -> str:
+    if len(ranks) > MOST_NAMED:
+        return f"one of {len(ranks)} ranks"
+    return f"{'one of ranks ' if len(ranks) > 1 else 'rank '}{', '.join(map(str, ranks))}"
 
 
 def forget_own() -> None:

@@ -87,6 +87,11 @@ def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return region.multiply(function, args, kwargs)
 
 
+def is_running_again() -> bool:
+    """Whether a region runs products again, so that their results are not kept."""
+    return _here.runs_again
+
+
 @contextmanager
 def running_again() -> Iterator[None]:
     """Within, a region runs products again, so that their results are not kept."""

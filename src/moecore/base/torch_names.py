@@ -366,6 +366,15 @@ def local_of(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+def own_local(tensor: Tensor) -> Tensor:
+    """Return the tensor in which a DTensor has its part: `local_of` of a parameter is a view."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()  # the part is the first of what a DTensor is made of
+    found: Tensor = getattr(tensor, names[0])
+    return found
+
+
 def wrapped_like(local: Tensor, like: Tensor) -> Tensor:
     """Return a DTensor of a local part that lies as another does; 4 us, `from_local` takes 70."""
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined, call-arg]
@@ -409,3 +418,26 @@ def symmetric_memory(
     allocate = _symmetric_memory._SymmetricMemory.empty_strided_p2p
     memory = allocate((num_bytes,), (1,), torch.uint8, device)
     return memory, _symmetric_memory.rendezvous(memory, group)
+
+
+# Pipelines of `torch.ops.symm_mem.fused_*`, whose operators multiply by one matrix alone and
+# allocate each result: slices of dim 0 travel through a workspace of the group, which grows with
+# them, on copy engines. On another stream than the current one too, which waits at the end.
+
+
+def gather_and_consume(
+    x_C: Tensor, consume: Callable[[Tensor, int], None], x_GC: Tensor, group: dist.ProcessGroup
+) -> None:
+    """Gather dim 0 of all ranks, and call consume(slice, rank) with each slice that is here."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory._pipelined_all_gather_and_consume(x_C, consume, x_GC, group.group_name)
+
+
+def produce_and_send(
+    produce: Callable[[int, Tensor], None], received_GC: Tensor, group: dist.ProcessGroup
+) -> None:
+    """Call produce(rank, slice), and send each rank its slice of dim 0 when it is full."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory._pipelined_produce_and_all2all(produce, received_GC, group.group_name)

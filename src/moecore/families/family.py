@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -18,20 +19,26 @@ from moecore.families.transformers.guards import (
     refuse_accelerate,
     refuse_native_names,
     refuse_save_pretrained,
+    sync_generation,
     warn_about_cache,
 )
 from moecore.families.transformers.head import fuse_loss
+from moecore.families.transformers.log_probs import take_log_prob_losses
 from moecore.families.transformers.lora import (
     adapt_experts,
     adapted,
+    adapters_off,
     experts_unwrapped,
     refuse_peft_methods,
 )
+from moecore.families.transformers.norms import fuse_norms
 from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import tell_layers
 from moecore.families.transformers.stock import is_hf, is_pretrained
+from moecore.families.transformers.tensor_parallel import CutTransformer
 from moecore.moe.layer import RoutedLayer
+from moecore.packing.collate import PackedBatch
 from moecore.parallel.family import Adapter, Family
 from moecore.parallel.pipeline.stages import StagedModel
 
@@ -63,6 +70,22 @@ class Plain(Family):
         return True if mask_BT is None else ~mask_BT.all()
 
     @override
+    def arguments(self, batch: PackedBatch) -> dict[str, Any]:
+        return {
+            "tokens_BT": batch["input_ids"],
+            "padding_mask_BT": batch["padding_mask"],
+            "cu_seqlens": batch["cu_seqlens"],
+            "max_seqlen": batch["max_seqlen"],
+        }
+
+    @override
+    def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
+        raise ValueError(
+            f"model ({type(model).__name__}) must have adapters of peft to be its own reference: "
+            "pass a reference model"
+        )
+
+    @override
     def staged(self, model: nn.Module) -> StagedModel:
         if not hasattr(model, "stage_parts"):
             raise NotImplementedError(
@@ -70,6 +93,10 @@ class Plain(Family):
                 "transformers, or have stage_parts, to be cut to stages"
             )
         return cast(StagedModel, model)
+
+    @override
+    def tensor_parallel(self, model: nn.Module) -> Any:
+        return model
 
     @override
     def context(self, model: nn.Module) -> Any:
@@ -105,6 +132,8 @@ class Transformers(Plain):
         refuse_lost_outputs(model)
         tell_layers(model)
         run_vision_experts(model)
+        take_log_prob_losses(model)
+        fuse_norms(model)
 
     @override
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
@@ -116,9 +145,23 @@ class Transformers(Plain):
         return mask.any() if is_padding else super().has_tokens(inputs)  # type: ignore[union-attr]
 
     @override
+    def arguments(self, batch: PackedBatch) -> dict[str, Any]:
+        names = ("input_ids", "position_ids", "padding_mask", "cu_seqlens", "max_seqlen")
+        found: dict[str, Any] = {n: batch[n] for n in names}  # type: ignore[literal-required]
+        return found | {"use_cache": False}
+
+    @override
+    def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
+        return adapters_off(model) if adapted(model) is not model else super().adapters_off(model)
+
+    @override
     def staged(self, model: nn.Module) -> StagedModel:
         is_causal = hasattr(model, "get_output_embeddings") and not hasattr(model, "stage_parts")
         return StagedCausal(model) if is_causal else super().staged(model)
+
+    @override
+    def tensor_parallel(self, model: nn.Module) -> Any:
+        return model if hasattr(model, "apply_tensor_parallel") else CutTransformer(model)
 
     @override
     def context(self, model: nn.Module) -> Any:
@@ -136,6 +179,7 @@ class Transformers(Plain):
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         super().attached(model, wrapper=wrapper, drops_cache=drops_cache)
         refuse_save_pretrained(model)
+        sync_generation(model)
         refuse_native_names(model)
         if drops_cache:
             warn_about_cache(model)

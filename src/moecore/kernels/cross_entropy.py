@@ -5,6 +5,9 @@
 
 Letters: C rows (tokens of one chunk), V vocabulary.
 
+Where ranks hold parts of each row, `row_statistics` and `softmax_gradient_` are the two passes, and
+the statistics of all parts meet in between.
+
 One program per row. The first pass keeps a maximum and a sum of exponentials for each lane (the
 online softmax), lanes meet once at the end of the row, and the second pass writes the gradient. A
 row that does not count is not read.
@@ -162,6 +165,54 @@ def _cross_entropy_kernel(
             _write_gradient(x_row, d_row, columns, target, high, 1.0 / total, V, LANES, WIDTH)
 
 
+@triton.jit
+def _row_statistics_kernel(
+    logits,  # [C, V], contiguous
+    labels,  # [C] int64
+    statistics,  # [C, 3] fp32, out
+    V: tl.constexpr,
+    IGNORE: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    high, total, picked = 0.0, 1.0, 0.0
+    if label != IGNORE:
+        x_row = logits + row * V
+        columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        inside = (label >= 0) & (label < V)
+        picked = tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32)
+        high, total = _max_and_sum(x_row, columns, V, LANES, WIDTH)
+    tl.store(statistics + row * 3, high)
+    tl.store(statistics + row * 3 + 1, total)
+    tl.store(statistics + row * 3 + 2, picked)
+
+
+@triton.jit
+def _softmax_gradient_kernel(
+    logits,  # [C, V], contiguous
+    labels,  # [C] int64
+    highs,  # [C] fp32, the maximum of the whole row
+    sums,  # [C] fp32, the sum of exp(x - high)
+    d_logits,  # [C, V], contiguous, out: logits itself or other memory
+    V: tl.constexpr,
+    IGNORE: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    d_row = d_logits + row * V
+    if label == IGNORE:
+        _write_zeros(d_row, columns, V, LANES, WIDTH)
+    else:
+        x_row, target = logits + row * V, label.to(tl.int32)
+        high, scale = tl.load(highs + row), 1.0 / tl.load(sums + row)
+        _write_gradient(x_row, d_row, columns, target, high, scale, V, LANES, WIDTH)
+
+
 def _cross_entropy(
     logits_CV: Tensor, labels_C: Tensor, d_logits_CV: Tensor | None, in_place: bool
 ) -> Tensor:
@@ -209,3 +260,98 @@ def cross_entropy_(
         return _cross_entropy_op(logits_CV, labels_C, None, True).sum(), logits_CV
     d_logits_CV = None if dtype is None else torch.empty_like(logits_CV, dtype=dtype)
     return _cross_entropy_op(logits_CV, labels_C, d_logits_CV, False).sum(), d_logits_CV
+
+
+def row_statistics_ref(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    """Return what `row_statistics` returns, in fp32 or fp64."""
+    x_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    x_CV = x_CV.masked_fill((labels_C == IGNORE_INDEX)[:, None], 0)
+    high_C1 = x_CV.amax(1, keepdim=True)
+    total_C = (x_CV - high_C1).exp().sum(1).masked_fill(labels_C == IGNORE_INDEX, 1)
+    picked_C1 = x_CV.gather(1, labels_C.clamp(0, x_CV.shape[1] - 1)[:, None])
+    inside_C = (labels_C >= 0) & (labels_C < x_CV.shape[1])
+    return torch.stack((high_C1[:, 0], total_C, picked_C1[:, 0].masked_fill(~inside_C, 0)), 1)
+
+
+def softmax_gradient_ref_(
+    logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return what `softmax_gradient_` returns; overwrites fp32 and fp64 logits."""
+    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    inside_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1])
+    d_logits_CV = logits_CV.sub_(highs_C[:, None]).exp_().div_(sums_C[:, None])
+    targets_C1 = labels_C.clamp(0, logits_CV.shape[1] - 1)[:, None]
+    d_logits_CV.scatter_add_(1, targets_C1, -inside_C[:, None].to(d_logits_CV.dtype))
+    return d_logits_CV.masked_fill_((labels_C == IGNORE_INDEX)[:, None], 0).to(dtype)
+
+
+def _row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    C, V = logits_CV.shape
+    statistics_C3 = logits_CV.new_empty(C, 3, dtype=torch.float32)
+    args = (logits_CV, labels_C, statistics_C3)
+    launch(_row_statistics_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_tile(V))
+    return statistics_C3
+
+
+_row_statistics_op = Op(
+    "row_statistics",
+    _row_statistics,
+    lambda logits_CV, _: logits_CV.new_empty(logits_CV.shape[0], 3, dtype=torch.float32),
+)
+
+
+def _softmax_gradient(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    highs_C: Tensor,
+    sums_C: Tensor,
+    d_logits_CV: Tensor | None,
+) -> None:
+    C, V = logits_CV.shape
+    out_CV = logits_CV if d_logits_CV is None else d_logits_CV
+    args = (logits_CV, labels_C, highs_C, sums_C, out_CV)
+    launch(_softmax_gradient_kernel, C, *args, V=V, IGNORE=IGNORE_INDEX, **_tile(V))
+
+
+_softmax_gradient_op = Op(
+    "softmax_gradient_",
+    _softmax_gradient,
+    lambda *_: None,
+    mutates_args=("logits_CV", "d_logits_CV"),
+)
+
+
+def row_statistics(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    """Return of each row, a part of one that ranks share, what all parts' rows follow from.
+
+    Args:
+        logits_CV: as of `cross_entropy_`, but left as they are.
+        labels_C: int64 in [0, V); -100: such a row is not read; any other: the label is elsewhere.
+
+    Returns:
+        [C, 3], fp32 (fp64 for fp64 logits): the maximum, the sum of exp(x - maximum), and the logit
+        of the label, 0 where it is elsewhere. 0, 1 and 0 of rows that are not read.
+    """
+    if logits_CV.dtype not in KERNEL_DTYPES or not use_kernel(logits_CV):
+        return row_statistics_ref(logits_CV, labels_C)
+    return _row_statistics_op(logits_CV.contiguous(), labels_C.contiguous())
+
+
+def softmax_gradient_(
+    logits_CV: Tensor, labels_C: Tensor, highs_C: Tensor, sums_C: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return exp(x - high) / sum - (v == label) of each row, [C, V] in `dtype`.
+
+    Args:
+        logits_CV, labels_C: as of `row_statistics`; logits are used up.
+        highs_C, sums_C: of whole rows, the maximum and the sum of exp(x - maximum); of the
+            statistics' dtype.
+    """
+    kernel_dtypes = logits_CV.dtype in KERNEL_DTYPES and dtype in KERNEL_DTYPES
+    if not (kernel_dtypes and use_kernel(logits_CV)):
+        return softmax_gradient_ref_(logits_CV, labels_C, highs_C, sums_C, dtype)
+    logits_CV = logits_CV.contiguous()
+    d_logits_CV = None if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
+    labels_C, highs_C, sums_C = (t.contiguous() for t in (labels_C, highs_C, sums_C))
+    _softmax_gradient_op(logits_CV, labels_C, highs_C, sums_C, d_logits_CV)
+    return logits_CV if d_logits_CV is None else d_logits_CV

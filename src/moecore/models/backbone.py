@@ -24,15 +24,32 @@ from moecore.parallel.pipeline.stages import runs_norm
 
 
 class Embedding(nn.Module):
-    """A table of V rows, whole on every tp rank."""
+    """A table of V rows, of which each tp rank has an equal part."""
+
+    tp_shard_dim = 0
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        self.tp: TensorParallel | None = None
+        self.vocab_size = config.vocab_size
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return x_BTD in the dtype of the table."""
-        return F.embedding(tokens_BT, local_param(self.weight))
+        """Return x_BTD in the dtype of the table; under tp of this rank's part of T."""
+        weight_vD = local_param(self.weight)
+        if self.tp is None:
+            return F.embedding(tokens_BT, weight_vD)
+        exists_BT = (tokens_BT >= 0) & (tokens_BT < self.vocab_size)
+        is_seen = tokens_BT.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_seen and not exists_BT.all():  # on every rank alike; a GPU's lookup asserts
+            raise ValueError(
+                f"tokens ({int(tokens_BT.min())} to {int(tokens_BT.max())}) must be in "
+                f"[0, vocab_size {self.vocab_size}): use the tokenizer of this model"
+            )
+        own_BT = tokens_BT - self.tp.rank * weight_vD.shape[0]
+        elsewhere_BT = exists_BT & ((own_BT < 0) | (own_BT >= weight_vD.shape[0]))
+        x_BTD = F.embedding(own_BT.masked_fill(elsewhere_BT, 0), weight_vD)
+        return self.tp.scatter_sum(x_BTD.masked_fill(elsewhere_BT[..., None], 0))
 
 
 class Backbone(nn.Module):
@@ -126,7 +143,7 @@ class Backbone(nn.Module):
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
         """Return the embeddings of this rank's tokens."""
-        return self.embed_tokens(self.own(tokens_BT, sequence))
+        return self.embed_tokens(sequence.own(tokens_BT))
 
     def own(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
         """Return this rank's tokens of whole rows."""

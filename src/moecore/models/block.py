@@ -23,9 +23,12 @@ class Block(nn.Module):
         self, config: DecoderConfig, layer_idx: int, *, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        attention = Attention if config.mla is None else LatentAttention
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
-        self.self_attn: nn.Module = attention(config, dtype=dtype)
+        self.self_attn: nn.Module = (
+            Attention(config, config.window_of(layer_idx), dtype=dtype)
+            if config.mla is None
+            else LatentAttention(config, dtype=dtype)
+        )
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
         self.is_dense = config.moe is None or config.is_dense(layer_idx)
         if self.is_dense:

@@ -22,6 +22,7 @@ from moecore.base.fields import (
 from moecore.base.options.layer import MoEConfig
 
 QKNorm = Literal["head", "full"]
+AttentionBias = Literal["qkv", "all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +36,9 @@ class YarnConfig:
         beta_slow: frequencies with fewer turns than this are divided by factor; between the two
             they are mixed.
         mscale: cos and sin are multiplied by (0.1 * mscale * ln(factor) + 1), ...
-        mscale_all_dim: ... divided by (0.1 * mscale_all_dim * ln(factor) + 1); attention scores are
-            multiplied by the square of this.
+        mscale_all_dim: ... divided by (0.1 * mscale_all_dim * ln(factor) + 1); scores of latent
+            attention are multiplied by the square of this.
+        truncate: the mix begins and ends at whole frequencies (gpt-oss: False).
 
     Source: arXiv:2309.00071; the two mscales are DeepSeek-V2's (arXiv:2405.04434).
     """
@@ -47,13 +49,14 @@ class YarnConfig:
     beta_slow: Positive = 1.0
     mscale: PositiveOrZero = 1.0
     mscale_all_dim: PositiveOrZero = 0.0
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
-        if not self.beta_slow < self.beta_fast:
-            yield "beta_slow", f"be < beta_fast ({self.beta_fast!r}): keep 1 and 32 if unsure"
+        if self.beta_slow > self.beta_fast:
+            yield "beta_slow", f"be <= beta_fast ({self.beta_fast!r}): keep 1 and 32 if unsure"
 
     @property
     def table_scale(self) -> float:
@@ -121,7 +124,7 @@ class DecoderConfig:
         num_layers: number of blocks.
         num_heads: query heads per layer.
         num_kv_heads: key and value heads per layer; each serves num_heads / num_kv_heads queries.
-        head_dim: dim of one head; rotary embedding turns all of it (not with mla).
+        head_dim: dim of one head.
         moe: the MoE layer of every layer that is not dense; None = all layers are dense.
         dense_layers: indices of the layers with a plain gated MLP, in rising order.
         mlp_hidden_dim: hidden dim of that MLP; 0 when no layer is dense.
@@ -130,9 +133,17 @@ class DecoderConfig:
         num_mtp_layers: modules that predict further tokens in training (multi-token prediction,
             `MTPLayer`); 0 = none. Their MLP or MoE is that of the last layer.
         mtp_loss_coef: weight of the mean of their losses; 0 without them.
+        attention_bias: learned biases of attention: "qkv" of queries, keys and values (Qwen2,
+            GLM-4.5), "all" of the output too (Llama's option), None = off.
+        windows: keys that a token sees at most, its own included, 0 = all: of the first layers,
+            and then again of those behind them. (128, 0) is gpt-oss's, (4096,) Mistral's.
+        attention_sinks: each head has a learned score of one more key without a value (gpt-oss).
         qk_norm: RMSNorm on queries and keys: "head" over each head (Qwen3), "full" over the whole
             projection (OLMoE), None = off.
         rope_theta: base of the rotary frequencies.
+        rotary_dim: dims of a head that rotary embedding turns, the first ones (GLM-4.5: half); 0 =
+            all. With mla see `MLAConfig`.
+        yarn: longer sequences than in pretraining; None = off. With mla it is `mla.yarn`.
         norm_eps: added to the mean square in every RMSNorm.
         tie_embeddings: the output head reads the embedding table.
         max_seq_len: longest sequence in tokens.
@@ -151,8 +162,13 @@ class DecoderConfig:
     mla: MLAConfig | None = None
     num_mtp_layers: CountOrZero = 0
     mtp_loss_coef: PositiveOrZero = 0.0
+    attention_bias: AttentionBias | None = None
+    windows: tuple[CountOrZero, ...] = ()
+    attention_sinks: bool = False
     qk_norm: QKNorm | None = None
     rope_theta: Positive = 10_000.0
+    rotary_dim: CountOrZero = 0
+    yarn: YarnConfig | None = None
     norm_eps: Positive = 1e-6
     tie_embeddings: bool = False
     max_seq_len: Count = 4096
@@ -175,6 +191,26 @@ class DecoderConfig:
             yield "num_kv_heads", f"divide num_heads ({self.num_heads}): choose a divisor"
         if self.head_dim % 2:
             yield "head_dim", "be even, because rotary embedding turns pairs: use an even head_dim"
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            yield "rotary_dim", f"be even and <= head_dim ({self.head_dim}): lower it, or use 0"
+        if len(self.windows) > self.num_layers:
+            yield "windows", f"be num_layers ({self.num_layers}) at most: drop the others"
+        if self.yarn is not None:
+            yield from self._yarn_rules("yarn", self.yarn)
+
+    def _yarn_rules(self, name: str, yarn: YarnConfig) -> Rules:
+        if self.rope_theta <= 1:
+            yield (
+                "rope_theta",
+                f"be > 1 with {name}, which tells fast frequencies from slow ones: keep 10000.0 "
+                "if unsure",
+            )
+        if self.max_seq_len > yarn.factor * yarn.original_max_seq_len:
+            yield (
+                "max_seq_len",
+                f"be <= {name}.factor * {name}.original_max_seq_len "
+                f"({yarn.factor} * {yarn.original_max_seq_len}): raise the factor or lower it",
+            )
 
     def _mla_rules(self, mla: MLAConfig) -> Rules:
         if self.num_kv_heads != self.num_heads:
@@ -190,19 +226,18 @@ class DecoderConfig:
             )
         if self.qk_norm is not None:
             yield "qk_norm", "be None with mla, which norms the latents: drop qk_norm"
-        yarn = mla.yarn
-        if yarn is not None and self.rope_theta <= 1:
-            yield (
-                "rope_theta",
-                "be > 1 with mla.yarn, which tells fast frequencies from slow ones: keep 10000.0 "
-                "if unsure",
-            )
-        if yarn is not None and self.max_seq_len > yarn.factor * yarn.original_max_seq_len:
-            yield (
-                "max_seq_len",
-                "be <= mla.yarn.factor * mla.yarn.original_max_seq_len "
-                f"({yarn.factor} * {yarn.original_max_seq_len}): raise the factor or lower it",
-            )
+        if self.attention_bias is not None:
+            yield "attention_bias", "be None with mla, whose projections have none: drop it"
+        if self.windows:
+            yield "windows", "be () with mla, which sees all keys: drop it"
+        if self.attention_sinks:
+            yield "attention_sinks", "be False with mla, which has none: drop it"
+        if self.rotary_dim:
+            yield "rotary_dim", "be 0 with mla, which turns mla.qk_rope_head_dim: drop it"
+        if self.yarn is not None:
+            yield "yarn", "be None with mla: give mla.yarn"
+        if mla.yarn is not None:
+            yield from self._yarn_rules("mla.yarn", mla.yarn)
 
     def _mtp_rules(self) -> Rules:
         if bool(self.mtp_loss_coef) != bool(self.num_mtp_layers):
@@ -257,6 +292,10 @@ class DecoderConfig:
     def num_moe_layers(self) -> int:
         """Number of layers with an MoE layer."""
         return self.num_layers - self.num_dense_layers
+
+    def window_of(self, layer_idx: int) -> int | None:
+        """Return how many keys a token of a layer sees at most; None = all."""
+        return self.windows[layer_idx % len(self.windows)] or None if self.windows else None
 
     def is_dense(self, layer_idx: int) -> bool:
         """Whether this layer has a plain MLP."""

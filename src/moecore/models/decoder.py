@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ from moecore.base.torch_names import local_of
 from moecore.models.backbone import Backbone, Embedding
 from moecore.models.block import MTPLayer
 from moecore.models.config import DecoderConfig
-from moecore.models.layers import RMSNorm
+from moecore.models.layers import Attention, RMSNorm
+from moecore.models.log_probs import LogProbLoss
 from moecore.models.loss import IGNORE_INDEX, count_labels, linear_cross_entropy
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel, sum_value
 from moecore.moe.layer import MoELayer
@@ -56,6 +58,7 @@ class Head(nn.Module):
     """The output matrix, and the loss on top of it. Without a weight of its own when tied."""
 
     is_fsdp_head = True
+    tp_shard_dim = 0
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -72,26 +75,27 @@ class Head(nn.Module):
         num_tokens: Tensor | int | None,
         tied_weight: Tensor | None,  # the embedding table
         sequence: Sequence,
+        log_prob_loss: LogProbLoss | None = None,
     ) -> Tensor:
         """Return the loss, or the logits when there are no labels; see `Decoder.forward`."""
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"
         weight_VD = local_param(weight)
+        if self.tp is not None:
+            x_BTD = self.tp.gather(x_BTD)
+        group = None if self.tp is None else self.tp.group
+        how: Any = dict(chunk_tokens=self.config.ce_chunk_tokens, group=group)
+        if log_prob_loss is not None:
+            own_BT = sequence.own(log_prob_loss.labels_BT)
+            whole = partial(_over_cp, sequence=sequence)
+            return log_prob_loss.of_head(x_BTD, weight_VD, own_BT, whole, **how)
         if labels_BT is None:
             logits_BTV = F.linear(x_BTD, weight_VD)
-            logits_BTV = logits_BTV if self.tp is None else self.tp.gather_whole(logits_BTV)
-            return logits_BTV if sequence.held is None else sequence.held.gather_whole(logits_BTV)
-        labels_BT = sequence.own(labels_BT)
-        if self.tp is not None:
-            labels_BT = self.tp.own(labels_BT)
-        loss = linear_cross_entropy(
-            x_BTD.flatten(0, 1),
-            weight_VD,
-            labels_BT.flatten(),
-            num_tokens=num_tokens,
-            chunk_tokens=self.config.ce_chunk_tokens,
-        )
-        loss = loss if self.tp is None else sum_value(loss, self.tp.group)
+            logits_BTV = logits_BTV if self.tp is None else self.tp.gather_columns(logits_BTV)
+            return _over_cp(logits_BTV, sequence)
+        own_N = sequence.own(labels_BT).flatten()
+        of_tokens = x_BTD.flatten(0, 1), weight_VD, own_N
+        loss = linear_cross_entropy(*of_tokens, num_tokens=num_tokens, **how)
         return loss if sequence.held is None else sum_value(loss, sequence.held.cp.group)
 
 
@@ -145,7 +149,7 @@ class Decoder(nn.Module):
         """Fill every parameter and buffer, the same on every layout. No communication.
 
         Matrices are N(0, 0.02^2), those that write into the residual stream are divided by
-        sqrt(2 * num_layers) as in GPT-2, norms are 1, biases are 0.
+        sqrt(2 * num_layers) as in GPT-2, sinks are N(0, 0.02^2), norms are 1, biases are 0.
         """
         check_arguments(Decoder.init_weights, locals())
         scale = 1.0 / math.sqrt(2 * self.config.num_layers)
@@ -160,6 +164,13 @@ class Decoder(nn.Module):
             elif isinstance(module, Linear | Embedding | Head) and module.weight is not None:
                 std = INIT_STD * (scale if getattr(module, "residual", False) else 1.0)
                 init_normal_(module.weight, std=std, key=f"{key}.weight", seed=seed)
+                if isinstance(module, Linear) and module.bias is not None:
+                    local_of(module.bias).zero_()
+            elif isinstance(module, Attention):
+                if module.o_bias is not None:
+                    local_of(module.o_bias).zero_()
+                if module.sinks is not None:
+                    init_normal_(module.sinks, std=INIT_STD, key=f"{key}.sinks", seed=seed)
 
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Decoder:
         """Cut the dense parameters over tp, in place, and work on own tokens from now on.
@@ -200,6 +211,7 @@ class Decoder(nn.Module):
         cp: Count | None = None,
         hidden: Tensor | None = None,
         stage: Stage | None = None,
+        log_prob_loss: LogProbLoss | None = None,
     ) -> Tensor:
         """Return the mean cross-entropy over the labels that count, or the logits without labels.
 
@@ -233,6 +245,8 @@ class Decoder(nn.Module):
                 with the embedding.
             stage: which part of the model runs; None = all of it. Every stage gets the same other
                 arguments.
+            log_prob_loss: a loss of log-probabilities of its own labels, which is returned;
+                `labels_BT` is None then, and no multi-token prediction module runs.
 
         Returns:
             An fp32 scalar, the same on every cp and tp rank (0 when no label counts), or logits
@@ -246,7 +260,7 @@ class Decoder(nn.Module):
         """
         check_arguments(Decoder.forward, locals())
         stage = self.model.whole if stage is None else stage
-        self._check(tokens_BT, labels_BT, padding_mask_BT)
+        self._check(tokens_BT, labels_BT, padding_mask_BT, log_prob_loss)
         check_held(self, self.stage_parts(), stage, len(self.mtp))
         if num_tokens is None and labels_BT is not None:
             num_tokens = count_labels(labels_BT)
@@ -262,7 +276,8 @@ class Decoder(nn.Module):
                 return x_BTD
             states = [x_BTD]
         if stage.loss:
-            out = self.lm_head(states[0], labels_BT, num_tokens, self._tied_weight, sequence)
+            args = (states[0], labels_BT, num_tokens, self._tied_weight, sequence)
+            out = self.lm_head(*args, log_prob_loss)
         if self._predicts(labels_BT):
             assert labels_BT is not None, "modules run with labels only"
             if padding_mask_BT is None:
@@ -388,7 +403,11 @@ class Decoder(nn.Module):
         return self(tokens_BT, padding_mask_BT=mask_BT if padding else None)[:, T - 1]
 
     def _check(
-        self, tokens_BT: Tensor, labels_BT: Tensor | None, padding_mask_BT: Tensor | None
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor | None,
+        padding_mask_BT: Tensor | None,
+        log_prob_loss: LogProbLoss | None,
     ) -> None:
         if tokens_BT.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens ({tokens_BT.dtype}) must be ids: pass tokens.long()")
@@ -398,6 +417,16 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"labels {tuple(labels_BT.shape)} must have the shape of tokens "
                 f"{tuple(tokens_BT.shape)}: shift them and fill the end with -100"
+            )
+        if log_prob_loss is not None and labels_BT is not None:
+            raise ValueError(
+                f"labels {tuple(labels_BT.shape)} must be None with a log_prob_loss, which has its "
+                "own: pass one of them"
+            )
+        if log_prob_loss is not None and log_prob_loss.labels_BT.shape != tokens_BT.shape:
+            raise ValueError(
+                f"LogProbLoss.labels_BT {tuple(log_prob_loss.labels_BT.shape)} must have the shape "
+                f"of tokens {tuple(tokens_BT.shape)}: shift them and fill the end with -100"
             )
         mask = padding_mask_BT
         if mask is not None and (mask.shape != tokens_BT.shape or mask.dtype != torch.bool):
@@ -414,3 +443,8 @@ def _residual_weights(layer: MoELayer) -> list[nn.Parameter]:
     if layer.config.shared_hidden_dim:
         weights.append(layer.part("shared").w2)
     return weights
+
+
+def _over_cp(x_BTX: Tensor, sequence: Sequence) -> Tensor:
+    """Return whole rows, for a result equal on all cp ranks."""
+    return x_BTX if sequence.held is None else sequence.held.gather_whole(x_BTX)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from moecore.attention.function import attend
 from moecore.attention.sequence import RotaryTable, Sequence
 from moecore.models.config import DecoderConfig, YarnConfig
 from moecore.models.tensor_parallel import TensorParallel
+from moecore.models.tp_products import column_products, row_product
 from moecore.moe.params import local_param
 from moecore.precision.plain import Linear
 
@@ -57,21 +59,38 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary embedding.
 
+    With a window a token sees so many keys at most, its own included. Sinks are whole on each tp
+    rank, which reads its heads'; the output's bias is added to own tokens, after the sum over tp.
+
     `observe_scores`, or None, gets turned queries and keys, sequence and scale in every forward.
     """
 
     observe_scores: ScoreObserver | None = None
 
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        window: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.window = window
         self.tp: TensorParallel | None = None
         D, d = config.dim, config.head_dim
         q_dim, kv_dim = config.num_heads * d, config.num_kv_heads * d
-        self.q_proj = Linear(D, q_dim, tp_shard_dim=0, dtype=dtype)
-        self.k_proj = Linear(D, kv_dim, tp_shard_dim=0, dtype=dtype)
-        self.v_proj = Linear(D, kv_dim, tp_shard_dim=0, dtype=dtype)
+        inputs: Any = dict(tp_shard_dim=0, bias=config.attention_bias is not None, dtype=dtype)
+        self.q_proj = Linear(D, q_dim, **inputs)
+        self.k_proj = Linear(D, kv_dim, **inputs)
+        self.v_proj = Linear(D, kv_dim, **inputs)
         self.o_proj = Linear(q_dim, D, tp_shard_dim=1, residual=True, dtype=dtype)
+        self.o_bias: nn.Parameter | None = None
+        if config.attention_bias == "all":
+            self.o_bias = nn.Parameter(torch.empty(D, dtype=dtype))
+        self.sinks: nn.Parameter | None = None
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(config.num_heads, dtype=dtype))
         if config.qk_norm is not None:
             full, eps = config.qk_norm == "full", config.norm_eps
             self.q_norm = RMSNorm(q_dim if full else d, eps, over_tp=full, dtype=dtype)
@@ -80,26 +99,28 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the output of own tokens, normed; the sequence is of the whole rows."""
         assert sequence.rotary is not None, "a decoder's sequence has a rotary table"
-        if self.tp is not None:
-            x_BTD = self.tp.gather(x_BTD)
-        q_BTHd, k_BThd = self._queries_and_keys(x_BTD)
+        q_BTHd, k_BThd, v_BThd = self._project(x_BTD)
         q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)
         scale = self.config.head_dim**-0.5
         if self.observe_scores is not None:
             self.observe_scores(q_BTHd, k_BThd, sequence, scale)
-        v_BThd = self._heads(self.v_proj(x_BTD))
-        y_BTHd = attend(q_BTHd, k_BThd, v_BThd, sequence, scale=scale)
-        y_BTD = self.o_proj(y_BTHd.flatten(2))
-        return y_BTD if self.tp is None else self.tp.scatter_sum(y_BTD)
+        sinks_H = None if self.sinks is None else local_param(self.sinks)
+        if sinks_H is not None and self.tp is not None:
+            sinks_H = sinks_H.chunk(self.tp.size)[self.tp.rank]
+        how: Any = dict(scale=scale, window=self.window, sinks_H=sinks_H)
+        y_BTHd = attend(q_BTHd, k_BThd, v_BThd, sequence, **how)
+        y_BTD = row_product(y_BTHd.flatten(2), self.o_proj, self.tp)
+        return y_BTD if self.o_bias is None else y_BTD + local_param(self.o_bias).to(y_BTD.dtype)
 
-    def _queries_and_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = self.q_proj(x_BTD), self.k_proj(x_BTD)
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed, unturned queries and keys, and values, of all T."""
+        q, k, v = column_products(x_BTD, (self.q_proj, self.k_proj, self.v_proj), self.tp)
         if self.config.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BTHd, k_BThd = self._heads(q), self._heads(k)
         if self.config.qk_norm == "head":
             q_BTHd, k_BThd = self.q_norm(q_BTHd), self.k_norm(k_BThd)
-        return q_BTHd, k_BThd
+        return q_BTHd, k_BThd, self._heads(v)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.config.head_dim))
@@ -118,36 +139,40 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the MLP's output, same shape and dtype."""
-        if self.tp is not None:
-            x_BTD = self.tp.gather(x_BTD)
-        y_BTD = self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
-        return y_BTD if self.tp is None else self.tp.scatter_sum(y_BTD)
+        return row_product(self._hidden(x_BTD), self.down_proj, self.tp)
+
+    def _hidden(self, x_BTD: Tensor) -> Tensor:
+        gate_BTF, up_BTF = column_products(x_BTD, (self.gate_proj, self.up_proj), self.tp)
+        return F.silu(gate_BTF) * up_BTF
 
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> RotaryTable:
     """Return the table of positions that a decoder's attention reads: RoPE (2104.09864), YaRN."""
     mla = config.mla
-    head_dim = config.head_dim if mla is None else mla.qk_rope_head_dim
+    head_dim = config.rotary_dim or config.head_dim if mla is None else mla.qk_rope_head_dim
+    yarn = config.yarn if mla is None else mla.yarn
     half = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies_d = 1.0 / config.rope_theta ** (half / head_dim)
-    if mla is None or mla.yarn is None:
+    if yarn is None:
         return RotaryTable(positions, frequencies_d)
-    factors_d = _yarn_factors(head_dim, config.rope_theta, mla.yarn, positions.device)
-    return RotaryTable(positions, frequencies_d * factors_d, mla.yarn.table_scale)
+    factors_d = _yarn_factors(head_dim, config.rope_theta, yarn, positions.device)
+    return RotaryTable(positions, frequencies_d * factors_d, yarn.table_scale)
 
 
 def _yarn_factors(head_dim: int, theta: float, yarn: YarnConfig, device: torch.device) -> Tensor:
     """Return fp32 [d / 2], the factor on each frequency: 1 for fast, 1 / factor for slow ones."""
     # Frequency i turns `original * theta^(-2i / d) / (2 pi)` times over the original length. The
-    # mix is linear in i, between the i that turns beta_fast times (rounded down) and the one that
-    # turns beta_slow times (rounded up).
+    # mix is linear in i, between the i that turns beta_fast times and the one that turns beta_slow
+    # times; truncated, the first is rounded down and the second up.
 
     def index_of(turns: float) -> float:
         length = yarn.original_max_seq_len / (2 * math.pi * turns)
         return head_dim * math.log(length) / (2 * math.log(theta))
 
-    first = max(math.floor(index_of(yarn.beta_fast)), 0)
-    last = min(math.ceil(index_of(yarn.beta_slow)), head_dim - 1)
+    first, last = index_of(yarn.beta_fast), index_of(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     index_d = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
     # A thousandth in place of no width at all, as published.
     slow_d = ((index_d - first) / (last - first or 0.001)).clamp(0, 1)

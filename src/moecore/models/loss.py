@@ -8,22 +8,32 @@ all the matrix work of backward too (three products per chunk, nothing recompute
 only scales by the incoming gradient. Memory: C * V * 4 bytes (C * V * 6 for 16-bit inputs) for the
 chunk, D * V * 4 for the fp32 d_weight, which is added up over chunks.
 
+Ranks may hold parts of the vocabulary (`group`): then V is that of a rank, and the ranks exchange
+three numbers per token, in one collective per chunk, between the two passes over its logits.
+
 Source: fusing head and loss is the idea of Liger Kernel (arXiv:2410.10989) and of cut
 cross-entropy (arXiv:2411.09009).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.fields import Count, check_arguments
 from moecore.base.torch_names import autocast_dtype
 from moecore.kernels.common import is_gpu, no_autocast
-from moecore.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_
+from moecore.kernels.cross_entropy import (
+    IGNORE_INDEX,
+    cross_entropy_,
+    row_statistics,
+    softmax_gradient_,
+)
 from moecore.kernels.rows.scaled_cast import scaled_cast
+from moecore.moe.dispatch.collectives import gather_ranks
 
 
 def linear_cross_entropy(
@@ -33,6 +43,7 @@ def linear_cross_entropy(
     *,
     num_tokens: Tensor | int | None = None,
     chunk_tokens: Count = 2048,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return the cross-entropy of softmax(hidden @ weight^T) against the labels, an fp32 scalar.
 
@@ -42,13 +53,16 @@ def linear_cross_entropy(
         hidden_ND: any float dtype; N may be 0.
         weight_VD: the head, same dtype (under autocast any) and device.
         labels_N: int64 in [0, V), or -100 for tokens that do not count. Any other label raises on
-            a CPU and makes the loss NaN on a GPU.
+            a CPU and makes the loss NaN on a GPU and with a group.
         num_tokens: the sum over labels is divided by it (whole number or integer scalar tensor);
             None = by the number of labels that count. 0 divides by 1: nothing counts.
         chunk_tokens: tokens per chunk C.
+        group: ranks with the same tokens and labels, each with an equal part of the head's rows, in
+            rank order; None = weight_VD is whole.
 
     Returns:
-        Scalar, fp32 (fp64 for fp64 inputs). No host sync.
+        Scalar, fp32 (fp64 for fp64 inputs). No host sync. With a group it is equal on all ranks,
+        and the gradients are those of one rank's part: of hidden_ND they add up over the ranks.
 
     Raises:
         ValueError: when `num_tokens` is a floating tensor, `chunk_tokens` < 1, `labels_N` is not
@@ -61,6 +75,18 @@ def linear_cross_entropy(
         raise ValueError(
             f"num_tokens ({num_tokens.dtype}) must be an integer tensor: pass num_tokens.long()"
         )
+    dtype = product_dtype(hidden_ND, weight_VD, labels_N)
+    total = _LinearCrossEntropy.apply(
+        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype, group
+    )
+    if num_tokens is None:
+        num_tokens = count_labels(labels_N)
+    divisor = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
+    return total / divisor
+
+
+def product_dtype(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> torch.dtype:
+    """Return what products of a head are in; raises for what does not fit each other."""
     if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"labels_N {tuple(labels_N.shape)} must have one label for each row of "
@@ -71,19 +97,13 @@ def linear_cross_entropy(
     dtype = hidden_ND.dtype
     wanted = autocast_dtype(hidden_ND)
     if wanted is not None and dtype != torch.float64:
-        dtype = wanted
-    elif weight_VD.dtype != dtype:
+        return wanted
+    if weight_VD.dtype != dtype:
         raise ValueError(
             f"weight_VD ({weight_VD.dtype}) must have the dtype of hidden_ND ({dtype}): convert "
             "one of them, or call it under torch.autocast"
         )
-    total = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype
-    )
-    if num_tokens is None:
-        num_tokens = count_labels(labels_N)
-    divisor = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
-    return total / divisor
+    return dtype
 
 
 def count_labels(labels: Tensor) -> Tensor:
@@ -103,6 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         train: bool,
         product_dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
         ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.dtype, weight_VD.dtype
         hidden_ND, weight_VD = hidden_ND.to(product_dtype), weight_VD.to(product_dtype)
@@ -117,8 +138,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden_ND.shape[0], chunk):
                 part = slice(start, start + chunk)
                 d_hidden_CD = None if d_hidden_ND is None else d_hidden_ND[part]
+                gradients = d_hidden_CD, d_weight_VD
                 total += _add_chunk_(
-                    hidden_ND[part], weight_VD, labels_N[part], d_hidden_CD, d_weight_VD, start == 0
+                    hidden_ND[part], weight_VD, labels_N[part], *gradients, start == 0, group
                 )
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
         return total
@@ -136,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if d_weight_VD is not None:
             # One pass and one rounding; an fp32 product as large as the head never exists.
             d_weight_VD = scaled_cast(d_weight_VD, ctx.weight_dtype, grads[0])
-        return d_hidden_ND, d_weight_VD, None, None, None, None
+        return d_hidden_ND, d_weight_VD, *[None] * 5
 
 
 def _add_chunk_(
@@ -146,24 +168,65 @@ def _add_chunk_(
     d_hidden_CD: Tensor | None,
     d_weight_VD: Tensor | None,
     first: bool,
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
     """Return the chunk's summed loss; fill d_hidden and add to d_weight, which `first` fills."""
     # What is as large as the logits is gone when this returns, before the next chunk's are made.
     dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
     want = d_hidden_CD is not None or d_weight_VD is not None
-    logits_CV = _product(hidden_CD, weight_VD.t(), dtype)
-    loss, d_logits_CV = cross_entropy_(logits_CV, labels_C, hidden_CD.dtype if want else None)
+    logits_CV = product(hidden_CD, weight_VD.t(), dtype)
+    d_logits_CV = None
+    if group is None:
+        loss, d_logits_CV = cross_entropy_(logits_CV, labels_C, hidden_CD.dtype if want else None)
+    else:
+        of_rows = whole_rows(logits_CV, labels_C, group)
+        loss = -of_rows.log_probs().sum()
+        if want:
+            d_logits_CV = softmax_gradient_(logits_CV, *of_rows[:3], hidden_CD.dtype)
     if d_logits_CV is None:
         return loss
     del logits_CV
     if d_hidden_CD is not None:
         torch.mm(d_logits_CV, weight_VD, out=d_hidden_CD)
     if d_weight_VD is not None:
-        _add_product_(d_weight_VD, d_logits_CV.t(), hidden_CD, beta=0 if first else 1)
+        add_product_(d_weight_VD, d_logits_CV.t(), hidden_CD, beta=0 if first else 1)
     return loss
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+class WholeRows(NamedTuple):
+    """Of whole rows of logits, by token, what their softmax follows from; fp32 or fp64."""
+
+    own_labels_C: Tensor  # among this rank's columns; -1 = elsewhere, -100 = the row does not count
+    highs_C: Tensor  # the maximum
+    sums_C: Tensor  # of exp(x - maximum); NaN where the label does not exist
+    picked_C: Tensor  # x at the label
+
+    def log_probs(self) -> Tensor:
+        """Return the log-probability of each label, 0 where the row does not count."""
+        log_probs_C = self.picked_C - self.highs_C - self.sums_C.log()
+        return log_probs_C.masked_fill(self.own_labels_C == IGNORE_INDEX, 0)
+
+
+def whole_rows(logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None) -> WholeRows:
+    """Return the numbers of rows that the ranks of a group have equal parts of. Collective."""
+    V, rank, size = logits_CV.shape[1], 0, 1
+    if group is not None:
+        rank, size = group.rank(), group.size()
+    counts_C = labels_C != IGNORE_INDEX
+    exists_C = (labels_C >= 0) & (labels_C < V * size)
+    own_C = labels_C - V * rank
+    own_C = own_C.where((own_C >= 0) & (own_C < V), -1).where(counts_C, IGNORE_INDEX)
+    found_C3 = row_statistics(logits_CV, own_C)
+    if group is not None:
+        found_C3 = gather_ranks(found_C3, group)
+    highs_GC, sums_GC, picked_GC = found_C3.unflatten(0, (size, -1)).unbind(2)
+    high_C = highs_GC.amax(0)
+    sum_C = (sums_GC * (highs_GC - high_C).exp()).sum(0)
+    sum_C = sum_C.masked_fill(counts_C & ~exists_C, torch.nan)
+    return WholeRows(own_C, high_C, sum_C, picked_GC.sum(0))
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a @ b in `dtype`, not rounded to the dtype of a and b on the way."""
     if a.dtype == dtype:
         return a @ b
@@ -172,7 +235,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def _add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
+def add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
     """Write out * beta + a @ b to out, in its dtype; beta 0 does not read it."""
     if a.dtype != out.dtype and is_gpu(a):
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)

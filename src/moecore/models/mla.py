@@ -28,6 +28,7 @@ from moecore.attention.sequence import Sequence
 from moecore.models.config import DecoderConfig
 from moecore.models.layers import RMSNorm, ScoreObserver
 from moecore.models.tensor_parallel import TensorParallel
+from moecore.models.tp_products import row_product
 from moecore.precision.plain import Linear
 
 
@@ -62,8 +63,7 @@ class LatentAttention(nn.Module):
         if self.observe_scores is not None:
             self.observe_scores(q_BTHq, k_BTHq, sequence, self.mla.score_scale)
         y_BTHv = attend(q_BTHq, k_BTHq, v_BTHv, sequence, scale=self.mla.score_scale)
-        y_BTD = self.o_proj(y_BTHv.flatten(2))
-        return y_BTD if self.tp is None else self.tp.scatter_sum(y_BTD)
+        return row_product(y_BTHv.flatten(2), self.o_proj, self.tp)
 
     def _latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query latent (x itself without one), key/value latent and unturned shared key; all T."""

@@ -5,10 +5,15 @@ code of these models sums the shares over the K choices and takes one mean over 
 sums over layers and its shares add up to 1: for the same gradient multiply by K / num_moe_layers.
 DeepSeek-V3's losses and rates are those of its paper at the start of pretraining.
 
-Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B,
-mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924, deepseek-ai/DeepSeek-V3 and
-moonshotai/Moonlight-16B-A3B on Hugging Face;
-DeepSeek-V3 (arXiv:2412.19437), section 4.2.
+GLM-4.5's are those of its paper, which equal DeepSeek-V3's. Kimi-K2's and Moonlight's papers name
+none, so they have DeepSeek-V3's. gpt-oss has none: no training code that is published reads its
+0.9.
+
+Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, Qwen/Qwen2-57B-A14B,
+mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924, deepseek-ai/DeepSeek-V3, DeepSeek-V2 and
+DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B and Kimi-K2-Base, zai-org/GLM-4.5 and GLM-4.5-Air,
+openai/gpt-oss-20b and gpt-oss-120b on Hugging Face; DeepSeek-V3 (arXiv:2412.19437), section 4.2;
+GLM-4.5 (arXiv:2508.06471).
 """
 
 from __future__ import annotations
@@ -115,6 +120,131 @@ _MOONLIGHT_16B_A3B = _decoder(
     mlp_hidden_dim=11_264,
 )
 
+_KIMI_CHOICE: Any = dict(normalize_weights=True, routed_scaling_factor=2.827)
+_KIMI_K2 = _decoder(
+    (163_840, 7168, 61),
+    (64, 64, 192),
+    _moe(7168, 2048, 384, 8, shared_hidden_dim=2048, **_KIMI_CHOICE, **_SIGMOID),
+    mla=MLAConfig(
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        yarn=YarnConfig(
+            factor=32.0, original_max_seq_len=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0
+        ),
+    ),
+    rope_theta=50_000.0,
+    max_seq_len=131_072,
+    dense_layers=(0,),
+    mlp_hidden_dim=18_432,
+)
+
+
+def _deepseek_v2(
+    sizes: Triple, num_heads: int, q_lora_rank: int, moe: MoEConfig, mlp: int
+) -> DecoderConfig:
+    yarn = YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=0.707, mscale_all_dim=0.707)
+    return _decoder(
+        sizes,
+        (num_heads, num_heads, 192),
+        moe,
+        mla=MLAConfig(
+            q_lora_rank=q_lora_rank,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            yarn=yarn,
+        ),
+        max_seq_len=163_840,
+        dense_layers=(0,),
+        mlp_hidden_dim=mlp,
+    )
+
+
+_V2_CHOICE: Any = dict(normalize_weights=False, balance=BalanceConfig(sequence_coef=0.001))
+_V2_GROUPS: Any = dict(num_groups=8, top_groups=3, group_experts=1, routed_scaling_factor=16.0)
+_DEEPSEEK_V2 = _deepseek_v2(
+    (102_400, 5120, 60),
+    128,
+    1536,
+    _moe(5120, 1536, 160, 6, shared_hidden_dim=2 * 1536, **_V2_CHOICE, **_V2_GROUPS),
+    12_288,
+)
+_DEEPSEEK_V2_LITE = _deepseek_v2(
+    (102_400, 2048, 27),
+    16,
+    0,
+    _moe(2048, 1408, 64, 6, shared_hidden_dim=2 * 1408, **_V2_CHOICE),
+    10_944,
+)
+
+
+def _glm_45(
+    dim: int, num_layers: int, num_dense: int, moe: MoEConfig, **others: Any
+) -> DecoderConfig:
+    return _decoder(
+        (151_552, dim, num_layers),
+        (96, 8, 128),
+        moe,
+        attention_bias="qkv",
+        rope_theta=1_000_000.0,
+        rotary_dim=64,
+        norm_eps=1e-5,
+        max_seq_len=131_072,
+        dense_layers=tuple(range(num_dense)),
+        num_mtp_layers=1,
+        mtp_loss_coef=0.3,
+        **others,
+    )
+
+
+_GLM_CHOICE: Any = dict(normalize_weights=True, **_SIGMOID)
+_GLM_45 = _glm_45(
+    5120,
+    92,
+    3,
+    _moe(5120, 1536, 160, 8, shared_hidden_dim=1536, **_V3_FACTOR, **_GLM_CHOICE),
+    qk_norm="head",
+    mlp_hidden_dim=12_288,
+)
+_GLM_45_AIR = _glm_45(
+    4096,
+    46,
+    1,
+    _moe(4096, 1408, 128, 8, shared_hidden_dim=1408, **_GLM_CHOICE),
+    mlp_hidden_dim=10_944,
+)
+
+_QWEN2_SHARED: Any = dict(shared_hidden_dim=20_480, shared_gate=True)
+_QWEN2_57B_A14B = _decoder(
+    (151_936, 3584, 28),
+    (28, 4, 128),
+    _moe(3584, 2560, 64, 8, normalize_weights=False, **_QWEN2_SHARED, **_softmax(0.001)),
+    attention_bias="qkv",
+    rope_theta=1_000_000.0,
+    max_seq_len=131_072,
+)
+
+
+def _gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
+    experts: Any = dict(activation="clamped_swiglu", fc1_bias=True, fc2_bias=True)
+    return _decoder(
+        (201_088, 2880, num_layers),
+        (64, 8, 64),
+        _moe(2880, 2880, num_experts, 4, score_order="post", router_bias=True, **experts),
+        attention_bias="all",
+        windows=(128, 0),
+        attention_sinks=True,
+        rope_theta=150_000.0,
+        yarn=YarnConfig(factor=32.0, original_max_seq_len=4096, truncate=False),
+        norm_eps=1e-5,
+        max_seq_len=131_072,
+    )
+
+
 # The CPU demo: bytes as tokens, small enough for a step of 4096 tokens in 0.25 s on two cores.
 _TINY = _decoder(
     (256, 128, 4),
@@ -174,6 +304,14 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "olmoe-1b-7b": _OLMOE_1B_7B,
         "deepseek-v3": _DEEPSEEK_V3,
         "moonlight-16b-a3b": _MOONLIGHT_16B_A3B,
+        "kimi-k2": _KIMI_K2,
+        "deepseek-v2": _DEEPSEEK_V2,
+        "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
+        "glm-4.5": _GLM_45,
+        "glm-4.5-air": _GLM_45_AIR,
+        "qwen2-57b-a14b": _QWEN2_57B_A14B,
+        "gpt-oss-20b": _gpt_oss(24, 32),
+        "gpt-oss-120b": _gpt_oss(36, 128),
         "tiny": _TINY,
         "tiny-qwen3": _TINY_QWEN3,
         "tiny-shared": _TINY_SHARED,

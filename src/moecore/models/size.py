@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from moecore.base.fields import CountOrZero, check_arguments
+from moecore.base.fields import CountOrZero, Positive, check_arguments
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
+from moecore.packing import DocumentCost
+
+PRODUCTS_OVER_ATTENTION = 400 / 600  # FLOP/s of Hopper, see `DocumentCost`
+ATTENTION_FLOPS = 600e12
 
 
 def num_params(config: DecoderConfig) -> int:
@@ -33,7 +37,7 @@ def active_params(config: DecoderConfig) -> int:
 def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     """Return the FLOPs of forward and backward per token, recompute not counted.
 
-        6 * N + 3 * L * H * (d + v) * T
+        6 * N + 3 * L * H * (d + v) * T, with w * (2 - w / T) for T in a layer of window w < T
 
     N is `active_params` without the embedding lookup (the head's matrix is in, tied or not, once
     for every module of multi-token prediction more): 2 FLOPs per parameter in forward, 4 in
@@ -45,9 +49,37 @@ def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     table = config.vocab_size * config.dim
     matmul = active_params(config) + table * (config.num_mtp_layers + config.tie_embeddings - 1)
     value_dim = config.head_dim if config.mla is None else config.mla.v_head_dim
-    layers = config.num_layers + config.num_mtp_layers
-    attention = layers * config.num_heads * (config.head_dim + value_dim) * seq_len
-    return 6.0 * matmul + 3.0 * attention
+    last = config.num_layers - 1
+    layers = [*range(config.num_layers), *[last] * config.num_mtp_layers]
+    windows = [min(config.window_of(i) or seq_len, seq_len) for i in layers]
+    keys = sum(2 * w - w * w / seq_len for w in windows) if seq_len else 0
+    return 6.0 * matmul + 3.0 * config.num_heads * (config.head_dim + value_dim) * keys
+
+
+def document_cost(config: DecoderConfig, *, link_gb_per_s: Positive = 200.0) -> DocumentCost:
+    """Return what a document costs the ranks that share it, as multiples of attention.
+
+        linear = flops_per_token(config, 0) over those of a pair, at 400 TFLOP/s for 600
+        exchange = bytes of a token's keys and values over the link, in the time of a pair
+
+    A pair is a squared token: 3 * L * H * (d + v) FLOPs. Keys and values are in bf16; latent
+    attention sends latents.
+
+    Args:
+        config: of the model.
+        link_gb_per_s: GB/s between ranks of a group, one way.
+    """
+    check_arguments(document_cost, locals())
+    flops = flops_per_token(config, 0)
+    linear = flops / (flops_per_token(config, 1) - flops) / PRODUCTS_OVER_ATTENTION
+    if config.mla is None:
+        numbers, dims = 2 * config.num_kv_heads * config.head_dim, 2 * config.head_dim
+    else:
+        numbers = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+        dims = config.head_dim + config.mla.v_head_dim
+    pair = config.num_heads * dims / ATTENTION_FLOPS  # seconds of a layer's forward
+    exchange = 2 * numbers / (link_gb_per_s * 1e9) / pair
+    return DocumentCost(linear=linear, exchange=exchange, fixed=1000 * linear)
 
 
 @lru_cache

@@ -10,8 +10,13 @@ every rank the sum of the partial results for its own tokens:
 
 Latent attention gathers its latents instead, which each rank makes of its own tokens (see mla.py).
 
-So norms, embedding, head, router and shared experts need no communication; their weights are whole
-on each tp rank, and their gradients are partial sums over tp (`moecore.moe.params.local_param`).
+So norms, router and shared experts need no communication; their weights are whole on each tp rank,
+and their gradients are partial sums over tp (`moecore.moe.params.local_param`). Embedding and head
+are cut over the vocabulary: a rank looks up or multiplies its rows for all tokens,
+
+    tokens_BT -> own rows, else 0 -> scatter_sum -> x_BtD ... x_BtD -> gather -> own logits_BTv
+
+and the loss needs three numbers per token of each rank (`loss.py`).
 
 A gradient on one rank is that of the sum of all ranks' losses with respect to what the rank holds;
 each exchange below is the transpose of itself under that reading.
@@ -22,7 +27,7 @@ Source: Megatron sequence parallelism (arXiv:2205.05198).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -31,14 +36,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moecore.base.regions import once
-from moecore.base.torch_names import is_silent
+from moecore.base.torch_names import is_gloo, is_silent
 from moecore.models.config import DecoderConfig
 from moecore.moe.dispatch.collectives import exchanged, gather_ranks, sum_ranks
+from moecore.moe.dispatch.peer_memory import find_peer_problem
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import shard_parameter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorParallel:
     """This rank's place among the tp ranks, and the exchanges between them.
 
@@ -49,26 +55,46 @@ class TensorParallel:
     rank: int
     size: int  # G
 
+    @cached_property
+    def peer_problem(self) -> str | None:
+        """Why GPUs cannot read each other's memory, or None; the first look has host syncs."""
+        if is_gloo(self.group, "cuda"):
+            return "must have NCCL, and so a GPU for each rank"
+        return find_peer_problem(self.group)
+
     def own(self, x_BT: Tensor) -> Tensor:
         """Return this rank's slice of dim 1, contiguous. No communication."""
-        if x_BT.shape[1] % self.size:
-            raise ValueError(
-                f"sequence length ({x_BT.shape[1]}) must be a multiple of tp ({self.size}): "
-                "pad the sequences"
-            )
+        self._check(x_BT)
         return x_BT.chunk(self.size, dim=1)[self.rank].contiguous()
 
     def gather(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD, all ranks' tokens; backward adds what all ranks did with this rank's."""
         return once(_gather, x_BtD, self.group)
 
+    def gather_last(self, x_BTv: Tensor) -> Tensor:
+        """Return x_BTV, all ranks' columns, of any dims before; backward as of `gather`."""
+        parts_GNv = self.gather(x_BTv.reshape(1, 1, -1, x_BTv.shape[-1]))[0]
+        return parts_GNv.transpose(0, 1).reshape(*x_BTv.shape[:-1], -1)
+
     def scatter_sum(self, y_BTD: Tensor) -> Tensor:
         """Return y_BtD, this rank's tokens of the sum over ranks, added in fp32."""
+        self._check(y_BTD)
         return once(_scatter_sum, y_BTD, self.group)
 
     def gather_whole(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD for a result equal on all ranks; backward takes this rank's slice of it."""
         return once(exchanged, x_BtD, partial(_gather, group=self.group), self.own)
+
+    def gather_columns(self, x_BTv: Tensor) -> Tensor:
+        """Return x_BTV, as `gather_whole` does of dim 1."""
+        return self.gather_whole(x_BTv.transpose(1, 2)).transpose(1, 2).contiguous()
+
+    def _check(self, x_BT: Tensor) -> None:
+        if x_BT.shape[1] % self.size:
+            raise ValueError(
+                f"sequence length ({x_BT.shape[1]}) must be a multiple of tp ({self.size}): "
+                "pad the sequences"
+            )
 
     def sum_shared(self, value: Tensor) -> Tensor:
         """Return the sum over ranks, which each uses in its own way; backward adds gradients."""
@@ -85,9 +111,10 @@ def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:
     """Cut the dense parameters of a decoder over tp, in place. No communication."""
-    # A module that names its cut (`tp_shard_dim`) has its weight sharded on that dim; every other
-    # parameter becomes a replicated DTensor, except those of routed experts, which live on the
-    # expert mesh. Modules with a `tp` attribute get the record that they exchange through.
+    # A module that names its cut (`tp_shard_dim`) has its weight sharded on that dim, and a bias
+    # with the weight's rows; every other parameter becomes a replicated DTensor, except those of
+    # routed experts, which live on the expert mesh. Modules with a `tp` attribute get the record
+    # that they exchange through.
     check_tensor_parallel(config, tp_mesh.size())
     if tp_mesh.size() == 1:
         return
@@ -99,20 +126,20 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
             continue
         if hasattr(module, "tp"):
             module.tp = tp
-        dim = getattr(module, "tp_shard_dim", None)
-        placement = Replicate() if dim is None else Shard(dim)
+        dim: int | None = getattr(module, "tp_shard_dim", None)
         for name, param in list(module.named_parameters(recurse=False)):
             if isinstance(param, DTensor):
                 raise ValueError(
                     f"parameter {path}.{name} ({param.placements}) must be whole before tensor "
                     "parallelism: call apply_tensor_parallel before fully_shard, and once"
                 )
+            placement = Replicate() if dim is None or dim >= param.ndim else Shard(dim)
             shard_parameter(module, name, tp_mesh, (placement,))
 
 
 def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
     """Raise a ValueError that names the field of a decoder that tp does not divide."""
-    for name in ("num_heads", "num_kv_heads", "mlp_hidden_dim"):
+    for name in ("num_heads", "num_kv_heads", "mlp_hidden_dim", "vocab_size"):
         value = getattr(config, name)
         if value % tp:
             raise ValueError(

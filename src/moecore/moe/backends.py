@@ -3,14 +3,15 @@
 "triton"      moecore's kernels for Hopper; keeps X and H; no host sync
 "torch"       torch's grouped product, moecore's row movers; keeps X and H; no host sync in bf16
               on Hopper and datacenter Blackwell, where that product has none
+"te"          Transformer Engine's, moecore's row movers; keeps X and H; one host sync
 "sequential"  one product per expert, the oracle; keeps what autograd keeps; one host sync
-"auto"        "triton" for gated experts that it can multiply, else "torch": it was faster at every
-              shape of docs/benchmarks.md. In a plain layer "sequential" for what neither of them
-              can multiply (fp64, rows that are no multiple of 16 bytes), which parallelize_moe
-              refuses
+"auto"        "te" for a recipe of it; "triton" for gated experts that it can multiply, else
+              "torch": it was faster at every shape of docs/benchmarks.md. In a plain layer
+              "sequential" for what neither of them can multiply (fp64, rows that are no multiple of
+              16 bytes), which parallelize_moe refuses
 
-"triton", "torch" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases or an
-activation of the model's own, whose products are torch's under autograd.
+"triton", "torch", "te" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases
+or an activation of the model's own, whose products are torch's under autograd ("te" refuses them).
 With "triton" a NaN in one expert's first rows reaches the weight gradient of the expert before it,
 too (`kernels/grouped/wgrad.py`).
 
@@ -38,7 +39,7 @@ from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.records import ExpertInput, summed_input
 
-ExpertBackend = Literal["auto", "triton", "torch", "sequential"]
+ExpertBackend = Literal["auto", "triton", "torch", "te", "sequential"]
 Computation = Callable[[ExpertInput, ExpertWeights, ActivationOptions], Tensor]
 
 
@@ -50,7 +51,7 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
     if name != "sequential":
         problem = why_not(cast(ProductsName, name), spec)
     else:
-        problem = refuse_recipe(name) if spec.recipe is not None else None
+        problem = None if spec.recipe is None else refuse_recipe(name, spec.recipe)
     if problem is not None:
         raise ValueError(problem)
 

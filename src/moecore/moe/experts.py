@@ -33,10 +33,10 @@ from moecore.kernels.experts.contract import (
     sink_of,
 )
 from moecore.kernels.experts.expert_mlp import compute_experts
-from moecore.kernels.experts.products import choose_products, quantise_matrices
+from moecore.kernels.experts.products import choose_products, quantise_matrices, uses_te
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.scaling import Both
+from moecore.kernels.rows.scaling import GATHERED_KINDS, Both
 from moecore.kernels.rows.shard_blocks import as_matrices
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.clone_weights import with_clones
@@ -114,8 +114,9 @@ class Experts(nn.Module):
         if recompute_fc1 and (backend == "sequential" or self.has_more):
             raise ValueError(
                 "MemoryOptions.recompute ('expert_fc1') must go with expert_backend "
-                f"({backend!r}) = 'auto', 'triton' or 'torch', without biases ({self._is_biased}) "
-                "or an activation of the model's own: use activation checkpointing instead"
+                f"({backend!r}) = 'auto', 'triton', 'torch' or 'te', without biases "
+                f"({self._is_biased}) or an activation of the model's own: use activation "
+                "checkpointing instead"
             )
 
     def adapt(self, name: str, update: LowRank) -> None:
@@ -231,7 +232,8 @@ class Experts(nn.Module):
             if depends_on is not None:
                 self._chosen = depends_on, options
         with _counting(inp, is_quantised=self.recipe is not None):
-            y = compute_experts(inp.rows, weights, inp.index, options, unsummed=inp.unsummed)
+            how: Any = dict(unsummed=inp.unsummed, receiver=inp.receiver)
+            y = compute_experts(inp.rows, weights, inp.index, options, **how)
         return y if inp.unsummed is None else UnsummedRows(y)
 
     def _depends_on(self, rows: Rows, weights: ExpertWeights) -> tuple[Any, ...] | None:
@@ -258,6 +260,16 @@ class Experts(nn.Module):
     @property
     def _is_biased(self) -> bool:
         return self.config.fc1_bias or self.config.fc2_bias
+
+    @property
+    def waits_on_host(self) -> bool:
+        """Whether a forward reads on the host how many rows each expert has."""
+        return self.backend == "sequential" or uses_te(self.backend, self.recipe)
+
+    @property
+    def rows_multiple(self) -> int:
+        """Of which the rows of each expert are to be a multiple."""
+        return 1 if self.recipe is None else self.recipe.rows
 
     @property
     def has_more(self) -> bool:
@@ -290,7 +302,7 @@ class Experts(nn.Module):
         recipe = self.recipe
         if recipe is None:
             return None
-        if not is_plain_eager():
+        if not is_plain_eager() or recipe.backend == "te":
             check_values(w1_eCD)
             return None
         fc1 = ["w1", "w3"] if self.is_separate else ["w1"]
@@ -298,7 +310,7 @@ class Experts(nn.Module):
         for roles, matrices in ((fc1, w1_eCD), (["w2"], w2_eDF)):
             params = [getattr(self, getattr(self.layout, role)) for role in roles]
             gathered = self.reader.gathered(params[0])
-            if gathered is not None and recipe.scaling == "blockwise":
+            if gathered is not None and gathered.kind == GATHERED_KINDS.get(recipe.weight_block):
                 found.append(as_matrices(gathered, matrices.shape))
                 continue
             check_values(matrices)

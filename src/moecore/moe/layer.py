@@ -132,6 +132,9 @@ class RoutedLayer(nn.Module):
 
     def _dispatched(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
         """Return the input of this rank's experts and of its clones of other ranks' experts."""
+        multiple = self.part("experts").rows_multiple
+        if multiple > 1:
+            routing = replace(routing, rows_multiple=multiple)
         if self.cloner is None:
             return self.dispatcher.dispatch(rows_TL, routing)
         routing, clones = self.cloner.place(routing, self.dispatcher.pairs)

@@ -31,6 +31,7 @@ from moecore.kernels.rows.scaling import Blocks
 
 T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
+READS_PLAIN = "_moecore_reads_plain"  # attribute of a cut parameter: see `shard_parameter`
 GATHERED = "_moecore_gathered"  # attribute of a parameter that was gathered or is stored in FP8
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -48,7 +49,7 @@ def local_param(param: Tensor, *, reads: bool = True) -> Tensor:
     # `reads` is False where `gathered_blocks` are read in place of values: see `check_values`.
     local = param
     if isinstance(param, DTensor) and torch.compiler.is_compiling():
-        local = param.to_local(grad_placements=grad_placements(param))
+        local = param.to_local(grad_placements=grad_placements(param.placements))
     elif isinstance(param, DTensor):
         local = _Local.apply(param)
     if reads:
@@ -71,7 +72,7 @@ class _Local(torch.autograd.Function):
         param = ctx.param
         if grad is None:
             return None
-        return as_part(grad, param.device_mesh, grad_placements(param), of=param)
+        return as_part(grad, param.device_mesh, grad_placements(param.placements), of=param)
 
 
 def has_values(local: Tensor) -> bool:
@@ -83,8 +84,8 @@ def check_values(local: Tensor) -> None:
     """Raise NotImplementedError for a part of a parameter without values."""
     if not has_values(local):
         raise NotImplementedError(
-            f"a weight {list(local.shape)} was gathered or is stored in FP8, so blockwise products "
-            "alone can read it, outside of torch.compile and dispatch modes (selective "
+            f"a weight {list(local.shape)} was gathered or is stored in FP8, so products of its "
+            "recipe alone can read it, outside of torch.compile and dispatch modes (selective "
             "checkpointing): set FSDPOptions.fp8_param_gather to False, or do not store it so"
         )
 
@@ -94,13 +95,12 @@ def gathered_blocks(param: Tensor) -> Blocks | None:
     return getattr(param, GATHERED, None)
 
 
-def grad_placements(param: Tensor) -> tuple[Placement, ...]:
-    """Return how the gradient of `local_param` is placed; () for a plain tensor."""
+def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Return how the gradient of `local_param` of a parameter that is placed so is placed."""
     # Ranks that have a parameter replicated hold different tokens (tensor parallel ranks with
-    # sequence parallelism), so its gradient is a partial sum.
-    if not isinstance(param, DTensor):
-        return ()
-    return tuple(Partial() if p.is_replicate() else p for p in param.placements)
+    # sequence parallelism), or parts of the gradient of equal ones (transformers models), so its
+    # gradient is a partial sum.
+    return tuple(Partial() if p.is_replicate() else p for p in placements)
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ class ParamReader:
         """Return what stands for the values of a parameter that was gathered in FP8; else None."""
         found = gathered_blocks(param)
         if found is not None and self._packs:
-            for tensor in (found.values, found.scales):
+            for tensor in found.tensors():
                 self._made[storage_key(tensor)] = tensor
         return found
 
@@ -284,9 +284,16 @@ def seed_of(seed: int, key: str, block: int = 0) -> int:
 
 
 def shard_parameter(
-    module: nn.Module, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    module: nn.Module,
+    name: str,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    *,
+    reads_plain: bool = False,
 ) -> None:
     """Replace a whole parameter by a DTensor that keeps this rank's part. No communication."""
+    # `reads_plain` is for modules that know no DTensor: their unit gives them the part itself, and
+    # takes its gradient as `grad_placements` has it.
     # A real parameter must hold the same values on every rank; a meta one stays on meta. Sharded
     # dims must divide evenly. `_StridedShard(dim, split_factor=n)` cuts each of n equal parts of
     # the dim (gate and up of one expert) and keeps one piece of each.
@@ -304,4 +311,7 @@ def shard_parameter(
     if not local.is_meta:
         local = local.to(mesh.device_type)
     part = as_part(local.clone(memory_format=torch.contiguous_format), mesh, placements, of=param)
-    module.register_parameter(name, parameter_like(part, param))
+    made = parameter_like(part, param)
+    if reads_plain:
+        setattr(made, READS_PLAIN, True)
+    module.register_parameter(name, made)

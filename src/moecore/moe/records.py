@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.torch_names import register_dataclass
-from moecore.kernels.experts.contract import UnsummedInput
+from moecore.kernels.experts.contract import GradientReceiver, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
 from moecore.moe.pairs import Pairs
@@ -43,6 +43,7 @@ class Routing:
         padding_mask_T: bool, True = padding, whose ids are all -1; None = no padding.
         capacity: no expert is wanted by more of these tokens; None = by all at most.
         pad: dispatchers size buffers by the capacity and not by counts, so without a host sync.
+        rows_multiple: of which the rows of each expert are a multiple; padding has weight 0.
     """
 
     expert_ids_TK: Tensor
@@ -53,6 +54,7 @@ class Routing:
     padding_mask_T: Tensor | None = None
     capacity: int | None = None
     pad: bool = False
+    rows_multiple: int = 1
 
     @property
     def destinations_TK(self) -> Tensor:
@@ -71,9 +73,10 @@ class ChoiceTape(Protocol):
 
     def given(
         self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
-    ) -> Tensor | None:
-        """Return int32 [T, K] ids for this forward; None = the router chooses."""
-        # `own()` is the router's choice, for ids not given; collective where it compares tokens.
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return int32 ids and fp32 weights [T, K] of this forward; None = the router chooses."""
+        # `own()` is the router's choice, for ids not given; collective where it compares tokens. A
+        # weight of -1 is the router's for this choice, and so is each where weights are None.
 
     def took(self, ids_TK: Tensor) -> None:
         """See the choice of this forward, before capacity."""
@@ -95,7 +98,7 @@ class ExpertInput:
 
     Attributes:
         rows: source rows held by this rank (without EP: the tokens themselves, no copy);
-            differentiable unless `unsummed`, which may bring them quantised.
+            differentiable unless `unsummed`, by their handle where they came quantised.
         index: expert rows in expert order. R is static: rows past `index.num_rows` have row id 0
             and weight 0, and nothing computed from them may be used. A slot is -1 where the choice
             was dropped or its expert lives on another rank.
@@ -107,6 +110,8 @@ class ExpertInput:
             S and R are those that came.
         clones: None, or other ranks' experts that this forward computes behind its own
             (`moe/clones.py`); the index has them too.
+        receiver: None, or where gradients of the experts' output arrive as FP8, if the experts
+            would quantise them alike.
 
     Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
     slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
@@ -119,10 +124,11 @@ class ExpertInput:
     unsummed: UnsummedInput | None = None
     balanced: BalancedRows | None = None
     clones: Any = None
+    receiver: GradientReceiver | None = None
 
     def with_rows(self, rows: Rows) -> ExpertInput:
         """Return the same with other rows; `replace` costs a host four times as much."""
-        others = (self.index, self.plan, self.unsummed, self.balanced, self.clones)
+        others = (self.index, self.plan, self.unsummed, self.balanced, self.clones, self.receiver)
         return ExpertInput(rows, *others)
 
 
@@ -183,7 +189,7 @@ class _HandleRows(torch.autograd.Function):
 def summed_input(inp: ExpertInput) -> ExpertInput:
     """Return the same input with wide differentiable rows, for experts that gather and sum."""
     if inp.unsummed is None:
-        return inp
+        return inp if inp.rows.scales is None else inp.with_rows(Rows(inp.rows.widen()))
     if inp.unsummed.refetch is not None:
         raise ValueError(
             "NVLinkOptions.keep_rows (False) must be True for experts that keep their rows "

@@ -151,9 +151,13 @@ class Router(nn.Module):
         if self.tape is not None:
             T, device = logits_TE.shape[0], logits_TE.device
             logits = logits_TE.detach()
-            ids_TK = self.tape.given(T, device, lambda: self._own(logits, micro_batch)[0])
-            if ids_TK is not None:
-                return ids_TK, route_weights(logits_TE, ids_TK, self.options)
+            given = self.tape.given(T, device, lambda: self._own(logits, micro_batch)[0])
+            if given is not None:
+                ids_TK, given_TK = given
+                weights_TK = route_weights(logits_TE, ids_TK, self.options)
+                if given_TK is not None:
+                    weights_TK = torch.where(given_TK < 0, weights_TK, given_TK)
+                return ids_TK, weights_TK
         return self._own(logits_TE, micro_batch)
 
     def _own(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -166,12 +166,16 @@ class MoEState:
             for found in (chosen, losses, entropies, kept, clones)
             if found
         ]
-        number = self.num_micro_batches
-        parts.append(parts[0].new_tensor([number, number**2]))
+        group, number = self.groups.global_batch, self.num_micro_batches
+        # On a GPU the host would have to wait, before and after.
+        compares = group is not None and device.type == "cpu" and is_gloo(group, "cpu")
+        if compares:
+            parts.append(parts[0].new_tensor([number, number**2]))
         packed = torch.cat(parts)
-        if self.groups.global_batch is not None:
-            dist.all_reduce(packed, group=self.groups.global_batch)
-            self._check_number(packed[-2:], self.groups.global_batch)
+        if group is not None:
+            dist.all_reduce(packed, group=group)
+            if compares:
+                self._check_number(packed[-2:].tolist(), group)
         all_chosen, all_losses, all_entropies, *others = packed.split([len(p) for p in parts])
         units_L, tokens_L = all_entropies.view(-1, 2).unbind(1)
         entropy_L = units_L * UNIT / tokens_L.clamp(min=1)
@@ -191,20 +195,18 @@ class MoEState:
             for name, n_E in _split(others[0].long(), kept).items():
                 metrics.dropped_per_expert[name] = metrics.tokens_per_expert[name] - n_E
         if clones:
-            for name, (copies, forwards) in _split(others[-2], clones).items():
+            for name, (copies, forwards) in _split(others[bool(kept)], clones).items():
                 metrics.clones_per_rank[name] = copies / forwards.clamp(min=1)
         return metrics
 
-    def _check_number(self, sums_2: Tensor, group: dist.ProcessGroup) -> None:
+    def _check_number(self, sums: Sequence[float], group: dist.ProcessGroup) -> None:
         """Raise on all ranks where they differ in the number of micro-batches.
 
-        `sums_2` has the sums of the numbers and of their squares. On a GPU nothing reads them: the
-        host would have to wait.
+        Args:
+            sums: of the numbers, and of their squares.
         """
-        if sums_2.device.type != "cpu" or not is_gloo(group, "cpu"):
-            return
         ranks = group.size()
-        total, squares = sums_2.tolist()
+        total, squares = sums
         if squares * ranks != total**2:
             raise ValueError(
                 f"num_micro_batches ({self.num_micro_batches} on rank {dist.get_rank()}, "

@@ -1,10 +1,15 @@
 """Documents of different lengths: rows without padding, and who computes what of a global batch.
 
-docs/sequences.md has the use of each name.
+docs/sequences.md has the use of each name, docs/pretraining.md that of a corpus.
 """
 
 from moecore.packing.bins import Bins, pack_documents, pack_lengths
 from moecore.packing.collate import PackedBatch, PackedCollator
+from moecore.packing.corpus.json_lines import JsonLines
+from moecore.packing.corpus.loader import CorpusLoader
+from moecore.packing.corpus.megatron import MegatronDocuments
+from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
+from moecore.packing.corpus.scheduled import ScheduledBatch, ScheduledLoader
 from moecore.packing.cost import DocumentCost, MeasuredCost
 from moecore.packing.documents import CutDocuments
 from moecore.packing.sampler import PackedBatchSampler
@@ -12,8 +17,9 @@ from moecore.packing.schedule import DocumentGroup, DocumentSchedule, schedule_d
 from moecore.packing.split import indices_of, inverse_of, padded_lengths, part_of
 
 __all__ = [
-    "Bins", "CutDocuments", "DocumentCost", "DocumentGroup", "DocumentSchedule", "MeasuredCost",
-    "PackedBatch", "PackedBatchSampler", "PackedCollator", "indices_of", "inverse_of",
-    "pack_documents", "pack_lengths", "padded_lengths", "part_of", "schedule_documents",
-    "serpentine",
+    "Bins", "CorpusError", "CorpusLoader", "CorpusOptions", "CorpusSource", "CutDocuments",
+    "DocumentCost", "DocumentGroup", "DocumentSchedule", "JsonLines", "MeasuredCost",
+    "MegatronDocuments", "PackedBatch", "PackedBatchSampler", "PackedCollator", "ScheduledBatch",
+    "ScheduledLoader", "indices_of", "inverse_of", "pack_documents", "pack_lengths",
+    "padded_lengths", "part_of", "schedule_documents", "serpentine",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moecore.parallel.arguments import SharedArguments
     from moecore.parallel.pipeline.layout import PipelineLayout, Stage
     from moecore.parallel.pipeline.run import Pipeline, StageOffload
-    from moecore.parallel.shard.engine import Engine
+    from moecore.parallel.shard.engine import UnitEngine
     from moecore.parallel.shard.plan import ShardPlan
 
 ATTACHED = "_moecore_attached"  # attribute of a parallelized model
@@ -44,7 +44,7 @@ class Attached:
     # The ranks that share a micro-batch, by cp of dynamic context parallelism.
     shared_by: dict[int, dist.ProcessGroup] = field(default_factory=dict)
     arguments: SharedArguments | None = None  # None = no ranks share rows
-    engine: Engine | None = None  # None = the model is sharded without an engine
+    engine: UnitEngine | None = None  # None = the model is sharded without an engine
     compiled: set[nn.Module] = field(default_factory=set)  # modules inside of compiled modules
     offload: StageOffload | None = None
     stash: Holder | None = None
@@ -79,7 +79,7 @@ def request_of(model: nn.Module) -> Request | None:
     return None if found is None else found.request
 
 
-def engines_of(model: nn.Module) -> list[Engine]:
+def engines_of(model: nn.Module) -> list[UnitEngine]:
     """Return the engine of a model, or the engines of the parallelized models in it."""
     return [found.engine for found in attached_in(model) if found.engine is not None]
 

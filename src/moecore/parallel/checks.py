@@ -14,11 +14,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from moecore.base import te_names
 from moecore.base.fields import shown
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.precision import Recipe
 from moecore.base.torch_names import HAS_SEPARATE_PIECES, has_gradient_hooks
 from moecore.moe.backends import check_backend
+from moecore.moe.dispatch.wire import Wire
 from moecore.moe.expert_layout import expert_shapes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
@@ -75,6 +77,8 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
     is_tied = find_ties(model)
     for name, layer in layers.items():
         _check_experts(name, layer, request.meshes)
+        if request.meshes.parallel.ep * request.meshes.parallel.etp > 1:
+            Wire(request.fp8_dispatch).check(layer.config.expert_dim)
         if is_tied(layer.part("experts")):  # they are cut, each module its own
             raise ValueError(
                 f"{name}: parameters of experts must not be shared with another module, because "
@@ -92,11 +96,28 @@ def _check_arguments(request: Request) -> None:
                 f"moe ({name!r}) must name one of {', '.join(map(repr, MOE_FIELDS))}: balance is "
                 "an argument of its own, and the model decides what else its layers compute"
             )
+    recipes = [] if request.precision is None else request.precision.recipes
+    for recipe in (recipe for recipe in recipes if recipe.backend == "te"):
+        problem = te_names.why_not(recipe, request.meshes.device)
+        if problem is not None:
+            raise ValueError(problem)
+        if request.compile_dense and recipe.amax_history:
+            raise ValueError(
+                f"compile_dense (True) must go with Recipe.amax_history ({recipe.amax_history}) = "
+                "0 by backend 'te': use backend='moecore', or drop one of them"
+            )
     if nvlink is not None and dispatcher not in ("auto", "nvlink", "hierarchical"):
         raise ValueError(
             f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink', "
             "'hierarchical' or 'auto': drop it"
         )
+    if request.fp8_dispatch and dispatcher == "allgather":
+        raise ValueError(
+            "fp8_dispatch (True) must go with dispatcher ('allgather') = 'alltoall', 'nvlink', "
+            "'hierarchical' or 'auto': drop it"
+        )
+    if request.fp8_dispatch and p.ep * p.etp == 1:
+        warnings.warn("fp8_dispatch (True) is not used: ep * etp is 1", stacklevel=5)
     if dispatcher not in ("auto", "local") and p.ep * p.etp == 1:
         warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=5)
     if dispatcher == "local" and p.ep * p.etp > 1:
@@ -179,7 +200,8 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
             )
     if request.graph_dense:
         _check_graphs(request)
-    if p.tp > 1 and not is_cut(model) and not isinstance(model, TensorParallelModel):
+    owner = request.family.tensor_parallel(model)
+    if p.tp > 1 and not is_cut(model) and not isinstance(owner, TensorParallelModel):
         raise NotImplementedError(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
             "needs a model with apply_tensor_parallel(tp_mesh), such as moecore.models.Decoder"
@@ -298,7 +320,7 @@ def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
 
 
 def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
-    problem = why_not(shared.w1) or why_not(shared.w2)
+    problem = why_not(shared.w1, recipe) or why_not(shared.w2, recipe)
     if recipe.amax_history:
         problem = "the layer keeps no history of amax"
     if problem is not None:

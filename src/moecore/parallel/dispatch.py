@@ -41,7 +41,7 @@ from moecore.parallel.mesh import (
 from moecore.parallel.pipeline.orders import PAIRING
 from moecore.parallel.request import Request
 from moecore.parallel.shard.late_parameters import refuse_added
-from moecore.precision.emulated import linear_products
+from moecore.precision.apply import linear_products
 
 logger = logging.getLogger("moecore.parallelize")
 
@@ -114,6 +114,7 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
             found.stores_in,
             ep=meshes.parallel.ep,
             options=_stores(request.nvlink, found.domains),
+            fp8=request.fp8_dispatch,
             is_required=_is_required(request),
         )
     stream = torch.cuda.Stream() if request.overlap_shared else None
@@ -138,9 +139,12 @@ def apply_layers(model: nn.Module, found: Attached) -> None:
 
 def _stores(options: NVLinkOptions | None, domains: DomainGroups | None) -> NVLinkOptions | None:
     """Return the options of stores; what comes from all domains is their tokens inside of one."""
-    if options is None or options.max_tokens is None or domains is None:
+    if domains is None:
         return options
-    return replace(options, max_tokens=options.max_tokens * domains.across.size())
+    options, num_domains = options or NVLinkOptions(), domains.across.size()
+    most = None if options.max_tokens is None else options.max_tokens * num_domains
+    # Copy engines would carry holes for all tokens of all domains: at 8 of them 7 rows of 8.
+    return replace(options, max_tokens=most, overlap_weight_grads=False)
 
 
 def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:
@@ -173,7 +177,8 @@ def _dispatcher(num_experts: int, placement: ExpertPlacement | None, found: Atta
         return _among(placement, found)
     inside, across = found.domains
     domain = domain_of(placement, inside, across.size())
-    return HierarchicalDispatcher(placement, domain, _among(domain, found), across)
+    parts = (domain, _among(domain, found), across)
+    return HierarchicalDispatcher(placement, *parts, fp8=found.request.fp8_dispatch)
 
 
 def _among(placement: ExpertPlacement, found: Attached) -> Dispatcher:
@@ -182,7 +187,7 @@ def _among(placement: ExpertPlacement, found: Attached) -> Dispatcher:
         return NVLinkDispatcher(placement, found.exchanges)
     if found.plan.dispatcher == "allgather":
         return AllGatherDispatcher(placement)
-    return AllToAllDispatcher(placement)
+    return AllToAllDispatcher(placement, fp8=found.request.fp8_dispatch)
 
 
 def apply_context(model: nn.Module, found: Attached) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moecore.attention.context_parallel.held import ContextParallel
 from moecore.base.options.context import ContextOptions
 from moecore.moe.layer import RoutedLayer
+from moecore.packing.collate import PackedBatch
 
 if TYPE_CHECKING:
     from moecore.parallel.pipeline.stages import StagedModel
@@ -42,11 +44,20 @@ class Family(Protocol):
     def staged(self, model: nn.Module) -> StagedModel:
         """Return what runs pipeline stages; NotImplementedError for a model that cannot be cut."""
 
+    def tensor_parallel(self, model: nn.Module) -> Any:
+        """Return what may be a `TensorParallelModel` for a model."""
+
     def context(self, model: nn.Module) -> Any:
         """Return what may be a `ContextParallelModel` or a `DynamicContextModel` for a model."""
 
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
         """Return whether a forward of these keyword arguments has any token but padding."""
+
+    def arguments(self, batch: PackedBatch) -> dict[str, Any]:
+        """Return a packed batch as keyword arguments of a forward, without its labels."""
+
+    def adapters_off(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a model runs without its adapters; ValueError without any."""
 
     def fuse_loss(self, model: nn.Module) -> None:
         """Let a loss that reads logits of all tokens be computed in chunks of them, if one does."""

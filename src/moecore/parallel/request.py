@@ -38,6 +38,7 @@ class Request:
     meshes: Meshes
     dispatcher: DispatcherName
     nvlink: NVLinkOptions | None
+    fp8_dispatch: bool
     expert_backend: ExpertBackend
     memory: MemoryOptions
     clones: CloneOptions | None

@@ -19,14 +19,17 @@ from moecore.planning.flags import (
     as_folding,
     folding_of,
     has_degrees,
+    kind_of,
     refuse_unread,
     request_of_options,
     run_of_options,
+    shown_gpu,
 )
 from moecore.planning.foldings import Folding
-from moecore.planning.gpus import GPUS
+from moecore.planning.gpus import gpu_of
 from moecore.planning.levers import next_change
 from moecore.planning.memory import MemoryPlan, plan_memory, plan_peak
+from moecore.planning.page import page_of
 from moecore.planning.report import report_trace
 from moecore.planning.run import TrainingRun, call_of, flags_of, new_garbage
 from moecore.planning.search import Fitting, explained, planned, search, shown_levers
@@ -71,13 +74,14 @@ def run_plan(args: Any) -> int:
     plan, time = plan_memory(run), plan_time(run, _table(args))
     peaks = [rank.num_bytes for rank in plan.ranks]
     _write(args, plan, time)
-    largest, memory, host = plan.largest, GPUS[args.gpu].memory, GPUS[args.gpu].host_memory
+    gpu, largest = gpu_of(kind_of(args)), plan.largest
+    memory, host = gpu.memory, gpu.host_memory
     fits = max(peaks) <= memory and plan.node_host_bytes <= host
     if args.json:
         ranks = [
             asdict(rank) | {"peak": peak} for rank, peak in zip(plan.ranks, peaks, strict=True)
         ]
-        found = {"gpu": args.gpu, "memory": memory, "fits": fits, "ranks": ranks}
+        found = {"gpu": shown_gpu(args), "memory": memory, "fits": fits, "ranks": ranks}
         change = next_change(time, _table(args))
         found |= _numbers(time) | {"next": None if change is None else asdict(change)}
         print(json.dumps(found))
@@ -85,7 +89,7 @@ def run_plan(args: Any) -> int:
     print(plan.table())
     print(
         f"pipeline rank {peaks.index(max(peaks))} has most at once: {shown_bytes(max(peaks))} of "
-        f"{shown_bytes(memory)} ({args.gpu})"
+        f"{shown_bytes(memory)} ({shown_gpu(args)})"
     )
     pinned = f"{shown_bytes(plan.node_host_bytes)} of {shown_bytes(host)}"
     print(
@@ -108,7 +112,9 @@ def _explain(args: Any) -> int:
     if args.json:
         row = _row(found) if isinstance(found, Fitting) else folding.named()
         print(
-            json.dumps({"gpu": args.gpu, "limit": request.limit, "fits": fits, "text": text} | row)
+            json.dumps(
+                {"gpu": shown_gpu(args), "limit": request.limit, "fits": fits, "text": text} | row
+            )
         )
     elif args.call and isinstance(found, Fitting):
         print(call_of(found.run))
@@ -121,7 +127,7 @@ def _explain(args: Any) -> int:
 
 def _support(args: Any, first: Folding) -> str:
     """Return what records of whole steps there are of a model on GPUs."""
-    asked = args.preset, args.gpu, args.gpus
+    asked = args.preset, shown_gpu(args), args.gpus
     steps = [step for step in MEASURED if (step.preset, step.gpu, step.num_gpus) == asked]
     measured = "; ".join(
         f"{step.folding} in bf16 has {step.tokens_per_second:,} tokens/s ({step.record})"
@@ -135,7 +141,8 @@ def _support(args: Any, first: Folding) -> str:
 def _command(args: Any, run: TrainingRun) -> str:
     """Return the command that plans a run with its degrees and options."""
     model = ["--config", str(args.config)] if args.preset is None else ["--preset", args.preset]
-    gpus = ["--gpus", str(args.gpus), "--gpu", args.gpu]
+    gpus = ["--gpus", str(args.gpus)]
+    gpus += ["--gpu", args.gpu] if args.gpu_spec is None else ["--gpu-spec", str(args.gpu_spec)]
     return shlex.join(["moecore", "plan", *model, *gpus, *flags_of(run)])
 
 
@@ -154,7 +161,9 @@ def _search(args: Any) -> int:
     if args.json:
         rows = [_row(candidate) for candidate in found]
         others = dict(refused=result.refused, not_planned=result.not_planned, change=result.change)
-        print(json.dumps({"gpu": args.gpu, "limit": request.limit, "fitting": rows, **others}))
+        print(
+            json.dumps({"gpu": shown_gpu(args), "limit": request.limit, "fitting": rows, **others})
+        )
         return 0 if found else 1
     if found and args.call:
         print(call_of(found[0].run))
@@ -165,7 +174,7 @@ def _search(args: Any) -> int:
         print(f"too large with all levers: {other.folding}")
     refused = sum(result.refused.values())
     print(
-        f"of {shown_bytes(request.limit)} a rank ({args.gpu} less {request.reserve:.0%}); "
+        f"of {shown_bytes(request.limit)} a rank ({shown_gpu(args)} less {request.reserve:.0%}); "
         f"{refused} foldings refused by rules, {result.not_planned} behind these not planned"
     )
     if found:
@@ -206,6 +215,9 @@ def _print_time(args: Any, time: TimePlan, limit: int | None = None) -> None:
             f"assumed, no run has shown it: pairs hide {hides:.0%} of the exchanges between nodes "
             "that their computation lasts for (--pairs-hide 0: none)"
         )
+    if not gpu_of(kind_of(args)).measured:
+        kind = shown_gpu(args)
+        print(f"rates of {kind} are a data sheet's: no run on one has been compared with a plan")
     change = next_change(time, table, limit)
     print(f"next: {'nothing of what is known gains' if change is None else change}")
 
@@ -213,7 +225,7 @@ def _print_time(args: Any, time: TimePlan, limit: int | None = None) -> None:
 def _table(args: Any) -> CostTable:
     table = CostTable.of if args.table is None else CostTable.read(args.table).on
     hides = getattr(args, "pairs_hide", None)
-    found = table(args.gpu)
+    found = table(kind_of(args))
     return found if hides is None else replace(found, pairs_hide=hides)
 
 
@@ -221,32 +233,35 @@ def _write(args: Any, plan: MemoryPlan, time: TimePlan) -> None:
     """Write the pictures that are asked for."""
     try:
         if args.png is not None:
-            draw_memory(plan, args.png, GPUS[args.gpu].memory)
+            draw_memory(plan, args.png, gpu_of(kind_of(args)).memory)
         if args.timeline is not None and time.timeline is not None:
             draw(time.timeline, args.timeline)
     except ImportError as error:
         raise ValueError(f"--png and --timeline must be left out: {error}") from error
+    if args.html is not None:
+        title = f"{args.preset or args.config}, {args.gpus} {shown_gpu(args)}"
+        args.html.write_text(page_of(plan, time, title, gpu_of(kind_of(args)).memory))
     if args.timeline is not None and time.timeline is None:
         raise ValueError(f"--timeline ({args.timeline}) must be left out without stages: drop it")
 
 
 def run_dry_run(args: Any) -> int:
     """Print what a rank holds and does; 1 where it does not fit."""
-    run, memory = run_of_options(args), GPUS[args.gpu].memory
+    run, memory = run_of_options(args), gpu_of(kind_of(args)).memory
     found = dry_run(run, args.rank)
     plan = plan_peak(run)[args.rank * run.resolved.pp // run.num_gpus]
-    table, fits = CostTable.of(args.gpu), found.peak + found.buffers <= memory
+    table, fits = CostTable.of(kind_of(args)), found.peak + found.buffers <= memory
     rows, time = _rows(found, table), time_step(found, table)
     if args.json:
         sizes = {"held": found.held, "peak": found.peak, "buffers": found.buffers}
         sizes |= {"plan": plan, "memory": memory}
-        whole = {"rank": found.rank, "gpu": args.gpu, **sizes, "fits": fits}
+        whole = {"rank": found.rank, "gpu": shown_gpu(args), **sizes, "fits": fits}
         whole |= {"seconds": time.seconds, "parts": time.parts, "works": rows}
         print(json.dumps(whole))
         return 0 if fits else 1
     print(f"rank {found.rank} of {args.gpus} holds {shown_bytes(found.held)} between steps")
     most = shown_bytes(found.peak + found.buffers)
-    at_most = f"{most} at most in a step, of {shown_bytes(memory)} ({args.gpu})"
+    at_most = f"{most} at most in a step, of {shown_bytes(memory)} ({shown_gpu(args)})"
     print(f"{at_most}{'' if fits else ': does not fit'}")
     print(f"{shown_bytes(plan)} by the plan, from few layers")
     parts = [f"{part} {s * 1e3:.1f}" for part, s in time.parts.items() if s > 1e-4]

@@ -32,17 +32,15 @@ from typing import Annotated, Any, Literal, get_args
 
 from moecore.base.fields import Bound, CountOrZero, Positive, Rules, check_arguments, check_fields
 from moecore.base.options.names import GpuName
-from moecore.planning.gpus import NODE, Gpu, gpu_of
-from moecore.planning.record import Kind, Work
+from moecore.planning.gpus import Gpu, gpu_of
+from moecore.planning.record import ALL_TO_ALL, Kind, Work
 
 KINDS = get_args(Kind)
 Share = Annotated[float, Bound(">", 0), Bound("<=", 1)]
 ShareOrZero = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 Wall = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
-MESSAGE = re.compile("send|recv")
 SHIPPED = "h200"  # the table in tables/
 BACKWARD = re.compile("backward|bwd")
-ALL_TO_ALL = re.compile("all.?to.?all|spread|reduce_kernel|dispatch|combine")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +85,7 @@ class CostTable:
     stands_for: Mapping[str, str]
     efficiency: Mapping[str, Share]
     network_seconds: Positive
-    pairs_hide: ShareOrZero = 1.0
+    pairs_hide: ShareOrZero = 0.93
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -172,10 +170,10 @@ class CostTable:
 
         Args:
             work: the operation.
-            node_ranks: of a collective: how many of its ranks one node has; 0 = as many as fit.
+            node_ranks: of a collective: how many of its ranks one domain has; 0 = as many as fit.
 
         Raises:
-            ValueError: for FP8 on a GPU without, and ranks that a node cannot have.
+            ValueError: for FP8 on a GPU without, and ranks that a domain cannot have.
         """
         check_arguments(CostTable.seconds, locals())
         launch, rates = self._parts(work, node_ranks)
@@ -190,7 +188,7 @@ class CostTable:
 
     def _parts(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
         """Return seconds that depend on nothing, and those of what is computed and moved."""
-        rates = self._roofline(work, self.gpu, _in_node(work, node_ranks))
+        rates = self._roofline(work, self.gpu, _in_node(work, node_ranks, self.gpu))
         reached, launch = self._efficiency(work), self.launch_seconds
         if "network" in rates:
             launch += self.network_seconds
@@ -234,7 +232,8 @@ class CostTable:
 
     def _reached(self, point: Point) -> float:
         """Return the logarithm of a point's share of the roofline."""
-        rates = self._roofline(point.work, self.measured_on, _in_node(point.work, 0))
+        inside = _in_node(point.work, 0, self.measured_on)
+        rates = self._roofline(point.work, self.measured_on, inside)
         return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
     def _like(self, work: Work) -> list[Point]:
@@ -281,17 +280,17 @@ def _place(work: Work) -> tuple[float, ...]:
     return tuple(math.log(max(size, 1)) for size in sizes)
 
 
-def _in_node(work: Work, node_ranks: int) -> int:
-    """Return how many ranks of a collective one node has."""
+def _in_node(work: Work, node_ranks: int, gpu: GpuName | Gpu) -> int:
+    """Return how many ranks of a collective one domain has."""
     if work.kind != "collective":
         return 0
-    ranks = work.shape[0]
-    if node_ranks > min(ranks, NODE):
+    ranks, domain = work.shape[0], gpu_of(gpu).domain
+    if node_ranks > min(ranks, domain):
         raise ValueError(
-            f"node_ranks ({node_ranks}) must be <= the collective's ranks ({ranks}) and {NODE}: "
-            "count those of one node"
+            f"node_ranks ({node_ranks}) must be <= the collective's ranks ({ranks}) and "
+            f"{domain}: count those of one domain"
         )
-    return node_ranks or min(ranks, NODE)
+    return node_ranks or min(ranks, domain)
 
 
 def _links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall, float]:
@@ -299,16 +298,11 @@ def _links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall,
     ranks = work.shape[0]
     if inside == ranks:
         return {"nvlink": work.num_bytes / nvlink}
-    # What goes to each rank on its own crosses the network but for the share of its node.
-    if ALL_TO_ALL.search(work.name.lower()):
-        away = work.num_bytes * (ranks - inside) / (ranks - 1)
+    away = work.num_bytes * (ranks - inside) / (ranks - 1)
+    if ALL_TO_ALL.search(work.name.lower()) or inside == 1:
         return {"nvlink": (work.num_bytes - away) / nvlink, "network": away / network}
-    if MESSAGE.match(work.name.lower()):  # one of a card's two directions
-        return {"network": 2 * work.num_bytes / network}
     # What all ranks get, or sum, each node but one takes in and passes on, over all its cards.
-    within = work.num_bytes / nvlink if inside > 1 else 0.0
-    passed_on = 2 * work.num_bytes * (1 - inside / ranks)
-    return {"nvlink": within, "network": passed_on / (inside * network)}
+    return {"nvlink": work.num_bytes / nvlink, "network": away / (inside * network)}
 
 
 @cache

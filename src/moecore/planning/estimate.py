@@ -77,7 +77,7 @@ class Estimate:
             matrix = model.moe.expert_dim * model.moe.hidden_dim
             layers = model.num_moe_layers + model.num_mtp_layers
             self._experts = layers * model.moe.num_experts * 3 * matrix
-            self._ep = gcd(model.moe.num_experts, request.gpus_per_node)
+            self._ep = gcd(model.moe.num_experts, request.domain)
         self._base, self._last = (rungs := rungs_of(request))[0], rungs[-1]
         self._choices = _choices(request, rungs)
         # Planned over estimated bytes, on the device and on the host, by pp.
@@ -164,7 +164,7 @@ class Estimate:
         degrees = folding._replace(pp=1, chunks=1)
         stages = self._parts(folding._replace(ep=1, etp=1), like)
         passes = [self._stage(parts, degrees, like) for parts in stages]
-        across = folding.ep * folding.etp > self._request.gpus_per_node
+        across = folding.ep * folding.etp > self._request.domain
         is_paired = across and folding.chunks > 1 and run.nvlink is None
         hides = self._table.pairs_hide if is_paired else 0.0
         each = [c + sent - min(c, hides * sent) for c, sent in passes]
@@ -186,7 +186,7 @@ class Estimate:
     def _held(self, folding: Folding) -> list[_Held]:
         """Return the parameters with which a rank computes: dense ones, then experts."""
         pp, tp, _, ep, etp, _, _ = folding
-        stage, node = self._request.num_gpus // pp, self._request.gpus_per_node
+        stage, node = self._request.num_gpus // pp, self._request.domain
         dense = self._everything - self._experts - self._cut + self._cut / tp
         found, experts = [], ep * etp
         for size, ranks in ((dense, tp), (self._experts / experts, experts)):
@@ -201,7 +201,8 @@ class Estimate:
         """Return the seconds of a micro-batch's two all-gathers and one fp32 reduction."""
         found, width = 0.0, 2 * (1 if rung.fsdp.fp8_param_gather else 2) + 4
         for size, ranks, node_ranks, _ in self._held(folding):
-            gather = Work("all_gather", "collective", 0, round(width * size), (ranks,), "bfloat16")
+            num_bytes = round(2 * width * size * (ranks - 1) / ranks)
+            gather = Work("all_gather", "collective", 0, num_bytes, (ranks,), "bfloat16")
             found += self._table.seconds(gather, node_ranks) if ranks > 1 else 0
         return found
 
@@ -267,17 +268,17 @@ class Estimate:
             shape = (max(1, int(shape[0] * rows)), *shape[1:])
         num_bytes = max(1, int(work.num_bytes * rows))
         share = replace(work, shape=shape, flops=int(work.flops * rows), num_bytes=num_bytes)
-        here = min(self._request.gpus_per_node, *shape) if work.kind == "collective" else 0
+        here = min(self._request.domain, *shape) if work.kind == "collective" else 0
         return self._table.seconds(share, here)
 
     def _messages(self, folding: Folding) -> Iterator[float]:
         """Yield the seconds of messages among the ranks of tp, and among those of cp."""
         tokens = folding.batch_size * self._request.seq_len // (folding.tp * folding.cp)
         for ranks in (folding.tp, folding.cp):
-            num_bytes = 2 * self._request.model.dim * tokens * (ranks - 1)
+            num_bytes = 2 * 2 * self._request.model.dim * tokens * (ranks - 1)
             message = Work("all_gather", "collective", 0, num_bytes, (ranks,), "bfloat16")
             if ranks > 1:
-                here = min(ranks, self._request.gpus_per_node)
+                here = min(ranks, self._request.domain)
                 yield from MESSAGES * [self._table.seconds(message, here)]
 
     def _kept_by(self, rung: Levers) -> tuple[int, int]:

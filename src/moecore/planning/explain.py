@@ -276,11 +276,13 @@ def _units(plan: ShardPlan) -> str:
 
 
 def _gathered_in(plan: ShardPlan) -> str:
-    """Return the dtype of the root, and how many parameters have FP8 instead."""
+    """Return the dtype of the root, and how many parameters are quantised instead."""
     wide = plan.units[0].gather_dtype or "their own dtype"
-    layouts = [layout for unit in plan.units for layout in unit.layouts]
-    in_fp8 = sum(len(layout.slots) for layout in layouts if layout.recipe is not None)
-    return f"{wide}, {in_fp8} of them in FP8" if in_fp8 else wide
+    found = Counter[str]()
+    for layout in (layout for unit in plan.units for layout in unit.layouts):
+        if layout.recipe is not None:
+            found["FP8" if layout.packed == 1 else "NVFP4"] += len(layout.slots)
+    return ", ".join([wide, *(f"{number} of them in {name}" for name, number in found.items())])
 
 
 def _fp8(plan: ShardPlan) -> str:

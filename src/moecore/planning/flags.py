@@ -11,6 +11,7 @@ from moecore.base.fields import UsageError
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions, StashOptions
+from moecore.base.options.names import GpuName
 from moecore.base.options.precision import Precision
 from moecore.io.hf.config import decoder_config_from_hf
 from moecore.models import PRESETS
@@ -18,7 +19,7 @@ from moecore.models.config import DecoderConfig
 from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
-from moecore.planning.gpus import NODE
+from moecore.planning.gpus import Gpu, domain_of, gpu_of, read_gpu
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.stored import stages_of
 
@@ -27,7 +28,18 @@ DEGREES = tuple(field.name for field in fields(ParallelConfig))
 OF_SEARCHES = ("global_batch", "gpus_per_node")
 OF_STAGES = ("layout", "chunks", "schedule")
 STRATEGIES = ("dense_strategy", "experts_strategy", "fp8_param_gather")
-OF_RUNS = ("batch_size", "micro_batches", *OF_STAGES, *STRATEGIES)
+OF_RUNS = ("batch_size", "micro_batches", "dispatcher", "fp8_dispatch", *OF_STAGES, *STRATEGIES)
+
+
+def kind_of(args: Any) -> GpuName | Gpu:
+    """Return the GPU of the options."""
+    name: GpuName = args.gpu
+    return name if args.gpu_spec is None else read_gpu(args.gpu_spec)
+
+
+def shown_gpu(args: Any) -> str:
+    """Return the name of the GPU, or of its file."""
+    return str(args.gpu if args.gpu_spec is None else args.gpu_spec)
 
 
 def has_degrees(args: Any) -> bool:
@@ -38,7 +50,10 @@ def has_degrees(args: Any) -> bool:
 def refuse_unread(args: Any) -> None:
     """Raise a UsageError for the first option that is given and that would not be read."""
     if args.explain is not None:
-        unread, why = (*DEGREES, *OF_RUNS, "top", "png", "timeline"), "--explain has all degrees"
+        unread, why = (
+            (*DEGREES, *OF_RUNS, "top", "png", "timeline", "html"),
+            "--explain has all degrees",
+        )
     elif not has_degrees(args):
         unread, why = OF_RUNS, "a search has its own: give degrees, such as --ep 8, or drop it"
     else:
@@ -86,8 +101,8 @@ def request_of_options(args: Any) -> SearchRequest:
     return SearchRequest(
         model=_model(args),
         num_gpus=args.gpus,
-        gpu=args.gpu,
-        gpus_per_node=NODE if args.gpus_per_node is None else args.gpus_per_node,
+        gpu=kind_of(args),
+        gpus_per_node=args.gpus_per_node,
         seq_len=args.seq_len,
         global_batch=args.global_batch,
         memory=ANY if memory == MemoryOptions() else memory,
@@ -151,13 +166,21 @@ def run_of_options(args: Any) -> TrainingRun:
         precision=_precision(args),
         optimizer=_optimizer(args),
         nvlink=_nvlink(args, ParallelConfig(**degrees)),
+        dispatcher=args.dispatcher or "auto",
+        ranks_per_domain=domain_of(kind_of(args), args.gpus),
+        fp8_dispatch=args.fp8_dispatch,
     )
 
 
 def _nvlink(args: Any, parallel: ParallelConfig) -> NVLinkOptions | None:
-    """Return the capacity of nvlink, inside of a node; None = all-to-all."""
+    """Return the capacity of nvlink, inside of a server or domain; None = all-to-all."""
     if _has_room(args):
         return NVLinkOptions(row_factor=args.row_factor)
+    if args.dispatcher == "hierarchical":
+        return NVLinkOptions()
     degrees = parallel.resolve(args.gpus)
     group = degrees.ep * degrees.etp
-    return None if group == 1 or NODE % group else NVLinkOptions()
+    gpu = gpu_of(kind_of(args))
+    return (
+        NVLinkOptions() if group > 1 and gpu.server % group == 0 and gpu.has_peer_access else None
+    )

@@ -28,7 +28,7 @@ from moecore.parallel.mesh import ParallelConfig
 from moecore.parallel.pipeline.config import PipelineConfig
 from moecore.parallel.pipeline.orders import RULES
 from moecore.planning.costs import CostTable
-from moecore.planning.gpus import NODE, Gpu, gpu_of
+from moecore.planning.gpus import Gpu, domain_of, gpu_of
 from moecore.planning.levers import FIELDS, TWICE, Levers, Option, fewer, ladder, levers_with
 from moecore.planning.run import NumGpus, OptimizerOptions, TrainingRun
 
@@ -48,7 +48,7 @@ class SearchRequest:
         model: the decoder.
         num_gpus: ranks of the world.
         gpu: a key of `GPUS`, or a GPU of your own.
-        gpus_per_node: ranks among which NVLink runs.
+        gpus_per_node: ranks among which NVLink runs; None = as many as divide the world.
         seq_len: tokens of a row.
         global_batch: rows of a step over all data ranks; None = 8 per GPU.
         fsdp: how parameters are sharded; "any" = weights stay whole in a step where that fits.
@@ -65,7 +65,7 @@ class SearchRequest:
     model: DecoderConfig
     num_gpus: NumGpus
     gpu: GpuName | Gpu = "h100-80"
-    gpus_per_node: Count = 8
+    gpus_per_node: Count | None = None
     seq_len: Count = 4096
     global_batch: Count | None = None
     fsdp: FSDPOptions | Literal["any"] = ANY
@@ -87,6 +87,11 @@ class SearchRequest:
     def rows(self) -> int:
         """Rows of a step."""
         return self.global_batch or ROWS_PER_GPU * self.num_gpus
+
+    @property
+    def domain(self) -> int:
+        """Neighbouring ranks among which NVLink runs."""
+        return self.gpus_per_node or domain_of(self.gpu, self.num_gpus)
 
     @property
     def costs(self) -> CostTable:
@@ -184,12 +189,15 @@ def run_of(request: SearchRequest, folding: Folding, levers: Levers) -> Training
         precision=levers.precision,
         optimizer=levers.optimizer,
         nvlink=_room(request, folding),
+        ranks_per_domain=request.domain,
     )
 
 
 def _room(request: SearchRequest, folding: Folding) -> NVLinkOptions | None:
     group = folding.ep * folding.etp
-    if group == 1 or request.gpus_per_node % group or NODE % group:
+    gpu = gpu_of(request.gpu)
+    is_near = group > 1 and not (request.domain % group or gpu.server % group)
+    if not (is_near and gpu.has_peer_access):
         return None
     return TWICE if request.nvlink == ANY else request.nvlink
 
@@ -268,7 +276,7 @@ def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
 def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     """Yield what the guidelines advise against."""
     pp, tp, cp, _, etp, chunks, _ = folding
-    node, stage = request.gpus_per_node, request.num_gpus // pp
+    node, stage = request.domain, request.num_gpus // pp
     if etp > 1:
         reason = "experts are cut by ep, with larger products and less communication: use etp=1"
         yield Refusal("EP before TP for experts", reason)

@@ -1,25 +1,30 @@
-"""GPUs that a plan knows by name. Numbers of their makers, memory as torch reports it.
+"""GPUs that a plan knows by name, or reads from a file. Numbers of their makers' data sheets.
 
-Host memory is that of the maker's own servers: DGX A100 640GB, H100, H200 and B200 have 2 TB.
+Memory is what torch reports. Host memory is that of the maker's own servers: DGX A100 640GB, H100,
+H200 and B200 have 2 TB. `measured` are those that moecore has been timed on; of all others nobody
+has compared a plan with a run.
 """
 
 from __future__ import annotations
 
+import os
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 
-from moecore.base.fields import NumBytes, Positive, check_fields
+from moecore.base.fields import Count, NumBytes, Positive, check_fields
 from moecore.base.options.names import GpuName
 
 GIB = 1 << 30
 TERA, GIGA = 10**12, 10**9
-NODE = 8  # GPUs of a server, which NVLink connects
+NODE = 8  # GPUs of a server, and of a domain of servers without an NVLink switch of their own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One kind of GPU, in a server of 8. Rates are peaks per second, of dense products.
+    """One kind of GPU. Rates are peaks per second, of dense products.
 
     Attributes:
         memory: bytes that a process can allocate.
@@ -27,11 +32,15 @@ class Gpu:
         fp8_flops: None where there is no FP8.
         fp32_flops: of fp32.
         memory_bandwidth: bytes, read and written together.
-        nvlink: bytes, both directions together.
+        nvlink: bytes, both directions together; of GPUs without it, those of PCIe.
         pcie: bytes in one direction, to and from the host.
         network: bytes, both directions together, of a GPU's share of the network cards.
-        host_memory: bytes of a server.
+        host_memory: bytes of a server, or of as many as have 8 GPUs.
+        server: GPUs of a server.
+        domain: GPUs that NVLink connects.
         has_blockwise: whether moecore has products in blockwise FP8 for it.
+        has_peer_access: whether GPUs of a server reach each other's memory.
+        measured: whether moecore's plans were compared with runs on it.
     """
 
     memory: NumBytes
@@ -43,7 +52,11 @@ class Gpu:
     pcie: Positive
     network: Positive
     host_memory: NumBytes = 2048 * GIB
+    server: Count = NODE
+    domain: Count = NODE
     has_blockwise: bool = False
+    has_peer_access: bool = True
+    measured: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -59,6 +72,52 @@ H100 = Gpu(
     pcie=64 * GIGA,
     network=100 * GIGA,  # ConnectX-7: 400 Gb/s each way
     has_blockwise=True,
+    measured=True,
+)
+B200 = Gpu(
+    memory=178 * GIB,
+    bf16_flops=2250 * TERA,
+    fp8_flops=4500 * TERA,
+    fp32_flops=75 * TERA,
+    memory_bandwidth=8000 * GIGA,
+    nvlink=1800 * GIGA,
+    pcie=64 * GIGA,
+    network=100 * GIGA,
+)
+GB200 = replace(  # a 72nd of GB200 NVL72
+    B200,
+    memory=184 * GIB,  # 186 GB, less what torch reports less on others
+    bf16_flops=2500 * TERA,
+    fp8_flops=5000 * TERA,
+    fp32_flops=80 * TERA,
+    pcie=225 * GIGA,  # NVLink-C2C: 450 GB/s each way of a Grace, which two GPUs share
+    host_memory=1920 * GIGA,  # 480 GB of LPDDR5X of a Grace
+    server=4,
+    domain=72,
+)
+L40S = Gpu(
+    memory=44 * GIB,
+    bf16_flops=362 * TERA,
+    fp8_flops=733 * TERA,
+    fp32_flops=91.6 * TERA,
+    memory_bandwidth=864 * GIGA,
+    nvlink=64 * GIGA,
+    pcie=32 * GIGA,
+    network=25 * GIGA,  # of OVX L40S, where two GPUs share a card of 200 Gb/s each way
+    host_memory=1024 * GIB,
+)
+RTX4090 = Gpu(
+    memory=23 * GIB,
+    bf16_flops=165.2 * TERA,  # summed in fp32
+    fp8_flops=330.3 * TERA,
+    fp32_flops=82.6 * TERA,
+    memory_bandwidth=1008 * GIGA,
+    nvlink=64 * GIGA,
+    pcie=32 * GIGA,
+    # Assumed: 8 GPUs of a server share a card of 100 Gb/s each way, and half a TB of memory.
+    network=25 / 8 * GIGA,
+    host_memory=512 * GIB,
+    has_peer_access=False,
 )
 GPUS: Mapping[GpuName, Gpu] = MappingProxyType(
     {
@@ -74,15 +133,30 @@ GPUS: Mapping[GpuName, Gpu] = MappingProxyType(
         ),
         "h100-80": H100,
         "h200-141": replace(H100, memory=139 * GIB, memory_bandwidth=4800 * GIGA),
-        "b200-180": Gpu(
-            memory=178 * GIB,
-            bf16_flops=2250 * TERA,
-            fp8_flops=4500 * TERA,
-            fp32_flops=75 * TERA,
-            memory_bandwidth=8000 * GIGA,
-            nvlink=1800 * GIGA,
+        "h20-96": replace(
+            H100,
+            memory=95 * GIB,
+            bf16_flops=148 * TERA,
+            fp8_flops=296 * TERA,
+            fp32_flops=44 * TERA,
+            memory_bandwidth=4000 * GIGA,
+            measured=False,
+        ),
+        "b200-180": B200,
+        "b300-262": replace(B200, memory=260 * GIB, network=200 * GIGA),  # ConnectX-8
+        "gb200-186": GB200,
+        "gb300-279": replace(GB200, memory=276 * GIB, network=200 * GIGA),
+        "l40s-48": L40S,
+        "rtx4090-24": RTX4090,
+        "rtx5090-32": replace(
+            RTX4090,
+            memory=31 * GIB,
+            bf16_flops=209.5 * TERA,
+            fp8_flops=419 * TERA,
+            fp32_flops=104.8 * TERA,
+            memory_bandwidth=1792 * GIGA,
+            nvlink=128 * GIGA,
             pcie=64 * GIGA,
-            network=100 * GIGA,
         ),
     }
 )
@@ -91,3 +165,44 @@ GPUS: Mapping[GpuName, Gpu] = MappingProxyType(
 def gpu_of(gpu: GpuName | Gpu) -> Gpu:
     """Return the record of a name, or a GPU of the caller's own."""
     return gpu if isinstance(gpu, Gpu) else GPUS[gpu]
+
+
+def read_gpu(path: str | os.PathLike[str]) -> Gpu:
+    """Return the GPU of a TOML file: fields of `Gpu`, and `like`, whose fields the others have.
+
+    Raises:
+        ValueError: when there is no such file, or it has another field or value than `Gpu` has.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"gpu-spec ({os.fspath(path)}) must be a file: write fields of Gpu there")
+    try:
+        given = tomllib.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"gpu-spec ({os.fspath(path)}) must be TOML ({error}): correct it"
+        ) from None
+    like, known = given.pop("like", None), {field.name for field in fields(Gpu)}
+    if like is not None and like not in GPUS:
+        raise ValueError(f"like ({like!r}) must be one of {', '.join(GPUS)}: choose one")
+    for name in given.keys() - known:
+        raise ValueError(
+            f"{name} ({given[name]!r}) must be a field of Gpu: {', '.join(sorted(known))}"
+        )
+    # Nobody has measured what a file has.
+    given = {"measured": False} | given
+    if like is not None:
+        return replace(GPUS[like], **given)
+    missing = [f.name for f in fields(Gpu) if f.default is MISSING and f.name not in given]
+    if missing:
+        raise ValueError(
+            f"gpu-spec ({os.fspath(path)}) must have {', '.join(missing)}: add them, or like = "
+            '"h100-80"'
+        )
+    return Gpu(**given)
+
+
+def domain_of(gpu: GpuName | Gpu, num_gpus: int) -> int:
+    """Return how many neighbouring ranks of a job NVLink connects: as many as divide the job."""
+    # A job of 256 GPUs takes 64 of each rack of 72.
+    domain = gpu_of(gpu).domain
+    return next((n for n in range(domain, domain // 2, -1) if num_gpus % n == 0), domain)

@@ -239,10 +239,11 @@ OPTIONS = (
         page="memory.md#offload",
     ),
     Option(
-        name="NVLinkOptions(fp8_dispatch=True)",
-        takes_from=("nvlink dispatch", "copies to peers"),
+        name="parallelize_moe(fp8_dispatch=True)",
+        takes_from=("nvlink dispatch", "copies to peers", "dispatch by collectives"),
         most=1 / 8,  # one of four transfers in half its bytes
         page="dispatchers.md#tokens-as-fp8",
+        unless=r"_pack_rows",
     ),
     Option(
         name="FSDPOptions(prefetch_blocks=2)", takes_from=("sharding",), page="sharding.md#units"

@@ -12,6 +12,7 @@ a row, H heads, d and v dims of a head.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +41,6 @@ from moecore.base.torch_names import (
 )
 from moecore.kernels.ops import PLAIN_TYPES
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
-from moecore.planning.gpus import NODE
 from moecore.train.memory.on_meta import META, PLAIN_VALUES, tensors_of
 
 Kind = Literal["product", "grouped product", "attention", "rows", "collective", "copy"]
@@ -61,8 +61,8 @@ class Work:
         name: the kernel's or torch operation's name, such as "aten.mm".
         kind: what its time depends on.
         flops: of products and attention.
-        num_bytes: read and written; of a collective, sent and received by this rank; of a copy from
-            or to the host, those that pass.
+        num_bytes: read and written; of a collective, sent and received by this rank, a message in
+            one direction counted twice; of a copy from or to the host, those that pass.
         shape: (M, N, K) of a product, (experts, rows, N, K) of a grouped product with the rows of
             all experts, (B, H, T, d, v) of attention, (ranks,) of a collective; else anything.
         dtype: of what is multiplied or moved, such as "bfloat16" or "float8_e4m3fn".
@@ -92,7 +92,7 @@ class Queued(NamedTuple):
         stream: whose work runs in the order in which it is queued.
         behind: numbers of what must have ended before it starts.
         host_behind: of what the host has waited for since it queued the work before.
-        node_ranks: of a collective: how many of its ranks this rank's node has.
+        node_ranks: of a collective: how many of its ranks this rank's domain has.
         phases: marks that it is within, the outermost first.
     """
 
@@ -124,6 +124,7 @@ PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # wh
 GROUPED_PRODUCT = "scaled_grouped_mm"  # torch's in FP8
 WITHOUT_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "set_", "alias")
 EXCHANGES = (COPY, REDUCE, SPREAD)
+ALL_TO_ALL = re.compile("all.?to.?all|spread|reduce_kernel|dispatch|combine")
 HOST_COPIES = ("copy to host", "copy to device")
 SUMS = "_fp32"  # of a product that writes or adds gradients in fp32
 Args = Sequence[Any]
@@ -149,7 +150,11 @@ def work_of_operation(
             (N, R), (e, _, K) = args[0].shape, out.shape
         return _grouped(name, (e, R, N, K), tensors)
     if "attention" in name:
-        return _attention(name, [t for t in tensors if t.ndim == 4], "backward" in name)
+        heads = [t for t in tensors if t.ndim == 4]
+        if name.startswith("flash_attention"):  # [B, T, H, d]
+            heads = [t.transpose(1, 2) for t in heads]
+        left = kwargs.get("window_size_left", -1)
+        return _attention(name, heads, "backward" in name, window=left + 1)
     return Work(name, "rows", 0, _bytes(tensors), (), _dtype(tensors[0]))
 
 
@@ -171,12 +176,19 @@ def work_of_kernel(name: str, args: Args) -> Work:
 
 
 def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
-    """Return what a collective moves: this rank's part of what it sends and receives."""
-    tensors = tensors_of(args)
+    """Return what a collective moves: the bytes that this rank sends and receives."""
+    tensors, n = tensors_of(args), num_ranks
     dtype = _dtype(tensors[0]) if tensors else "uint8"
-    times = 2 if name.startswith("allreduce") else 1  # it sends and receives the one tensor
-    num_bytes = times * sum(t.nbytes for t in tensors)
-    return Work(name, "collective", 0, num_bytes, (num_ranks,), dtype)
+    held = sum(t.nbytes for t in tensors)
+    if "send" in name or "recv" in name:  # of a link's two directions it takes one
+        num_bytes = 2 * held
+    elif ALL_TO_ALL.search(name):  # a rank's own share stays
+        num_bytes = held * (n - 1) // n
+    elif "gather" in name or "scatter" in name:  # the whole, and one share of it
+        num_bytes = 2 * held * (n - 1) // (n + 1)
+    else:  # one tensor; a sum passes every rank twice
+        num_bytes = (4 if name.startswith("allreduce") else 2) * held * (n - 1) // n
+    return Work(name, "collective", 0, num_bytes, (n,), dtype)
 
 
 def _product(name: str, args: Args, tensors: Sequence[Tensor]) -> Work:
@@ -185,11 +197,12 @@ def _product(name: str, args: Args, tensors: Sequence[Tensor]) -> Work:
     return Work(name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
 
 
-def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool) -> Work:
+def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool, *, window: int = 0) -> Work:
     """Return the work of causal attention; a backward multiplies five times where one does two."""
     heads = tensors[1:] if name.endswith("backward") else tensors  # torch's begins with dO
     (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
-    flops = B * H * T * T * (d + v) * (5 if is_backward else 2) // 2
+    seen = min(T, window or T)
+    flops = B * H * seen * (2 * T - seen) * (d + v) * (5 if is_backward else 2) // 2
     shape = (B, H, T, d, v)
     return Work(name, "attention", flops, _bytes(tensors), shape, _dtype(heads[0]))
 
@@ -269,8 +282,9 @@ class Start(NamedTuple):
 class WorkRecorder(DispatchMode):
     """Records what runs and is allocated since `mark`; within `launches_on_meta(self.launched)`."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks_per_domain: int) -> None:
         super().__init__()
+        self._domain = ranks_per_domain
         self.level = self.peak = self._top = self._held = 0
         # Bytes by kind: `HELD` at `mark`, else by pass and part of the model.
         self.kinds, self._most = Counter[str](), Counter[str]()
@@ -404,8 +418,8 @@ class WorkRecorder(DispatchMode):
         """Record a collective; ranks that are not there get nothing."""
         groups = [x for x in args if isinstance(x, torch.ScriptObject)]
         ranks = max((_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
-        node = dist.get_rank() // NODE
-        here = [rank for rank in ranks if rank // NODE == node]
+        domain = dist.get_rank() // self._domain
+        here = [rank for rank in ranks if rank // self._domain == domain]
         self._queue(work_of_collective(name, args, len(ranks)), len(here))
         if func not in self._ended:  # one result that has ended stands for all
             args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))

@@ -29,13 +29,13 @@ CATEGORIES = {
     "copies to peers": r"Memcpy PtoP",
     "host copies": r"Memcpy (HtoD|DtoH)",
     "quantisation": r"quantise_|widen_rows|tile_tokens|gather_row_blocks|^_(amax|cast)_kernel"
-    r"|block_amax|transpose_values",
+    r"|microscale_|finite_amax|block_amax|transpose_values",
     "experts": r"_gg_|cooperative|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows"
     r"|sum_rows|gather_used|map_row_tiles|_finish_bwd_kernel|sum_parts",
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
     r"|add_margins|even_bias|add_entropy|^_(split|product|sum_splits)_kernel"
     r"|plan_clones|physical_ids",
-    "loss": r"cross_entropy",
+    "loss": r"cross_entropy|_row_statistics|_softmax_gradient",
     "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel",
     "dense products": r"nvjet|gemm|cutlass|cublas|splitK",
     "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce|scaled_cast|_momentum_kernel",

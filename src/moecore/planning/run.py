@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from moecore.base.fields import Bound, Count, CountOrZero, Rules, check_arguments, check_fields
-from moecore.base.options.dispatch import NVLinkOptions
+from moecore.base.options.dispatch import DispatcherName, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.options.memory import GEMM_LAST, MemoryOptions
-from moecore.base.options.names import MomentDtype, PrecisionName
+from moecore.base.options.names import MomentDtype, PlannedDispatcher, PrecisionName
 from moecore.base.options.precision import Precision
 from moecore.base.torch_names import clear_sharding_caches
 from moecore.models import Decoder
@@ -80,6 +80,10 @@ class TrainingRun:
         optimizer: options of AdamW.
         nvlink: the capacity of dispatcher "nvlink", which stores tokens into the memory of GPUs of
             one node; None = dispatcher "alltoall".
+        dispatcher: "hierarchical" = the two levels of that dispatcher, with `nvlink` inside of a
+            domain; "auto" = one level.
+        ranks_per_domain: neighbouring ranks that NVLink connects.
+        fp8_dispatch: whether tokens travel and are kept as FP8.
     """
 
     model: DecoderConfig
@@ -94,6 +98,9 @@ class TrainingRun:
     precision: Precision | None = None
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     nvlink: NVLinkOptions | None = None
+    dispatcher: PlannedDispatcher = "auto"
+    ranks_per_domain: Count = NODE
+    fp8_dispatch: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
@@ -102,7 +109,10 @@ class TrainingRun:
         if (self.parallel.pp > 1) != (self.pipeline is not None):
             yield "pipeline", f"be there when pp ({self.parallel.pp}) is > 1 alone: set both"
         group = self.parallel.ep * self.parallel.etp
-        if self.nvlink is not None and (group == 1 or NODE % group):
+        if self.dispatcher == "hierarchical":
+            if self.nvlink is None:
+                yield "nvlink", "be there with dispatcher ('hierarchical'): add NVLinkOptions()"
+        elif self.nvlink is not None and (group == 1 or NODE % group):
             size = f"2 to {NODE} GPUs of a node"
             yield "nvlink", f"be None with ep * etp ({group}), unless it is {size}: leave it out"
         longest = self.model.max_seq_len
@@ -134,17 +144,27 @@ class TrainingRun:
 def model_of(run: TrainingRun, device_type: str) -> Decoder:
     """Return the model of a run, parallelized on meta; needs a default process group."""
     model = Decoder(run.model, device="meta", dtype=run.dtype)
+    name = dispatcher_of(run)
+    domain = run.ranks_per_domain if name == "hierarchical" else None
     parallelize_moe(
         model,
-        build_meshes(run.parallel, device_type),
-        dispatcher="alltoall" if run.nvlink is None else "nvlink",
+        build_meshes(run.parallel, device_type, ranks_per_domain=domain),
+        dispatcher=name,
         nvlink=run.nvlink,
+        fp8_dispatch=run.fp8_dispatch,
         memory=run.memory,
         precision=run.precision,
         fsdp=run.fsdp,
         pipeline=run.pipeline,
     )
     return model
+
+
+def dispatcher_of(run: TrainingRun) -> DispatcherName:
+    """Return the name of a run's dispatcher, if it sends tokens."""
+    if run.dispatcher == "hierarchical":
+        return "hierarchical"
+    return "alltoall" if run.nvlink is None else "nvlink"
 
 
 def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
@@ -177,6 +197,8 @@ def lever_flags(run: TrainingRun) -> list[str]:
     found += ["--stash"] if run.memory.stash is not None else []
     if run.nvlink is not None and run.nvlink.row_factor is not None:
         found += ["--row-factor", f"{run.nvlink.row_factor:g}"]
+    found += ["--dispatcher", run.dispatcher] if run.dispatcher != "auto" else []
+    found += ["--fp8-dispatch"] if run.fp8_dispatch else []
     found += ["--dense-strategy", run.fsdp.dense_strategy]
     found += ["--fp8-param-gather"] if run.fsdp.fp8_param_gather else []
     found += ["--moments", options.moment_dtype] if options.moment_dtype != "float32" else []
@@ -209,10 +231,12 @@ def call_of(run: TrainingRun) -> str:
         arguments["memory"] = _shown(run.memory)
     if run.precision is not None:
         arguments["precision"] = _precision(run.precision)
+    if run.resolved.ep * run.resolved.etp > 1:
+        arguments["dispatcher"] = repr(dispatcher_of(run))
     if run.nvlink is not None:
-        arguments |= {"dispatcher": "'nvlink'", "nvlink": _shown(run.nvlink)}
-    elif run.resolved.ep * run.resolved.etp > 1:
-        arguments["dispatcher"] = "'alltoall'"
+        arguments["nvlink"] = _shown(run.nvlink)
+    if run.fp8_dispatch:
+        arguments["fp8_dispatch"] = "True"
     if run.pipeline is not None:
         arguments["pipeline"] = _shown(run.pipeline)
     options = run.optimizer
@@ -221,6 +245,8 @@ def call_of(run: TrainingRun) -> str:
     )
     moments += ", master_remainder=True" if options.master_remainder else ""
     away = options.offload_fraction
+    is_split = run.dispatcher == "hierarchical"
+    domain = f", ranks_per_domain={run.ranks_per_domain}" if is_split else ""
     lines = [
         *(["from dataclasses import replace", ""] if "replace(" in _config(run.model) else []),
         "import torch",
@@ -230,7 +256,7 @@ def call_of(run: TrainingRun) -> str:
         f"from moecore.train import AdamW{', StateOffload' if away else ''}",
         *(["from moecore.precision import *"] if "Precision(" in str(arguments) else []),
         "",
-        f"meshes = build_meshes({_shown(run.parallel)})",
+        f"meshes = build_meshes({_shown(run.parallel)}{domain})",
         f"config = {_config(run.model)}",
         f'model = Decoder(config, device="meta", dtype={run.dtype})',
         "parallelize_moe(",
@@ -254,7 +280,8 @@ def _config(model: DecoderConfig) -> str:
     for name, config in PRESETS.items():
         if config == model:
             return f"preset({name!r})"
-        if replace(config, max_seq_len=model.max_seq_len) == model:
+        others = (f.name for f in fields(config) if f.name != "max_seq_len")
+        if all(getattr(config, each) == getattr(model, each) for each in others):
             return f"replace(preset({name!r}), max_seq_len={model.max_seq_len})"
     return repr(model)
 

@@ -61,6 +61,7 @@ def sizes_of(run: TrainingRun) -> tuple[RankBytes, ...]:
         memory=MemoryOptions(recompute=("expert_fc1",) if is_fc1 else ()),
         optimizer=OptimizerOptions(master_remainder=run.optimizer.master_remainder),
         nvlink=None,
+        dispatcher="auto",
     )
     return _sizes(plain)
 
@@ -133,6 +134,7 @@ def of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderCo
         model,
         num_layers=len(kinds),
         dense_layers=dense,
+        windows=model.windows[: len(kinds)],
         mlp_hidden_dim=model.mlp_hidden_dim if any(kinds) else 0,
         num_mtp_layers=mtp,
         mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,

@@ -28,7 +28,7 @@ from moecore.parallel.pipeline.simulate import spans_of
 from moecore.parallel.pipeline.timeline import Timeline
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
-from moecore.planning.gpus import NODE, Gpu
+from moecore.planning.gpus import Gpu
 from moecore.planning.pieces import MIDDLE, Pieces, QueuePiece, like_of, pieces_of, timed_stages
 from moecore.planning.record import PASSES, Pass, Placed, Queued, Work, placed
 from moecore.planning.run import TrainingRun
@@ -176,7 +176,6 @@ def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the seconds of a model's ends alone, for layouts
 ROUNDS = 3  # micro-batches of a simulated step over the number of pipeline ranks
 Parts = Mapping[Part, float]
-LINKS: tuple[Part, ...] = ("nvlink", "network", "pcie")
 
 
 class Passed(NamedTuple):
@@ -346,7 +345,7 @@ def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, known: Know
 def hidden_share(run: TrainingRun, table: CostTable) -> float:
     """Return the share of a run's exchanges between nodes that pairs hide, as the table assumes."""
     is_paired = run.pipeline is not None and run.pipeline.schedule in PAIRING
-    is_across = run.resolved.ep * run.resolved.etp > NODE and run.nvlink is None
+    is_across = run.resolved.ep * run.resolved.etp > run.ranks_per_domain
     return table.pairs_hide if is_paired and is_across else 0.0
 
 
@@ -401,14 +400,10 @@ def _passed(action: Action, passes: Passes, like: Sequence[int]) -> Passed:
 
 
 def _hidden(parts: Parts, share: float) -> Parts:
-    """Return parts without the share of links that the computation of a pair hides."""
-    left = sum(seconds for part, seconds in parts.items() if part not in LINKS)
-    found = dict(parts)
-    for link in LINKS:
-        hidden = min(left, share * parts.get(link, 0.0))
-        found[link] = parts.get(link, 0.0) - hidden
-        left -= hidden
-    return found
+    """Return parts without the share of the network that all else of a pair hides."""
+    network = parts.get("network", 0.0)
+    left = sum(parts.values()) - network
+    return {**parts, "network": network - min(left, share * network)}
 
 
 def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
@@ -468,6 +463,7 @@ def _for_all(
 def _send_seconds(run: TrainingRun, table: CostTable) -> float:
     """Return the seconds of a message between stages."""
     p = run.resolved
-    num_bytes = 2 * run.batch_size * run.seq_len // (p.cp * p.tp) * run.model.dim
-    node_ranks = 1 if run.num_gpus // p.pp >= NODE else 2
+    # Of bf16, in one direction of two.
+    num_bytes = 2 * 2 * run.batch_size * run.seq_len // (p.cp * p.tp) * run.model.dim
+    node_ranks = 1 if run.num_gpus // p.pp >= run.ranks_per_domain else 2
     return table.seconds(Work("send", "collective", 0, num_bytes, (2,), "bfloat16"), node_ranks)

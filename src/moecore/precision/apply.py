@@ -16,10 +16,11 @@ from moecore.moe.experts import Experts
 from moecore.moe.linear import PlainProducts
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
-from moecore.precision.emulated import linear_products
+from moecore.precision.emulated import EmulatedLinearProducts
 from moecore.precision.history import AmaxHistory
 from moecore.precision.linear import Fp8Products, InputCast, why_not
 from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear, set_products
+from moecore.precision.te import TELinearProducts
 
 # Last parts of names, of moecore's decoder, transformers and torchtitan.
 GROUPED = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj")
@@ -48,6 +49,13 @@ def role_of(name: str) -> Role | None:
     if leaf not in MLP or ROUTED & set(parents):
         return None
     return "shared_experts" if SHARED & set(parents) else "mlp"
+
+
+def linear_products(recipe: Recipe, inputs: InputCast | None = None) -> Fp8Products:
+    """Return products of one weight by a recipe."""
+    if recipe.backend == "te":
+        return TELinearProducts(recipe, inputs)
+    return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, inputs)
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> dict[str, LinearPrecision]:

@@ -5,7 +5,8 @@
                              at random: "nvfp4")
     weight gradient  dw = dy (over T, likewise)   @ x (over T), both transformed first: "nvfp4"
 
-x and the weight are kept as they are, and rounded once more in backward. The products are in bf16,
+x and the weight are kept as they are, and rounded once more in backward. A weight that was gathered
+packed ("nvfp4") has no values: both passes read what was gathered. The products are in bf16,
 on a CPU in fp32, and what is multiplied by scales of tensors afterwards in fp32.
 
 Letters: T tokens, K input features, N output features; formats are `kernels/rows/microscaling.py`.
@@ -13,32 +14,36 @@ Letters: T tokens, K input features, N output features; formats are `kernels/row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from typing_extensions import override
 
 from moecore.base.options.precision import Recipe
-from moecore.base.torch_names import autocast_dtype, is_plain_eager, unsafe_view
 from moecore.kernels.common import no_autocast
-from moecore.kernels.experts.contract import GradTarget, sink_of
+from moecore.kernels.experts.contract import GradTarget
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.microscaling import emulated, emulated_matrices, finite_magnitude
-from moecore.kernels.rows.scaling import Blocks
-from moecore.moe.linear import Gradients, backward, linear
-from moecore.moe.params import local_param
+from moecore.kernels.rows.microscaled import emulated, emulated_matrices
+from moecore.kernels.rows.microscaling import finite_magnitude, unpacked_matrices
+from moecore.kernels.rows.scaling import GATHERED_KINDS, Blocks
+from moecore.moe.linear import Gradients, backward
+from moecore.moe.params import has_values, local_param
 from moecore.precision.history import max_over_cut
-from moecore.precision.linear import Fp8Products, InputCast, check_operands
+from moecore.precision.linear import Fp8Products, check_operands, gathered_as
+
+Parts = Sequence[Tensor | None]  # E2M1 in pairs and E4M3 scales of a gathered weight, or nothing
 
 
 def _linear(
     x_TK: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
-    weight_amax: Tensor,
+    weight_amax: Tensor | None,
+    packed: Tensor | None,
+    packed_scales: Tensor | None,
     scaling: str,
     power_of_two: bool,
     hadamard: bool,
@@ -47,8 +52,7 @@ def _linear(
 ) -> Tensor:
     """Return y_TN."""
     recipe = _recipe(scaling, power_of_two, hadamard, stochastic_rounding)
-    weight = emulated_matrices(weight_NK[None], recipe, columns=False, amax_e=weight_amax).rows
-    assert weight is not None
+    weight = _weight(weight_NK, weight_amax, (packed, packed_scales), recipe, transposed=False)
     y_TN = _product(emulated(x_TK, recipe), weight.values[0].T, weight.scales, dtype)
     return y_TN if bias_N is None else y_TN.add_(bias_N)
 
@@ -58,17 +62,31 @@ def _recipe(scaling: Any, power_of_two: bool, hadamard: bool, stochastic: bool) 
     return Recipe(scaling=scaling, **how)
 
 
+def _weight(
+    weight_NK: Tensor, amax: Tensor | None, packed: Parts, recipe: Recipe, *, transposed: bool
+) -> Blocks:
+    """Return the weight as the operand [1, N, K], or transposed."""
+    values, scales = packed
+    if values is not None and scales is not None:
+        gathered = Blocks(values[None], scales[None], "packed", amax)
+        return unpacked_matrices(gathered, recipe, transposed=transposed)
+    how: Any = dict(rows=not transposed, columns=transposed, amax_e=amax)
+    operand = emulated_matrices(weight_NK[None], recipe, **how)[transposed]
+    assert operand is not None, "it was asked for"
+    return operand
+
+
 def _product(a: Blocks, b_KN: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     with no_autocast(b_KN):
         return (a.values.mm(b_KN) * (a.scales * scale)).to(dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_TK, weight_NK, bias_N, weight_amax = inputs[:4]
+    x_TK, weight_NK, bias_N, weight_amax, *ctx.packed = inputs[:6]
     wants_x, wants_weight, *_ = ctx.needs_input_grad
     kept = (x_TK if wants_weight else None, weight_NK if wants_x else None, weight_amax)
     ctx.save_for_backward(*kept)
-    ctx.how = inputs[4:8]
+    ctx.how = inputs[6:10]
     ctx.dtypes = (x_TK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
     ctx.products, ctx.sink = EmulatedLinearProducts, None
 
@@ -80,10 +98,9 @@ def _gradients(ctx: Any, dy_TN: Tensor) -> Gradients:
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     dx_TK = dbias_N = None
     if wants_x:
-        both = emulated_matrices(weight_NK[None], recipe, rows=False, amax_e=weight_amax)
-        assert both.columns is not None
+        weight = _weight(weight_NK, weight_amax, ctx.packed, recipe, transposed=True)
         dy = emulated(dy_TN, recipe, is_gradient=True)
-        dx_TK = _product(dy, both.columns.values[0].T, both.columns.scales, x_dtype)
+        dx_TK = _product(dy, weight.values[0].T, weight.scales, x_dtype)
     if wants_bias:
         dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx_TK, (dy_TN, x_TK, recipe, weight_dtype) if wants_weight else None, dbias_N
@@ -103,30 +120,19 @@ class EmulatedLinearProducts(Fp8Products):
 
     @override
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        recipe, weight_NK = self.recipe, local_param(weight)
+        recipe, weight_NK = self.recipe, local_param(weight, reads=False)
         check_operands(x, weight_NK, recipe)
+        packed: Parts = (None, None)
         with torch.no_grad():
-            amax = weight_NK.new_ones(1, dtype=torch.float32)
-            if recipe.scaling == "nvfp4":  # as one rank would quantise it, like "tensorwise"
-                amax = finite_magnitude(weight_NK).amax().reshape(1)
-                amax = amax if recipe.power_of_two else max_over_cut(amax, weight)
-        sink = None
-        if self.defers and torch.is_grad_enabled() and is_plain_eager():
-            sink = sink_of(weight, weight_NK.shape) if weight_NK.requires_grad else None
-        inputs = (
-            x.reshape(-1, x.shape[-1]),
-            weight_NK,
-            None if bias is None else local_param(bias),
-            amax,
-            recipe.scaling,
-            recipe.power_of_two,
-            recipe.hadamard,
-            recipe.stochastic_rounding,
-            autocast_dtype(x) or x.dtype,
-        )
-        y_TN = _linear_op(*inputs) if sink is None else linear(inputs, type(self), sink)
-        y: Tensor = unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
-        return y
+            amax = None  # of the weight as it is
+            if not has_values(weight_NK):
+                found = gathered_as(GATHERED_KINDS.get(recipe.weight_block), weight, weight_NK)
+                assert found.amax is not None, "it was gathered by it"
+                amax, packed = found.amax, (found.values, found.scales)
+            elif not recipe.power_of_two:  # as one rank would quantise it, like "tensorwise"
+                amax = max_over_cut(finite_magnitude(weight_NK).amax().reshape(1), weight)
+        how = recipe.scaling, recipe.power_of_two, recipe.hadamard, recipe.stochastic_rounding
+        return self._run(_linear_op, x, weight, weight_NK, bias, amax, *packed, *how)
 
     forward = staticmethod(_linear)  # type: ignore[assignment]
     save = staticmethod(_save)
@@ -137,14 +143,8 @@ class EmulatedLinearProducts(Fp8Products):
     def weight_grad(  # type: ignore[override]
         dy_TN: Tensor, x_TK: Tensor, recipe: Recipe, dtype: torch.dtype, target: GradTarget
     ) -> Tensor:
-        whole = (0, 0, 0, -x_TK.shape[0] % recipe.multiple)  # zeros, which change no scale
-        dy = emulated(pad(dy_TN, whole), recipe, over_rows=True, is_gradient=True)
-        x = emulated(pad(x_TK, whole), recipe, over_rows=True)
+        dy = emulated(dy_TN, recipe, over_rows=True, is_gradient=True)
+        x = emulated(x_TK, recipe, over_rows=True)
         with no_autocast(x_TK):
             grad = dy.values.T.mm(x.values) * (dy.scales * x.scales)
         return put_grad(grad.to(dtype), target.out, target.adds, target.dtype, target.scale)
-
-
-def linear_products(recipe: Recipe, inputs: InputCast | None = None) -> Fp8Products:
-    """Return products of one weight by a recipe."""
-    return (EmulatedLinearProducts if recipe.is_emulated else Fp8Products)(recipe, inputs)

@@ -14,7 +14,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
@@ -123,6 +123,12 @@ _linear_op = Op(
 )
 
 
+def history_of(module: nn.Module) -> AmaxHistory | None:
+    """Return the history of a linear's weight, from which delayed scaling has its scale."""
+    products = getattr(module, "products", None)
+    return products.history if isinstance(products, Fp8Products) else None
+
+
 class InputCast:
     """The last quantised input, for modules that read the same one, like q, k and v.
 
@@ -193,52 +199,62 @@ class Fp8Products(LinearProducts):
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight_NK = local_param(weight, reads=False)
         check_operands(x, weight_NK, self.recipe)
-        bias_N = None if bias is None else local_param(bias)
         with_grad = torch.is_grad_enabled()
         seen = self.history.record(x.device) if self.history is not None and with_grad else {}
         columns = with_grad and weight_NK.requires_grad
         x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
-        weight_amax = self._past("weight")
-        if weight_amax is None and self.recipe.scaling == "tensorwise":
+        kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
+        weight_rows, weight_amax = self._cast_weight(weight, weight_NK, seen.get("weight"))
+        operands = (*_parts(x_both.rows), *_parts(x_both.columns, x), *_parts(weight_rows))
+        scales = weight_amax, self._past("gradient"), seen.get("gradient")
+        how = *kinds, self.recipe.grad_format, self.recipe.power_of_two
+        return self._run(_linear_op, x, weight, weight_NK, bias, *operands, *scales, *how)
+
+    def _run(
+        self,
+        op: Op,
+        x: Tensor,
+        weight: Tensor,
+        weight_NK: Tensor,
+        bias: Tensor | None,
+        *more: Any,
+    ) -> Tensor:
+        """Return y of x [..., K], by an op of the flat x, weight, bias, more, and y's dtype."""
+        sink = None
+        if self.defers and torch.is_grad_enabled() and is_plain_eager() and weight_NK.requires_grad:
+            sink = sink_of(weight, weight_NK.shape)
+        inputs = (
+            x.reshape(-1, x.shape[-1]),
+            weight_NK,
+            None if bias is None else local_param(bias),
+            *more,
+            autocast_dtype(x) or x.dtype,  # as of `nn.Linear`
+        )
+        y_TN = op(*inputs) if sink is None else linear(inputs, type(self), sink)
+        # No view, as of `nn.Linear`: what follows may change it in place.
+        y: Tensor = unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
+        return y
+
+    def _cast_weight(
+        self, weight: Tensor, weight_NK: Tensor, seen: Tensor | None
+    ) -> tuple[Blocks | None, Tensor | None]:
+        """Return the forward's operand, and the amax that backward's needs."""
+        # Once per forward and once per backward. No copy is kept: gathers and fused optimizers put
+        # new values into the same memory without a new version. A weight that was gathered in FP8
+        # has no values: forward reads what was gathered, and backward transposes it.
+        kind = KINDS[self.recipe.weight_block]
+        if not has_values(weight_NK):
+            return _gathered_rows(weight, weight_NK, kind, seen), None
+        largest = self._past("weight")
+        if largest is None and self.recipe.scaling == "tensorwise":
             # Over the ranks that tensor parallelism cuts it over, so that it is quantised as one
             # rank would. Activations and gradients have their own on every rank: each rank
             # multiplies its own tokens or features alone, and an exchange would wait for the
             # slowest.
             with torch.no_grad():
-                weight_amax = max_over_cut(amax(local_param(weight)), weight)
-        kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
-        # Once per forward and once per backward. No copy is kept: gathers and fused optimizers put
-        # new values into the same memory without a new version. A weight that was gathered in FP8
-        # has no values: forward reads what was gathered, and backward transposes it.
-        if has_values(weight_NK):
-            how: dict[str, Any] = dict(power_of_two=self.recipe.power_of_two, amax=weight_amax)
-            weight_rows = cast(
-                weight_NK, kinds[1], **how, columns=False, seen=seen.get("weight")
-            ).rows
-        else:
-            weight_rows = _gathered_rows(weight, weight_NK, kinds[1])
-        sink = None
-        if self.defers and columns and is_plain_eager():
-            sink = sink_of(weight, weight_NK.shape)
-        inputs = (
-            x.reshape(-1, x.shape[-1]),
-            weight_NK,
-            bias_N,
-            *_parts(x_both.rows),
-            *_parts(x_both.columns, x),
-            *_parts(weight_rows),
-            weight_amax,
-            self._past("gradient"),
-            seen.get("gradient"),
-            *kinds,
-            self.recipe.grad_format,
-            self.recipe.power_of_two,
-            autocast_dtype(x) or x.dtype,  # as of `nn.Linear`
-        )
-        y_TN = _linear_op(*inputs) if sink is None else linear(inputs, Fp8Products, sink)
-        # No view, as of `nn.Linear`: what follows may change it in place.
-        y: Tensor = unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
-        return y
+                largest = max_over_cut(amax(local_param(weight)), weight)
+        how: dict[str, Any] = dict(power_of_two=self.recipe.power_of_two, amax=largest)
+        return cast(weight_NK, kind, **how, columns=False, seen=seen).rows, largest
 
     def _past(self, operand: OperandName) -> Tensor | None:
         return None if self.history is None else self.history.amax(operand)
@@ -293,12 +309,21 @@ def check_operands(x: Tensor, weight_NK: Tensor, recipe: Recipe) -> None:
         )
 
 
-def _gathered_rows(weight: Tensor, weight_NK: Tensor, kind: str) -> Blocks:
-    """Return what was gathered of a weight, as operand of the forward."""
+def gathered_as(kind: str | None, weight: Tensor, weight_NK: Tensor) -> Blocks:
+    """Return what was gathered of a weight without values; raise for another kind."""
     found = None if torch.compiler.is_compiling() else gathered_blocks(weight)
-    if kind != "block" or found is None:
+    if found is None or found.kind != kind:
         check_values(weight_NK)
-    assert found is not None, "it has values"
+    assert found is not None, "it has no values"
+    return found
+
+
+def _gathered_rows(weight: Tensor, weight_NK: Tensor, kind: str, seen: Tensor | None) -> Blocks:
+    """Return what was gathered of a weight, as operand of the forward."""
+    found = gathered_as(kind, weight, weight_NK)
+    if seen is not None and found.amax is not None:
+        with torch.no_grad():
+            seen.copy_(torch.maximum(seen, found.amax.masked_fill(found.amax.isinf(), 0)))
     return as_operand(found)
 
 

@@ -14,7 +14,7 @@ from moecore.moe.params import local_param
 
 
 class Linear(nn.Linear):
-    """x @ weight^T without bias, whatever the layout of the weight."""
+    """x @ weight^T, whatever the layout of the weight; a bias is cut with its rows."""
 
     def __init__(
         self,
@@ -23,15 +23,17 @@ class Linear(nn.Linear):
         *,
         tp_shard_dim: int | None = None,
         residual: bool = False,
+        bias: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_dim, out_dim, bias=False, dtype=dtype)
+        super().__init__(in_dim, out_dim, bias=bias, dtype=dtype)
         self.tp_shard_dim = tp_shard_dim  # of the weight, that tensor parallelism cuts
         self.residual = residual  # the output is added to the residual stream: smaller weights
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] in the dtype of x."""
-        return F.linear(x, local_param(self.weight))
+        bias = None if self.bias is None else local_param(self.bias)
+        return F.linear(x, local_param(self.weight), bias)
 
 
 class ProductLinear(nn.Linear):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from moecore.base.copies import as_part
 from moecore.base.fields import check_arguments
 from moecore.base.torch_names import local_of, parameter_like
-from moecore.kernels.rows.e4m3 import FP8
+from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.scaling import Blocks
 from moecore.kernels.rows.shard_blocks import PartOfMatrix, block_amax_, quantise_blocks_
 from moecore.moe.experts import Experts
@@ -27,8 +27,9 @@ def store_experts_in_fp8(model: nn.Module) -> None:
 
     A byte per parameter stays of two or four; one parameter at a time is there twice. The blocks
     are those that products make of the weights in each forward, so outputs keep their bits; only
-    backward transposes bytes. Call it when the weights are loaded. What reads values (`save`,
-    `export_hf`, `merge_adapters`) raises from then on; `save_adapters` works.
+    backward transposes bytes. Call it when the weights are loaded. What needs the
+    values before rounding (`save`, `merge_adapters`) raises from then on; `save_adapters` works,
+    and `export_hf` writes what products read.
 
     Args:
         model: parallelized, with storage, whose experts are computed with a "blockwise" recipe.
@@ -68,12 +69,26 @@ def refuse_stored(model: nn.Module, verb: str) -> None:
             )
 
 
+def stored_values(param: Tensor, box: tuple[slice, ...]) -> Tensor:
+    """Return a box of the values that products read of a parameter stored so, in its dtype."""
+    blocks = gathered_blocks(param)
+    assert blocks is not None, "the caller asks for stored parameters alone"
+    shape = local_of(param).shape
+    rows, columns = torch.arange(shape[:-1].numel()).view(shape[:-1]), torch.arange(shape[-1])
+    row, column = (
+        (index // BLOCK).to(blocks.scales.device) for index in (rows[box[:-1]], columns[box[-1]])
+    )
+    return (blocks.values[box].float() * blocks.scales[row][..., column]).to(param.dtype)
+
+
 def _check(name: str, experts: Experts, param: nn.Parameter) -> None:
-    scaling = None if experts.recipe is None else experts.recipe.scaling
-    if scaling != "blockwise" or experts.is_separate:
+    recipe = experts.recipe
+    if recipe is None or not recipe.reads_blocks or experts.is_separate:
+        scaling = None if recipe is None else recipe.scaling
+        who = ", Transformer Engine's" if recipe is not None and recipe.backend == "te" else ""
         raise ValueError(
-            f"recipe of {name} ({scaling}) must be 'blockwise', with gate and up in one parameter, "
-            "to be stored in FP8: pass precision='blockwise' to parallelize_moe"
+            f"recipe of {name} ({scaling}{who}) must be 'blockwise', with gate and up in one "
+            "parameter, to be stored in FP8: pass precision='blockwise' to parallelize_moe"
         )
     if param.requires_grad:
         raise ValueError(

@@ -1,6 +1,21 @@
-"""What reinforcement learning needs from an MoE model: the choices of another run, replayed."""
+"""What reinforcement learning needs of an MoE model: log-probabilities, objectives, replay."""
 
 from moecore.rl.choices import Choices, choices_from_tensors, choices_to_tensors
+from moecore.rl.engine import Engine, ObjectiveResult, TokenScores
+from moecore.rl.objectives import (
+    DPO,
+    GRPO,
+    GSPO,
+    PPO,
+    Objective,
+    OwnObjective,
+    kl_estimate,
+)
 from moecore.rl.replay import RouterReplay
+from moecore.rl.rollouts import Rollouts, group_advantages
 
-__all__ = ["Choices", "RouterReplay", "choices_from_tensors", "choices_to_tensors"]
+__all__ = [
+    "DPO", "GRPO", "GSPO", "PPO", "Choices", "Engine", "Objective", "ObjectiveResult",
+    "OwnObjective", "Rollouts", "RouterReplay", "TokenScores", "choices_from_tensors",
+    "choices_to_tensors", "group_advantages", "kl_estimate",
+]  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import check_arguments, shown
+from moecore.base.options.layer import MoEConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
@@ -40,11 +41,12 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
                 "it out with RouterReplay(model, layers=...)"
             )
         for forward, ids_TK in enumerate(choices[name]):
-            _check_ids(f"choices[{name!r}][{forward}]", ids_TK, layer)
+            check_ids(f"choices[{name!r}][{forward}]", ids_TK, layer.config)
 
 
-def _check_ids(where: str, ids_TK: Tensor, layer: MoELayer) -> None:
-    config, K, E = layer.config, layer.config.choices_per_token, layer.config.num_experts
+def check_ids(where: str, ids_TK: Tensor, config: MoEConfig) -> None:
+    """Raise for ids that a layer cannot follow. Host syncs on a GPU."""
+    K, E = config.choices_per_token, config.num_experts
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
             f"{where} {tuple(ids_TK.shape)} must have the shape [tokens, {K}]: K is top_k, or "
@@ -69,6 +71,38 @@ def _check_ids(where: str, ids_TK: Tensor, layer: MoELayer) -> None:
         token = int(twice_TK.any(1).nonzero()[0])
         raise ValueError(
             f"{where}[{token}] ({ids_TK[token].tolist()}) must not repeat an expert: record it anew"
+        )
+
+
+def check_weights(
+    weights: Mapping[str, Sequence[Tensor]], choices: Mapping[str, Sequence[Tensor]]
+) -> None:
+    """Raise for weights that do not go with checked choices. One host sync per entry on a GPU."""
+    if {name: len(own) for name, own in weights.items()} != {
+        name: len(own) for name, own in choices.items()
+    }:
+        raise ValueError(
+            f"weights (of {_shown(weights)}) must have the layers and forwards of the choices "
+            f"({_shown(choices)}): give one entry for each of theirs"
+        )
+    for name, own in weights.items():
+        for forward, (weights_TK, ids_TK) in enumerate(zip(own, choices[name], strict=True)):
+            check_entry_weights(f"weights[{name!r}][{forward}]", weights_TK, ids_TK)
+
+
+def check_entry_weights(where: str, weights_TK: Tensor, ids_TK: Tensor) -> None:
+    """Raise for weights that do not go with ids. A host sync on a GPU."""
+    if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
+        raise ValueError(
+            f"{where} ({weights_TK.dtype} {tuple(weights_TK.shape)}) must be floating "
+            f"{tuple(ids_TK.shape)}: give one weight per expert id"
+        )
+    wrong_TK = (ids_TK >= 0) & ~(weights_TK.isfinite() & (weights_TK >= 0))
+    if wrong_TK.any():
+        token, k = wrong_TK.nonzero()[0].tolist()
+        raise ValueError(
+            f"{where}[{token}, {k}] ({float(weights_TK[token, k])}) must be finite and >= 0 where "
+            "an expert is chosen: record it anew"
         )
 
 
@@ -147,7 +181,7 @@ def own_choices(
                 f"({micro_batch.num_ranks}): pad it with -1"
             )
         ids_NK = ids_BSLK[:, :, i].flatten(0, 1)
-        _check_ids(f"indices[..., {i}, :] of layer {name!r}, row", ids_NK, layers[name])
+        check_ids(f"indices[..., {i}, :] of layer {name!r}, row", ids_NK, layers[name].config)
         ids_TK = micro_batch.own(ids_NK)
         found[name] = ids_TK.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
     return {name: found[name] for name in layers}

@@ -24,7 +24,13 @@ from moecore.base.fields import Count, CountOrZero, check_arguments
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name
 from moecore.moe.router import Router
-from moecore.rl.choices import Choices, check_choices, engine_indices, own_choices
+from moecore.rl.choices import (
+    Choices,
+    check_choices,
+    check_weights,
+    engine_indices,
+    own_choices,
+)
 from moecore.rl.tapes import ChoiceRecorder, TapeReplay, refuse_taken, remove
 
 Unrecorded = Literal["drop", "route"]
@@ -35,8 +41,9 @@ class RouterReplay:
 
     Layers are known by their qualified name, without what torch.compile and checkpoint wrappers add
     to it, so a recording moves between a plain, a wrapped and a parallelized model. A replay fixes
-    ids only: weights come from the live logits and carry gradients to the router; capacity, padding
-    and balance counts are worked out anew for the replayed ids.
+    ids, and weights where they are given: else weights come from the live logits and carry
+    gradients to the router. Capacity, padding and balance counts are worked out anew for the
+    replayed ids.
 
     Args:
         model: a model with MoELayers, parallelized or not, or one pipeline stage. Call this module
@@ -120,6 +127,7 @@ class RouterReplay:
         self,
         choices: Mapping[str, Sequence[Tensor]],
         *,
+        weights: Mapping[str, Sequence[Tensor]] | None = None,
         unrecorded: Unrecorded = "drop",
         strict: bool = True,
     ) -> Iterator[None]:
@@ -131,14 +139,18 @@ class RouterReplay:
 
         Args:
             choices: layer name -> integer [T, K] per forward, of this rank's tokens.
+            weights: layer name -> floating [T, K] per forward, >= 0: the factors on the outputs of
+                these experts, as they are after normalization and scaling. They are constants, so
+                the router has no gradient by them, that of balance losses alone. None, and in rows
+                of -1: those of the router as it is, with their gradient.
             unrecorded: what a row of -1 alone means. "drop": the token goes to no routed expert.
                 "route": the router chooses for it; for tokens that an engine did not run.
             strict: raise at the end when entries were not used.
 
         Raises:
-            ValueError: for choices that do not fit the layers (`check_choices`), on every rank when
-                they do not fit on one; when a router is recorded or replayed already; inside, when
-                a forward has no entry, or one of another number of tokens.
+            ValueError: for choices that do not fit the layers, or weights that do not fit choices,
+                on every rank when they do not fit on one; when a router is recorded or replayed
+                already; inside, when a forward has no entry, or one of another number of tokens.
             RuntimeError: when entries are left at the end, unless another exception is on its way;
                 when a forward follows one that failed.
             NotImplementedError: for "route" where experts choose; inside, when a CUDA graph
@@ -146,11 +158,12 @@ class RouterReplay:
                 and nothing was selected.
         """
         check_arguments(RouterReplay.replay, locals())
-        self._agree(lambda: check_choices(choices, self.layers))
+        self._agree(lambda: _check(choices, weights, self.layers))
         self._check_unrecorded(unrecorded)
         refuse_taken(self._routers)
         records = _on_devices(choices, self.layers)
-        run = TapeReplay(self.model, self._routers, records, fill=unrecorded == "route")
+        given = None if weights is None else _weights_on_devices(weights, records)
+        run = TapeReplay(self.model, self._routers, records, given, fill=unrecorded == "route")
         self._replaying = run
         run.open()
         try:
@@ -239,6 +252,31 @@ class RouterReplay:
                     f"unrecorded ('route') must be 'drop' for layer {name!r}, where experts choose "
                     "and a row of -1 is a choice: leave it out with RouterReplay(model, layers=...)"
                 )
+
+
+def _check(
+    choices: Mapping[str, Sequence[Tensor]],
+    weights: Mapping[str, Sequence[Tensor]] | None,
+    layers: Mapping[str, MoELayer],
+) -> None:
+    check_choices(choices, layers)
+    if weights is not None:
+        check_weights(weights, choices)
+
+
+def _weights_on_devices(
+    weights: Mapping[str, Sequence[Tensor]], records: Choices
+) -> dict[str, list[Tensor]]:
+    """Copies as fp32; 0 for what is no choice, -1 in rows without any, which are the router's."""
+    return {
+        name: [
+            own.to(ids.device, torch.float32)
+            .masked_fill(ids < 0, 0)
+            .masked_fill((ids < 0).all(1, keepdim=True), -1)
+            for own, ids in zip(weights[name], every, strict=True)
+        ]
+        for name, every in records.items()
+    }
 
 
 def _on_devices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> Choices:

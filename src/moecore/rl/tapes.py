@@ -41,7 +41,7 @@ class ChoiceRecorder:
     @torch.compiler.disable
     def given(
         self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
-    ) -> Tensor | None:
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Return None: the router chooses."""
         return None
 
@@ -66,16 +66,23 @@ class _TapeForward:
 class TapeReplay:
     """What one `with replay.replay(...)` knows; it lives on in the hooks of its forwards.
 
-    Routers and checked records go by the name of their layer. With `fill` routers choose for rows
-    of -1. Forwards use the `selected` entry; None = the next one.
+    Routers, checked records and their weights go by the name of their layer. With `fill` routers
+    choose for rows of -1. Forwards use the `selected` entry; None = the next one.
     """
 
     def __init__(
-        self, model: nn.Module, routers: Mapping[str, Router], records: Choices, *, fill: bool
+        self,
+        model: nn.Module,
+        routers: Mapping[str, Router],
+        records: Choices,
+        weights: Mapping[str, list[Tensor]] | None,
+        *,
+        fill: bool,
     ) -> None:
         self.model = model
         self.routers = routers
         self.records = records
+        self.weights = weights
         self.fill = fill
         self.selected: int | None = None
         self._tapes = {router: _Player(self, name) for name, router in routers.items()}
@@ -206,7 +213,7 @@ class _Player:
     @torch.compiler.disable
     def given(
         self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
-    ) -> Tensor | None:
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Return the entry of this call, None after the replay; see `ChoiceTape.given`."""
         _refuse_capture(device)
         index = self.replay.index(self.name)
@@ -224,12 +231,15 @@ class _Player:
                 f"choices[{self.name!r}][{index}] ({ids_TK.shape[0]} tokens) must have the tokens "
                 f"of forward {index} ({num_tokens}): replay the recorded batch on the same layout"
             )
-        if ids_TK.device != device:  # parameters live elsewhere than activations: offloaded
-            ids_TK = records[index] = ids_TK.to(device)
+        weights = None if self.replay.weights is None else self.replay.weights[self.name]
+        for entries in filter(None, (records, weights)):
+            if entries[index].device != device:  # other than that of parameters: offloaded
+                entries[index] = entries[index].to(device)
+        ids_TK = records[index]
         if self.replay.fill:
             with torch.no_grad():
                 ids_TK = torch.where((ids_TK < 0).all(1, keepdim=True), own(), ids_TK)
-        return ids_TK
+        return ids_TK, None if weights is None else weights[index]
 
     @torch.compiler.disable
     def took(self, ids_TK: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from moecore.train.graphs.forward_backward import GraphedForwardBackward
 from moecore.train.graphs.regions import compile_blocks
+from moecore.train.memory.training_offload import TrainingOffload
 from moecore.train.optim.adamw import AdamW
 from moecore.train.optim.host_step import HostAdamW
 from moecore.train.optim.matrices import Cut, MatrixAssignment, assign_matrices
@@ -11,5 +12,5 @@ from moecore.train.optim.state_offload import StateOffload
 
 __all__ = [
     "AdamW", "Cut", "GraphedForwardBackward", "HostAdamW", "MatrixAssignment", "Muon", "QKClip",
-    "StateOffload", "assign_matrices", "compile_blocks",
+    "StateOffload", "TrainingOffload", "assign_matrices", "compile_blocks",
 ]  # fmt: skip

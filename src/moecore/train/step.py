@@ -59,6 +59,10 @@ class TrainStep:
             `scale(loss).backward()`; auxiliary losses are scaled here, and clipping divides
             gradients by the scale.
 
+    Attributes:
+        model: the model; several are a ModuleList.
+        optimizers: a list, of none where the caller has them.
+
     Raises:
         ValueError: when a model is not parallelized, a number is out of range, or a model needs a
             loss scale or must not have one; on every rank when ranks differ in a number, in the
@@ -91,35 +95,35 @@ class TrainStep:
         self._states = [moe_state(one) for one in models]
         records = [record for one in models for record in attached_in(one)]
         self._pipeline = records[0].pipeline if len(models) == 1 else None
-        self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
         several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        self._optimizers = list(several or ())
-        if optimizer is not None and not self._optimizers:
+        self.optimizers = list(several or ())
+        if optimizer is not None and not self.optimizers:
             raise ValueError(
                 "optimizer ([]) must be one, several or None: leave it out to step alone"
             )
-        if self._optimizers or loss_scale is not None:
-            refuse_on_meta(self._model, "optimizer" if self._optimizers else "loss scale")
+        if self.optimizers or loss_scale is not None:
+            refuse_on_meta(self.model, "optimizer" if self.optimizers else "loss scale")
         for one in models:
             check_loss_scale(one, loss_scale)
-        refuse_earlier(self._model, self._optimizers)
+        refuse_earlier(self.model, self.optimizers)
         request = self._request = records[0].request
         # Ranks that differ would scale, clip, step or wait differently: all of them raise.
         entries = {
             "TrainStep.max_norm": float(max_norm),
             "TrainStep.num_micro_batches": num_micro_batches,
             "TrainStep.loss_scale": loss_scale,
-            "TrainStep.optimizer is None": not self._optimizers,
+            "TrainStep.optimizer is None": not self.optimizers,
         }
         check_same(entries, request.meshes.device_type)
-        trained = trained_entries(self._model, self._optimizers)
+        trained = trained_entries(self.model, self.optimizers)
         check_same(trained, request.meshes.device_type, group=request.meshes.stage_group)
         if request.meshes.parallel.pp > 1:
-            check_same(optimizer_entries(self._optimizers), request.meshes.device_type)
+            check_same(optimizer_entries(self.optimizers), request.meshes.device_type)
         self._max_norm = max_norm
         self._norm: GradientNorm | None = None
         self._progress = Progress()
-        self._is_delayed = has_history(self._model)
+        self._is_delayed = has_history(self.model)
         self._exchanges = [r.exchanges for r in records if r.exchanges is not None]
         self._engines = [r.engine for r in records if r.engine is not None]
         for engine in self._engines:  # a later TrainStep of the same model takes over
@@ -131,7 +135,7 @@ class TrainStep:
         self._is_scaled = True  # the running micro-batch's loss
         self._scale: LossScale | None = None
         if loss_scale is not None:
-            self._scale = LossScale(loss_scale, next(self._model.parameters()).device)
+            self._scale = LossScale(loss_scale, next(self.model.parameters()).device)
         self._scale_value = None if self._scale is None else self._scale.value
         for state in self._states:
             state.set_loss_scale(self._scale_value)
@@ -315,9 +319,9 @@ class TrainStep:
         forwards = pipeline.num_chunks * self.num_micro_batches
         with self.micro_batches(forwards=forwards, pairs=pipeline.config.schedule in PAIRING):
             losses = run_pipeline(
-                self._model, pipeline, micro_batches, self._divided, self.side_by_side
+                self.model, pipeline, micro_batches, self._divided, self.side_by_side
             )
-        sum_copies(self._model)
+        sum_copies(self.model)
         return losses
 
     @known_to_others("losses()")
@@ -329,15 +333,15 @@ class TrainStep:
         """
         self._progress.check_closed("losses()")
         if self._pipeline is not None:
-            return forward_pipeline(self._model, self._pipeline, micro_batches)
-        return torch.stack([loss_of(self._model(**inputs)).float() for inputs in micro_batches])
+            return forward_pipeline(self.model, self._pipeline, micro_batches)
+        return torch.stack([loss_of(self.model(**inputs)).float() for inputs in micro_batches])
 
     def _run_in_pairs(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Pair each forward with the backward of the micro-batch before; return the losses."""
         losses: list[Tensor] = []
 
         def forward(inputs: Mapping[str, Any]) -> Tensor:
-            loss = loss_of(self._model(**inputs))
+            loss = loss_of(self.model(**inputs))
             losses.append(loss.detach().float())
             return self._divided(loss)
 
@@ -350,7 +354,7 @@ class TrainStep:
 
     def _run_alone(self, inputs: Mapping[str, Any]) -> Tensor:
         with self.micro_batch():
-            loss = loss_of(self._model(**inputs))
+            loss = loss_of(self.model(**inputs))
             self._divided(loss).backward()
         return loss.detach().float()
 
@@ -389,15 +393,15 @@ class TrainStep:
         Raises:
             ValueError: when `finish` clips, micro-batches are missing, or as `clip_grad_norm_`.
         """
-        if self._optimizers:
+        if self.optimizers:
             raise ValueError(
-                f"optimizer ({type(self._optimizers[0]).__name__}) must be None for clip(): leave "
+                f"optimizer ({type(self.optimizers[0]).__name__}) must be None for clip(): leave "
                 "clip() out, finish() does it"
             )
         self._check_complete("clip()")
         with mark("moecore::clip"):
             self._norm = unscale_and_clip_(
-                self._model, self._max_norm, self._scale_value, is_wrong=self._reruns.is_short()
+                self.model, self._max_norm, self._scale_value, is_wrong=self._reruns.is_short()
             )
         return self._norm
 
@@ -418,7 +422,7 @@ class TrainStep:
                 see the failure, so let the process end.
         """
         self._check_complete("finish()")
-        if self._scale is not None and not self._optimizers and self._norm is None:
+        if self._scale is not None and not self.optimizers and self._norm is None:
             raise ValueError(
                 "finish() must follow clip() where a loss_scale is given and no optimizer: call "
                 "clip() before your optimizer's step, it divides gradients by the scale"
@@ -428,21 +432,21 @@ class TrainStep:
             for engine in self._engines:
                 engine.end_step()
             is_short = self._reruns.is_short()
-            self._reruns.poll(skips=bool(self._optimizers) or self._norm is not None)
+            self._reruns.poll(skips=bool(self.optimizers) or self._norm is not None)
             for state in self._states:
                 state.check_step()
-            if self._optimizers:
+            if self.optimizers:
                 self._norm = step_clipped(
-                    self._model,
+                    self.model,
                     self._max_norm,
-                    self._optimizers,
+                    self.optimizers,
                     loss_scale=self._scale_value,
                     is_wrong=is_short,
                 )
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 optimizer.zero_grad()
             if self._is_delayed:
-                advance_amax(self._model)
+                advance_amax(self.model)
             norm, self._norm = self._norm, None
             skipped = False if norm is None else norm.skipped
             self._reruns.end_step(skipped)
@@ -453,7 +457,7 @@ class TrainStep:
                 loss_scale = self._scale.value.clone()
                 self._scale.update(norm.skipped)
         self._progress.restart()
-        lr = self._optimizers[0].param_groups[0]["lr"] if self._optimizers else None
+        lr = self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
         if isinstance(lr, Tensor):  # a scheduler changes it in place
             lr = lr.clone()
         return StepResult(
@@ -467,7 +471,7 @@ class TrainStep:
         an exception in a backward the next forward raises. No communication, no host sync.
         """
         self._progress.check_closed("drop()")
-        drop_step(self._model)
+        drop_step(self.model)
         self._norm = None
 
     def check(self) -> None:

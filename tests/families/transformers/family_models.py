@@ -201,16 +201,16 @@ def model_class(family: str) -> Any:
     raise LookupError(family)
 
 
-def tiny_config(kind: type, overrides: Mapping[str, Any]) -> Any:
+def tiny_config(kind: type, overrides: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES) -> Any:
     """Return a small config of a class; overrides of a nested config are a mapping by its name."""
     default = kind()
     kwargs: dict[str, Any] = {}
     values = {n: v for n, v in vars(default).items() if not n.startswith("_")}
     for name, value in values.items():
         if isinstance(value, transformers.PreTrainedConfig):
-            kwargs[name] = tiny_config(type(value), overrides.get(name, {}))
-        elif name in SIZES and (isinstance(value, int) or (value is None and name in NEEDED)):
-            kwargs[name] = SIZES[name]
+            kwargs[name] = tiny_config(type(value), overrides.get(name, {}), sizes)
+        elif name in sizes and (isinstance(value, int) or (value is None and name in NEEDED)):
+            kwargs[name] = sizes[name]
         elif "jitter" in name or "dropout" in name:
             kwargs[name] = 0.0
         elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
@@ -227,15 +227,15 @@ def tiny_config(kind: type, overrides: Mapping[str, Any]) -> Any:
     if values.get("num_key_value_heads") == values.get("num_attention_heads"):
         kwargs.pop("num_key_value_heads", None)
         if "num_key_value_heads" in values:
-            kwargs["num_key_value_heads"] = SIZES["num_attention_heads"]
+            kwargs["num_key_value_heads"] = sizes["num_attention_heads"]
     kwargs |= {n: v for n, v in overrides.items() if not isinstance(v, Mapping) or n not in kwargs}
     return kind(**{n: v for n, v in kwargs.items() if v is not None})
 
 
-def tiny_model(family: str) -> Any:
+def tiny_model(family: str, *, vocab_size: int = SIZES["vocab_size"]) -> Any:
     """Return a model of a family with large weights, in training."""
-    kind = model_class(family)
-    config = tiny_config(kind.config_class, FAMILIES.get(family, {}))
+    kind, sizes = model_class(family), SIZES | {"vocab_size": vocab_size}
+    config = tiny_config(kind.config_class, FAMILIES.get(family, {}), sizes)
     config._attn_implementation = "eager"
     config.use_cache = False
     torch.manual_seed(0)

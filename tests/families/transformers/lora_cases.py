@@ -55,24 +55,25 @@ def whole(tensor: Tensor) -> Tensor:
 def in_peft_form(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
     """Every tensor of the adapter, or its gradient, as peft's file would have it."""
     return {
-        name: one.to_file(whole(one.tensor.grad if grads else one.tensor)).reshape(one.shape)
+        name: one.to_file(whole(one.tensor.grad if grads else one.tensor))
         for name, one in adapter_tensors(model, "default").items()
     }
 
 
-def train(model: nn.Module, data_rank: int | None) -> dict[str, Tensor]:
+def train(model: nn.Module, data_rank: int | None, data_ranks: int = RANKS) -> dict[str, Tensor]:
     """Losses of this rank, gradients of the first step, and adapters after the last.
 
     Args:
         model: with adapters.
         data_rank: of a parallelized model; None = one process, which has all batches.
+        data_ranks: which have a batch each.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     # Larger steps magnify rounding: 0.3 took merged weights from 8e-6 to 1.2e-5 on some CPUs.
     optimizer = on_parts(torch.optim.SGD)(trained, lr=0.2, momentum=0.9)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
-        every = batches(step, next(model.parameters()).device)
+        every = batches(step, next(model.parameters()).device)[:data_ranks]
         mine = every if data_rank is None else [every[data_rank]]
         for i, batch in enumerate(mine):
             loss = model(**batch, use_cache=False).loss

@@ -3,8 +3,9 @@
 The ranks compute again in backward what no product gives; the one process keeps it.
 Each trains, is saved, loaded, exported as stock saves it and loaded again: every family a step on
 one folding, and one of each structure of experts two steps on all three, since a folding cuts the
-tensors of experts and nothing else. Families that are refused are a list with reasons, which must
-be exact.
+tensors of experts and nothing else. One of each structure of attention runs with tp = 2 as well,
+and under --nightly every family. Families that are refused are a list with reasons, which must be
+exact.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,14 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.options.context import ContextOptions
 from moecore.base.options.memory import MemoryOptions
+from moecore.base.torch_names import HAS_SEPARATE_PIECES
+from moecore.families import use_causal_attention
+from moecore.families.family import swap_blocks
+from moecore.families.transformers.context import CausalContext
+from moecore.families.transformers.rows import why_whole
+from moecore.families.transformers.tensor_parallel import OUTPUTS, find_cuts
 from moecore.io import Saver, export_hf, load, load_hf
 from moecore.parallel.attached import moe_state
 from tests.families.transformers.family_models import (
@@ -50,9 +59,21 @@ REFUSED = {
     "nllb_moe": "experts are a dict of modules",
     "switch_transformers": "experts are a dict of modules",
 }
+NOT_CUT = ("inkling", "inkling2", "qwen4_exp", "zaya")  # refused with tp > 1
 ROOT = Path(__file__).parents[3]
 BEGIN, END = "<!-- families -->", "<!-- end of families -->"
-FOLDINGS = (dict(ep=2), dict(edp_shard=2), dict(etp=2))
+FOLDINGS = (dict(ep=2), dict(edp_shard=2), dict(etp=2))[: 2 + HAS_SEPARATE_PIECES]
+TP = len(FOLDINGS)  # the place of a folding whose two ranks share both batches
+WITH_TP = {
+    "qwen3_moe": "fewer key heads, norms per head",
+    "qwen2_moe": "biases of queries, keys and values, a shared expert with a gate",
+    "deepseek_v3": "latents, a dense MLP",
+    "gpt_oss": "sinks, biases of outputs",
+    "olmoe": "norms over all heads",
+    "qwen3_next": "gates among queries, and linear attention",
+    "afmoe": "gates, and a MoE block that stays transformers' own",
+    "qwen3_vl_moe": "a tower",
+}
 ON_ALL = {
     "qwen3_moe": "gate and up of an expert in one matrix, out before in",
     "qwen2_moe": "the same beside a shared expert with a gate",
@@ -61,7 +82,7 @@ ON_ALL = {
     "nemotron_h": "no gate",
     "glm5_next": "an activation of its own",
 }
-STEPS, RATE = 2, 0.1
+STEPS, RATE, VOCABULARY = 2, 0.1, 64  # tokens, which tp ranks have parts of
 # The gradient of a factor on outputs that are normed afterwards is a difference of large numbers,
 # of which stock transformers is 5e-5 away from fp64.
 # Hyper-connections normalise in turns; there stock is up to 2e-5 away.
@@ -73,11 +94,16 @@ def taken() -> list[str]:
     return [name for name in family_names() if name not in REFUSED]
 
 
-def cases() -> list[tuple[str, int]]:
+def cases(*, nightly: bool) -> list[tuple[str, int]]:
     """Return each family with the index of its folding, and representatives with the others."""
     first = [(name, i % len(FOLDINGS)) for i, name in enumerate(taken())]
     others = [(name, i) for name in ON_ALL for i in range(len(FOLDINGS))]
-    return [*first, *(case for case in others if case not in first)]
+    over_tp = taken() if nightly else WITH_TP
+    return [
+        *first,
+        *(case for case in others if case not in first),
+        *((name, TP) for name in over_tp if name not in NOT_CUT),
+    ]
 
 
 def steps_of(family: str) -> range:
@@ -87,14 +113,16 @@ def steps_of(family: str) -> range:
 
 def reference(family: str) -> tuple[nn.Module, Found]:
     """A stock model that sees both ranks' batches; losses, first gradients, last parameters."""
-    model, found = tiny_model(family), {}
+    model, found = tiny_model(family, vocab_size=VOCABULARY), {}
     for i in steps_of(family):
         for rank in range(2):
             loss = loss_of(model, batch(model, 2 * i + rank))
             (loss / 2).backward()
             found[f"loss/{i}/{rank}"] = loss.detach()
+        grads = gradients(model)
+        found[f"norm/{i}"] = torch.stack([g.double().norm() for g in grads.values()]).norm()
         if i == 0:
-            found |= {f"grad/{n}": g.clone() for n, g in gradients(model).items()}
+            found |= {f"grad/{n}": g.clone() for n, g in grads.items()}
         with torch.no_grad():
             for param in model.parameters():
                 if param.grad is not None:
@@ -110,18 +138,29 @@ def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found,
         Numbers on rank `to`, and the family's row of the table.
     """
     memory = MemoryOptions(recompute="gemm_last")
-    model, found = parallelize_moe(tiny_model(family), meshes, memory=memory), {}
-    step = TrainStep(model, on_parts(torch.optim.SGD)(model.parameters(), lr=RATE))
+    model, found = (
+        parallelize_moe(tiny_model(family, vocab_size=VOCABULARY), meshes, memory=memory),
+        {},
+    )
+    optimizer, num = on_parts(torch.optim.SGD)(model.parameters(), lr=RATE), 2 // meshes.data_ranks
+    step = TrainStep(model, optimizer, num_micro_batches=num)
     for i in steps_of(family):
-        with step.micro_batch():
-            loss = loss_of(model, batch(model, 2 * i + dist.get_rank()))
-            loss.backward()
-        every = [torch.empty(()) for _ in range(2)]
-        dist.all_gather(every, loss.detach().float())
-        found |= {f"loss/{i}/{rank}": value for rank, value in enumerate(every)}
+        losses = []
+        for place in range(num):
+            with step.micro_batch():
+                loss = loss_of(model, batch(model, 2 * i + place + meshes.data_rank))
+                (loss / num).backward()
+            losses.append(loss.detach().float())
+        every = [torch.empty(num) for _ in range(2)]
+        dist.all_gather(every, torch.stack(losses))
+        assert num == 1 or torch.equal(*every)  # tp ranks have the same rows
+        found |= {f"loss/{i}/{rank}": value for rank, value in enumerate(torch.cat(every)[:2])}
         if i == 0:
             found |= gather_whole({f"grad/{n}": g for n, g in gradients(model).items()}, to)
-        counted = step.finish().metrics.tokens_per_expert
+        finished = step.finish()
+        assert finished.norm is not None
+        found[f"norm/{i}"] = torch.tensor(finished.norm.total)
+        counted = finished.metrics.tokens_per_expert
         assert all(int(n.sum()) > 0 for n in counted.values()), counted
     with Saver(folder / "checkpoints" / family, model, None) as saver:
         saved = saver.save(1, wait=True)
@@ -134,7 +173,10 @@ def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found,
 
 
 def described(model: nn.Module) -> list[str]:
-    """Return the class of a model, whose router chooses and what experts compute."""
+    """Return the class of a model, whose router chooses, what experts compute and tp cuts.
+
+    Last is whether packed documents are kept apart and cp ranks may hold parts of them.
+    """
     layers = list(moe_state(model).layers.values())
     routers = {"moecore's" if layer.part("router") else "its own" for layer in layers}
     experts = {
@@ -142,7 +184,21 @@ def described(model: nn.Module) -> list[str]:
         for layer in layers
     }
     name = type(model).__name__
-    return [name, " ".join(sorted(routers)), " ".join(sorted(experts))]
+    other = why_whole(model)
+    parts = "yes" if other is None else f"no, {other}"
+    return [name, " ".join(sorted(routers)), " ".join(sorted(experts)), cut_of(model), parts]
+
+
+def cut_of(model: nn.Module) -> str:
+    """Return what tp ranks have parts of, and what of the attention stays whole."""
+    cuts, whole = find_cuts(model, 2)
+    kinds = {"attention" if cut.row in OUTPUTS else "MLPs" for cut in cuts.values()}
+    if not kinds:
+        return "refused"
+    classes = re.findall(r"\((\w+)\), whose", " ".join(whole))
+    return ", ".join(sorted(kinds, reverse=True)) + (
+        f"; not {', '.join(classes)}" if classes else ""
+    )
 
 
 def refill(model: nn.Module, fill: Callable[[], Any]) -> None:
@@ -194,14 +250,17 @@ def differs_from_stock(model: Any, family: str, folder: Path, state: Found) -> s
     return next((n for n in found if not torch.equal(found[n], expected[n])), "")
 
 
-def worker(rank: int, device: torch.device, folder: str, families: list[str]) -> dict[Any, Any]:
+def worker(
+    rank: int, device: torch.device, folder: str, families: list[str], nightly: bool
+) -> dict[Any, Any]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     owners = {name: i % 2 for i, name in enumerate(families)}
     expected = {name: reference(name) for name in families[rank::2]}
-    meshes = [build_meshes(ParallelConfig(**folding), "cpu") for folding in FOLDINGS]
+    foldings = [*FOLDINGS, dict(tp=2)]
+    meshes = [build_meshes(ParallelConfig(**folding), "cpu") for folding in foldings]
     report: dict[tuple[str, int], Any] = {}
-    for case in cases():
+    for case in cases(nightly=nightly):
         name, folding = case
         here = Path(folder, str(folding))
         try:
@@ -218,27 +277,34 @@ def worker(rank: int, device: torch.device, folder: str, families: list[str]) ->
     return dict(sorted((reports[1] | reports[0]).items()))
 
 
-def run() -> dict[tuple[str, int], Any]:
+def run(*, nightly: bool) -> dict[tuple[str, int], Any]:
     """Return what every case did; two processes."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(2, worker, folder, taken())
+        return run_ranks(2, worker, folder, taken(), nightly)
 
 
 def table(ran: dict[tuple[str, int], Any]) -> list[str]:
     """Return the lines of the table in docs/huggingface.md."""
-    rows = list({name: result["row"] for (name, _), result in sorted(ran.items())}.values())
-    head = ["family", "class", "router", "activation of experts"]
+    whole = {name: result["row"] for (name, i), result in sorted(ran.items()) if i != TP}
+    rows = list(whole.values())
+    head = ["family", "class", "router", "activation of experts", "cut over tp", "documents, cp"]
     lines = [head, ["---"] * len(head), *rows]
     lines += [[], ["refused", "why"], ["---", "---"], *map(list, REFUSED.items())]
     return ["| " + " | ".join(cells) + " |" if cells else "" for cells in lines]
 
 
 @pytest.fixture(scope="module")
-def ran() -> dict[tuple[str, int], Any]:
-    return run()
+def ran(request: pytest.FixtureRequest) -> dict[tuple[str, int], Any]:
+    return run(nightly=request.config.option.nightly or torch.cuda.is_available())
 
 
-@pytest.mark.parametrize(("family", "folding"), cases())
+def marked() -> list[Any]:
+    always = cases(nightly=False)
+    more = [case for case in cases(nightly=True) if case not in always]
+    return [*always, *(pytest.param(*case, marks=pytest.mark.nightly) for case in more)]
+
+
+@pytest.mark.parametrize(("family", "folding"), marked())
 def test_two_ranks_equal_one_process(
     ran: dict[tuple[str, int], Any], family: str, folding: int
 ) -> None:
@@ -261,6 +327,33 @@ def test_what_is_refused(family: str, alone: Meshes) -> None:
         model = tiny_model(family)
     with pytest.raises((NotImplementedError, ValueError), match=re.escape(REFUSED[family])):
         parallelize_moe(model, alone)
+
+
+@pytest.mark.parametrize("family", taken())
+def test_documents_are_kept_apart_or_refused(family: str) -> None:
+    """Packed documents against each in a row of its own; cp refuses what documents do."""
+    model, cuts = tiny_model(family), [0, 3, 8, 9, 18]
+    ids_BT = torch.randint(52, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    given: dict[str, Any] = {"input_ids": ids_BT, "cu_seq_lens_q": torch.tensor(cuts)}
+    other = why_whole(model)
+    if other is not None:
+        with pytest.raises(NotImplementedError, match=re.escape(f"because {other} needs whole")):
+            CausalContext(model).context_options(ContextOptions(), 2, 1)
+        return
+    CausalContext(model).context_options(ContextOptions(), 2, 1)
+    with torch.no_grad():
+        alone = [model(input_ids=ids_BT.view(1, -1)[:, a:b]).logits for a, b in pairwise(cuts)]
+        use_causal_attention(model)
+        want, got = torch.cat(alone, 1), model(**given).logits
+    assert (got.view(want.shape) - want).abs().max() <= 5e-6 * want.abs().max()
+
+
+@pytest.mark.parametrize("family", NOT_CUT)
+def test_what_tp_cannot_cut(family: str) -> None:
+    with torch.device("meta"):
+        model = tiny_model(family)
+    swap_blocks(model, {})
+    assert find_cuts(model, 2)[0] == {}
 
 
 def test_the_page_has_what_ran(ran: dict[tuple[str, int], Any]) -> None:

@@ -15,6 +15,7 @@ from moecore import BalanceConfig, CapacityConfig
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.families.transformers.attention import _causal_attention
+from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.packing import PackedCollator
 from tests.families.transformers.family_models import tiny_model
 from tests.families.transformers.hf_models import (
@@ -163,6 +164,41 @@ def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> Non
         for w, g in zip(want, got, strict=True):
             assert (w - g).abs().max() <= 1e-5 * w.abs().max()
     assert (found[0][0] - found[3][0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid"])
+def test_documents_of_linear_attention_are_those_of_transformers(family: str) -> None:
+    """Against the stock model, each document in a row of its own."""
+    stock, model = tiny_model(family), tiny_model(family)
+    use_causal_attention(model)
+    cuts, ids = [0, 1, 3, 16, 16, 32], TOKENS % 61
+    want = torch.cat(
+        [stock(ids.flatten()[None, a:b]).logits for a, b in pairwise(cuts) if b > a], 1
+    )
+    got = model(ids, cu_seq_lens_q=torch.tensor(cuts, dtype=torch.int32)).logits
+    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    (want * weights).sum().backward()
+    (got.view(want.shape) * weights).sum().backward()
+    found = {"logits": got.detach().view(want.shape)} | whole_gradients(model)
+    assert_equal_numbers(found, {"logits": want.detach()} | whole_gradients(stock))
+    with torch.no_grad():
+        assert (stock(ids.view(1, -1)).logits - want).abs().max() > 0.1
+        torch.testing.assert_close(stock(ids).logits, model(ids).logits)
+        with pytest.raises(ValueError, match=r"use_cache \(True\) must be False for linear"):
+            model(ids, cu_seq_lens_q=torch.tensor(cuts), use_cache=True)
+
+
+def test_a_moe_layer_whose_block_has_no_attention_is_told_of_documents_and_padding() -> None:
+    model, cuts = tiny_model("nemotron_h"), torch.tensor([0, 20, 32], dtype=torch.int32)
+    (layer,) = swap_blocks(model, {}).values()
+    use_causal_attention(model)
+    padding = torch.arange(32).view(2, 16) >= 20
+    ids_TK: list[Tensor] = []
+    layer.register_forward_pre_hook(lambda _, args: ids_TK.append(args[1]))
+    with torch.no_grad():
+        model(input_ids=TOKENS % 61, cu_seqlens=cuts, padding_mask=padding, use_cache=False)
+    assert torch.equal((ids_TK[0] == -1).all(1), padding.flatten())
+    assert torch.equal(getattr(layer, SEQUENCE).cu_seqlens, cuts)
 
 
 def found_in(name: str, batches: list[dict[str, Any]], *, checkpointing: bool) -> dict[str, Tensor]:

@@ -49,6 +49,8 @@ FOLDINGS: dict[str, dict[str, int]] = {
     "ep4": dict(ep=4),
     "edp4": dict(edp_shard=4),
     "ep2-etp2": dict(ep=2, etp=2),
+    "tp2-ep2": dict(tp=2, ep=2),
+    "tp2-edp4": dict(tp=2, edp_shard=4),
     "etp2-replicate2": dict(dp_replicate=2, dp_shard=2, edp_replicate=2, edp_shard=1, etp=2),
 }
 # name -> model, its sizes, folding, LoraConfig, options of parallelize_moe
@@ -59,6 +61,14 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
     "uneven": ("mixtral", dict(num_local_experts=6), "edp4", dict(lora_alpha=9), {}),
     "etp": ("qwen3-moe", {}, "ep2-etp2", {}, {}),
     "etp-replicated": ("mixtral", {}, "etp2-replicate2", {}, dict(expert_backend="sequential")),
+    "tp": ("qwen3-moe", {}, "tp2-ep2", {}, {}),
+    "tp-mlps": (
+        "qwen2-moe",
+        dict(mlp_only_layers=[0], num_key_value_heads=1),
+        "tp2-edp4",
+        dict(target_modules=r".*\.(self_attn|layers\.0\.mlp)\.\w+_proj", r=3),
+        {},
+    ),
     "gpt-oss": ("gpt-oss", {}, "ep2-edp2", {}, {}),
     "attention-alone": ("qwen3-moe", {}, "ep2-edp2", dict(target_parameters=[]), {}),
     "down-alone": (
@@ -99,12 +109,15 @@ def run_case(name: str, folder: Path, device: torch.device) -> tuple[float, str]
     assert torch.equal(logits(model), trained)
     merge_adapters(model)
     found["merged"] = logits(model)
+    tokens = generated(model) if meshes.parallel.tp > 1 else None
     if dist.get_rank():
         return None
-    expected = train(plain, None)
+    expected = train(plain, None, meshes.data_ranks)
     # Stock peft with the files' adapters: steps of its own would magnify rounding.
     peft.set_peft_model_state_dict(plain, load_file(folder / name / "adapter_model.safetensors"))
-    return worst(found, expected | {"merged": logits(plain.eval())})
+    expected["merged"] = logits(plain.eval())
+    assert tokens is None or torch.equal(tokens, generated(plain))
+    return worst(found, expected)
 
 
 def mixed_dtypes(folding: str) -> float:
@@ -126,7 +139,7 @@ def life(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     base = transformers.Qwen3MoeForCausalLM.from_pretrained(folder / "base")
     config, models = lora_config(modules_to_save=["lm_head"]), {}
-    for folding in ("ep2-edp2", "ep4"):
+    for folding in ("ep2-edp2", "tp2-ep2"):
         with torch.device("meta"):
             empty = transformers.Qwen3MoeForCausalLM(base.config)
         model = peft.get_peft_model(empty, copy.deepcopy(config))
@@ -219,7 +232,7 @@ def test_adapters_in_fp32_train_a_model_in_bf16(results: dict[str, Any]) -> None
 
 def test_adapters_start_alike_on_every_layout(results: dict[str, Any]) -> None:
     life = results["life"]
-    one, other = life["init/ep2-edp2"], life["init/ep4"]
+    one, other = life["init/ep2-edp2"], life["init/tp2-ep2"]
     assert worst(one, other)[0] == 0
     for name, tensor in one.items():
         bound = tensor.shape[1] ** -0.5
@@ -240,7 +253,7 @@ def test_the_life_of_adapters(results: dict[str, Any], folder: Path) -> None:
         assert worst({"": found}, {"": expected})[0] < 1e-5
 
     start = logits(base())
-    for stage in ("start/ep2-edp2", "start/ep4", "reference", "disabled"):
+    for stage in ("start/ep2-edp2", "start/tp2-ep2", "reference", "disabled"):
         assert_close(life[stage], start)
     stock = peft.PeftModel.from_pretrained(base(), folder / "adapters").eval()
     trained = logits(stock)

@@ -142,6 +142,37 @@ def test_a_packed_batch_is_understood(meshes: Meshes) -> None:
         model(**{name: value for name, value in batch.items() if name != "position_ids"})
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "afmoe", "qwen3_next"])
+def test_a_stock_model_mixes_documents_only_with_a_word(family: str, meshes: Meshes) -> None:
+    """By position_ids alone, which masks of the second and third family do not read."""
+    documents = [torch.randint(1, 61, (n,)).tolist() for n in (7, 3, 11)]
+    whole = PackedCollator(row_tokens=32, rows=1)([{"input_ids": d} for d in documents])
+    packed: dict[str, Any] = {n: whole[n] for n in ("input_ids", "position_ids")}  # type: ignore
+    model = tiny_model(family)
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=torch.tensor([d])).logits[0] for d in documents])
+        mixed = (model(**packed).logits[0, :21] - alone).abs().max() > 0.1 * alone.abs().max()
+    assert mixed == (family != "qwen3_moe")
+    parallelize_moe(model, meshes)
+    if family == "qwen3_moe":
+        logits = model(**packed).logits[0, :21]
+        assert (logits - alone).abs().max() <= 1e-5 * alone.abs().max()
+    elif family == "qwen3_next":
+        with pytest.warns(
+            UserWarning, match=r"layer_types\[0\] \('linear_attention'\) may not keep"
+        ):
+            model(**packed)
+        packed["cu_seqlens"] = whole["cu_seqlens"]
+        with pytest.raises(ValueError, match=r"documents apart: call use_causal_attention"):
+            model(**packed)
+        use_causal_attention(model)
+        logits = model(**packed).logits[0, :21]
+        assert (logits - alone).abs().max() <= 1e-5 * alone.abs().max()
+    else:
+        with pytest.raises(ValueError, match="'eager' attention, whose mask does not read them"):
+            model(**packed)
+
+
 def test_a_mask_of_pairs_tells_attention_alone(meshes: Meshes) -> None:
     """It goes on to work, with one warning; padding_mask beside it tells MoE layers."""
     given = rows("right", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ FAMILIES = {
     "llama": llama,
     "llama, tied": lambda: llama(tie_word_embeddings=True),
     "nemotron, kinds of layers": lambda: tiny_model("nemotron_h"),
+    "gated delta": lambda: tiny_model("qwen3_next"),
 }
 
 
@@ -80,8 +82,13 @@ def test_stages_equal_the_whole_model(family, layout, num_ranks):
     check(model, layout, num_ranks, inputs_of())
 
 
-@pytest.mark.parametrize("kind", ["mask", "positions", "documents"])
-@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "llama"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *product(("qwen3-moe", "gpt-oss", "llama"), ("mask", "positions", "documents")),
+        ("gated delta", "documents"),
+    ],
+)
 def test_masks_and_documents_reach_every_stage(family, kind):
     model = FAMILIES[family]()
     if kind == "documents":

@@ -16,8 +16,11 @@ def native_state(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str
     for name, recipe in hf_plan(config, find_layout(state.keys())).items():
         native[name] = whole = state[recipe.pieces[0].name].new_empty(recipe.shape)
         for piece in recipe.pieces:
-            assert state[piece.name].shape == piece.shape, piece.name
-            whole[piece.region].copy_(state[piece.name].reshape(whole[piece.region].shape))
+            theirs = state[piece.name]
+            assert theirs.shape == piece.stored, piece.name
+            if piece.view is not None:
+                theirs = piece.view.of(theirs.contiguous())
+            whole[piece.region].copy_(theirs.reshape(whole[piece.region].shape))
     return native
 
 
@@ -26,6 +29,13 @@ def hf_state(
 ) -> dict[str, Tensor]:
     """Return the Hugging Face state dict of a native one; a tied head is left out."""
     pieces = [(n, p) for n, recipe in hf_plan(config, layout).items() for p in recipe.pieces]
-    theirs = {p.name: state[n][p.region].reshape(p.shape) for n, p in pieces}
+    theirs = {}
+    for name, piece in pieces:
+        part = state[name][piece.region].reshape(piece.shape)
+        theirs[piece.name] = part
+        if piece.view is not None:
+            theirs[piece.name] = part.new_empty(piece.stored)
+            view = piece.view.of(theirs[piece.name])
+            view.copy_(part.reshape(view.shape))
     copies = {copy: theirs[n] for copy, n in hf_copies(config).items() if copy != HEAD}
     return theirs | copies

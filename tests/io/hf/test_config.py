@@ -154,6 +154,160 @@ MOONLIGHT: dict[str, Any] = DEEPSEEK_V3 | dict(
     topk_group=1,
     vocab_size=163840,
 )
+KIMI_K2: dict[str, Any] = DEEPSEEK_V3 | dict(
+    model_type="kimi_k2",
+    first_k_dense_replace=1,
+    max_position_embeddings=131072,
+    n_group=1,
+    n_routed_experts=384,
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    num_nextn_predict_layers=0,
+    rope_scaling=DEEPSEEK_V3["rope_scaling"] | dict(beta_fast=1.0, beta_slow=1.0, factor=32.0),
+    rope_theta=50000.0,
+    routed_scaling_factor=2.827,
+    topk_group=1,
+    vocab_size=163840,
+)
+DEEPSEEK_V2: dict[str, Any] = DEEPSEEK_V3 | dict(
+    model_type="deepseek_v2",
+    aux_loss_alpha=0.001,
+    first_k_dense_replace=1,
+    hidden_size=5120,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+    n_routed_experts=160,
+    n_shared_experts=2,
+    norm_topk_prob=False,
+    num_experts_per_tok=6,
+    num_hidden_layers=60,
+    num_nextn_predict_layers=None,
+    rope_scaling=DEEPSEEK_V3["rope_scaling"] | dict(mscale=0.707, mscale_all_dim=0.707),
+    routed_scaling_factor=16.0,
+    scoring_func="softmax",
+    seq_aux=True,
+    topk_group=3,
+    topk_method="group_limited_greedy",
+    vocab_size=102400,
+)
+DEEPSEEK_V2_LITE: dict[str, Any] = DEEPSEEK_V2 | dict(
+    hidden_size=2048,
+    intermediate_size=10944,
+    moe_intermediate_size=1408,
+    n_group=1,
+    n_routed_experts=64,
+    num_attention_heads=16,
+    num_hidden_layers=27,
+    num_key_value_heads=16,
+    q_lora_rank=None,
+    routed_scaling_factor=1.0,
+    topk_group=1,
+    topk_method="greedy",
+)
+GLM_45: dict[str, Any] = dict(
+    model_type="glm4_moe",
+    attention_bias=True,
+    attention_dropout=0.0,
+    first_k_dense_replace=3,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=5120,
+    intermediate_size=12288,
+    max_position_embeddings=131072,
+    moe_intermediate_size=1536,
+    n_group=1,
+    n_routed_experts=160,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=96,
+    num_experts_per_tok=8,
+    num_hidden_layers=92,
+    num_key_value_heads=8,
+    num_nextn_predict_layers=1,
+    partial_rotary_factor=0.5,
+    rms_norm_eps=1e-5,
+    rope_scaling=None,
+    rope_theta=1000000,
+    routed_scaling_factor=2.5,
+    tie_word_embeddings=False,
+    topk_group=1,
+    use_qk_norm=True,
+    vocab_size=151552,
+)
+GLM_45_AIR: dict[str, Any] = GLM_45 | dict(
+    first_k_dense_replace=1,
+    hidden_size=4096,
+    intermediate_size=10944,
+    moe_intermediate_size=1408,
+    n_routed_experts=128,
+    num_hidden_layers=46,
+    routed_scaling_factor=1.0,
+    use_qk_norm=False,
+)
+QWEN2_57B: dict[str, Any] = dict(
+    model_type="qwen2_moe",
+    attention_dropout=0.0,
+    decoder_sparse_step=1,
+    hidden_act="silu",
+    hidden_size=3584,
+    intermediate_size=18944,
+    max_position_embeddings=131072,
+    max_window_layers=28,
+    moe_intermediate_size=2560,
+    norm_topk_prob=False,
+    num_attention_heads=28,
+    num_experts=64,
+    num_experts_per_tok=8,
+    num_hidden_layers=28,
+    num_key_value_heads=4,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    router_aux_loss_coef=0.001,
+    shared_expert_intermediate_size=20480,
+    sliding_window=131072,
+    tie_word_embeddings=False,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+GPT_OSS_20B: dict[str, Any] = dict(
+    model_type="gpt_oss",
+    attention_bias=True,
+    attention_dropout=0.0,
+    experts_per_token=4,
+    head_dim=64,
+    hidden_act="silu",
+    hidden_size=2880,
+    initial_context_length=4096,
+    intermediate_size=2880,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+    max_position_embeddings=131072,
+    num_attention_heads=64,
+    num_experts_per_tok=4,
+    num_hidden_layers=24,
+    num_key_value_heads=8,
+    num_local_experts=32,
+    quantization_config=dict(quant_method="mxfp4"),
+    rms_norm_eps=1e-5,
+    rope_scaling=dict(
+        beta_fast=32.0,
+        beta_slow=1.0,
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        rope_type="yarn",
+        truncate=False,
+    ),
+    rope_theta=150000,
+    router_aux_loss_coef=0.9,
+    sliding_window=128,
+    swiglu_limit=7.0,
+    tie_word_embeddings=False,
+    vocab_size=201088,
+)
+GPT_OSS_120B: dict[str, Any] = GPT_OSS_20B | dict(
+    layer_types=["sliding_attention", "full_attention"] * 18,
+    num_hidden_layers=36,
+    num_local_experts=128,
+)
 # The config.json of the preset "tiny-deepseek-v3".
 TINY_JSON: dict[str, Any] = DEEPSEEK_V3 | dict(
     vocab_size=128,
@@ -183,6 +337,14 @@ PUBLISHED = {
     "olmoe-1b-7b": OLMOE_1B_7B,
     "deepseek-v3": DEEPSEEK_V3,
     "moonlight-16b-a3b": MOONLIGHT,
+    "kimi-k2": KIMI_K2,
+    "deepseek-v2": DEEPSEEK_V2,
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "glm-4.5": GLM_45,
+    "glm-4.5-air": GLM_45_AIR,
+    "qwen2-57b-a14b": QWEN2_57B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": GPT_OSS_120B,
 }
 
 
@@ -200,9 +362,11 @@ def test_what_transformers_writes_gives_the_native_config(name):
     pytest.importorskip("transformers")
     hf, want = PAIRS[name]()
     found = decoder_config_from_hf(hf.config.to_dict())
-    balance = BalanceConfig()
-    assert found.moe.balance != balance
-    assert replace(found, moe=replace(found.moe, balance=balance)) == want
+    if found.moe is not None:
+        balance = BalanceConfig()
+        assert (found.moe.balance != balance) == (name != "gpt-oss")
+        found = replace(found, moe=replace(found.moe, balance=balance))
+    assert found == want
 
 
 def test_balance_coefficient_is_kept():
@@ -217,8 +381,26 @@ QWEN2 = {k: v for k, v in QWEN3_30B.items() if k != "head_dim"} | dict(
 
 def test_qwen2_without_biases_has_a_gated_shared_expert():
     found = decoder_config_from_hf(QWEN2)
+    assert found.attention_bias is None
+    for bias in (None, True):  # None: the default of its class
+        assert decoder_config_from_hf(QWEN2 | dict(qkv_bias=bias)).attention_bias == "qkv"
     assert (found.moe.shared_hidden_dim, found.moe.shared_gate) == (5632, True)
     assert found.qk_norm is None and found.head_dim == 64
+
+
+MISTRAL_7B: dict[str, Any] = {k: v for k, v in MIXTRAL_8X7B.items() if "expert" not in k} | dict(
+    model_type="mistral", vocab_size=32768
+)
+
+
+def test_defaults_of_dense_classes():
+    found = decoder_config_from_hf({k: v for k, v in MISTRAL_7B.items() if k != "sliding_window"})
+    assert found.windows == (4096,)
+    for window in (None, 32768):
+        assert decoder_config_from_hf(MISTRAL_7B | dict(sliding_window=window)).windows == ()
+    found = decoder_config_from_hf(MISTRAL_7B | dict(model_type="qwen3", num_attention_heads=64))
+    assert (found.head_dim, found.qk_norm, found.moe) == (128, "head", None)
+    assert found.mlp_hidden_dim == 14336 and not found.tie_embeddings
 
 
 def test_sparse_steps_and_dense_layers():
@@ -250,19 +432,20 @@ def test_yarn_defaults_are_those_of_transformers():
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
-        (QWEN3_30B, dict(attention_bias=True), r"attention_bias \(True\) of model_type \('qwen3_m"),
+        (MIXTRAL_8X7B, dict(attention_bias=True), r"attention_bias \(True\) of model_type \('mix"),
+        (DEEPSEEK_V3, dict(attention_bias=True), r"attention_bias \(True\)"),
         (QWEN3_30B, dict(attention_dropout=0.1), r"attention_dropout \(0.1\)"),
         (QWEN3_30B, dict(hidden_act="gelu"), r"hidden_act \('gelu'\)"),
         (QWEN3_30B, dict(use_sliding_window=True), r"use_sliding_window \(True\)"),
         (
             QWEN3_30B,
-            dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-            r"rope_type \('yarn'\)",
+            dict(rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
+            r"rope_type \('dynamic'\)",
         ),
         (QWEN3_30B, dict(partial_rotary_factor=0.5), r"partial_rotary_factor \(0.5\)"),
-        (QWEN2, dict(qkv_bias=None), r"qkv_bias \(True\)"),  # the default
         (QWEN2, dict(layer_types=["sliding_attention"]), r"layer_types \(\['sliding_attention"),
-        (MIXTRAL_8X7B, dict(sliding_window=4096), r"sliding_window \(4096\)"),
+        (QWEN2, dict(model_type="qwen3", layer_types=["sliding_attention"]), r"layer_types \(\["),
+        (MISTRAL_7B, dict(model_type="llama", mlp_bias=True), r"mlp_bias \(True\)"),
         (MIXTRAL_8X7B, dict(router_jitter_noise=0.1), r"router_jitter_noise \(0.1\)"),
         (OLMOE_1B_7B, dict(clip_qkv=8.0), r"clip_qkv \(8.0\)"),
         (OLMOE_1B_7B, dict(rope_parameters={"rope_type": "llama3"}), r"rope_type \('llama3'\)"),
@@ -274,9 +457,11 @@ def test_yarn_defaults_are_those_of_transformers():
             dict(rope_scaling=ROPE | {"attention_factor": 1.5}),
             r"attention_factor \(1.5\)",
         ),
-        (DEEPSEEK_V3, dict(rope_scaling=ROPE | {"truncate": False}), r"truncate \(False\)"),
+        (DEEPSEEK_V2, dict(norm_topk_prob=True), r"norm_topk_prob \(True\)"),
+        (DEEPSEEK_V2, dict(topk_method="noaux_tc"), r"topk_method \('noaux_tc'\)"),
         (DEEPSEEK_V3, dict(rope_scaling=ROPE | {"mscale": 0}), r"mscale_all_dim \(1.0\)"),
-        (QWEN3_30B, dict(model_type="gpt_oss"), r"model_type \('gpt_oss'\) must be one of qwen3_"),
+        (QWEN3_30B, dict(model_type="gpt2"), r"model_type \('gpt2'\) must be one of qwen3_"),
+        (GPT_OSS_20B, dict(layer_types=["chunked_attention"] * 24), r"layer_types \(\['chunked_at"),
         (QWEN3_30B, dict(model_type=None), r"model_type \('None'\) must be one of"),
     ],
 )
@@ -318,7 +503,11 @@ def test_values_of_another_kind_are_named(change, message):
         decoder_config_from_hf(QWEN3_30B | change)
 
 
-@pytest.mark.parametrize("base", [QWEN3_30B, QWEN2, MIXTRAL_8X7B, OLMOE_1B_7B, DEEPSEEK_V3])
+BASES = [QWEN3_30B, QWEN2, MIXTRAL_8X7B, OLMOE_1B_7B, DEEPSEEK_V3, DEEPSEEK_V2, GLM_45, MISTRAL_7B]
+BASES.append(GPT_OSS_20B)
+
+
+@pytest.mark.parametrize("base", BASES)
 def test_fuzzed_values_are_errors_or_read(base):
     """Every field, and every one below rope_scaling, with every odd value."""
     outcomes = Counter()

@@ -26,7 +26,7 @@ from tests.io.hf.test_config import TINY_JSON
 CONFIG = preset("tiny-deepseek-v3")
 EMBEDDING = "model.embed_tokens.weight"
 # Where a rank can fail: what it looks up, who holds what, memory of a tensor, its file's end.
-POINTS = ("local_part", "_holding", "overlaps", "empty", "finish")
+POINTS = ("local_part", "holding_of", "overlaps", "empty", "finish")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""load_hf into the stages of a pipeline: each takes its own tensors, and all of them everything."""
+"""load_hf into the stages of a pipeline, and export_hf of them: all of them have everything."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def make(kind: str, path: Path, device: str) -> Any:
 
 
 def stage_of(kind: str, path: Path, rank: int, *, lost: int | None = None) -> nn.Module:
-    """Return the first layer and the embedding, or the rest; `lost` is a layer of neither."""
+    """Return the embedding and layers 0 and 2, or the rest; `lost` is a layer of neither."""
     model = make(kind, path, "meta")
-    layout = f"Et|{'t' * (len(model.model.layers) - 1)}L"
     meshes = build_meshes(ParallelConfig(pp=2), "cpu")
-    parallelize_moe(model, meshes, pipeline=PipelineConfig(layout=layout))
+    stages = PipelineConfig(layout="Et|t|t|L", schedule="interleaved")
+    parallelize_moe(model, meshes, pipeline=stages)
     if lost is not None:
         model.model.layers[lost] = nn.Identity()
         setattr(model, ATTACHED, SimpleNamespace(all_stages=make_all_stages(model, meshes)))
@@ -70,8 +70,9 @@ def worker(rank: int, device: torch.device, folder: str) -> list[Any]:
             "whole": sorted(wanted),
             "left over": report.left_over + report.missing,
             "lost": error_of(lambda lost=lost: load_hf(path, lost)),
-            "export": error_of(lambda model=model: export_hf(model, path / "new")),
         }
+        for which, one in (("stages", model), ("whole", whole)):
+            export_hf(one, path / f"{kind}-{which}", config=path, max_shard_bytes=60_000)
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, found)
     return of_ranks
@@ -82,12 +83,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     path = tmp_path_factory.mktemp("hf")
     make_pair("qwen3")[0].save_pretrained(path)
     found: list[Any] = run_ranks(2, worker, str(path))
-    return found
+    return [path, *found]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_stage_takes_its_own(results: list[Any], kind: str) -> None:
-    first, second = (of_rank[kind] for of_rank in results)
+    first, second = (of_rank[kind] for of_rank in results[1:])
     for result in (first, second):
         assert result["wrong"] == [] and result["left over"] == ()
     assert sorted(first["names"] + second["names"]) == first["whole"]
@@ -96,12 +97,13 @@ def test_each_stage_takes_its_own(results: list[Any], kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_no_stage_has_is_refused(results: list[Any], kind: str) -> None:
-    for of_rank in results:
+    for of_rank in results[1:]:
         assert "model.layers.1." in of_rank[kind]["lost"]
         assert "is no tensor of the model" in of_rank[kind]["lost"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_export_of_stages_is_refused(results: list[Any], kind: str) -> None:
-    for of_rank in results:
-        assert of_rank[kind]["export"].startswith("ParallelConfig.pp (2) must be 1 to export")
+def test_stages_export_the_files_of_the_whole_model(results: list[Any], kind: str) -> None:
+    folders = [results[0] / f"{kind}-{which}" for which in ("stages", "whole")]
+    found, wanted = ({p.name: p.read_bytes() for p in f.iterdir()} for f in folders)
+    assert len(wanted) > 4 and found == wanted

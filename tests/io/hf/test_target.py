@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from moecore.io.hf.names import TensorPiece, hf_plan
-from moecore.io.hf.target import PieceOverlap, overlaps
+from moecore.io.hf.target import PieceOverlap, holding_of, overlaps
 from moecore.models import preset
 
 
 def test_worked_example():
     indices = [torch.arange(4), torch.arange(2), torch.tensor([2, 3]), torch.arange(1)]
-    found = list(overlaps(indices, TensorPiece("fused", (), (4, 8, 1)), (4, 2, 4, 1)))
+    found = list(overlaps(holding_of(indices), TensorPiece("fused", (), (4, 8, 1)), (4, 2, 4, 1)))
     whole = slice(0, 1)
     assert found == [
         PieceOverlap(
@@ -58,7 +58,7 @@ def test_boxes_are_the_elements_that_both_have(shape, piece, most):
         want = torch.where(inside[mesh] if indices else inside, want, -1.0)
         found = torch.full_like(want, -1.0)
         seen = 0
-        for box in overlaps(indices, piece, shape, max_numel=most):
+        for box in overlaps(holding_of(indices), piece, shape, max_numel=most):
             part = found[box.target]
             part.copy_(held[box.source].reshape(part.shape))
             seen += part.numel()
@@ -67,10 +67,10 @@ def test_boxes_are_the_elements_that_both_have(shape, piece, most):
 
 
 def test_boxes_are_cut_where_the_first_dim_allows():
-    boxes = list(overlaps([torch.arange(10), torch.arange(3)], CASES[0][1], (6, 5), max_numel=7))
+    boxes = list(overlaps((((0, 10),), ((0, 3),)), CASES[0][1], (6, 5), max_numel=7))
     assert len(boxes) == 3
     piece = TensorPiece("all", (), (10, 3))
-    boxes = list(overlaps([torch.arange(10), torch.arange(3)], piece, (10, 3), max_numel=7))
+    boxes = list(overlaps((((0, 10),), ((0, 3),)), piece, (10, 3), max_numel=7))
     assert [b.source[0] for b in boxes] == [slice(i, i + 2) for i in range(0, 10, 2)]
 
 

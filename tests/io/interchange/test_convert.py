@@ -27,6 +27,7 @@ from moecore.io.interchange import dcp as dcp_room
 from moecore.io.interchange.convert import dcp_to_native, native_to_dcp
 from moecore.io.interchange.dcp import DCPFiles, NewChunk, NewTensor, write_dcp
 from moecore.io.interchange.dcp_metadata import _MetadataRecord, _Unpickler
+from moecore.io.interchange.megatron import megatron_blocks
 from moecore.models import Decoder, DecoderConfig, preset
 from tests.families.transformers.hf_models import random_model
 from tests.io.hf.states import hf_state
@@ -451,8 +452,11 @@ def test_a_model_without_names_there_is_refused(tmp_path):
         ValueError, match=r"names \('zarr'\) must be one of 'megatron', 'dcp', 'dcp-tr"
     ):
         native_to_dcp(path, tmp_path / "out", config=values, names="zarr")
-    with pytest.raises(NotImplementedError, match=r"model_type \('gpt_oss'\) must be one of"):
-        dcp_to_native(tmp_path, tmp_path / "new", config=dict(model_type="gpt_oss"))
+    with pytest.raises(NotImplementedError, match=r"model_type \('gpt2'\) must be one of"):
+        dcp_to_native(tmp_path, tmp_path / "new", config=dict(model_type="gpt2"))
+    for name, tensor in (("gpt-oss", "o_proj.bias"), ("glm-4.5", "q_proj.bias")):
+        with pytest.raises(NotImplementedError, match=f"{tensor} .* must have a name in Megatron"):
+            megatron_blocks(make_pair(name)[1])
     assert not (tmp_path / "out").exists()
 
 

@@ -14,7 +14,7 @@ from moecore.kernels.exchange.clones import Places
 
 
 def peers_ref(ids_TK: Tensor, num_local: int, num_blocks: int, etp: int) -> Tensor:
-    """Return int32 [T], bit g set where rank g owns one of the token's experts.
+    """Return int64 [T], bit g set where rank g owns one of the token's experts.
 
     Rank g owns block g // etp: experts [g // etp * num_local, (g // etp + 1) * num_local).
 
@@ -23,7 +23,7 @@ def peers_ref(ids_TK: Tensor, num_local: int, num_blocks: int, etp: int) -> Tens
     block_TK = torch.where(ids_TK < 0, -1, ids_TK.long() // num_local)
     ranks = torch.arange(num_blocks * etp, device=ids_TK.device)
     needs_TG = (block_TK[:, :, None] == ranks // etp).any(1)
-    return (needs_TG.long() << ranks).sum(1).to(torch.int32)
+    return (needs_TG.long() << ranks).sum(1)
 
 
 def spread_ref(x_GCN: Tensor, peers_GC: Tensor, rank: int, fill: float = 0) -> Tensor:

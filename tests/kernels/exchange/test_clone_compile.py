@@ -19,7 +19,7 @@ __all__ = ["compiled"]
 SHAPES = {  # G, e, c, elements of an expert
     "qwen3-30b": (8, 16, 2, 3 << 20),
     "dsv3, more than a piece": (8, 32, 2, 29 << 20),
-    "31 ranks": (31, 4, 3, 1 << 20),
+    "64 ranks": (64, 4, 3, 1 << 20),
 }
 
 

@@ -44,11 +44,12 @@ from tests.kernels.exchange.oracles import peers_ref, reduce_ref, spread_ref
 def test_worked_example_of_peers() -> None:
     ids = torch.tensor([[0, 1], [1, 3], [-1, -1]], dtype=torch.int32)
     assert peers_ref(ids, 2, 2, 2).tolist() == [3, 15, 0]
+    assert peers_ref(ids + 60, 1, 64, 1).tolist() == [3 << 60, (2 << 60) - (1 << 63), 1 << 59]
 
 
 def test_worked_example_of_spread_and_reduce() -> None:
     """Two ranks of two tokens; rank 0's token 1 goes to both, its token 0 only to rank 1."""
-    peers = torch.tensor([[2, 3], [1, 0]], dtype=torch.int32)
+    peers = torch.tensor([[2, 3], [1, 0]])
     x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
     assert spread_ref(x, peers, 0, -1.0).tolist() == [[-1], [2], [3], [-1]]
     assert spread_ref(x, peers, 1, -1.0).tolist() == [[1], [2], [-1], [-1]]
@@ -370,6 +371,37 @@ def test_kernels_equal_references(name: str, device: str) -> None:
         assert not any(p.state[1:].any() or p.report.any() for p in buffers)
 
 
+@pytest.mark.parametrize(("ranks", "etp"), [(33, 3), (63, 1), (64, 1), (64, 64)])
+def test_masks_name_many_ranks(ranks: int, etp: int, device: str) -> None:
+    """Three ranks send, and add what all others would have sent: the first, one, the last."""
+    shape = dict(
+        max_tokens=9, etp=etp, num_experts=2 * ranks // etp, top_k=min(8, 2 * ranks // etp)
+    )
+    world = World(Case(tokens=(9,) * ranks, dim=16, **shape), device)  # type: ignore[arg-type]
+    inp, sizes = inputs_of(world, 0), dict(num_local=world.num_local, etp=etp)
+    senders = (0, ranks // 2, ranks - 1)
+    for r in senders:
+        tokens = (inp.x[r], inp.ids[r], inp.weights[r])
+        peers = exchange.spread_choices(world.buffers[r], *tokens, **sizes, half="push").peers_T
+        assert torch.equal(peers, peers_ref(inp.ids[r], world.num_local, ranks // etp, etp))
+        for g in range(ranks):
+            rows = world.slot(g, 0)[r * 9 : (r + 1) * 9]
+            needed = (peers >> g & 1).bool()
+            assert torch.equal(rows[needed], inp.x[r][needed]) and rows[~needed].isnan().all()
+
+        flags = world.starts[r] + sum(world.layout.region_bytes[:3])
+        world.memories[r][flags:].view(torch.int32).fill_(2)  # all have come to operation 1
+        sums = torch.randn(ranks * 9, 16, generator=torch.Generator().manual_seed(r)).to(device)
+        world.slot(r, 1).copy_(sums)
+        y_GSN = sums.new_zeros(ranks, ranks * 9, 16)
+        y_GSN.view(ranks, ranks, 9, 16)[:, r] = sums.view(ranks, 9, 16)
+        world.buffers[r].state[0] = 1
+        places = torch.zeros(ranks * 9, dtype=torch.int32, device=device)
+        where = (peers, places, places[:, None])
+        found, _ = exchange.reduce(world.buffers[r], sums, *where, half="receive")
+        assert torch.equal(found, reduce_ref(y_GSN, peers, r))
+
+
 def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
     """Ranks 0 and 1 wait for 2, whose error word stays empty; the first error is kept."""
     world = World(Case(tokens=(5, 4, 6), max_tokens=6, num_experts=6), device)
@@ -397,7 +429,7 @@ def test_flags_of_a_late_rank_are_not_taken_for_later_ones(kind: str, device: st
     """Rank 1 comes after the timeout; two operations on, in the same slot, it is late again."""
     world = World(Case(tokens=(5, 4), max_tokens=5, num_experts=4, top_k=2), device)
     inp, buffer = inputs_of(world, 0), world.buffers[0]
-    ones = [torch.full((n,), 3, dtype=torch.int32, device=device) for n in (5, 4)]
+    ones = [torch.full((n,), 3, device=device) for n in (5, 4)]
     S = world.layout.source_rows
     places = torch.arange(S, dtype=torch.int32, device=device)
     y_SD = torch.zeros(S, world.case.dim, device=device)

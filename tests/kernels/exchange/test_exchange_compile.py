@@ -24,6 +24,7 @@ SHAPES = {  # G, C, D, K, dtype, programs that push, programs that receive
     "qwen3-30b, 24 SMs": (8, 16384, 2048, 8, torch.bfloat16, 12, 12),
     "fp32": (2, 4096, 2048, 8, torch.float32, 66, 66),
     "six ranks, expert choice": (6, 1024, 1032, 128, torch.float16, 66, 66),
+    "64 ranks": (64, 4096, 7168, 8, torch.bfloat16, 66, 66),
     "six ranks, expert choice, few SMs": (6, 8192, 1032, 128, torch.float16, 2, 2),
 }
 
@@ -54,15 +55,15 @@ def make(shape: tuple[Any, ...]) -> tuple[SymmetricBuffer, torch.Tensor]:
 
 def run(shape: tuple[Any, ...]) -> None:
     (buffer, x), K = make(shape), shape[3]
-    marks = torch.zeros(16, dtype=torch.int32)
+    peers, marks = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
     ids, weights = torch.zeros(16, K, dtype=torch.int32), torch.zeros(16, K)
     exchange.spread_choices(buffer, x, ids, weights, num_local=16, etp=1)
     choices = (weights[:, 0].contiguous(), ids)
-    exchange.reduce(buffer, x, marks, marks, marks[:, None], choices, copied=True)
+    exchange.reduce(buffer, x, peers, marks, marks[:, None], choices, copied=True)
     for slots in (marks[:, None], ids):  # of source rows, of expert rows
-        exchange.spread(buffer, x, marks, marks, slots, 16)
-        exchange.reduce(buffer, x, marks, marks, slots, choices)
-        exchange.reduce(buffer, x, marks, marks, slots)
+        exchange.spread(buffer, x, peers, marks, slots, 16)
+        exchange.reduce(buffer, x, peers, marks, slots, choices)
+        exchange.reduce(buffer, x, peers, marks, slots)
     limit_rows(buffer.state, 8, buffer.state, buffer.report)
 
 

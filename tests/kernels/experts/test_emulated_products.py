@@ -19,6 +19,7 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices, why_not
+from moecore.kernels.rows import microscaled
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows
@@ -225,6 +226,22 @@ def test_products_are_kernels_of_bf16(recipe: Recipe) -> None:
     assert sorted(set(products)) == ["_grouped_gemm_fwd_kernel", "sm90_bf16_grouped_wgrad_kernel"]
     assert len(products) == 4 + 2
     assert on_meta["w1"].grad is not None and on_meta["w1"].grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_kernels_change_no_bit(
+    recipe: Recipe, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quantisers are what differs between the two; one expert has no rows."""
+    on_gpu = device == "cuda"
+    sizes = dict(S=700, D=256, F=128) if on_gpu else dict(S=23, D=32, F=32)
+    leaves, ids = make("swiglu", **sizes, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    ids[ids == 2] = -1
+    leaves = {n: t.detach().to(device).requires_grad_() for n, t in leaves.items()}
+    found = run(leaves, ids.to(device), options_of(recipe))
+    monkeypatch.setattr(microscaled, "_has_kernel", lambda _: False)
+    expected = run(leaves, ids.to(device), options_of(recipe))
+    assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.rows.activation import KINDS, ActivationOptions, activation
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows, sum_rows_ref
+from moecore.kernels.rows.packed import pack_rows_ref, packed_views
 from moecore.kernels.rows.record import Rows
 from tests.helpers.grids import grid
 
@@ -396,18 +397,26 @@ def test_unknown_products_are_refused() -> None:
         ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), products="nope")
 
 
-@pytest.mark.parametrize("unsummed", [False, True])
-def test_opcheck(unsummed: bool) -> None:
+@pytest.mark.parametrize("rows_are", ["summed", "unsummed", "packed"])
+def test_opcheck(rows_are: str) -> None:
     leaves, ids = make("swiglu", S=5, drop=False)  # rows that nobody uses are uninitialised
     rows = rows_of(ids, leaves["weights"].detach(), leaves["w1"].shape[0])
     weights = rows.weights_R.detach().requires_grad_()
-    handle = torch.zeros(rows.row_ids_R.shape[0], leaves["x"].shape[1], requires_grad=True)
+    x, handle, scales = leaves["x"], None, None
+    if rows_are != "summed":
+        num_rows = x.shape[0] if rows_are == "packed" else rows.row_ids_R.shape[0]
+        handle = torch.zeros(num_rows, x.shape[1], requires_grad=True)
+    if rows_are == "packed":
+        x, scales = packed_views(pack_rows_ref(x.detach()), x.shape[1])
     low = [torch.randn(5, *shape, requires_grad=True) for shape in ((4, 24), (80, 4))]
-    args = (leaves["x"], leaves["w1"], leaves["w2"], *low, None, None, weights)
-    args += (handle if unsummed else None, None, rows.row_ids_R, rows.slots_SK, rows.offsets_e)
+    args = (x, leaves["w1"], leaves["w2"], *low, None, None, weights)
+    args += (handle, rows_are == "unsummed", scales, rows.row_ids_R, rows.slots_SK, rows.offsets_e)
     args += ("swiglu", 7.0, 1.702, False, "torch", True)
-    args += ("", True, "e4m3", 0, "wide", True, True, torch.float32)
-    torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
+    args += ("", True, "e4m3", 0, "wide", True, True, "moecore", torch.float32)
+    # That of the schema adds inputs up, which FP8 cannot.
+    checks = ["test_schema"] * (rows_are != "packed")
+    checks += ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args, test_utils=checks)
 
 
 def test_worked_example() -> None:

@@ -300,10 +300,10 @@ def test_opcheck(scaling: str) -> None:
     rows = rows_of(ids, leaves["weights"].detach(), 5)
     weights = rows.weights_R.detach().requires_grad_()
     none = (None, None, None, None)
-    args = (leaves["x"], leaves["w1"], leaves["w2"], *none, weights, None, None)
+    args = (leaves["x"], leaves["w1"], leaves["w2"], *none, weights, None, False, None)
     args += (rows.row_ids_R, rows.slots_SK, rows.offsets_e)
     args += ("swiglu", 7.0, 1.702, False, "triton", True)
-    args += (scaling, True, "e4m3", 0, "wide", True, True, torch.float32)
+    args += (scaling, True, "e4m3", 0, "wide", True, True, "moecore", torch.float32)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
 
 

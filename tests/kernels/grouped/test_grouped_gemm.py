@@ -79,6 +79,9 @@ def test_grouped_gemm(
     assert torch.equal(found[:used], again[:used])
     check(found, exact, plain, used)
     assert N > 64 or not found[used:].any()
+    wide = grouped_gemm(a, b, offsets, row_ids_R=ids, dtype=torch.float32)[:used]
+    assert wide.dtype == torch.float32
+    assert (wide - exact[:used]).norm() <= 2e-6 * exact[:used].norm()
     old = torch.randn(found.shape, device=device).to(dtype)
     out = grouped_gemm(a, b, offsets, row_ids_R=ids, out=old.clone())
     check(out, old.double() + exact, old + plain, used)

@@ -17,6 +17,7 @@ from moecore.kernels.rows.packed import (
     pack_rows_ref,
     packed_bytes,
     packed_views,
+    unpack_rows,
 )
 from moecore.kernels.rows.record import Rows
 
@@ -25,7 +26,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def widened(packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return Rows.from_packed(packed, dim, dtype).widen()
+    return unpack_rows(*packed_views(packed, dim), dtype)
 
 
 def rows_of(S: int, D: int, dtype: torch.dtype, device: str, spread: int = 3) -> Tensor:
@@ -50,6 +51,23 @@ def test_bytes_of_the_reference(D: int, dtype: torch.dtype, device: str) -> None
         got, want = pack_rows(x), pack_rows_ref(x)
         assert got.shape == want.shape == (S, packed_bytes(D)) and got.dtype == torch.uint8
         assert torch.equal(used(got, D), used(want, D))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", DIMS)
+def test_rows_are_wide_again_and_their_handle_has_the_gradient(
+    D: int, dtype: torch.dtype, device: str
+) -> None:
+    for S in (0, 1, 37):
+        packed = pack_rows(rows_of(S, D, dtype, device))
+        want = widened(packed, D, dtype)
+        assert torch.equal(Rows.from_packed(packed, D, dtype).widen(), want)
+        assert torch.equal(widened(pack_rows(want), D, dtype), want), "the same when packed again"
+        handle = want.new_empty(1).expand(S, D).requires_grad_()
+        wide = Rows.from_packed(packed, D, dtype, handle).widen()
+        assert torch.equal(wide, want)
+        (grad,) = torch.autograd.grad(wide, handle, want)
+        assert torch.equal(grad, want)
 
 
 def test_every_rounding_of_the_format(device: str) -> None:

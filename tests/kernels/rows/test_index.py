@@ -89,13 +89,13 @@ def test_properties(routed: Routed, spare: int) -> None:
     """Positions invert, counts sum, order is stable, unused rows are zero."""
     ids_SK, weights_SK, options = routed
     used = by_hand(ids_SK.tolist(), **options)[1][-1]
-    length = None if spare < 0 else used + spare
+    unpadded = by_hand(ids_SK.tolist(), **options | {"multiple": 1})[1][-1]
+    length = None if spare < 0 else unpadded + spare
     index = build_index(ids_SK, weights_SK, **options, length=length)
     R = index.row_ids_R.numel()
-    if length is None:
-        assert used <= R and R % options["multiple"] == 0
-    else:
-        assert used + spare == R
+    assert used <= R and R % options["multiple"] == 0
+    if length is not None and options["multiple"] == 1:
+        assert length == R
     check_by_hand(index, ids_SK, weights_SK, **options)
     taken = index.slots_SK[index.slots_SK >= 0].long()
     assert taken.unique().numel() == taken.numel()

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from moecore.base.options.precision import Recipe
+from moecore.kernels.rows.microscaled import emulated, emulated_matrices
 from moecore.kernels.rows.microscaling import (
     BACKWARD,
     E2M1,
     draws_of,
-    emulated,
-    emulated_matrices,
     hadamard,
-    pack_e2m1,
     quantise_mxfp8,
     quantise_nvfp4,
-    swizzle_scales,
     tensor_scales,
+)
+from tests.kernels.rows.microscaling_layouts import (
+    pack_e2m1,
+    swizzle_scales,
     to_e8m0,
     unpack_e2m1,
     unswizzle_scales,
@@ -40,6 +41,7 @@ MXFP8, NVFP4 = Recipe(scaling="mxfp8"), Recipe(scaling="nvfp4")
 PAPER = Recipe(scaling="nvfp4", power_of_two=False)
 PLAIN = Recipe(scaling="nvfp4", hadamard=False, stochastic_rounding=False)
 RECIPES = {"mxfp8": MXFP8, "nvfp4": NVFP4, "fp32 scales": PAPER, "plain": PLAIN}
+NO_ORACLE = "its quantisers are in the extra `oracles`, see `make test-extras`"
 BLOCKS = [(1, 16), (16, 1), (16, 16)]
 
 
@@ -268,7 +270,7 @@ def differ(found: Tensor, expected: Tensor) -> float:
 
 
 def test_mxfp8_of_torchao() -> None:
-    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="no torchao")
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason=NO_ORACLE)
     x = uneven(96, 128)
     mode = mx.ScaleCalculationMode.RCEIL
     scales, values = mx.to_mx(x, torch.float8_e4m3fn, 32, mode)
@@ -280,7 +282,7 @@ def test_mxfp8_of_torchao() -> None:
 
 
 def test_nvfp4_of_torchao() -> None:
-    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason="no torchao")
+    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason=NO_ORACLE)
     x = uneven(96, 128)
     scale = tensor_scale(x, False)
     scales, packed = nv.nvfp4_quantize(x, 16, scale)
@@ -294,13 +296,13 @@ def test_nvfp4_of_torchao() -> None:
 
 
 def test_swizzled_scales_of_torchao() -> None:
-    utils = pytest.importorskip("torchao.prototype.mx_formats.utils", reason="no torchao")
+    utils = pytest.importorskip("torchao.prototype.mx_formats.utils", reason=NO_ORACLE)
     scales = torch.randint(256, (300, 17), dtype=torch.uint8)
     assert torch.equal(utils.to_blocked(scales).flatten(), swizzle_scales(scales))
 
 
 def test_formats_of_quack() -> None:
-    quack = pytest.importorskip("quack.blockscaled.quantize", reason="no quack-kernels")
+    quack = pytest.importorskip("quack.blockscaled.quantize", reason=NO_ORACLE)
     x = uneven(96, 128)
     values, scales = quack.to_mx(x)
     ours, our_scales = quantise_mxfp8(x, (1, 32))
@@ -327,8 +329,8 @@ def test_formats_of_quack() -> None:
 @pytest.mark.parametrize("recipe", [MXFP8, PAPER], ids=["mxfp8", "nvfp4"])
 def test_a_product_of_quack(recipe: Recipe) -> None:
     """Its reference of a block-scaled product reads our bytes and our swizzled scales."""
-    gemm = pytest.importorskip("quack.gemm_interface", reason="no quack-kernels")
-    Operand = pytest.importorskip("quack.blockscaled.operand").BlockScaledOperand
+    gemm = pytest.importorskip("quack.gemm_interface", reason=NO_ORACLE)
+    operand = pytest.importorskip("quack.blockscaled.operand", reason=NO_ORACLE)
     sides, ours = [], []
     for x in (uneven(96, 128), uneven(160, 128, seed=1)):
         scale = tensor_scales(x.abs().amax().reshape(1, 1), recipe)
@@ -341,7 +343,7 @@ def test_a_product_of_quack(recipe: Recipe) -> None:
             codes, more = scales.view(torch.uint8), dict(per_tensor_scale=scale)
         tiles = (-(-codes.shape[0] // 128), -(-codes.shape[1] // 4), 32, 4, 4)
         swizzled = swizzle_scales(codes).view(tiles)
-        sides.append(Operand.from_parts(data, swizzled, recipe.scaling, **more))
+        sides.append(operand.BlockScaledOperand.from_parts(data, swizzled, recipe.scaling, **more))
         ours.append(emulated(x, recipe))
     theirs = gemm.gemm_blockscaled_ref(sides[0], sides[1].mT, out_dtype=torch.float32)
     a, b = (operand.values.double() * operand.scales for operand in ours)

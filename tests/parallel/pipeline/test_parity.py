@@ -246,7 +246,7 @@ WORLDS = sorted({one.world for one in CASES})
 
 
 PREDICTS = DecoderConfig(
-    vocab_size=61,
+    vocab_size=62,
     dim=32,
     num_layers=3,
     num_heads=4,

@@ -38,7 +38,7 @@ MICRO_BATCHES = (2, 1)  # of each step: one that accumulates, and one after an o
 BOTH = {"units": parallelize_moe, "FSDP2": parallelize_with_fsdp2}
 MOE = MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2)
 CONFIG = DecoderConfig(
-    vocab_size=61,  # of which the last rank has fewer rows
+    vocab_size=60,  # of which the last rank has fewer rows
     dim=32,
     num_layers=3,
     num_heads=4,

@@ -37,7 +37,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.linear import PlainProducts
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.apply import shard_model
-from moecore.parallel.shard.engine import Engine
+from moecore.parallel.shard.engine import UnitEngine
 from moecore.parallel.shard.weight_gradients import WeightGradients, WeightProduct
 from moecore.precision.apply import defer_linears
 from moecore.precision.linear import Fp8Products
@@ -49,7 +49,7 @@ from tests.parallel.shard.units import recorded, units
 WORLD, N = 4, 3
 Turns = Sequence[tuple[str, int]]
 CONFIG = DecoderConfig(
-    vocab_size=61,
+    vocab_size=60,
     dim=128,
     num_layers=2,
     num_heads=4,
@@ -87,7 +87,8 @@ CASES |= {
     "regions": (EP2, dict(fsdp=BF16, memory=REGIONS)),
     "offload": (EP2, dict(fsdp=BF16, memory=MemoryOptions(offload=("attention", "experts")))),
 }
-NIGHTLY = ("no_shard, ep 2", "optim, ep 1", "optim_grads, ep 2")  # each strategy has another
+# Each strategy has another, and tp has another strategy.
+NIGHTLY = ("no_shard, ep 2", "optim, ep 1", "optim_grads, ep 2", "tp, optim")
 LIKE_BF16 = ("checkpoints", "reentrant checkpoints", "regions", "offload")  # keep other things
 WHOLE = tuple(zip("FFFBBB", (0, 1, 2, 0, 1, 2), strict=True))
 APART = tuple(zip("FFDFDDWWW", (0, 1, 0, 2, 1, 2, 0, 1, 2), strict=True))
@@ -175,7 +176,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def deferring_linears() -> Iterator[None]:
     """Within, linears of models that are parallelized can defer."""
 
-    def shard(model: nn.Module, *args: Any) -> Engine:
+    def shard(model: nn.Module, *args: Any) -> UnitEngine:
         defer_linears(model)
         return shard_model(model, *args)
 

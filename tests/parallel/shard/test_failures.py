@@ -286,7 +286,7 @@ def report(folder: Path, rank: int, code: int | None) -> tuple[int | None, str, 
 def test_no_rank_waits_for_one_that_is_gone(name: str, world: int, ended: dict[Any, Any]) -> None:
     """Within the timeout of the group, by which meshes have made theirs."""
     for rank, (code, error, late) in enumerate(ended[name, world]):
-        is_killed = rank == LATE and name.startswith("end")
+        is_killed = rank == LATE and is_killed_in(name)
         assert code == (-signal.SIGKILL if is_killed else 0)
         if rank == LATE:
             assert error.startswith(TOLD.get(name, "")) and bool(error) is not is_killed
@@ -294,7 +294,13 @@ def test_no_rank_waits_for_one_that_is_gone(name: str, world: int, ended: dict[A
             assert error.startswith("RankError: ") and "\n" not in error, error
             assert name not in TOLD or f"rank {LATE} failed in " in error, error
             assert TOLD.get(name, "recorded no error") in error or is_named(error), error
+            if is_killed_in(name) and not is_named(error):
+                assert f", but rank {LATE} has ended" in error or " one of " in error, error
             assert late < 2 * TIMEOUT_S
+
+
+def is_killed_in(name: str) -> bool:
+    return name.startswith("end")
 
 
 def is_named(error: str) -> bool:

@@ -50,7 +50,7 @@ WORLD, BOUND = 4, 3e-3
 DEVICE_TYPE: list[Any] = ["cpu"]  # of this process
 # Matrices of 384 rows or columns are cut into 96, within blocks; others are less than a block.
 CONFIG = DecoderConfig(
-    vocab_size=61,
+    vocab_size=60,
     dim=384,
     num_layers=2,
     num_heads=4,
@@ -173,7 +173,7 @@ def bits(parallel: ParallelConfig, recipe: Recipe) -> dict[str, Any]:
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    tokens = torch.randint(0, 61, (1, 17), generator=generator)
+    tokens = torch.randint(0, 60, (1, 17), generator=generator)
     tokens = torch.where(torch.arange(17) % 2 == 0, tokens, tokens.roll(1))  # something to learn
     tokens = tokens.to(DEVICE_TYPE[0])
     return tokens[:, :-1], tokens[:, 1:]
@@ -421,10 +421,14 @@ def tied() -> Decoder:
     return model
 
 
+MXFP8, NVFP4 = (
+    Precision(recipe=Recipe(scaling=scaling), roles=("experts",)) for scaling in ("mxfp8", "nvfp4")
+)
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no FP8": (None, {"precision": None}, "there are none: set precision='blockwise'"),
     "by row": (None, {"precision": "rowwise"}, "there are none: set precision='blockwise'"),
-    "nvfp4": (None, {"precision": "nvfp4"}, "there are none: set precision='blockwise'"),
+    "mxfp8": (None, {"precision": MXFP8}, "quantise rows and columns apart"),
+    "odd": (None, {"precision": NVFP4, "parallel": 1, "world": 128}, r"dim \(384\) / .* \(128\)"),
     "whole experts": (
         None,
         {"precision": Precision(recipe=Recipe(), roles=("experts",)), "parallel": 2},
@@ -440,10 +444,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_refusals(case: str) -> None:
     make, how, message = REFUSED[case]
     how = {"precision": "blockwise", "fsdp": FP8, **how}
-    parallel = ParallelConfig(ep=how.pop("parallel", 1))
+    parallel, world = ParallelConfig(ep=how.pop("parallel", 1)), how.pop("world", 2)
     model = make() if callable(make) else Decoder(CONFIG, device="meta", dtype=make)
     with pytest.raises(ValueError, match=message):
-        planned(2, parallel, model, **how)
+        planned(world, parallel, model, **how)
 
 
 def test_what_reads_values_is_refused(results: dict[str, Any]) -> None:

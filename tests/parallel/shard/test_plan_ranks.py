@@ -29,7 +29,7 @@ from tests.parallel.shard.units import units as units_of
 WORLD = 4
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 DECODER = DecoderConfig(
-    vocab_size=61,
+    vocab_size=60,
     dim=32,
     num_layers=3,
     num_heads=4,
@@ -171,7 +171,7 @@ def first_uses(root: nn.Module, plan: ShardPlan, case: Case) -> list[str]:
         for name in unit.modules:
             hook = partial(note, unit.name)
             root.get_submodule(name).register_forward_pre_hook(hook, prepend=True)
-    tokens = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(0))
     if isinstance(root, Decoder):
         root(tokens, tokens).backward()
     else:

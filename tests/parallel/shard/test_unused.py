@@ -27,14 +27,14 @@ from moecore import (
     parallelize_moe,
 )
 from tests.helpers.ranks import run_ranks
-from tests.parallel.shard.test_skipped import DIM, differing, row
+from tests.parallel.shard.test_skipped import DIM, differing, row, run_in_pairs
 from tests.parallel.shard.units import recorded
 
 pytestmark = pytest.mark.slow
 
 WORLD, MICRO_BATCHES = 4, 2
 MOE = MoEConfig(dim=DIM, hidden_dim=8, num_experts=4, top_k=2)
-WIDTHS = (8, 16, 24, 12)
+WIDTHS = (DIM, 2 * DIM, 3 * DIM, 3 * DIM // 2)
 
 
 class Block(nn.Module):
@@ -156,6 +156,7 @@ class Case(NamedTuple):
     parallel: ParallelConfig = ParallelConfig()
     options: Mapping[str, Any] = MappingProxyType({})
     has_step: bool = True
+    in_pairs: bool = False
 
 
 ONCE, WHOLE = dict(dense_strategy="optim"), dict(dense_strategy="no_shard")
@@ -171,6 +172,7 @@ CASES = {
     "branches, gathered once": Case(branches, options=ONCE),
     "branches, whole": Case(branches, options=ALL_WHOLE),
     "branches, experts elsewhere": Case(branches, EXPERTS),
+    "branches, experts elsewhere, in pairs": Case(branches, EXPERTS, in_pairs=True),
     "branches, experts elsewhere, whole": Case(branches, ParallelConfig(ep=4), WHOLE),
     "branches of inputs": Case(branches_alone),
     "branches of inputs, experts elsewhere": Case(branches_alone, EXPERTS),
@@ -189,8 +191,10 @@ CASES = {
     "dropped": Case(dropped),
     "dropped, gathered once": Case(dropped, options=ONCE),
     "dropped, experts elsewhere": Case(dropped, EXPERTS),
+    "dropped, experts elsewhere, in pairs": Case(dropped, EXPERTS, in_pairs=True),
     "recomputed": Case(AGAIN),
     "recomputed, experts elsewhere": Case(AGAIN, EXPERTS),
+    "recomputed, experts elsewhere, in pairs": Case(AGAIN, EXPERTS, in_pairs=True),
     "recomputed, reentrant": Case(partial(recomputed, is_reentrant=True)),
     "skipped, reentrant": Case(skipped),
     "skipped, reentrant, gathered once": Case(skipped, options=ONCE),
@@ -214,6 +218,9 @@ def gradients(rank: int, case: Case) -> list[str]:
     model = Model(case.run)
     parallelize_moe(model, build_meshes(case.parallel, "cpu"), fsdp=FSDPOptions(**case.options))
     step = TrainStep(model, num_micro_batches=MICRO_BATCHES) if case.has_step else None
+    if step is not None and case.in_pairs:
+        wrong = run_in_pairs(step, model, range(rank, rank + MICRO_BATCHES))
+        return wrong + differing(model, plain_of(case.run), 1e-5)
     for i in range(MICRO_BATCHES):
         with step.micro_batch() if step is not None else nullcontext():
             loss = model(row(rank + i), rank + i)

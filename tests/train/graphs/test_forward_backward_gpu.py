@@ -88,9 +88,9 @@ CASES = {
     ),
     "in FP8, tokens as FP8 rows, quantised weights kept": Case(
         ep=WORLD,
-        nvlink=replace(ROOM, fp8_dispatch=True),
+        nvlink=ROOM,
         fsdp=dict(dense_strategy="optim", experts_strategy="optim"),
-        options=dict(precision="blockwise"),
+        options=dict(precision="blockwise", fp8_dispatch=True),
     ),
     "in FP8, weights quantised for every use": Case(
         ep=WORLD, nvlink=ROOM, balance=LOSSES, options=dict(precision="blockwise")

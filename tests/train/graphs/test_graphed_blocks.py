@@ -30,8 +30,10 @@ from moecore.base.options.precision import Recipe
 from moecore.models import Decoder, preset
 from moecore.parallel.attached import moe_state
 from moecore.train.graphs.graphed_part import WARM_UP, GraphedPart
+from tests.helpers.grids import asked_for, beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
+from tests.helpers.te_definition import te_defined
 from tests.train.graphs.graph_fakes import fake_graphs
 
 WORLD, STEPS, MICRO_BATCHES, LAYERS = 2, 3, 2, 3
@@ -71,6 +73,8 @@ CASES = {
     ),
     "experts offloaded": Case(options=dict(memory=MemoryOptions(offload=("experts",)))),
     "FP8": Case(**SHARED, dim=128, options=dict(precision="blockwise")),
+    "MXFP8": Case(**SHARED, options=dict(precision="mxfp8")),
+    "NVFP4": Case(**SHARED, options=dict(precision="nvfp4")),
     "gathered for each pass": Case(
         options=dict(fsdp=FSDPOptions(dense_strategy="optim_grads_params"))
     ),
@@ -81,6 +85,13 @@ CASES = {
         parts=LAYERS, moe=dict(capacity=CapacityConfig(factor=1.0, pad=True))
     ),
 }
+ON_CPUS = CASES | {  # by its definition
+    "Transformer Engine": Case(
+        **SHARED, options=dict(precision=Recipe(scaling="mxfp8", backend="te"))
+    ),
+}
+
+NIGHTLY = ["MXFP8"]  # NVFP4 is emulated, too, and Transformer Engine's blocks are of this format
 
 
 def train(
@@ -139,29 +150,33 @@ def parts_of(model: Decoder) -> list[GraphedPart]:
     return [part for part in found if part._pairs]
 
 
-def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    results = {}
-    for name, case in CASES.items():
-        eager, _ = train(case, device, graphed=False)
-        with fake_graphs() as fake:
-            graphed, model = train(case, device, graphed=True)
-        parts = parts_of(model)
-        same = all(
-            torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-            for a, b in zip(eager, graphed, strict=True)
-        )
-        results[name] = same, len(parts), {len(part._pairs) for part in parts}, fake.replays
-    return results
+def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, Any]:
+    with te_defined():
+        return {name: compared(ON_CPUS[name], device) for name in names}
+
+
+def compared(case: Case, device: torch.device) -> tuple[bool, int, set[int], int]:
+    """Whether eager and graphed training are the same, the graphs, their pairs, and replays."""
+    eager, _ = train(case, device, graphed=False)
+    with fake_graphs() as fake:
+        graphed, model = train(case, device, graphed=True)
+    parts = parts_of(model)
+    same = all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        for a, b in zip(eager, graphed, strict=True)
+    )
+    return same, len(parts), {len(part._pairs) for part in parts}, fake.replays
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    return run_ranks(WORLD, worker)
+def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run_ranks(WORLD, worker, asked_for(request, "name"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", beside(ON_CPUS, NIGHTLY))
 def test_replays_train_as_eager_calls_do(name: str, results: dict[str, Any]) -> None:
-    case, (same, parts, pairs, replays) = CASES[name], results[name]
+    case, (same, parts, pairs, replays) = ON_CPUS[name], results[name]
     assert same, "losses, norms and weights have equal bits"
     assert parts == case.parts
     assert max(pairs) == case.pairs

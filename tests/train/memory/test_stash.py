@@ -135,11 +135,12 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {  # options of a tower, and widt
     "a row factor": (dict(row_factor=0.9), 2),
     "rows that are sent again": (dict(keep_rows=False), 1),
     "exact rows, whose source rows have holes": (dict(row_factor="exact"), 1),
-    "tokens as FP8": (dict(fp8_dispatch=True), 2),
+    "tokens as FP8": (dict(fp8=True), 2),
     "a padded capacity": (dict(how="padded"), 2),
+    "a padded capacity, tokens as FP8": (dict(how="padded", fp8=True), 2),
     "differentiable rows among holes": (dict(how="roomy"), 2),
     "one expert row per source row, tokens as FP8": (
-        dict(sizes=dict(top_k=1), fp8_dispatch=True),
+        dict(sizes=dict(top_k=1), fp8=True),
         2,
     ),
 }

@@ -82,17 +82,19 @@ class RoomyDispatcher:
         return y_SD.index_select(0, plan)
 
 
-def set_dispatchers(model: Tower, group: dist.ProcessGroup, how: str, **options: Any) -> None:
+def set_dispatchers(
+    model: Tower, group: dist.ProcessGroup, how: str, *, fp8: bool = False, **options: Any
+) -> None:
     """Let the layers of a tower, whose experts are this rank's, use one dispatcher."""
     place = ExpertPlacement(group=group, num_experts=EXPERTS, ep=group.size(), etp=1)
     given = NVLinkOptions(**dict(max_tokens=MAX_TOKENS, row_factor=None) | options)
-    exchanges = EmulatedExchangePool(group, ep=group.size(), options=given)
+    exchanges = EmulatedExchangePool(group, ep=group.size(), options=given, fp8=fp8)
     exchanges.watch = "skips"
     for layer in model.layers:
         is_padded = how == "padded"
         moe = layer.moe
         moe.dispatcher = (
-            AllToAllDispatcher(place) if is_padded else NVLinkDispatcher(place, exchanges)
+            AllToAllDispatcher(place, fp8=fp8) if is_padded else NVLinkDispatcher(place, exchanges)
         )
 
 

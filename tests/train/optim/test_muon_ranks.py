@@ -47,7 +47,7 @@ MOE = MoEConfig(
     dim=36, hidden_dim=24, num_experts=4, top_k=2, shared_hidden_dim=10, num_shared_experts=1
 )
 CONFIG = DecoderConfig(
-    vocab_size=61,
+    vocab_size=60,
     dim=36,
     num_layers=1 + len(STORED),
     num_heads=4,
@@ -210,7 +210,7 @@ def cost_of(shape: tuple[int, ...]) -> int:
 
 
 def batch_of(data_rank: int) -> Tensor:
-    return torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(data_rank))
+    return torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(data_rank))
 
 
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:

@@ -28,7 +28,12 @@ LATENT = MLAConfig(
     kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5
 )
 MLA = replace(PLAIN, num_kv_heads=6, head_dim=10, mla=LATENT)
-CONFIGS = {"gqa": PLAIN, "mla": MLA, "mla-direct": replace(MLA, mla=replace(LATENT, q_lora_rank=0))}
+CONFIGS = {
+    "gqa": PLAIN,
+    "gqa-biases": replace(PLAIN, attention_bias="qkv", rotary_dim=4),
+    "mla": MLA,
+    "mla-direct": replace(MLA, mla=replace(LATENT, q_lora_rank=0)),
+}
 TOKENS = torch.randint(0, 61, (2, 23), generator=torch.Generator().manual_seed(0))
 
 
@@ -47,6 +52,8 @@ def make_model(name: str) -> Decoder:
         for projection in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj"):
             if hasattr(attention, projection):
                 getattr(attention, projection).weight.data.mul_(10)
+                if getattr(attention, projection).bias is not None:
+                    getattr(attention, projection).bias.data.fill_(0.2)
         queries = attention.q_proj if hasattr(attention, "q_proj") else attention.q_b_proj
         by_head = queries.weight.data.unflatten(0, (6, -1))
         by_head[[1, 5]] *= torch.tensor([8.0, 3.0])[:, None, None]
@@ -172,6 +179,8 @@ def test_frozen_projections_stay(frozen: str) -> None:
 def test_bad_models() -> None:
     with pytest.raises(ValueError, match=r"qk_norm \('head'\) must be None for QK-clip"):
         QKClip(Decoder(preset("tiny")))
+    with pytest.raises(ValueError, match=r"windows \(\(5, 0\)\) must be \(\) for QK-clip"):
+        QKClip(Decoder(replace(PLAIN, windows=(5, 0))))
     with pytest.raises(ValueError, match="must have attention of"):
         QKClip(torch.nn.Linear(2, 2))
     model = Decoder(PLAIN)

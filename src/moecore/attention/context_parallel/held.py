@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.attention.context_parallel.layout import ChunkLayout
+from moecore.attention.context_parallel.states import HeldPieces
 from moecore.base.regions import once
 from moecore.base.torch_names import all_gather_single, is_silent
+from moecore.kernels.zigzag import row_borders
 from moecore.moe.dispatch.collectives import exchanged
 
 
@@ -73,6 +75,8 @@ class HeldTokens:
                 f"sequence length ({T}) must be a multiple of 2 * cp ({2 * cp.size}): pad the rows"
             )
         self.cp = cp
+        self._shape, self._cu_seqlens = shape, cu_seqlens
+        self._pieces: HeldPieces | None = None
         self.layout = ChunkLayout(cp.size, B * T, cu_seqlens, max_seqlen)
         part = None if cu_seqlens is None else cu_seqlens // ring
         self.a2a_layout = ChunkLayout(cp.size // ring, B * T // ring, part, -(-max_seqlen // ring))
@@ -84,6 +88,15 @@ class HeldTokens:
     def over_ring(self) -> HeldTokens:
         """Who of the ring holds what, of the heads that an all-to-all has left to this rank."""
         return self._ring or self
+
+    def pieces(self, device: torch.device) -> HeldPieces:
+        """Return this rank's pieces of documents, or of rows; the same in every call."""
+        if self._pieces is None:
+            B, T = self._shape
+            rows = row_borders(B, B * T, device)
+            documents = rows if self._cu_seqlens is None else self._cu_seqlens
+            self._pieces = HeldPieces(self.cp.group, documents)
+        return self._pieces
 
     def own(self, x_BTX: Tensor) -> Tensor:
         """Return x_BtX, this rank's tokens of whole rows. No communication."""

@@ -31,10 +31,6 @@ class NVLinkOptions:
             compute those of their weights.
         keep_rows: whether backward finds the rows that came. False sends the tokens once more
             there; for experts "triton" and "torch" without biases.
-        fp8_dispatch: the tokens of a dispatch travel, and are kept for backward, as float8_e4m3fn
-            with a scale per 128 columns; experts multiply them in the dtype that they had, and the
-            rounding has the gradient of an identity. Gradients of the experts' output travel so too
-            where experts in FP8 ("blockwise") would round them alike; sums travel as they are.
         timeout_s: seconds that a rank waits for another one before it is an error.
     """
 
@@ -42,7 +38,6 @@ class NVLinkOptions:
     row_factor: RowFactor | None = 2.0
     overlap_weight_grads: bool = True
     keep_rows: bool = True
-    fp8_dispatch: bool = False
     timeout_s: Positive = 300.0
 
     def __post_init__(self) -> None:

@@ -33,8 +33,10 @@ class FSDPOptions:
             and nothing hides the gathers.
         blocks_per_unit: blocks that are gathered and reduced together; experts stay a unit each.
             Fewer, larger collectives and less host time, for the memory of as many gathered blocks.
-        fp8_param_gather: gather weights that blockwise FP8 products read as FP8 of the trained
-            shards: half the bytes of bf16, in collectives and while they are whole.
+        fp8_param_gather: gather weights as their products quantise them, of the trained shards:
+            "blockwise" and "tensorwise" FP8 has half the bytes of bf16, "nvfp4" a quarter, in
+            collectives and while they are whole. Other recipes quantise a weight twice and gather
+            it in the dtype of compute.
     """
 
     param_dtype: (

@@ -16,6 +16,7 @@ from moecore.base.options.names import PrecisionName as PrecisionName
 Scaling = Literal["blockwise", "rowwise", "tensorwise", "mxfp8", "nvfp4"]
 Format = Literal["e4m3", "e5m2"]
 KeepHidden = Literal["wide", "fp8"]
+RecipeBackend = Literal["moecore", "te"]
 Block = tuple[int | None, int | None]  # rows and columns of one scale; None = all of them
 
 ACTIVATION_BLOCKS: dict[Scaling, Block] = {
@@ -31,6 +32,8 @@ WEIGHT_BLOCKS: dict[Scaling, Block] = {
     "nvfp4": (16, 16),
 }
 EMULATED: tuple[Scaling, ...] = ("mxfp8", "nvfp4")  # rounded to their values, multiplied wide
+# Rows of Transformer Engine's products, as its `get_align_size_for_quantization` has them.
+TE_ROWS: dict[Scaling, int] = {"blockwise": 16, "tensorwise": 16, "mxfp8": 32, "nvfp4": 128}
 
 History = Annotated[
     int, Bound(">=", 0), Bound("<=", 4096), "use 0 for scales of the tensor's own values"
@@ -68,6 +71,10 @@ class Recipe:
             transform over each 16 tokens before they are quantised, which spreads outliers.
         stochastic_rounding: of "nvfp4": whether gradients are rounded up or down at random, so that
             their mean stays. What is drawn depends on an element's place and value alone.
+        backend: who quantises and multiplies: "moecore", or "te", Transformer Engine, by its own
+            recipe of that scaling: Float8BlockScaling, Float8CurrentScaling ("tensorwise"),
+            DelayedScaling (with `amax_history`), MXFP8BlockScaling, NVFP4BlockScaling. Its "mxfp8"
+            and "nvfp4" are Blackwell's own, not emulated, and its random numbers are torch's.
 
     Source: blocks of 1 x 128 and 128 x 128 are DeepSeek-V3's (arXiv:2412.19437); e5m2 for gradients
     and delayed scaling are those of "FP8 formats for deep learning" (arXiv:2209.05433). "mxfp8" is
@@ -83,6 +90,7 @@ class Recipe:
     keep_hidden: KeepHidden = "wide"
     hadamard: bool = True
     stochastic_rounding: bool = True
+    backend: RecipeBackend = "moecore"
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
@@ -91,7 +99,7 @@ class Recipe:
         rule = f"scaling ({self.scaling!r})"
         if self.scaling == "mxfp8" and not self.power_of_two:
             yield "power_of_two", f"be True with {rule}, whose scales are E8M0: drop it"
-        if self.grad_format == "e5m2" and self.is_emulated:
+        if self.grad_format == "e5m2" and self.scaling in EMULATED:
             yield (
                 "grad_format",
                 f"be 'e4m3' with {rule}, which has one format for all operands: drop it, or use "
@@ -118,16 +126,47 @@ class Recipe:
                 f"be 'wide' with {rule}, because what is kept has a scale per 128 columns: drop "
                 "it, or use scaling='blockwise'",
             )
+        if self.backend == "te":
+            yield from self._rules_of_te(rule)
+
+    def _rules_of_te(self, rule: str) -> Rules:
+        if self.scaling not in TE_ROWS:
+            yield "backend", f"be 'moecore' with {rule}, which Transformer Engine has not: drop it"
+        if self.scaling == "nvfp4" and self.power_of_two:
+            yield "power_of_two", f"be False with {rule} and backend ('te'), which rounds no scale"
+        if self.keep_hidden == "fp8":
+            yield (
+                "keep_hidden",
+                "be 'wide' with backend ('te'), whose products read H wide: drop it",
+            )
 
     @property
     def is_emulated(self) -> bool:
         """Whether operands are rounded to what a format holds, and multiplied wide."""
-        return self.scaling in EMULATED
+        return self.scaling in EMULATED and self.backend == "moecore"
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether products take weights that are stored in FP8, in blocks of 128."""
+        return self.scaling == "blockwise" and self.backend == "moecore"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether units may gather weights quantised: both operands are the same numbers."""
+        once = ("blockwise", "tensorwise", "nvfp4")
+        return self.scaling in once and self.backend == "moecore"
 
     @property
     def multiple(self) -> int:
         """Of which the summed sizes of a matrix are multiples; of experts "blockwise" 128."""
+        if self.backend == "te" and self.scaling in EMULATED:
+            return 32
         return self.activation_block[1] or 16 if self.is_emulated else 16
+
+    @property
+    def rows(self) -> int:
+        """Of which the rows of each expert are a multiple: `ExpertIndex` pads them with zeros."""
+        return TE_ROWS[self.scaling] if self.backend == "te" else 1
 
     @property
     def activation_block(self) -> Block:
@@ -142,10 +181,13 @@ class Recipe:
     def describe(self) -> str:
         """Return one line: scaling, formats, scales, and what else differs from the defaults."""
         # Example: "blockwise FP8: e4m3, 1x128 and weights 128x128, scales fp32 power of two".
+        who = ", Transformer Engine" if self.backend == "te" else ""
+        if self.scaling in EMULATED:
+            who = who or ", emulated"
         if self.scaling == "mxfp8":
-            return "MXFP8, emulated: e4m3, 1x32, scales e8m0"
+            return f"MXFP8{who}: e4m3, 1x32, scales e8m0"
         if self.scaling == "nvfp4":
-            line = "NVFP4, emulated: e2m1, 1x16 and weights 16x16, scales e4m3 and per tensor fp32"
+            line = f"NVFP4{who}: e2m1, 1x16 and weights 16x16, scales e4m3 and per tensor fp32"
             line += " power of two" if self.power_of_two else ""
             line += "" if self.hadamard else ", no Hadamard transform"
             return line if self.stochastic_rounding else f"{line}, no stochastic rounding"
@@ -156,7 +198,7 @@ class Recipe:
             "tensorwise": "by tensor",
         }[self.scaling]
         scales = "fp32 power of two" if self.power_of_two else "fp32"
-        line = f"{self.scaling} FP8: {formats}, {blocks}, scales {scales}"
+        line = f"{self.scaling} FP8{who}: {formats}, {blocks}, scales {scales}"
         if self.amax_history:
             line += f" of the last {self.amax_history} steps"
         return line if self.keep_hidden == "wide" else f"{line}, hidden kept in fp8"
@@ -250,6 +292,11 @@ class Precision:
             f"precision ({shown(precision)}) must be one of 'auto', "
             f"{', '.join(map(repr, SCALINGS))}, a Recipe, a Precision or None: use 'auto'"
         )
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        """All recipes that a module may have."""
+        return [self.recipe, *(recipe for _, recipe in self.overrides if recipe is not None)]
 
     def recipe_of(self, name: str, role: Role | None) -> Recipe | None:
         """Return the recipe of a module by its clean name and its role; None = no quantisation."""

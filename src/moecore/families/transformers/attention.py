@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence
 from moecore.base.fields import check_arguments
-from moecore.families.transformers.rows import READER, SEQUENCE, RowReader
+from moecore.families.transformers.linear_attention import SEQUENCE, take_sequences
+from moecore.families.transformers.rows import READER, RowReader
 
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
 UNKNOWN = ("position_bias", "dropout")  # what `attend` does not compute
@@ -62,6 +63,7 @@ def use_causal_attention(model: nn.Module) -> None:
         )
     AttentionInterface.register(CAUSAL, _causal_attention)
     hf.set_attn_implementation(CAUSAL)
+    take_sequences(hf)
     if not hasattr(hf, READER):
         setattr(hf, READER, RowReader(hf))
 

@@ -16,9 +16,9 @@ from moecore.attention.context_parallel.held import ContextParallel
 from moecore.attention.sequence import Sequence
 from moecore.base.options.context import ContextOptions
 from moecore.families.transformers.attention import use_causal_attention
+from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.families.transformers.rows import (
     READER,
-    SEQUENCE,
     RowReader,
     shifted_labels,
     tokens_of,
@@ -53,7 +53,8 @@ class CausalContext:
         kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         if getattr(config, "kv_lora_rank", None):  # keys of all heads are made before attention
             kv_heads = num_heads
-        found = options.resolve(cp, num_heads, kv_heads, has_latents=False)
+        own = num_heads // tp, max(kv_heads // tp, 1)
+        found = options.resolve(cp, *own, has_latents=False)
         if found.way in KEYS_TRAVEL and _has_windows(self.model):
             if options.way != "auto":
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Calls of transformers that a parallelized model cannot follow: refused, or warned of."""
+"""Calls of transformers that a parallelized model cannot follow as they are: refused, warned of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,6 +50,20 @@ def _save_pretrained(
             "parallelized model's whole tensors: use moecore.io.export_hf(model, path)"
         )
     return save(save_directory, is_main_process, state_dict, *args, **kwargs)
+
+
+def sync_generation(model: nn.Module) -> None:
+    """Make `generate` run forwards until every rank has its tokens: others need its experts."""
+    for module in model.modules():
+        if is_pretrained(module) and hasattr(module, "generate"):
+            hf: Any = module
+            hf.generate = partial(_generate, hf.generate)
+
+
+def _generate(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand before transformers' own, with its arguments."""
+    kwargs.setdefault("synced_gpus", dist.is_initialized() and dist.get_world_size() > 1)
+    return generate(*args, **kwargs)
 
 
 def refuse_native_names(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -23,14 +24,19 @@ from typing_extensions import override
 from moecore.base.torch_names import tree_map_only, version
 from moecore.families.transformers.stock import named, outermost
 from moecore.models.loss import IGNORE_INDEX, linear_cross_entropy
+from moecore.models.tensor_parallel import TensorParallel
+from moecore.moe.dispatch.collectives import exchanged
 
 # What says nothing of values.
 ABOUT = frozenset(
     [getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")]
-    + [getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "is_cuda", "is_meta")]
+    + [getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")]
+    + [getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta")]
     + [getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__")]
 )
 _NOW = threading.local()
+TP = "_moecore_vocabulary_ranks"  # attribute of a head: the tp ranks that have parts of its rows
+IS_SCORED = "_moecore_is_scored"  # attribute of a model in a forward with a `log_prob_loss`
 
 
 @dataclass(eq=False)
@@ -40,8 +46,22 @@ class Source:
     hidden: Tensor  # [..., D]
     weight: Tensor  # [V, D], as the forward had it
     version: int  # of its values
+    tp: TensorParallel | None = None  # ranks that have parts of the weight, by rows; None = whole
     has_left: bool = False  # whether the model's forward has ended
     is_over: bool = False  # whether the loss's backward has begun, after which weights change
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that have parts of the weight."""
+        return None if self.tp is None else self.tp.group
+
+    def begun(self, loss: Tensor) -> Tensor:
+        """Return a loss of all parts, equal on all ranks, whose gradients are those of one part."""
+        # Of the gradient each rank begins with its share (`tensor_parallel.EqualLosses`).
+        if self.tp is None:
+            return loss
+        size = self.tp.size
+        return exchanged(loss, lambda x: x.view_as(x), lambda grad: grad * size)
 
     def end(self, _grad: Tensor) -> None:
         """Drop what is no longer computed of."""
@@ -76,7 +96,9 @@ class Logits(Tensor):
                 "torch.no_grad(), because the loss was computed without them: pass "
                 "parallelize_moe(memory=MemoryOptions(fused_loss=False))"
             )
-        return F.linear(source.hidden, source.weight).to(self.dtype).view(self.shape)
+        values = F.linear(source.hidden, source.weight)
+        values = values if source.tp is None else source.tp.gather_last(values)
+        return values.to(self.dtype).view(self.shape)
 
     @override
     def __repr__(self) -> str:  # type: ignore[override]
@@ -135,7 +157,8 @@ def _cross_entropy(
     source = logits.source
     num_tokens = 1 if reduction == "sum" else None
     hidden_ND = source.hidden.flatten(0, -2)
-    loss = linear_cross_entropy(hidden_ND, source.weight, labels_N, num_tokens=num_tokens)
+    how: dict[str, Any] = dict(num_tokens=num_tokens, group=source.group)
+    loss = source.begun(linear_cross_entropy(hidden_ND, source.weight, labels_N, **how))
     if loss.requires_grad:
         loss.register_hook(source.end)
     return loss
@@ -157,9 +180,10 @@ class HeadWithoutLogits(nn.Linear):
         is_cut = isinstance(self.weight, DTensor)  # over tensor parallel ranks
         if not now or now[-1].head is not self or is_cut or torch.compiler.is_compiling():
             return super().forward(input)
-        source = Source(input, self.weight, version(self.weight))
+        source = Source(input, self.weight, version(self.weight), getattr(self, TP, None))
         now[-1].sources.append(source)
-        shape = torch.Size((*input.shape[:-1], self.weight.shape[0]))
+        ranks = 1 if source.tp is None else source.tp.size
+        shape = torch.Size((*input.shape[:-1], ranks * self.weight.shape[0]))
         return Logits.of(source, shape, input.dtype)
 
 
@@ -193,7 +217,8 @@ def fuse_loss(model: nn.Module) -> None:
 
 def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     has_labels = named(model, args, kwargs).get("labels") is not None
-    trains = has_labels and model.training and torch.is_grad_enabled()
+    trains = model.training and torch.is_grad_enabled()
+    trains = has_labels and (trains or hasattr(model, IS_SCORED))
     _forwards().append(Forward(model, model.get_output_embeddings() if trains else None))
 
 

@@ -142,6 +142,26 @@ def is_tuner_layer(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer)
 
 
+def lora_base(module: Any) -> nn.Module | None:
+    """Return the linear that a module of peft adds s * B A to, and nothing else; else None."""
+    if not is_tuner_layer(module):
+        return None
+    from peft.tuners.lora import Linear
+
+    has_more = any(getattr(module, "lora_variant", {}).values()) or any(
+        getattr(module, "lora_bias", {}).values()
+    )
+    if type(module) is not Linear or has_more or module.fan_in_fan_out:
+        return None
+    found: nn.Module = module.get_base_layer()
+    return found
+
+
+def lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
+    """Return A and B of each adapter of such a module."""
+    return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]
+
+
 def adapted(model: nn.Module) -> nn.Module:
     """Return the model in a PeftModel, which `generate` of both calls; any other model itself."""
     if "peft" in sys.modules:
@@ -151,6 +171,18 @@ def adapted(model: nn.Module) -> nn.Module:
             found: nn.Module = model.get_base_model()
             return found
     return model
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """Within, a PeftModel runs without its adapters; what is trained is the same afterwards."""
+    trained = [(param, param.requires_grad) for param in model.parameters()]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for param, is_trained in trained:
+            param.requires_grad_(is_trained)
 
 
 def without_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -288,8 +320,3 @@ def _expert_lora_class() -> type[LowRank]:
 def from_peft(b: Tensor, num_experts: int) -> Tensor:
     """Return peft's B, [O, r * E], as [E, O, r]."""
     return b.unflatten(1, (-1, num_experts)).permute(2, 0, 1).contiguous()
-
-
-def to_peft(b_EOr: Tensor) -> Tensor:
-    """Return B as peft has it, [O, r * E]: see `from_peft`."""
-    return b_EOr.permute(1, 2, 0).flatten(1)

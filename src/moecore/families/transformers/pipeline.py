@@ -36,7 +36,7 @@ PARTS = "_moecore_stage_parts"  # attribute of a model
 CHECKED = "_moecore_checked_stages"  # attribute of a model: stages that have run once
 IS_CUT = "_moecore_is_cut"  # attribute of a model: parts are elsewhere
 RUNS_STAGE = "_moecore_runs_stage"  # attribute of a model: a stage's forward has begun
-LABELS = ("labels", "shift_labels")
+LABELS = ("labels", "shift_labels", "log_prob_loss")
 REFUSED = (
     "inputs_embeds",
     "logits_to_keep",

@@ -30,6 +30,7 @@ from moecore.attention.sequence import Sequence, packed_sequence, shift_left
 from moecore.base.torch_names import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.experts import has_vision_experts, kinds_of
+from moecore.families.transformers.linear_attention import SEQUENCE, linear_layers
 from moecore.families.transformers.stock import (
     has_stock_loss,
     named,
@@ -39,7 +40,6 @@ from moecore.families.transformers.stock import (
 from moecore.models.loss import IGNORE_INDEX, count_labels
 from moecore.moe.layer import MoELayer, RoutedLayer
 
-SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
 READER = "_moecore_rows"  # attribute of a model that has a reader
 # Names of a `PackedBatch`, and of transformers' FlashAttention. Keys are those of the queries.
 DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q")
@@ -49,7 +49,10 @@ TOKENS = ("input_ids", "inputs_embeds")
 READ = (*DOCUMENTS, *LONGEST, "padding_mask", "num_tokens", "cu_seq_lens_k", "max_length_k")
 CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of that loss
 NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
-KINDS = ("full_attention", "sliding_attention")  # layers that mix tokens by attention alone
+# Layers that mix tokens by attention alone, or not at all.
+KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
+LINEAR = "linear_attention"
+MASKED = ("eager", "sdpa")  # attention whose mask says all
 Kwargs = dict[str, Any]
 Choose = Callable[[Tensor], Tensor]  # [B, T] of rows to [N], of the tokens that a layer gets
 
@@ -71,8 +74,8 @@ class RowReader:
         for block in _listed(model.base_model):
             layers = [m for m in block.modules() if isinstance(m, RoutedLayer)]
             layers = [layer for layer in layers if not hasattr(layer, SEQUENCE)]
-            for child in block.children() if layers else ():
-                child.register_forward_pre_hook(partial(_show, layers), with_kwargs=True)
+            for told in (block, *block.children()) if layers else ():
+                told.register_forward_pre_hook(partial(_show, layers), with_kwargs=True)
             for layer in layers:
                 setattr(layer, SEQUENCE, Sequence())
                 tell = partial(_tell, choices.get(layer, Tensor.flatten))
@@ -145,6 +148,42 @@ class MaskReader:
             if isinstance(layer, RoutedLayer):
                 tell = partial(self._tell, choices.get(layer, Tensor.flatten))
                 layer.register_forward_pre_hook(tell, with_kwargs=True)
+        self._unchecked = {
+            block
+            for block in _listed(base)
+            if any(isinstance(module, RoutedLayer) for module in block.modules())
+        }
+        for block in self._unchecked:
+            block.register_forward_pre_hook(self._check_packed, with_kwargs=True)
+
+    def _check_packed(self, block: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+        """Refuse documents that attention does not keep apart, in a block's first training forward.
+
+        The host waits for the device there: for positions, and for one number of the mask.
+        """
+        if block not in self._unchecked or not self._model.training or hasattr(self._model, READER):
+            return
+        self._unchecked.discard(block)
+        places_BT, mask = kwargs.get("position_ids"), kwargs.get("attention_mask", "not told")
+        if not isinstance(places_BT, Tensor) or places_BT.ndim != 2 or places_BT.is_meta:
+            return
+        begins = (places_BT[:, 1:] == 0).nonzero().tolist()  # the place before one of them
+        text = self._model.config.get_text_config()
+        other = _other_kind(text)
+        if begins and other is not None:
+            self._unchecked.clear()
+            warnings.warn(
+                f"position_ids are of several documents a row, and {other} may not keep them "
+                "apart: give rows of one sequence each",
+                stacklevel=2,
+            )
+        elif begins and text._attn_implementation in MASKED and _attends(mask, *begins[0]):
+            name, how = type(self._model).__name__, text._attn_implementation
+            raise ValueError(
+                f"position_ids must be of rows of one sequence each for {name} with {how!r} "
+                "attention, whose mask does not read them: call use_causal_attention(model) before "
+                "parallelize_moe"
+            )
 
     def _enter(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
@@ -161,11 +200,14 @@ class MaskReader:
     def _sequence_of(self, tokens: Tensor, given: Kwargs) -> Sequence:
         cu_seqlens, mask_BT = given.get("cu_seqlens"), given.get("padding_mask")
         if cu_seqlens is not None:
-            other = why_whole(self._model)
+            other = why_whole(self._model, is_told=False)
             if other is not None:
+                fix = "give rows of one sequence each"
+                if why_whole(self._model) is None:
+                    fix = "call use_causal_attention(model)"
                 raise ValueError(
                     f"cu_seqlens must be None for a model with {other}, which does not keep "
-                    "documents apart: give rows of one sequence each"
+                    f"documents apart: {fix}"
                 )
             if given.get("position_ids") is None:
                 raise ValueError(
@@ -220,6 +262,14 @@ class MaskReader:
     ) -> tuple[Any, Kwargs] | None:
         sequence = getattr(self._now, "sequence", None)
         return None if sequence is None else _told(sequence, choose, layer, args, kwargs)
+
+
+def _attends(mask: Any, row: int, place: int) -> bool:
+    """Return whether the token behind a place attends to it; None = causal attention."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        return mask is None
+    value = mask[row % len(mask), 0, place + 1, place]
+    return bool(value if mask.dtype == torch.bool else value == 0)
 
 
 class KindReader:
@@ -300,21 +350,35 @@ def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
     return found
 
 
-def why_whole(model: nn.Module) -> str | None:
-    """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing."""
+def why_whole(model: nn.Module, *, is_told: bool = True) -> str | None:
+    """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing.
+
+    `is_told`: after `use_causal_attention`, which tells linear attention layers of documents.
+    """
     config: Any = model.config
     text = config.get_text_config()
-    for place, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind not in KINDS:
-            return f"layer_types[{place}] ({kind!r})"
+    linear = linear_layers(model) if is_told else []
+    if (other := _other_kind(text, len(linear))) is not None:
+        return other
     for owner, field in [(config, "is_encoder_decoder"), *((text, name) for name in NOT_COMPUTED)]:
         if getattr(owner, field, None):
             return f"{field} ({getattr(owner, field)})"
+    apart = {part for layer in linear for part in layer.modules()}
     for name, module in model.named_modules():
-        is_convolution = isinstance(module, CONVOLUTIONS)
+        is_convolution = isinstance(module, CONVOLUTIONS) and module not in apart
         if is_convolution or getattr(module, "is_causal", True) is False:
             return f"{name} ({type(module).__name__})"
     return None
+
+
+def _other_kind(text: Any, num_linear: int = 0) -> str | None:
+    """Return the first layer of a config that mixes tokens by other means than attention.
+
+    If all linear attention layers of the config are known, they are none.
+    """
+    kinds = getattr(text, "layer_types", None) or ()
+    known = (*KINDS, LINEAR) if num_linear == kinds.count(LINEAR) else KINDS
+    return next((f"layer_types[{i}] ({k!r})" for i, k in enumerate(kinds) if k not in known), None)
 
 
 def _of(given: Kwargs, names: tuple[str, ...]) -> Any:
@@ -335,9 +399,9 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _show(
-    layers: list[RoutedLayer], child: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    layers: list[RoutedLayer], told: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
 ) -> None:
-    """Let the MoE layers of a block know what a child of it is told, which is its attention."""
+    """Let the MoE layers of a block know what it or its attention is told."""
     if SEQUENCE in kwargs:
         for layer in layers:
             setattr(layer, SEQUENCE, kwargs[SEQUENCE])

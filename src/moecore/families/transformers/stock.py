@@ -102,7 +102,7 @@ def _check(
             f"{name} must be of {homes[0]}, whose maths its adapter knows: take off subclasses and "
             f"wrappers (LoRA of peft works on dense layers and experts), {WAY_OUT}"
         )
-    for method in _own_methods(cls):
+    for method in own_methods(cls):
         function = getattr(cls, method)
         patched = vars(part).get(method)
         if not is_stock(function) or (patched and getattr(patched, "__func__", 0) is not function):
@@ -122,7 +122,7 @@ def _refuse_extra(name: str, extra: str) -> None:
     )
 
 
-def _own_methods(cls: type) -> Iterator[str]:
+def own_methods(cls: type) -> Iterator[str]:
     """Yield the names of the methods that a module class adds to `nn.Module`, or overrides."""
     for base in cls.__mro__:
         if base is nn.Module:

@@ -21,17 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.logging import logger
 
+from moecore.attention.context_parallel.held import ContextParallel
+from moecore.base.options.context import ContextOptions
 from moecore.base.options.layer import BalanceConfig
 from moecore.families.family import swap_blocks
+from moecore.families.transformers.context import CausalContext
 from moecore.integrations.torchtitan.options import moecore_options
 from moecore.integrations.torchtitan.parallelize import Version, parallelize_own_loss
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
+from moecore.parallel.attached import request_of
 
 LABELS = "labels"  # the keyword under which a model gets them
 Source = Any  # a transformers PreTrainedConfig, or the path of a directory with a config.json
@@ -73,14 +78,52 @@ class OwnDecoder(Decoder):
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         """See `_fill`; buffers follow the model."""
-        _fill(self, self.hf_weights, super().init_weights)
+        _fill(self, self, self.hf_weights, super().init_weights)
 
     def forward(  # type: ignore[override]
-        self, tokens_BT: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        positions: Tensor | None = None,
+        labels: Tensor | None = None,
+        **inputs: Any,
     ) -> Tensor:
-        """Return the loss summed over labels that count (not -100); without labels the logits."""
-        # `positions` are not used: tokens see earlier documents of their sequence.
-        return super().forward(tokens_BT, labels, num_tokens=None if labels is None else 1)
+        """Return this rank's share of the loss summed over labels that count (not -100).
+
+        Without labels the logits. `inputs` are a `Decoder`'s own, of documents or of a stage.
+        """
+        # `positions` are not used: those of documents are in `cu_seqlens`.
+        if labels is None:
+            return super().forward(tokens_BT, **inputs)
+        return share_of_loss(self, super().forward(tokens_BT, labels, num_tokens=1, **inputs))
+
+
+def document_inputs(starts_BT: Tensor) -> dict[str, Any]:
+    """Return `positions` [B, T], `cu_seqlens` and `max_seqlen` of the documents of rows.
+
+    Args:
+        starts_BT: bool, whether a token is the first of a document; that of a row always is. On a
+            GPU its values are a host sync.
+    """
+    starts_BT = starts_BT.clone()
+    starts_BT[:, 0] = True
+    (first_n,) = starts_BT.flatten().nonzero(as_tuple=True)
+    ends = first_n.new_tensor([starts_BT.numel()])
+    cu_seqlens = torch.cat([first_n, ends])
+    lengths_n = cu_seqlens.diff()
+    tokens_N = torch.arange(starts_BT.numel(), device=starts_BT.device)
+    positions_N = tokens_N - first_n.repeat_interleave(lengths_n)
+    return {
+        "positions": positions_N.view(starts_BT.shape),
+        "cu_seqlens": cu_seqlens.int(),
+        "max_seqlen": int(lengths_n.max()),
+    }
+
+
+def share_of_loss(model: nn.Module, loss: Tensor) -> Tensor:
+    """Return a data rank's loss over its cp ranks: torchtitan adds it up; the gradient stays."""
+    found = request_of(model)
+    cp = 1 if found is None else found.meshes.parallel.cp
+    return loss if cp == 1 else loss + (loss / cp - loss).detach()
 
 
 class HFArgs:
@@ -123,29 +166,54 @@ class HFModel(nn.Module):
         """The blocks, first to last."""
         return self.hf.base_model.layers
 
+    def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
+        """See `ContextParallelModel`."""
+        return CausalContext(self.hf).context_options(options, cp, tp)
+
+    def apply_context_parallel(self, cp: ContextParallel) -> None:
+        """See `ContextParallelModel`."""
+        CausalContext(self.hf).apply_context_parallel(cp)
+
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """See `_fill`; buffers follow the model."""
         from moecore.io.hf.load import init_hf
 
-        _fill(self.hf, self.hf_weights, partial(init_hf, self.hf))
+        _fill(self.hf, self, self.hf_weights, partial(init_hf, self.hf))
 
     def forward(
-        self, tokens_BT: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        positions: Tensor | None = None,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
-        """Return what `OwnDecoder.forward` returns."""
-        inputs = {"input_ids": tokens_BT, "use_cache": False}
+        """Return what `OwnDecoder.forward` returns; documents are read from `positions`."""
+        inputs: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": False}
+        if cu_seqlens is not None:
+            inputs["position_ids"] = positions
         if labels is None:
             logits_BTV: Tensor = self.hf(**inputs).logits
             return logits_BTV
         inputs |= {"labels": labels, "shift_labels": labels, "num_tokens": 1}
         loss: Tensor = self.hf(**inputs).loss
-        return loss
+        return share_of_loss(self, loss)
 
 
-def _fill(model: nn.Module, hf_weights: str | None, from_seed: Callable[[int], Any]) -> None:
+def _fill(
+    model: nn.Module, owner: nn.Module, hf_weights: str | None, from_seed: Callable[[int], Any]
+) -> None:
     """Load `moecore.hf_weights`, or fill from the seed that torchtitan gave every rank."""
     if hf_weights is None:
-        from_seed(torch.initial_seed())
+        seed = torch.tensor(torch.initial_seed() % 2**63)
+        found = request_of(owner)
+        if found is not None and found.meshes.pipeline_groups is not None:
+            # torchtitan gives each stage a seed of its own.
+            group = found.meshes.pipeline_groups[0]
+            on_device = seed.to(found.meshes.device)
+            dist.broadcast(on_device, group=group, group_src=0)
+            seed = on_device.cpu()
+        from_seed(int(seed))
         return
     from moecore.io import load_hf
 

@@ -5,43 +5,98 @@
 
     [moecore]
     dispatcher = "nvlink"
+
+    [moecore.nvlink]
     row_factor = 1.5
 
-Without the first two lines there is no such section, and every default holds. torchtitan builds its
-parser from the types of these fields, so this module has no postponed annotations.
+Without the first two lines there is no such section, and every default holds. Its fields are the
+arguments of `parallelize_moe`, but those that torchtitan has options for itself, and of optimizers.
+torchtitan builds its parser from the types of these fields, so this module has no postponed
+annotations.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, get_args
 
-from moecore.base.options.dispatch import DispatcherName, NVLinkOptions
+from moecore.base.options.context import ContextOptions
+from moecore.base.options.dispatch import CloneOptions, NVLinkOptions, RowFactor
 from moecore.base.options.fsdp import FSDPOptions
-from moecore.base.options.memory import MemoryOptions
+from moecore.base.options.layer import BalanceConfig, CapacityConfig, MoEConfig
+from moecore.base.options.memory import MemoryOptions, StashOptions
+from moecore.base.options.names import Strategy
+from moecore.base.options.precision import Precision, Recipe
+from moecore.integrations.torchtitan.sections import (
+    arguments,
+    call,
+    changed,
+    named,
+    section,
+    set_fields,
+)
+from moecore.parallel.checks import MOE_FIELDS
+from moecore.parallel.mesh import ParallelConfig
+from moecore.parallel.pipeline.config import PipelineConfig
+from moecore.parallelize import parallelize_moe
+from moecore.train import AdamW, Muon
+
+# Arguments that a job does not set here -> what it sets instead.
+ELSEWHERE = {
+    "adapters": "`accelerated(spec)`, for models that moecore knows",
+    "compile_dense": "`compile.enable` with component `model`",
+    "loss": "torchtitan's: a sum over the global number of tokens",
+    "fsdp.param_dtype": "`training.mixed_precision_param`",
+    "fsdp.reduce_dtype": "`training.mixed_precision_reduce`",
+    "memory.fused_loss": "always on: the models' losses are made in chunks",
+    "context.dynamic": "no: its batches are those of `moecore.packing.schedule_documents`",
+    "muon.lr": "`optimizer.lr`, and its schedule",
+    "muon.weight_decay": "`optimizer.weight_decay`",
+}
 
 
-@dataclass
-class MoECore:
-    """Choices of `parallelize_moe`, under its names; torchtitan's help shows these texts.
+def _elsewhere(prefix: str) -> tuple[str, ...]:
+    """Return the names in ELSEWHERE of a section, "" for the whole's own."""
+    split = (name.rpartition(".") for name in ELSEWHERE)
+    return tuple(name for head, _, name in split if head == prefix)
 
-    Attributes:
-        dispatcher: how tokens travel, see docs/dispatchers.md.
-        row_factor: `NVLinkOptions.row_factor`; "auto" takes nvlink only with
-            one, because no step can run again.
-        expert_backend: how the experts' matrices are multiplied.
-        recompute: parts of `MemoryOptions.recompute`, or "gemm_last" alone.
-        prefetch_blocks: how many blocks ahead parameters are gathered.
-        blocks_per_unit: how many blocks are gathered together.
-        hf_weights: Hugging Face directory that fills the model before the first step; None = from
-            the seed. Of Hugging Face models and moecore's decoder.
-    """
 
-    dispatcher: DispatcherName = "auto"
-    row_factor: float | None = None
-    expert_backend: Literal["auto", "triton", "torch", "sequential"] = "auto"
-    recompute: list[str] = field(default_factory=list)
-    prefetch_blocks: int = FSDPOptions().prefetch_blocks
-    blocks_per_unit: int = FSDPOptions().blocks_per_unit
-    hf_weights: str | None = None
+def _switched(source: Any, **instead: Any) -> Any:
+    """Return the section of a record whose defaults do something: off without `enable`."""
+    return section(source, enable=(bool, False), **instead)
+
+
+_OTHERS = tuple(name for name in MoEConfig.__dataclass_fields__ if name not in MOE_FIELDS)
+# Where torchtitan chooses without one, or nothing is chosen.
+_STRATEGY = (Strategy | None, None)
+_CAPACITY = _switched(CapacityConfig, factor=(float | None, None))
+
+MoECore: Any = section(
+    parallelize_moe,
+    without=_elsewhere(""),
+    hf_weights=(str | None, None),
+    documents=(bool, False),
+    nvlink=(section(NVLinkOptions, row_factor=(get_args(RowFactor)[0] | None, None)), None),
+    memory=(
+        section(MemoryOptions, without=_elsewhere("memory"), stash=(_switched(StashOptions), None)),
+        None,
+    ),
+    clones=(_switched(CloneOptions), None),
+    balance=(section(BalanceConfig), None),
+    moe=(section(MoEConfig, without=_OTHERS, capacity=(_CAPACITY, None)), None),
+    context=(section(ContextOptions, without=_elsewhere("context")), None),
+    precision=(_switched(Precision, recipe=(section(Recipe), None)), None),
+    fsdp=(
+        section(
+            FSDPOptions,
+            without=_elsewhere("fsdp"),
+            dense_strategy=_STRATEGY,
+            experts_strategy=_STRATEGY,
+        ),
+        None,
+    ),
+    pipeline=(section(PipelineConfig), None),
+    adamw=(section(AdamW), None),
+    muon=(section(Muon, without=_elsewhere("muon"), enable=(bool, False)), None),
+)
 
 
 @dataclass
@@ -51,29 +106,32 @@ class JobConfig:
     moecore: MoECore = field(default_factory=MoECore)
 
 
-def memory_options(options: MoECore) -> MemoryOptions:
-    """Return the job's memory options; raise a ValueError for unknown parts."""
-    parts: Any = tuple(options.recompute)
-    return MemoryOptions(recompute="gemm_last" if parts == ("gemm_last",) else parts)
-
-
-def moecore_options(job_config: Any) -> MoECore:
-    """Return the job's choices; the defaults for a job without the section."""
+def moecore_options(job_config: Any) -> Any:
+    """Return the job's choices, a `MoECore`; the defaults for a job without the section."""
     options = getattr(job_config, "moecore", None)
     return MoECore() if options is None else options
 
 
-def nvlink_options(options: MoECore) -> NVLinkOptions | None:
-    """Return the nvlink dispatcher's options, None where it was not chosen."""
-    factor = options.row_factor
-    if factor is None:
-        return NVLinkOptions(row_factor=None) if options.dispatcher == "nvlink" else None
-    if options.dispatcher not in ("auto", "nvlink"):
-        raise ValueError(
-            f"moecore.row_factor ({factor}) must go with moecore.dispatcher "
-            f"({options.dispatcher!r}) = 'nvlink' or 'auto': drop it"
-        )
-    return NVLinkOptions(row_factor=factor)
+def request_of(options: Any, parallel: ParallelConfig, **fsdp: Any) -> dict[str, Any]:
+    """Return a job's choices as arguments of `parallelize_moe`, but those of `balance`.
+
+    Args:
+        options: the job's.
+        parallel: the degrees; stages are asked for where pp is larger than 1.
+        fsdp: fields of `FSDPOptions` that torchtitan's own options decide.
+    """
+    own = arguments(options, "moecore", without=("balance", "moe", "fsdp"))
+    for name in ("nvlink", "context"):  # None where nothing is set
+        if not changed(getattr(options, name)):
+            own[name] = None
+    if options.dispatcher == "nvlink":  # whose own default is a limit, which no step can raise
+        own["nvlink"] = call(options.nvlink, "moecore.nvlink")
+    own["pipeline"] = own["pipeline"] if parallel.pp > 1 else None
+    if own["dispatcher"] == "auto" and options.nvlink.row_factor is None:
+        own["dispatcher"] = "alltoall" if parallel.ep * parallel.etp > 1 else "auto"  # fits any
+    chosen = {name: value for name, value in vars(options.fsdp).items() if value is not None}
+    own["fsdp"] = named(lambda: FSDPOptions(**(fsdp | chosen)), FSDPOptions, "moecore.fsdp")
+    return own | {"moe": set_fields(options.moe, "moecore.moe")}
 
 
 NEEDS = {
@@ -92,10 +150,3 @@ def import_error(error: ModuleNotFoundError, module: str) -> ImportError:
             "lack it: pip install 'triton>=3.6'"
         )
     return ImportError(f"moecore.integrations.torchtitan.{module} needs {NEEDS[module]}")
-
-
-def dispatcher_of(options: MoECore) -> DispatcherName:
-    """Return the dispatcher: "auto" is all-to-all without a row factor, which fits any routing."""
-    if options.dispatcher == "auto" and options.row_factor is None:
-        return "alltoall"
-    return options.dispatcher

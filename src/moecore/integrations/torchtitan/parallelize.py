@@ -11,8 +11,9 @@ experts are cut like an MLP.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,10 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
-from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.layer import BalanceConfig
 from moecore.families.family import swap_blocks
-from moecore.integrations.torchtitan.options import (
-    dispatcher_of,
-    memory_options,
-    moecore_options,
-    nvlink_options,
-)
+from moecore.integrations.torchtitan.options import moecore_options, request_of
+from moecore.integrations.torchtitan.sections import changed, named, set_fields
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.shortage import Holder
 from moecore.parallel.attached import capacity_of, moe_state
@@ -37,6 +34,8 @@ from moecore.parallel.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.parallelize import parallelize_moe
 from moecore.train import compile_blocks
 
+OPTIONS = "moecore_options"  # attribute of a model: the job's `MoECore`, for its optimizers
+TOKENS = "tokens"  # the keyword under which a model gets whole rows under cp
 Rule = tuple[str, Any, bool, str]  # a field, its value, whether that is refused, what it must be
 
 
@@ -87,18 +86,9 @@ def parallelize_own_loss(
 
 def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_loss: bool) -> None:
     """Raise a NotImplementedError for what a job asks and cannot have, before any collective."""
-    cp, tp, seq_len = parallel_dims.cp, parallel_dims.tp, job.training.seq_len
-    rules: list[Rule] = [
-        ("parallelism.context_parallel_degree", cp, cp > 1, "1"),
-        ("training.enable_cpu_offload", True, job.training.enable_cpu_offload, "False"),
-        (
-            "training.seq_len",
-            seq_len,
-            seq_len % tp != 0,
-            f"a multiple of tensor parallelism ({tp})",
-        ),
-    ]
-    for field, value, refused, wanted in rules + version.rules(job, parallel_dims, own_loss):
+    tp, rules = parallel_dims.tp, version.rules(job, parallel_dims, own_loss)
+    rules += _rules(job, parallel_dims) + _rules_of_both(job, parallel_dims, own_loss)
+    for field, value, refused, wanted in rules:
         if refused:
             raise NotImplementedError(
                 f"{field} ({value!r}) must be {wanted} for a moecore model: change the job config"
@@ -109,6 +99,71 @@ def check_job(job: Any, parallel_dims: ParallelDims, version: Version, *, own_lo
             f"({tp}), because torchtitan clips the gradients of only two meshes: set "
             f"expert_parallel_degree to {tp} or a multiple of it"
         )
+
+
+def _rules(job: Any, d: ParallelDims) -> list[Rule]:
+    """Return the rules of what torchtitan has options for, where moecore's own take its place."""
+    training, seq_len = job.training, job.training.seq_len
+    offload, length = training.enable_cpu_offload, f"a multiple of tensor parallelism ({d.tp})"
+    rules = [
+        ("training.enable_cpu_offload", True, offload, "False, or moecore.memory.offload set,"),
+        ("training.seq_len", seq_len, seq_len % d.tp != 0, length),
+    ]
+    one_pass = training.local_batch_size * d.dp_replicate * d.dp_shard
+    batch = training.global_batch_size
+    further = d.pp > 1 and batch not in (-1, one_pass)
+    wanted = f"{one_pass}, one pass of the pipeline (raise training.local_batch_size),"
+    rules.append(("training.global_batch_size", batch, further, wanted))
+    plain = type(job.parallelism)()
+    for name in (f.name for f in fields(plain)):
+        value, default = getattr(job.parallelism, name), getattr(plain, name)
+        differs = value != default and not name.endswith(("_degree", "_microbatch_size"))
+        for prefix, size, own in (
+            ("context_parallel_", d.cp, "moecore.context.way"),
+            ("pipeline_parallel_", d.pp, "moecore.pipeline.schedule"),
+            ("module_fqns_per_model_part", d.pp, "moecore.pipeline.layout"),
+        ):
+            if name.startswith(prefix) and size > 1:
+                wanted = f"{default!r}, or replaced by {own},"
+                rules.append((f"parallelism.{name}", value, differs, wanted))
+    return rules
+
+
+def _rules_of_both(job: Any, d: ParallelDims, own_loss: bool) -> list[Rule]:
+    """Return the rules of options of moecore beside torchtitan's, and of those that do nothing."""
+    options, ac, degrees = moecore_options(job), job.activation_checkpoint, job.parallelism
+    reshard, backend = degrees.fsdp_reshard_after_forward, job.compile.backend
+    saves_less = _saves_less(options, d.pp)
+    mode = getattr(ac, "mode", ac)  # None or "none" = none
+    checkpoints = mode is not None and mode != "none"
+    wrong_backend = compiles_model(job) and backend != "inductor"
+    strategies = [options.fsdp.dense_strategy, options.fsdp.experts_strategy]
+    twice = reshard != "default" and strategies != [None, None]
+    own = "1 for torchtitan's own models (use moecore's decoder),"
+    less = "with moecore.memory or a pipeline,"
+    rules: list[Rule] = [
+        ("parallelism.context_parallel_degree", d.cp, d.cp > 1 and not own_loss, own),
+        ("activation_checkpoint", mode, saves_less and checkpoints, f"none {less}"),
+        ("compile.backend", backend, saves_less and wrong_backend, f"'inductor' {less}"),
+        (
+            "parallelism.fsdp_reshard_after_forward",
+            reshard,
+            twice,
+            "'default' with moecore.fsdp.dense_strategy or experts_strategy",
+        ),
+        ("moecore.documents", True, options.documents and d.cp > 1, "False with cp > 1"),
+        (
+            "moecore.documents",
+            True,
+            options.documents and not own_loss,
+            "False for torchtitan's own models, which have an attn_mask_type,",
+        ),
+    ]
+    for name in changed(options):
+        for part, size in (("context", d.cp), ("pipeline", d.pp)):
+            unused, degree = name.startswith(f"{part}.") and size == 1, f"{part}_parallel_degree"
+            rules.append((f"moecore.{name}", "set", unused, f"absent where {degree} is 1"))
+    return rules
 
 
 def check_model(field: str, found: type, known: Iterable[type]) -> None:
@@ -132,29 +187,57 @@ def check_replaced(field: str, value: Any, known: Container[Any]) -> None:
 
 def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     """Compile blocks, then `parallelize_moe` in torchtitan's loss convention."""
-    options = moecore_options(job)
-    nvlink = nvlink_options(options)
-    if compiles_model(job):
+    options, p = moecore_options(job), meshes.parallel
+    keeps = job.parallelism.fsdp_reshard_after_forward == "never"
+    request = request_of(
+        options,
+        p,
+        param_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_reduce],
+        dense_strategy="optim" if keeps else "optim_grads_params",
+        experts_strategy="optim_grads_params",
+    )
+    for layer in (module for module in model.modules() if isinstance(module, RoutedLayer)):
+        balance = set_fields(options.balance, "moecore.balance")
+        change = partial(replace, layer.config.balance, **balance)
+        layer.set_balance(named(change, BalanceConfig, "moecore.balance"))
+    compiled = compiles_model(job)
+    within = compiled and _saves_less(options, p.pp)
+    if compiled and not within:
         blocks = model.get_submodule("layers").children()
         compile_blocks(map(_unwrapped, blocks), backend=job.compile.backend, dynamic=False)
     head = getattr(model, "lm_head", None)
     if head is not None:  # torchtitan 0.3's chunked loss runs it, after the model
         head.is_fsdp_head = True
-    parallelize_moe(
-        model,
-        meshes,
-        dispatcher=dispatcher_of(options),
-        nvlink=nvlink,
-        expert_backend=options.expert_backend,
-        memory=memory_options(options),
-        fsdp=_fsdp_options(job),
-        loss="sum",  # torchtitan's is a sum divided by the global number of tokens
-    )
-    if nvlink is not None:  # `finish_step` looks at shortages, which are errors
+    # torchtitan's loss is a sum divided by the global number of tokens.
+    with warnings.catch_warnings():
+        if p.pp == 1:  # a stage may lack what others have
+            warnings.filterwarnings("error", message=".* (is|are) not used")
+        try:
+            parallelize_moe(model, meshes, loss="sum", compile_dense=within, **request)
+        except UserWarning as unused:
+            raise ValueError(f"{unused}: drop it from section moecore") from unused
+    if p.cp > 1 and p.pp == 1:  # before the hook that compares what cp ranks are given
+        model.register_forward_pre_hook(_whole_rows, prepend=True, with_kwargs=True)
+    if (
+        request["nvlink"] is not None and p.pp == 1
+    ):  # `finish_step` looks at shortages, which are errors
         model.register_forward_pre_hook(partial(_watch, capacity_of(model).holders))
     local = job.training.local_batch_size * meshes.data_ranks
     moe_state(model).set_num_micro_batches(max(1, job.training.global_batch_size // local))
+    setattr(model, OPTIONS, options)
     return model
+
+
+def _saves_less(options: Any, pp: int) -> bool:
+    """Return whether moecore decides what blocks save, so that it compiles them itself too."""
+    return bool(changed(options.memory)) or pp > 1
+
+
+def _whole_rows(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give a model whole rows in place of those that torchtitan has cut over cp."""
+    kept = {name: value for name, value in kwargs.items() if name not in (TOKENS, "positions")}
+    return (kwargs[TOKENS],), kept
 
 
 def _watch(holders: Sequence[Holder | None], *_: Any) -> None:
@@ -186,23 +269,12 @@ def titan_meshes(parallel_dims: ParallelDims) -> Meshes:
     parallel = ParallelConfig(
         dp_replicate=d.dp_replicate,
         dp_shard=d.dp_shard,
+        cp=d.cp,
         tp=d.tp,
+        pp=d.pp,
         edp_replicate=d.dp_replicate,
         ep=d.ep,
         etp=getattr(d, "etp", 1) if d.ep > 1 else 1,  # 0.3 has none
     )
     meshes = build_meshes(parallel, device_type=utils.device_type)
     return meshes if d.ep > 1 else replace(meshes, expert_fsdp=meshes.dense_fsdp)
-
-
-def _fsdp_options(job: Any) -> FSDPOptions:
-    training, options = job.training, moecore_options(job)
-    keeps = job.parallelism.fsdp_reshard_after_forward == "never"
-    return FSDPOptions(
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        dense_strategy="optim" if keeps else "optim_grads_params",
-        experts_strategy="optim_grads_params",
-        prefetch_blocks=options.prefetch_blocks,
-        blocks_per_unit=options.blocks_per_unit,
-    )

@@ -12,17 +12,31 @@ from torchtitan.tools.logging import logger
 from moecore.integrations.torchtitan.layer import TitanLayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.parallel.attached import capacity_of, moe_state
+from moecore.precision.apply import advance_amax, has_history
+from moecore.train.step import TrainStep
 
 METRICS = "moe_metrics"  # where a step's metrics wait on the optimizers for the next log line
+STEP = "moecore_step"  # attribute of a model with stages: its TrainStep, which has no optimizer
 
 
-def finish_before_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
-    """Make torchtitan's optimizers call `finish_step` of every model part before each step."""
+def finish_at_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
+    """Make each step of torchtitan's optimizers end the step of every model part."""
+    delayed = [part for part in model_parts if has_history(part)]
 
     def before_step(*_: Any) -> None:
-        setattr(optimizers, METRICS, [finish_step(part) for part in model_parts])
+        plain = [part for part in model_parts if not hasattr(part, STEP)]
+        setattr(optimizers, METRICS, [finish_step(part) for part in plain])
+
+    def after_step(*_: Any) -> None:
+        for part in model_parts:
+            step: TrainStep | None = getattr(part, STEP, None)
+            if step is not None:
+                getattr(optimizers, METRICS).append(step.finish().metrics)
+            elif part in delayed:  # reads the new weights
+                advance_amax(part)
 
     optimizers.register_step_pre_hook(before_step)
+    optimizers.register_step_post_hook(after_step)
 
 
 @torch.no_grad()

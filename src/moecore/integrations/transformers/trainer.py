@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -142,7 +142,8 @@ class MoETrainer(Trainer):
         found = super().get_batch_samples(epoch_iterator, num_batches, device)
         if found[0]:
             self.accelerator.owner.num_micro_batches = len(found[0])
-            self.accelerator.owner.announce(found[0])
+            if isinstance(found[0][0], Mapping):  # else prompts, of which inputs are made later
+                self.accelerator.owner.announce(found[0])
         return found
 
     def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
@@ -206,7 +207,7 @@ class MoETrainer(Trainer):
             self._saver.check()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if inputs.get("padding_mask") is not None:  # of a `PackedBatch`
+        if isinstance(inputs, Mapping) and "padding_mask" in inputs:  # of a `PackedBatch`
             inputs = {**inputs, "attention_mask": ~inputs["padding_mask"]}
         super()._track_num_input_tokens(inputs)
 

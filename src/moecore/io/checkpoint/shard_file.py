@@ -11,6 +11,7 @@ Any safetensors reader opens such a file.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -136,10 +137,10 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
-    # view(-1) of a single element keeps its stride, which may be anything.
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    data: Any = flat.view(torch.uint8).numpy()  # numpy's types hide that it is a buffer
-    return memoryview(data)
+    # Not by numpy(), after which torch lets nobody resize the storage: see `TrainingOffload`.
+    data: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    data.tensor = tensor  # lives as long as the view
+    return memoryview(data).cast("B")
 
 
 class ShardReader:

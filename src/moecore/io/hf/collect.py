@@ -1,17 +1,18 @@
-"""Where the tensors of an export come from: put together on their writer from all ranks' shards.
+"""Hugging Face tensors put together from all ranks' shards: on one rank, or on all (`stream.py`).
 
-Who holds what is exchanged once. Then each tensor takes one message per sender: of the ranks with
-the same part (replicas) one sends, and the writer itself if it is among them. A rank with an error
-(such as no memory) must still send and receive, or the others wait for it for ever. So messages
-have their memory before the first of them, and an error waits until ranks agree (`check`).
+Who holds what is exchanged once (`Holders`). Then each tensor takes one message per sender: of the
+ranks with the same part (replicas) one sends, and the writer itself if it is among them. A rank
+with an error (such as no memory) must still send and receive, or the others wait for it for ever.
+So messages have their memory before the first of them, and an error waits until ranks agree
+(`check`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,11 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.io.checkpoint.ranks import gather, on_every_rank, rank_and_world
-from moecore.io.hf.names import FileRecipe, TensorPiece
-from moecore.io.hf.target import PieceOverlap, local_part, overlaps
-from moecore.moe.params import global_indices
-
-Holding = tuple[tuple[tuple[int, int], ...], ...]  # per dim: runs (first index, length)
+from moecore.io.hf.names import TensorPiece
+from moecore.io.hf.target import Holding, PieceOverlap, holding_of, local_part, overlaps
+from moecore.moe.params import gathered_blocks, global_indices
+from moecore.precision.stored import stored_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,28 +81,69 @@ class ErrorKeeper:
             raise self._error
 
 
+class HeldPart(NamedTuple):
+    """What one rank holds of a tensor: shape and dtype are those of the whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    holding: Holding
+
+
+class Holders:
+    """Which ranks hold which part of each tensor of a model, of all its stages. Collective."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        mine = on_every_rank(lambda: {name: held_of(tensor) for name, tensor in tensors.items()})
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._ranks: dict[str, dict[Holding, list[int]]] = {}
+        self.world = 0
+        for rank, held in enumerate(gather(mine)):
+            self.world += 1
+            for name, (shape, dtype, holding) in held.items():
+                self.shapes[name], self.dtypes[name] = shape, dtype
+                self._ranks.setdefault(name, {}).setdefault(holding, []).append(rank)
+
+    def joined(self, others: Holders) -> Holders:
+        """Return these and the holders of other tensors."""
+        found = copy(self)
+        found.shapes, found.dtypes = self.shapes | others.shapes, self.dtypes | others.dtypes
+        found._ranks = self._ranks | others._ranks
+        return found
+
+    def of(self, name: str) -> dict[Holding, list[int]]:
+        """Return the different shards of a tensor, and the ranks that hold each."""
+        return self._ranks[name]
+
+    def boxes(
+        self, source: str, piece: TensorPiece, holding: Holding, max_numel: int = 1 << 62
+    ) -> list[PieceOverlap]:
+        """Return the boxes that a shard and a piece of a tensor have in common."""
+        return list(overlaps(holding, piece, self.shapes[source], max_numel=max_numel))
+
+
+def part_of(tensor: Tensor, box: tuple[slice, ...]) -> Tensor:
+    """Return a box of what this rank holds of a tensor; new memory where it is FP8 alone."""
+    local = local_part(tensor)
+    return local[box] if gathered_blocks(tensor) is None else stored_values(tensor, box)
+
+
 class RankCollector(ErrorKeeper):
     """Puts tensors together on their writers. Every rank calls it for the same items in order."""
 
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        recipes: Mapping[str, FileRecipe],
+        holders: Holders,
         items: Iterable[Item],
+        device: torch.device,
     ) -> None:
         self._held = self.peak_bytes = 0
-        self._tensors, self._recipes = tensors, recipes
-        self._rank, world = rank_and_world()
-        self._holders: dict[str, dict[Holding, list[int]]] = {name: {} for name in recipes}
-        mine = on_every_rank(lambda: {name: _holding(tensors[name]) for name in recipes})
-        for rank, holdings in enumerate(gather(mine)):
-            for name, holding in holdings.items():
-                self._holders[name].setdefault(holding, []).append(rank)
-        largest = self._largest_messages(items, world)
-        self._buffers = on_every_rank(
-            lambda: {d: torch.empty(n, dtype=torch.uint8, device=d) for d, n in largest.items()}
-        )
-        self._hold(sum(largest.values()))
+        self._tensors, self._holders = tensors, holders
+        self._rank, _ = rank_and_world()
+        largest = self._largest_message(items)
+        self._buffer = on_every_rank(lambda: torch.empty(largest, dtype=torch.uint8, device=device))
+        self._hold(largest)
 
     def collect(self, item: Item, writer: int) -> Tensor | None:
         """Return the whole tensor, new, on its writer's CPU; None elsewhere, and after an error."""
@@ -126,9 +167,8 @@ class RankCollector(ErrorKeeper):
         return whole
 
     def _collect_part(self, item: _Part, writer: int, whole: Tensor | None) -> None:
-        shape = self._recipes[item.source].shape
-        for holding, holders in self._holders[item.source].items():
-            numel = _num_common(holding, item.piece, shape)
+        for holding, holders in self._holders.of(item.source).items():
+            numel = _num_common(holding, item.piece, self._holders.shapes[item.source])
             if not numel:
                 continue
             sender = writer if writer in holders else holders[0]
@@ -153,16 +193,15 @@ class RankCollector(ErrorKeeper):
         if whole is None:
             return
         with self._keep_error():
-            local = local_part(self._tensors[item.source])
             for box in self._boxes(item, holding):
-                part = local[box.target]
+                part = part_of(self._tensors[item.source], box.target)
                 whole[box.source].view(part.shape).copy_(part)
 
     def _send(self, item: _Part, holding: Holding, numel: int, writer: int) -> None:
         message = self._message(item, numel)
         with self._keep_error():
-            local = local_part(self._tensors[item.source])
-            parts = [local[box.target] for box in self._boxes(item, holding)]
+            tensor = self._tensors[item.source]
+            parts = [part_of(tensor, box.target) for box in self._boxes(item, holding)]
             for piece, part in zip(_split(message, parts), parts, strict=True):
                 piece.copy_(part)
         dist.send(message, writer)
@@ -180,25 +219,23 @@ class RankCollector(ErrorKeeper):
                 target.copy_(piece)
 
     def _boxes(self, item: _Part, holding: Holding) -> list[PieceOverlap]:
-        return list(overlaps(_indices(holding), item.piece, self._recipes[item.source].shape))
+        return self._holders.boxes(item.source, item.piece, holding)
 
     def _message(self, item: _Part, numel: int) -> Tensor:
         """Return a flat tensor of so many elements, in memory that is there."""
-        buffer = self._buffers[self._tensors[item.source].device]
-        return buffer[: numel * item.dtype.itemsize].view(item.dtype)
+        return self._buffer[: numel * item.dtype.itemsize].view(item.dtype)
 
-    def _largest_messages(self, items: Iterable[Item], world: int) -> dict[torch.device, int]:
-        """Return device -> bytes that no message of tensors on it exceeds; equal on all ranks."""
-        largest: dict[torch.device, int] = {}
+    def _largest_message(self, items: Iterable[Item]) -> int:
+        """Return bytes that no message exceeds; equal on all ranks."""
+        largest = 0
         for item in (_Part(*part, one.dtype) for one in items for part in one.parts):
-            holders = self._holders[item.source]
-            if any(len(ranks) == world for ranks in holders.values()):
+            holders = self._holders.of(item.source)
+            if any(len(ranks) == self._holders.world for ranks in holders.values()):
                 continue  # nothing is sent
             # A message is part of an item and of a shard.
             shard = max(math.prod(sum(n for _, n in runs) for runs in held) for held in holders)
             size = min(math.prod(item.piece.shape), shard) * item.dtype.itemsize
-            device = self._tensors[item.source].device
-            largest[device] = max(largest.get(device, 0), size)
+            largest = max(largest, size)
         return largest
 
 
@@ -223,17 +260,6 @@ def _num_common(holding: Holding, piece: TensorPiece, shape: Sequence[int]) -> i
     )
 
 
-def _holding(tensor: Tensor) -> Holding:
-    return tuple(_runs(index) for index in global_indices(tensor))
-
-
-def _runs(index: Tensor) -> tuple[tuple[int, int], ...]:
-    if not index.numel():
-        return ()
-    edges = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), index.numel()]
-    return tuple((int(index[a]), b - a) for a, b in itertools.pairwise(edges))
-
-
-def _indices(holding: Holding) -> list[Tensor]:
-    empty = torch.empty(0, dtype=torch.int64)
-    return [torch.cat([empty, *(torch.arange(a, a + n) for a, n in runs)]) for runs in holding]
+def held_of(tensor: Tensor) -> HeldPart:
+    """Return what this rank holds of a tensor."""
+    return HeldPart(tuple(tensor.shape), tensor.dtype, holding_of(global_indices(tensor)))

@@ -1,82 +1,29 @@
 """decoder_config_from_hf: the native decoder that a Hugging Face config.json describes, exactly.
 
-Known are Qwen3-MoE, Qwen2-MoE without biases, Mixtral, OLMoE and DeepSeek-V3, as published (with
-rope_theta, rope_scaling) and as transformers >= 5 writes them (rope_parameters). An option that
-changes what the model computes and that the decoder lacks is refused, never dropped. Dropout is not
-read: it is 0 in every published config of these families, and anything else is refused too.
+Known are Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, gpt-oss, GLM-4.5, DeepSeek-V2 and -V3 and Kimi-K2,
+and of dense models Qwen3, Qwen2, Llama and Mistral, as published (with rope_theta, rope_scaling)
+and as transformers >= 5 writes them (rope_parameters). An option that changes what the model
+computes and that the decoder lacks is refused, never dropped. Dropout is not read: it is 0 in every
+published config of these families, and anything else is refused too.
 """
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moecore.base.fields import check_arguments
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.io.checkpoint.config_differences import TRAINING, differences, hf_differences
-from moecore.io.hf.files import CONFIG, INDEX, SINGLE, read_headers, read_index, read_json
-from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
+from moecore.io.hf.config_fields import Fields, HFConfig, read_config
+from moecore.io.hf.files import INDEX, SINGLE, read_headers, read_index
+from moecore.models.config import AttentionBias, DecoderConfig, MLAConfig, YarnConfig
 
-HFConfig = str | os.PathLike[str] | Mapping[str, Any]
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # published; transformers'
-MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2
+MTP_TYPES = ("deepseek_v3", "kimi_k2", "glm4_moe")  # behind the last layer
+MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2; GLM-4.5 (arXiv:2508.06471), 2.4
 PLAIN = ("default", None)
-MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, a config is wrong, and lists would not end
-
-
-def _count(least: int, most: int = MAX_COUNT) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most
-
-
-def _number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and -1e30 < value < 1e30 and math.isfinite(value)
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_count(0), value))
-
-
-KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        f"a whole number from 1 to {MAX_LAYERS}",
-        _count(1, MAX_LAYERS),
-        "num_hidden_layers decoder_sparse_step",
-    ),
-    (
-        f"a whole number from 0 to {MAX_LAYERS}",
-        _count(0, MAX_LAYERS),
-        "num_experts n_routed_experts first_k_dense_replace n_shared_experts "
-        "num_nextn_predict_layers num_mtp_layers",
-    ),
-    ("a whole number >= 0", _count(0), "q_lora_rank sliding_window"),
-    (
-        "a whole number >= 1",
-        _count(1),
-        "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim "
-        "max_position_embeddings intermediate_size moe_intermediate_size num_experts_per_tok "
-        "shared_expert_intermediate_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-        "v_head_dim n_group topk_group original_max_position_embeddings",
-    ),
-    (
-        "a number",
-        _number,
-        "rms_norm_eps rope_theta router_aux_loss_coef router_jitter_noise routed_scaling_factor "
-        "factor beta_fast beta_slow mscale mscale_all_dim partial_rotary_factor",
-    ),
-    (
-        "true or false",
-        lambda value: isinstance(value, bool),
-        "tie_word_embeddings norm_topk_prob use_sliding_window qkv_bias",
-    ),
-    ("an object", lambda value: isinstance(value, Mapping), "rope_scaling rope_parameters"),
-    ("a list of whole numbers >= 0", _counts, "mlp_only_layers"),
-    ("a list", lambda value: isinstance(value, list | tuple), "layer_types"),
-)
-KIND_OF = {name: (words, is_one) for words, is_one, names in KINDS for name in names.split()}
 
 
 def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
@@ -101,95 +48,61 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
         )
     if not isinstance(config, Mapping):
         fields.values = {**fields.values, **_stored_mtp(Path(config), fields)}
-    for name in ("attention_bias", "attention_dropout", "clip_qkv", "mlp_bias"):
+    for name in ("attention_dropout", "clip_qkv", "mlp_bias"):
         fields.refuse(name, bool(fields.get(name, None)))
     fields.refuse("hidden_act", fields.get("hidden_act", "silu") != "silu")
     return build(fields)
 
 
-def read_config(config: HFConfig) -> dict[str, Any]:
-    """Return the fields of a config.json, from its directory, its path, or a copy of a mapping."""
-    if isinstance(config, Mapping):
-        return dict(config)
-    path = Path(config)
-    return read_json(path / CONFIG if path.is_dir() else path)
-
-
-class Fields:
-    """A config.json, and the errors that reading it may give."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = dict(values)
-        self.model_type = str(values.get("model_type"))
-        if self.values.get("num_experts") is None:  # transformers >= 5 writes one name for all
-            self.values["num_experts"] = values.get("num_local_experts")
-
-    def need(self, name: str) -> Any:
-        """Return a field that has no default."""
-        if self.values.get(name) is None:
-            raise ValueError(
-                f"config.json {name} (None) must be given for model_type "
-                f"({self.model_type!r}): add it"
-            )
-        return self._checked(name, self.values[name])
-
-    def get(self, name: str, default: Any) -> Any:
-        """Return a field, or the default where it is missing or null."""
-        value = self.values.get(name)
-        return default if value is None else self._checked(name, value)
-
-    def _checked(self, name: str, value: Any) -> Any:
-        """Return a value, or raise ValueError when it is not what this field holds."""
-        words, is_one = KIND_OF.get(name, ("", None))
-        if is_one is not None and not is_one(value):
-            raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
-        return value
-
-    def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
-        """Raise when the field asks for something that the decoder lacks."""
-        if wrong:
-            value = self.values.get(name) if value is None else value
-            raise NotImplementedError(
-                f"config.json {name} ({value!r}) of model_type ({self.model_type!r}) must not be "
-                "asked of the native decoder, which lacks it: parallelize the transformers model "
-                "itself"
-            )
-
-    def rope(self) -> dict[str, Any]:
-        """Return the rotary options: rope_type, rope_theta and what belongs to the type."""
-        found = {"rope_theta": self.values.get("rope_theta"), **self.get("rope_scaling", {})}
-        found |= self.get("rope_parameters", {})
-        found.setdefault("rope_type", found.pop("type", None))
-        if found["rope_theta"] is None:
-            found["rope_theta"] = self.need("rope_theta")
-        for name, value in found.items():
-            if value is not None:
-                self._checked(name, value)
-        partial = found.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
-        self.refuse("partial_rotary_factor", partial != 1.0, partial)
-        return found
+# The field of biases in attention, its default (None = there is none), and where they are.
+BIASES: dict[str, tuple[str, bool | None, AttentionBias]] = {
+    **dict.fromkeys(("qwen3_moe", "olmoe", "qwen3", "llama"), ("attention_bias", False, "all")),
+    "glm4_moe": ("attention_bias", False, "qkv"),
+    "qwen2_moe": ("qkv_bias", True, "qkv"),
+    "qwen2": ("", None, "qkv"),
+    "gpt_oss": ("attention_bias", True, "all"),
+}
 
 
 def _common(fields: Fields) -> dict[str, Any]:
-    """Arguments of DecoderConfig that all families share."""
-    heads = fields.need("num_attention_heads")
+    """Arguments of DecoderConfig that all families share, with grouped-query attention."""
+    heads, rope = fields.need("num_attention_heads"), fields.rope()
+    head_dim = fields.get("head_dim", fields.need("hidden_size") // heads)
     return dict(
         vocab_size=fields.need("vocab_size"),
         dim=fields.need("hidden_size"),
         num_layers=fields.need("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads", heads),
-        head_dim=fields.get("head_dim", fields.need("hidden_size") // heads),
-        rope_theta=float(fields.rope()["rope_theta"]),
+        head_dim=head_dim,
+        attention_bias=_attention_bias(fields),
+        rope_theta=float(rope["rope_theta"]),
+        rotary_dim=_rotary_dim(fields, head_dim, rope["partial_rotary_factor"]),
+        yarn=_yarn(fields),
         norm_eps=fields.need("rms_norm_eps"),
         tie_embeddings=fields.get("tie_word_embeddings", False),
         max_seq_len=fields.need("max_position_embeddings"),
     )
 
 
-def _plain_rope(fields: Fields) -> None:
-    kind = fields.rope()["rope_type"]
-    fields.refuse("rope_type", kind not in PLAIN, kind)
+def _attention_bias(fields: Fields) -> AttentionBias | None:
+    name, default, kind = BIASES.get(fields.model_type, ("", False, "all"))
+    if name != "attention_bias":
+        fields.refuse("attention_bias", fields.get("attention_bias", False))
+    is_on = default is None or (bool(name) and fields.get(name, default))
+    return kind if is_on else None
+
+
+def _rotary_dim(fields: Fields, head_dim: int, part: float) -> int:
+    """Dims of a head that are turned, 0 = all; classes but GLM's turn all whatever the field."""
+    fields.refuse("partial_rotary_factor", part != 1 and fields.model_type != "glm4_moe", part)
+    turned = int(head_dim * part)
+    if not 0 < turned <= head_dim:
+        raise ValueError(
+            f"config.json partial_rotary_factor ({part}) must leave 1 to head_dim ({head_dim}) "
+            "dims to turn: correct it"
+        )
+    return 0 if turned == head_dim else turned
 
 
 def _softmax_moe(
@@ -214,15 +127,11 @@ def _qwen3(fields: Fields) -> DecoderConfig:
 
 
 def _qwen2(fields: Fields) -> DecoderConfig:
-    fields.refuse("qkv_bias", fields.get("qkv_bias", True), fields.get("qkv_bias", True))
-    kinds = fields.get("layer_types", [])
-    fields.refuse("layer_types", any(kind != "full_attention" for kind in kinds))
     return _qwen(fields, shared_hidden_dim=fields.need("shared_expert_intermediate_size"))
 
 
 def _qwen(fields: Fields, *, qk_norm: Any = None, shared_hidden_dim: int = 0) -> DecoderConfig:
-    _plain_rope(fields)
-    fields.refuse("use_sliding_window", fields.get("use_sliding_window", False))
+    _no_windows(fields)
     num_layers, step = fields.need("num_hidden_layers"), fields.get("decoder_sparse_step", 1)
     dense = set(fields.get("mlp_only_layers", []))
     dense |= {i for i in range(num_layers) if (i + 1) % step}
@@ -240,33 +149,112 @@ def _qwen(fields: Fields, *, qk_norm: Any = None, shared_hidden_dim: int = 0) ->
     return DecoderConfig(**common, dense_layers=dense_layers, mlp_hidden_dim=dense_dim, moe=moe)
 
 
-def _mixtral(fields: Fields) -> DecoderConfig:
-    _plain_rope(fields)
+def _no_windows(fields: Fields) -> None:
+    fields.refuse("use_sliding_window", fields.get("use_sliding_window", False))
+    kinds = fields.get("layer_types", [])
+    fields.refuse("layer_types", any(kind != "full_attention" for kind in kinds))
+
+
+def _dense(fields: Fields, *, qk_norm: Any = None) -> DecoderConfig:
+    _no_windows(fields)
+    common = _common(fields) | dict(qk_norm=qk_norm)
+    return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
+
+
+def _dense_qwen3(fields: Fields) -> DecoderConfig:
+    fields.values["head_dim"] = fields.get("head_dim", 128)
+    return _dense(fields, qk_norm="head")
+
+
+def _mistral(fields: Fields) -> DecoderConfig:
+    fields.values.setdefault("sliding_window", 4096)
+    common = _common(fields) | dict(windows=_windows(fields, [True]))
+    return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
+
+
+def _windows(fields: Fields, has_one: Sequence[bool]) -> tuple[int, ...]:
+    """The windows of layers, as short as they repeat; () where none hides a token of a row."""
     window, length = fields.get("sliding_window", None), fields.need("max_position_embeddings")
-    fields.refuse("sliding_window", window is not None and window < length)
+    if window is None or window >= length or not any(has_one):
+        return ()
+    if not window:
+        raise ValueError("config.json sliding_window (0) must be >= 1 or null: correct it")
+    n, layers = len(has_one), range(len(has_one))
+    period = next(p for p in range(1, n + 1) if all(has_one[i] == has_one[i % p] for i in layers))
+    return tuple(window if one else 0 for one in has_one[:period])
+
+
+def _mixtral(fields: Fields) -> DecoderConfig:
     fields.refuse("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
-    common = _common(fields)
+    common = _common(fields) | dict(windows=_windows(fields, [True]))
     return DecoderConfig(**common, moe=_softmax_moe(fields, "intermediate_size", True, 0.001))
 
 
 def _olmoe(fields: Fields) -> DecoderConfig:
-    _plain_rope(fields)
     common, normalizes = _common(fields), fields.get("norm_topk_prob", False)
     moe = _softmax_moe(fields, "intermediate_size", normalizes, 0.01)
     return DecoderConfig(**common, qk_norm="full", moe=moe)
 
 
+def _gpt_oss(fields: Fields) -> DecoderConfig:
+    """Without a balance loss: no training adds the published coefficient of 0.9."""
+    fields.values.setdefault("sliding_window", 128)
+    num_layers, kinds = fields.need("num_hidden_layers"), fields.get("layer_types", ())
+    kinds = kinds or [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]
+    is_known = all(kind in ("sliding_attention", "full_attention") for kind in kinds)
+    fields.refuse("layer_types", not is_known or len(kinds) != num_layers)
+    windows = _windows(fields, [kind == "sliding_attention" for kind in kinds])
+    moe = MoEConfig(
+        dim=fields.need("hidden_size"),
+        hidden_dim=fields.need("intermediate_size"),
+        num_experts=fields.need("num_experts"),
+        top_k=fields.need("num_experts_per_tok"),
+        score_order="post",
+        router_bias=True,
+        activation="clamped_swiglu",
+        activation_limit=float(fields.get("swiglu_limit", 7.0)),
+        activation_alpha=float(fields.get("swiglu_alpha", 1.702)),
+        fc1_bias=True,
+        fc2_bias=True,
+    )
+    return DecoderConfig(**_common(fields), windows=windows, attention_sinks=True, moe=moe)
+
+
 def _deepseek_v3(fields: Fields) -> DecoderConfig:
-    for name, only in (
-        ("moe_layer_freq", 1),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("rope_interleave", True),
-    ):
+    _refuse_others(fields, scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
+    return _first_dense(fields, _latent(fields), _sigmoid_choice(fields))
+
+
+def _deepseek_v2(fields: Fields) -> DecoderConfig:
+    _refuse_others(fields, scoring_func="softmax", norm_topk_prob=False)
+    method = fields.get("topk_method", "greedy")
+    fields.refuse("topk_method", method not in ("greedy", "group_limited_greedy"))
+    groups: dict[str, Any] = {}
+    if method == "group_limited_greedy":
+        groups = dict(num_groups=fields.need("n_group"), top_groups=fields.need("topk_group"))
+        if groups["top_groups"] < groups["num_groups"]:
+            groups["group_experts"] = 1
+    scope = "sequence_coef" if fields.get("seq_aux", True) else "micro_batch_coef"
+    coef = float(fields.get("aux_loss_alpha", 0.001))
+    balance: Any = {scope: coef}
+    choice = dict(normalize_weights=False, balance=BalanceConfig(**balance), **groups)
+    return _first_dense(fields, _latent(fields), choice)
+
+
+def _glm4_moe(fields: Fields) -> DecoderConfig:
+    fields.values["partial_rotary_factor"] = fields.get("partial_rotary_factor", 0.5)
+    attention = _common(fields) | dict(qk_norm="head" if fields.get("use_qk_norm", False) else None)
+    return _first_dense(fields, attention, _sigmoid_choice(fields))
+
+
+def _refuse_others(fields: Fields, **known: Any) -> None:
+    """Refuse other values of fields, where they are given, than the one that is known."""
+    for name, only in {"moe_layer_freq": 1, **known}.items():
         fields.refuse(name, fields.get(name, only) != only)
-    num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
-    num_mtp = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
-    F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
+
+
+def _latent(fields: Fields) -> dict[str, Any]:
+    """What `_common` returns, of latent attention."""
     mla = MLAConfig(
         q_lora_rank=fields.get("q_lora_rank", 0),
         kv_lora_rank=fields.need("kv_lora_rank"),
@@ -275,42 +263,59 @@ def _deepseek_v3(fields: Fields) -> DecoderConfig:
         v_head_dim=fields.need("v_head_dim"),
         yarn=_yarn(fields),
     )
-    common = _common(fields) | dict(head_dim=mla.qk_head_dim, mla=mla)
-    common["num_kv_heads"] = common["num_heads"]
-    common |= dict(num_mtp_layers=num_mtp, mtp_loss_coef=MTP_LOSS_COEF if num_mtp else 0.0)
+    common = _common(fields)
+    heads = dict(head_dim=mla.qk_head_dim, num_kv_heads=common["num_heads"])
+    return common | heads | dict(mla=mla, yarn=None)
+
+
+def _sigmoid_choice(fields: Fields) -> dict[str, Any]:
+    """Arguments of MoEConfig: DeepSeek-V3's router."""
+    return dict(
+        score_function="sigmoid",
+        normalize_weights=fields.get("norm_topk_prob", True),
+        num_groups=fields.get("n_group", 1),
+        top_groups=fields.get("topk_group", 1),
+        expert_bias=True,
+        # Not in the config: the papers' values for the start of pretraining, as in the presets.
+        balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
+    )
+
+
+def _first_dense(
+    fields: Fields, attention: dict[str, Any], choice: dict[str, Any]
+) -> DecoderConfig:
+    """A decoder with its first layers dense, shared experts, and multi-token prediction."""
+    num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
+    num_mtp = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
+    F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
+    attention |= dict(num_mtp_layers=num_mtp, mtp_loss_coef=MTP_LOSS_COEF if num_mtp else 0.0)
     if first >= num_layers:
-        return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
+        return DecoderConfig(**attention, mlp_hidden_dim=fields.need("intermediate_size"))
     return DecoderConfig(
-        **common,
+        **attention,
         dense_layers=tuple(range(first)),
         mlp_hidden_dim=fields.need("intermediate_size") if first else 0,
         moe=MoEConfig(
-            dim=common["dim"],
+            dim=attention["dim"],
             hidden_dim=F_,
             num_experts=fields.need("n_routed_experts"),
             top_k=fields.need("num_experts_per_tok"),
-            score_function="sigmoid",
-            normalize_weights=fields.get("norm_topk_prob", True),
             routed_scaling_factor=float(fields.get("routed_scaling_factor", 1.0)),
-            num_groups=fields.get("n_group", 1),
-            top_groups=fields.get("topk_group", 1),
-            expert_bias=True,
             shared_hidden_dim=F_ * shared,
-            # Not in the config: the paper's values for the start of pretraining, as in the preset.
-            balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
+            **choice,
         ),
     )
 
 
 def _yarn(fields: Fields) -> YarnConfig | None:
-    """DeepSeek-V3's YaRN; without both scales transformers takes 1 and 0."""
+    """YaRN; without both scales transformers takes 1 and 0."""
     rope = fields.rope()
     kind = rope["rope_type"]
     fields.refuse("rope_type", kind not in (*PLAIN, "yarn"), kind)
     if kind in PLAIN:
         return None
-    for name in ("attention_factor", "truncate"):
-        fields.refuse(name, rope.get(name) not in (None, name == "truncate"), rope.get(name))
+    factor = rope.get("attention_factor")
+    fields.refuse("attention_factor", factor is not None, factor)
     if rope.get("original_max_position_embeddings") is None:
         fields.need("rope_scaling.original_max_position_embeddings")
     original = rope["original_max_position_embeddings"]
@@ -324,13 +329,14 @@ def _yarn(fields: Fields) -> YarnConfig | None:
         beta_slow=float(rope.get("beta_slow") or 1.0),
         mscale=float(mscale) if all_dim else 1.0,
         mscale_all_dim=float(all_dim),
+        truncate=rope.get("truncate") is not False,
     )
 
 
 def _stored_mtp(path: Path, fields: Fields) -> dict[str, int]:
     """How many layers of the files lie behind the last one; {} without weights."""
     path = path if path.is_dir() else path.parent
-    if fields.model_type != "deepseek_v3" or not (
+    if fields.model_type not in MTP_TYPES or not (
         (path / INDEX).is_file() or (path / SINGLE).is_file()
     ):
         return {}
@@ -346,6 +352,14 @@ FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+    "deepseek_v2": _deepseek_v2,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "qwen3": _dense_qwen3,
+    "qwen2": _dense,
+    "llama": _dense,
+    "mistral": _mistral,
 }
 
 
@@ -357,7 +371,7 @@ def config_problems(
 ) -> list[str]:
     """Return the fields of a config.json that are not those of the model, one line each."""
     # Where the native decoder can be both models, their native configs are compared, however a
-    # config.json spells them. Other models (gpt-oss) are compared where both name a field.
+    # config.json spells them. Other models are compared where both name a field.
     if isinstance(model, Mapping) and "model_type" in model:
         kind, wanted = values.get("model_type"), model["model_type"]
         if kind != wanted:

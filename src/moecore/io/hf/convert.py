@@ -25,16 +25,11 @@ from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, layout_of
 from moecore.io.checkpoint.store import verify
 from moecore.io.hf.collect import Collector, Item, put
-from moecore.io.hf.config import HFConfig, config_problems, decoder_config_from_hf, read_config
-from moecore.io.hf.export import (
-    ExportLayout,
-    check_target,
-    fill_shards,
-    make_items,
-    names_of,
-    write_directory,
-)
+from moecore.io.hf.config import config_problems, decoder_config_from_hf
+from moecore.io.hf.config_fields import HFConfig, read_config
+from moecore.io.hf.export import check_target, fill_shards, write_directory
 from moecore.io.hf.export_config import finish_config
+from moecore.io.hf.export_plan import ExportLayout, make_items, names_of
 from moecore.io.hf.files import CONFIG, Box, HFFiles, common_part, listed, read_json
 from moecore.io.hf.names import (
     EMBEDDING,
@@ -232,7 +227,8 @@ def _wrapper_of(names: Collection[str]) -> str:
 
 def _is_decoder(names: Collection[str]) -> bool:
     """Whether names are the native decoder's; a dense one's are those of transformers too."""
-    return any(".mlp.experts.w1" in name or name.startswith("mtp.") for name in names)
+    own = (".mlp.experts.w1", ".self_attn.o_bias")
+    return any(name.endswith(own) or name.startswith("mtp.") for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,16 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moecore.base.fields import NumBytes, check_arguments
-from moecore.families.kept_fp32 import keeps_fp32
-from moecore.families.transformers.lora import adapted, trained_copies, without_adapters
 from moecore.io.checkpoint.files import sync, write_new
 from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.checkpoint.ranks import (
@@ -40,20 +38,10 @@ from moecore.io.checkpoint.ranks import (
 )
 from moecore.io.checkpoint.shard_file import FileLayout, ShardWriter, layout_of
 from moecore.io.hf.collect import Collector, ErrorKeeper, Item, RankCollector
-from moecore.io.hf.config import HFConfig
-from moecore.io.hf.export_check import check_tied, checked_reader
-from moecore.io.hf.export_config import export_config
+from moecore.io.hf.config_fields import HFConfig
+from moecore.io.hf.export_plan import ExportLayout, plan_export
 from moecore.io.hf.files import CONFIG, INDEX, SINGLE
 from moecore.io.hf.lora import refuse_unmerged
-from moecore.io.hf.names import HEAD, FileRecipe, HFLayout, hf_plan
-from moecore.io.hf.stock import shapes_of, written_plan
-from moecore.io.hf.target import model_copies, model_tensors
-from moecore.io.hf.upcycled import shared_of_no_size
-from moecore.models.decoder import Decoder
-from moecore.parallel.across import find_stages
-from moecore.precision.stored import refuse_stored
-
-ExportLayout = Literal["per_expert", "fused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +70,8 @@ def export_hf(
     """Write a model as a Hugging Face directory. Collective.
 
     transformers' `from_pretrained` and `load_hf` read it. The tokenizer's files are not the
-    model's: copy them beside it.
+    model's: copy them beside it. Of pipeline stages all write one directory. Experts that are
+    stored in FP8 alone are written as the values that products read, in their dtype.
 
     Args:
         model: a `moecore.models.Decoder`, a transformers model, or a PeftModel of one with merged
@@ -102,37 +91,21 @@ def export_hf(
             transformers model without all parameters of its class or with others (a part of one,
             one that was upcycled into what no class computes), adapters that are not merged;
             before anything is written.
-        NotImplementedError: when the layout has no name for a tensor, or for pipeline stages.
+        NotImplementedError: when the layout has no name for a tensor.
         OSError: on every rank, when one could not write; nothing is left behind.
     """
     check_arguments(export_hf, locals())
     started, path, meter = time.monotonic(), Path(path), Meter(progress)
 
-    def planned() -> tuple[
-        dict[str, Tensor], dict[str, FileRecipe], list[list[Item]], dict[str, Any]
-    ]:
-        stages = find_stages(model)[1]
-        if stages is not None:
-            raise NotImplementedError(
-                f"ParallelConfig.pp ({stages.pp}) must be 1 to export: save a checkpoint, and use "
-                "`moecore checkpoint convert`"
-            )
+    def checked() -> None:
         check_target(path, dtype)
         refuse_unmerged(model)
-        refuse_stored(model, "exported")
-        base = adapted(model)
-        values = export_config(base, config)
-        found = model_tensors(base)
-        tensors = without_adapters(base, found) | trained_copies(base, found)
-        tensors |= shared_of_no_size(base, values, tensors)
-        recipes = _complete_plan(base, tensors, values, names_of(layout, values))
-        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        items = make_items(dtypes, recipes, model_copies(base), dtype, keeps_fp32(base, dtype))
-        return tensors, recipes, fill_shards(list(items), max_shard_bytes), values
 
-    tensors, recipes, shards, values = on_every_rank(planned)
-    collector = RankCollector(tensors, recipes, itertools.chain(*shards))
-    write_directory(path, shards, values, collector, meter)
+    on_every_rank(checked)
+    plan = plan_export(model, config, dtype, layout)
+    shards = fill_shards(plan.items, max_shard_bytes)
+    collector = RankCollector(plan.tensors, plan.holders, plan.items, plan.device)
+    write_directory(path, shards, plan.values, collector, meter)
     return ExportReport(
         tensors=sum(map(len, shards)),
         shards=len(shards),
@@ -141,22 +114,6 @@ def export_hf(
         peak_bytes=collector.peak_bytes,
         seconds=time.monotonic() - started,
     )
-
-
-def _complete_plan(
-    model: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, Any], layout: HFLayout
-) -> dict[str, FileRecipe]:
-    """Return what a model's files are made of; refuse what would not give the model back."""
-    if isinstance(model, Decoder):
-        recipes = hf_plan(model.config, layout)
-    else:
-        shapes = shapes_of(tensors)
-        recipes = written_plan(checked_reader(model, values, shapes), shapes, layout)
-    check_tied(tensors, model_copies(model))
-    for name in recipes:
-        if tensors[name].is_meta:
-            raise ValueError(f"{name} (meta) must have storage to be written: load it first")
-    return recipes
 
 
 def write_directory(
@@ -199,41 +156,16 @@ def check_target(path: Path, dtype: torch.dtype | None) -> None:
     """Raise ValueError for a directory that is there, or a dtype that would quantise."""
     if path.exists():
         raise ValueError(f"path ({path}) must not exist yet: choose another, or remove it")
+    check_dtype(dtype)
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise ValueError for a dtype that would quantise."""
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
         raise ValueError(
-            f"dtype ({dtype!r}) must be a float of 16 bits or more, a torch.dtype, or None: export "
-            "quantises nothing"
+            f"dtype ({dtype!r}) must be a float of 16 bits or more, a torch.dtype, or None: "
+            "nothing is quantised here"
         )
-
-
-def names_of(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
-    """Return the names of a native decoder's files; Mixtral has its own."""
-    mixtral = config.get("model_type") == "mixtral"
-    return "mixtral" if mixtral and layout == "per_expert" else layout
-
-
-def make_items(
-    dtypes: Mapping[str, torch.dtype],
-    recipes: Mapping[str, FileRecipe],
-    copies: Mapping[str, str],
-    dtype: torch.dtype | None,
-    keeps: Callable[[str], bool],
-) -> Iterator[Item]:
-    """Yield what to write, in model order; DeepSeek-V3's copies last, a tied head not at all."""
-    found: dict[str, Item] = {}
-    for name, recipe in recipes.items():
-        if name == HEAD and HEAD in copies:
-            continue
-        cast = dtypes[name].is_floating_point and not keeps(name)
-        kept = dtype if cast and dtype is not None else dtypes[name]
-        for piece in recipe.pieces:
-            item = found.get(piece.name, Item(piece.name, piece.stored, kept, ()))
-            wide = torch.promote_types(item.dtype, kept)  # of one tensor, so it holds all values
-            found[piece.name] = replace(item, dtype=wide, parts=(*item.parts, (name, piece)))
-    yield from found.values()
-    for copy, original in copies.items():
-        if copy != HEAD:
-            yield replace(found[original], name=copy)
 
 
 def fill_shards(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]:

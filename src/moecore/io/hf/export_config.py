@@ -9,13 +9,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 from moecore.io.checkpoint.config_differences import TRAINING, training_only
-from moecore.io.hf.config import (
-    MTP_KEYS,
-    HFConfig,
-    config_problems,
-    decoder_config_from_hf,
-    read_config,
-)
+from moecore.io.hf.config import MTP_KEYS, config_problems, decoder_config_from_hf
+from moecore.io.hf.config_fields import HFConfig, read_config
 from moecore.io.hf.stock import transformers_class
 from moecore.io.hf.upcycled import upcycled_config
 from moecore.models.config import DecoderConfig
@@ -27,6 +22,14 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
 }
 
 

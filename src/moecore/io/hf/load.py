@@ -32,6 +32,7 @@ from moecore.io.hf.quant import FP8, TensorSource, find_sources, viewed
 from moecore.io.hf.stock import published_shapes, reader_of, stock_plan
 from moecore.io.hf.target import (
     first_ignored_layer,
+    holding_of,
     local_part,
     model_copies,
     model_tensors,
@@ -314,11 +315,11 @@ def _fill(
     local = local_part(target)
     if local.numel() == 0:
         return
-    indices = global_indices(target)
+    holding = holding_of(global_indices(target))
     for piece in recipe.pieces:
         source = viewed(sources[piece.name], piece)
         most = CHUNK_BYTES // source.dtype.itemsize
-        for overlap in overlaps(indices, piece, recipe.shape, max_numel=most):
+        for overlap in overlaps(holding, piece, recipe.shape, max_numel=most):
             part = local[overlap.target]
             part.copy_(source.read(files, overlap.source).view(part.shape))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -28,13 +28,12 @@ from torch.distributed.tensor import DTensor
 from moecore.base.fields import check_arguments
 from moecore.families.transformers.lora import (
     adapted,
-    from_peft,
     is_tuner_layer,
     refuse_unmerging,
-    to_peft,
 )
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.stages import is_first_of_stage
+from moecore.io.hf.names import FileView, TensorPiece
 from moecore.io.hf.target import local_part
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
@@ -48,12 +47,42 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """A tensor of an adapter, and how a file holds it."""
+    """A tensor of an adapter, and the tensor of peft's files that has its elements."""
 
     tensor: Tensor
-    shape: tuple[int, ...]
-    to_file: Callable[[Tensor], Tensor]
-    from_file: Callable[[Tensor], Tensor]
+    piece: TensorPiece
+
+    def to_file(self, whole: Tensor) -> Tensor:
+        """Return the file's tensor of the whole one."""
+        if self.piece.view is None:
+            return whole.reshape(self.piece.stored)
+        stored = whole.new_empty(self.piece.stored)
+        self.piece.view.of(stored).copy_(whole)
+        return stored
+
+    def from_file(self, stored: Tensor) -> Tensor:
+        """Return the whole tensor of the file's one."""
+        view = self.piece.view
+        return (stored if view is None else view.of(stored)).reshape(self.tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """What a layer's active adapters add to one weight."""
+
+    weight: Tensor
+    layer: Any  # of peft
+    add: Callable[[Tensor], None]  # to a tensor like this rank's part of the weight; collective
+
+    def inputs(self) -> list[Tensor]:
+        """Return A and B of these adapters."""
+        owners: list[Any] = [getattr(self.layer, kind) for kind in self.layer.adapter_layer_names]
+        found = [owner[n] for n in _waiting(self.layer) for owner in owners if n in owner]
+        return [one if isinstance(one, Tensor) else one.weight for one in found]
+
+    def factors(self) -> tuple[float, ...]:
+        """Return what their products are multiplied by."""
+        return tuple(self.layer.scaling[name] for name in _waiting(self.layer))
 
 
 @torch.no_grad()
@@ -118,7 +147,7 @@ def save_adapters(
     for name, one in stored.items():
         tensor = _whole(one.tensor)
         if keeps:
-            whole[name] = one.to_file(tensor).reshape(one.shape).contiguous().cpu()
+            whole[name] = one.to_file(tensor).contiguous().cpu()
     if stages is not None:
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(whole, of_ranks if is_first_rank() else None)
@@ -174,8 +203,8 @@ def _fitting(
         if key in written and written[key] != getattr(own, key):
             problems.append(f"{key} ({written[key]!r}) must be {getattr(own, key)!r}")
     for name, one in stored.items():
-        if name in found and tuple(found[name].shape) != one.shape:
-            problems.append(f"{name} {tuple(found[name].shape)} must be {one.shape}")
+        if name in found and tuple(found[name].shape) != one.piece.stored:
+            problems.append(f"{name} {tuple(found[name].shape)} must be {one.piece.stored}")
         if one.tensor.is_meta:
             problems.append(f"{name} has no storage in the model: call to_empty first")
     if problems:
@@ -210,19 +239,23 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, StoredAdapter]:
     named: dict[str, Tensor] = get_peft_model_state_dict(
         model, state_dict=own, adapter_name=adapter, save_embedding_layers=False
     )
-    as_is = (_same, _same)
-    stored = {clean_name(n): StoredAdapter(t, tuple(t.shape), *as_is) for n, t in named.items()}
+    stored = {clean_name(name): _stored(clean_name(name), t, t.shape) for name, t in named.items()}
     updates: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LowRank)}
     for path, update in updates.items():
         path = clean_name(path)
         home = path.rpartition(".lora.")[0] + ".base_layer" * update.depth
         a, b = stored.pop(f"{path}.lora_A").tensor, stored.pop(f"{path}.lora_B").tensor
         (E, r, i), o = a.shape, b.shape[1]
-        split = partial(torch.unflatten, dim=0, sizes=(E, -1))
-        stored[f"{home}.lora_A.weight"] = StoredAdapter(a, (E * r, i), _same, split)
-        turned = partial(from_peft, num_experts=E)
-        stored[f"{home}.lora_B.weight"] = StoredAdapter(b, (o, r * E), to_peft, turned)
+        name = f"{home}.lora_A.weight"
+        stored[name] = _stored(name, a, (E * r, i))
+        name, shape = f"{home}.lora_B.weight", (o, r * E)  # experts are the last dim
+        view = FileView(shape, (0, 0), ((1, E, 1), (0, o, 1), (1, r, E)))
+        stored[name] = StoredAdapter(b, TensorPiece(name, (), (E, o, r), view))
     return stored
+
+
+def _stored(name: str, tensor: Tensor, shape: Sequence[int]) -> StoredAdapter:
+    return StoredAdapter(tensor, TensorPiece(name, (), tuple(shape)))
 
 
 def _refuse_unwritten(model: nn.Module) -> None:
@@ -238,10 +271,6 @@ def _refuse_unwritten(model: nn.Module) -> None:
             "LoraConfig.modules_to_save, or, as with a router, save the whole model (Saver, or "
             "merge_adapters and export_hf)"
         )
-
-
-def _same(whole: Tensor) -> Tensor:
-    return whole
 
 
 def _write(model: nn.Module, path: Path, adapter: str, whole: dict[str, Tensor]) -> None:
@@ -302,14 +331,29 @@ def merge_adapters(model: nn.Module) -> None:
     on_every_rank(lambda: _check(model))
     refuse_stored(model, "merged")
     drop_step(model)
+    for merge in merges(model):
+        merge.add(local_part(merge.weight))
+        merge.layer.merged_adapters += _waiting(merge.layer)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.reader.drop_copies()
+    refuse_unmerging(model)
+
+
+def merges(model: nn.Module) -> list[Merge]:
+    """Return what forward adds to each weight; raises for kinds that cannot be added to it."""
+    for waiting in unmerged(model).values():
+        _check_kind(waiting)
+    found = []
     for module in model.modules():
         if isinstance(module, Experts):
             for name, update in module.updates.items():
-                _merge_experts(module, name, update)  # type: ignore[arg-type]
-            module.reader.drop_copies()
+                add = partial(_add_to_experts, module, name, update)
+                found.append(Merge(getattr(module, name), update, add))
         elif is_tuner_layer(module) and not isinstance(module, LowRank):
-            _merge_dense(module)
-    refuse_unmerging(model)
+            layer: Any = module
+            found.append(Merge(layer.get_base_layer().weight, layer, partial(_add_to_dense, layer)))
+    return [merge for merge in found if _waiting(merge.layer)]
 
 
 def refuse_unmerged(model: nn.Module) -> None:
@@ -364,7 +408,7 @@ def _waiting(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in held]
 
 
-def _merge_dense(layer: Any) -> None:
+def _add_to_dense(layer: Any, local: Tensor) -> None:
     for adapter in _waiting(layer):
         if _weight_kind(layer) == "linear":
             a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
@@ -373,21 +417,18 @@ def _merge_dense(layer: Any) -> None:
         delta = (_whole(b) @ _whole(a)) * layer.scaling[adapter]
         if _weight_kind(layer) == "embedding" or layer.fan_in_fan_out:
             delta = delta.T
-        weight = layer.get_base_layer().weight
-        local_part(weight).add_(_select(delta, global_indices(weight)))
-        layer.merged_adapters.append(adapter)
+        local.add_(_select(delta, global_indices(layer.get_base_layer().weight)))
 
 
-def _merge_experts(experts: Experts, name: str, update: Any) -> None:
+def _add_to_experts(experts: Experts, name: str, update: Any, local: Tensor) -> None:
     weight = getattr(experts, name)
-    local, (own, *rest) = local_part(weight), global_indices(weight)
+    own, *rest = global_indices(weight)
     for adapter in _waiting(update):
         a_ErI, b_EOr = _whole(update.lora_A[adapter]), _whole(update.lora_B[adapter])
         for place, e in enumerate(own.tolist()):  # one expert at a time: its matrix is formed
             delta = (b_EOr[e] @ a_ErI[e]) * update.scaling[adapter]
             delta = delta.T if experts.layout.transposed else delta
             local[place].add_(_select(delta.reshape(weight.shape[1:]), rest))
-        update.merged_adapters.append(adapter)
 
 
 def _select(whole: Tensor, indices: list[Tensor]) -> Tensor:

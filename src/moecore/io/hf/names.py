@@ -2,8 +2,8 @@
 
 Legend: E experts, D model dim, F hidden dim of an expert.
 
-Readers and writers of files follow the plan one tensor at a time. Only MoE layers and multi-token
-prediction differ in names:
+Readers and writers of files follow the plan one tensor at a time. Only MoE layers, the bias of
+attention's output and multi-token prediction differ in names:
 
 | native | "fused" | "per_expert" | "mixtral" |
 | --- | --- | --- | --- |
@@ -11,6 +11,17 @@ prediction differ in names:
 | mlp.experts.w1[3, 0] | ...gate_up_proj[3, :F] | ...3.gate_proj.weight | ...3.w1.weight |
 | mlp.experts.w1[3, 1] | ...gate_up_proj[3, F:] | ...3.up_proj.weight | ...3.w3.weight |
 | mlp.experts.w2[3] | ...down_proj[3] | ...3.down_proj.weight | ...3.w2.weight |
+
+gpt-oss has one layout: matrices with inputs first, gate and up in turn, and a bias with each.
+
+| native | gpt-oss |
+| --- | --- |
+| mlp.router.weight, mlp.router.bias | the same |
+| mlp.experts.w1[3, 0] | mlp.experts.gate_up_proj[3, :, 0::2] transposed |
+| mlp.experts.w1[3, 1] | mlp.experts.gate_up_proj[3, :, 1::2] transposed |
+| mlp.experts.w2[3] | mlp.experts.down_proj[3] transposed |
+| mlp.experts.b1[3, 0] | mlp.experts.gate_up_proj_bias[3, 0::2] |
+| mlp.experts.b2 | mlp.experts.down_proj_bias |
 
 "fused" is what transformers >= 5 holds in memory; the other two are what is published: Mixtral's,
 and that of all other families. DeepSeek-V3 keeps multi-token prediction behind its last layer
@@ -124,7 +135,9 @@ def _pieces(
     prefix, _, part = path.partition(".mlp.")
     if not part or part in DENSE_NAMES:
         return (TensorPiece(path, (), shape),)
-    routed = routed_pieces(path, shape, layout)
+    assert config.moe is not None, "the tensor is part of an MoE layer"
+    is_gpt_oss = config.moe.activation == "clamped_swiglu" and layout != "mixtral"
+    routed = (_gpt_oss_pieces if is_gpt_oss else routed_pieces)(path, shape, layout)
     if routed:
         return routed
     where = f"{prefix}.mlp"
@@ -135,9 +148,9 @@ def _pieces(
         if pieces:
             return pieces
     raise NotImplementedError(
-        f"{name} {shape} must have a Hugging Face name in layout ({layout!r}), but Mixtral, OLMoE, "
-        "Qwen3-MoE, Qwen2-MoE and DeepSeek-V3 have no such tensor: keep the native names, or "
-        "choose another layout"
+        f"{name} {shape} must have a Hugging Face name in layout ({layout!r}), but no family "
+        "of decoder_config_from_hf has such a tensor: keep the native names, or choose another "
+        "layout"
     )
 
 
@@ -163,8 +176,37 @@ def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[
     )
 
 
+def _gpt_oss_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[TensorPiece, ...]:
+    """The piece of a tensor of gpt-oss's routers and routed experts; () for other names."""
+    where, _, part = name.rpartition(".mlp.")
+    if part in ("router.weight", "router.bias"):
+        return (TensorPiece(name, (), shape),)
+    stored: tuple[int, ...]
+    dims: tuple[ViewDim, ...]
+    if part == "experts.w1":  # [E, 2, F, D]
+        E, _, F, D = shape
+        their, stored, dims = (
+            "gate_up_proj",
+            (E, D, 2 * F),
+            ((0, E, 1), (2, 2, 1), (2, F, 2), (1, D, 1)),
+        )
+    elif part == "experts.b1":  # [E, 2, F]
+        E, _, F = shape
+        their, stored, dims = "gate_up_proj_bias", (E, 2 * F), ((0, E, 1), (1, 2, 1), (1, F, 2))
+    elif part == "experts.w2":  # [E, D, F]
+        E, D, F = shape
+        their, stored, dims = "down_proj", (E, F, D), ((0, E, 1), (2, D, 1), (1, F, 1))
+    elif part == "experts.b2":
+        return (TensorPiece(f"{where}.mlp.experts.down_proj_bias", (), shape),)
+    else:
+        return ()
+    view = FileView(stored, (0,) * len(stored), tuple(dim for dim in dims if dim[1] > 1))
+    return (TensorPiece(f"{where}.mlp.experts.{their}", (), shape, view),)
+
+
 def _outer_name(name: str, config: DecoderConfig) -> str:
     """The name outside of an MoE layer: multi-token prediction comes after the last layer."""
+    name = name.replace(".self_attn.o_bias", ".self_attn.o_proj.bias")
     found = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
     if found is None:
         return name
@@ -179,7 +221,7 @@ def _shared_pieces(
 ) -> tuple[TensorPiece, ...]:
     """The sources of a shared expert: with a gate those of Qwen2-MoE, without DeepSeek-V3's."""
     moe = config.moe
-    assert moe is not None, "the tensor is part of an MoE layer"
+    assert moe is not None, "as above"
     if not moe.gated or (moe.shared_gate and moe.num_shared_experts > 1):
         return ()  # one gate per expert has no name
     name = f"{where}.{'shared_expert' if moe.shared_gate else 'shared_experts'}"

@@ -32,7 +32,7 @@ from moecore.io.hf.collect import Item
 from moecore.io.hf.export import fill_shards, in_file_order
 from moecore.io.hf.files import BoxReader, listed
 from moecore.io.hf.names import FileRecipe, hf_copies
-from moecore.io.hf.quant import TensorSource
+from moecore.io.hf.quant import TensorSource, viewed
 from moecore.io.hf.verify import copy_problems, plan_problems
 from moecore.models.config import DecoderConfig
 
@@ -180,7 +180,7 @@ def _add(
 ) -> None:
     """Append a tensor part by part; a recipe's pieces follow each other in it."""
     for piece in recipe.pieces:
-        source = sources[piece.name]
+        source = viewed(sources[piece.name], piece)
         rows = piece.shape[0] if piece.shape else 1
         step = max(1, CHUNK_BYTES // max(1, math.prod(piece.shape[1:]) * 4))
         for first in range(0, rows, step):

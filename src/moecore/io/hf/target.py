@@ -16,9 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from moecore.base.torch_names import local_of
+from moecore.io.hf.config import MTP_TYPES
 from moecore.io.hf.names import EMBEDDING, HEAD, TensorPiece, hf_copies
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name
+
+Runs = tuple[tuple[int, int], ...]  # of neighbouring indices: (first, length)
+Holding = tuple[Runs, ...]  # what a shard holds, per dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def model_copies(model: nn.Module) -> dict[str, str]:
 
 def first_ignored_layer(model: nn.Module) -> int | None:
     """Return the layer from which files may hold more than a model has; None = none."""
-    if isinstance(model, Decoder) or _config(model).model_type != "deepseek_v3":
+    if isinstance(model, Decoder) or _config(model).model_type not in MTP_TYPES:
         return None
     return _config(model).num_hidden_layers  # then multi-token prediction, not in transformers
 
@@ -70,21 +74,26 @@ def local_part(tensor: Tensor) -> Tensor:
     return local_of(tensor).detach()
 
 
+def holding_of(indices: Sequence[Tensor]) -> Holding:
+    """Return the runs of the global indices that a shard holds per dim."""
+    return tuple(tuple(_runs(index)) for index in indices)
+
+
 def overlaps(
-    indices: Sequence[Tensor], piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
+    holding: Holding, piece: TensorPiece, shape: Sequence[int], *, max_numel: int = 1 << 62
 ) -> Iterator[PieceOverlap]:
     """Yield the boxes that a shard and a piece have in common; together they are all of it."""
     # A box has at most `max_numel` elements, where its first dim allows it. Example: [E=4, 2, F=4,
-    # D=1] cut over F, this rank has columns 2 and 3 (`indices` per dim); the piece "fused" is [4,
-    # 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0:1, 0:2, 0:1] and [0:4, 6:8, 0:1] -> [0:4, 1:2,
-    # 0:2, 0:1].
+    # D=1] cut over F, this rank has columns 2 and 3 (runs per dim: (0, 4), (0, 2), (2, 2), (0, 1));
+    # the piece "fused" is [4, 8, 1]. The boxes are [0:4, 2:4, 0:1] -> [0:4, 0:1, 0:2, 0:1] and
+    # [0:4, 6:8, 0:1] -> [0:4, 1:2, 0:2, 0:1].
     per_dim: list[list[tuple[int, int, int]]] = []  # runs of (in the region, in the shard, length)
     sizes: list[int] = []
-    for index, part in zip(indices, piece.box_in(shape), strict=True):
-        place = ((index >= part.start) & (index < part.stop)).nonzero().flatten()
-        if not place.numel():
+    for held, part in zip(holding, piece.box_in(shape), strict=True):
+        common = list(_common_runs(held, part))
+        if not common:
             return
-        per_dim.append(_double_runs(index[place] - part.start, place))
+        per_dim.append(common)
         sizes.append(part.stop - part.start)
     groups = _groups(sizes, piece.shape)
     for d in {d for group in groups for d in group[:-1]}:
@@ -124,13 +133,20 @@ def _merged(runs: Sequence[tuple[int, int, int]], sizes: list[int], group: list[
     return slice(start, start + runs[group[-1]][2])
 
 
-def _double_runs(first: Tensor, second: Tensor) -> list[tuple[int, int, int]]:
-    """Runs in which both lists rise by one: (start in first, start in second, length)."""
-    if not first.numel():
-        return []
-    breaks = ((first.diff() != 1) | (second.diff() != 1)).nonzero().flatten().add(1).tolist()
-    edges = [0, *breaks, first.numel()]
-    return [(int(first[a]), int(second[a]), b - a) for a, b in itertools.pairwise(edges)]
+def _common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
+    """Yield what runs of a shard have of a range: (start in the range, in the shard, length)."""
+    at = 0
+    for first, length in runs:
+        start, stop = max(first, part.start), min(first + length, part.stop)
+        if start < stop:
+            yield start - part.start, at + start - first, stop - start
+        at += length
+
+
+def _runs(index: Tensor) -> Iterator[tuple[int, int]]:
+    if index.numel():
+        edges = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), index.numel()]
+        yield from ((int(index[a]), b - a) for a, b in itertools.pairwise(edges))
 
 
 def _split(runs: list[tuple[int, int, int]], most: int) -> list[tuple[int, int, int]]:

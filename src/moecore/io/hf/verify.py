@@ -16,7 +16,8 @@ import torch
 
 from moecore.io.checkpoint.ranks import rank_and_world
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES
-from moecore.io.hf.config import KIND_OF, MTP_KEYS, HFConfig, decoder_config_from_hf
+from moecore.io.hf.config import MTP_KEYS, decoder_config_from_hf
+from moecore.io.hf.config_fields import KIND_OF, HFConfig
 from moecore.io.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
 from moecore.io.hf.names import FileRecipe, find_layout, hf_copies, hf_plan
 from moecore.io.hf.quant import TensorSource, find_sources
@@ -67,7 +68,7 @@ def plan_problems(
     sources: Mapping[str, Shaped], plan: Mapping[str, FileRecipe], copies: Mapping[str, str]
 ) -> list[str]:
     """Return how files differ from what a decoder is made of; `copies` may be there besides."""
-    wanted = {p.name: p.shape for recipe in plan.values() for p in recipe.pieces}
+    wanted = {p.name: p.stored for recipe in plan.values() for p in recipe.pieces}
     return shape_problems(sources, wanted, copies)
 
 

@@ -24,9 +24,11 @@ from moecore.io.checkpoint.directory import Step, check_unused
 from moecore.io.checkpoint.files import write_new
 from moecore.io.checkpoint.meter import Meter, Progress
 from moecore.io.hf.collect import Collector, Item
-from moecore.io.hf.config import HFConfig, decoder_config_from_hf
+from moecore.io.hf.config import decoder_config_from_hf
+from moecore.io.hf.config_fields import HFConfig
 from moecore.io.hf.convert import StoredModel, open_native
-from moecore.io.hf.export import check_target, draft_of, make_items
+from moecore.io.hf.export import check_target, draft_of
+from moecore.io.hf.export_plan import make_items
 from moecore.io.hf.files import Box, BoxReader, listed
 from moecore.io.hf.names import EMBEDDING, FileRecipe, TensorPiece, find_layout, hf_plan
 from moecore.io.hf.native_writer import Origin, check_alone, write_native

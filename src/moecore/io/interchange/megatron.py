@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from moecore.io.hf.names import EMBEDDING, HEAD, hf_copies, hf_plan
 from moecore.models.config import DecoderConfig
@@ -75,7 +76,10 @@ class LayerPlace:
 def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     """Return the blocks of a decoder, in model order, or refuse what Megatron-Core cannot name."""
     plan = hf_plan(config, "per_expert")
-    shapes = {piece.name: piece.shape for recipe in plan.values() for piece in recipe.pieces}
+    shapes = {piece.name: piece.stored for recipe in plan.values() for piece in recipe.pieces}
+    for name in shapes:
+        if name.endswith(("proj.bias", "proj_bias", "router.bias", "sinks")):
+            _refuse(name, shapes)
     blocks = [_whole((WORDS,), EMBEDDING, shapes)]
     for i in range(config.num_layers):
         found = _layer(f"model.layers.{i}.", config, shapes)
@@ -89,11 +93,15 @@ def megatron_blocks(config: DecoderConfig) -> list[MegatronBlock]:
     covered = {part.name for block in blocks for part in block.parts}
     for name in shapes:
         if name not in covered:
-            raise NotImplementedError(
-                f"{name} {shapes[name]} must have a name in Megatron-Core, which has none that is "
-                "known: go by way of a Hugging Face directory and Megatron Bridge"
-            )
+            _refuse(name, shapes)
     return blocks
+
+
+def _refuse(name: str, shapes: Shapes) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} {shapes[name]} must have a name in Megatron-Core, which has none that is known: "
+        "go by way of a Hugging Face directory and Megatron Bridge"
+    )
 
 
 def is_stacked(config: DecoderConfig) -> bool:

@@ -22,7 +22,7 @@ from moecore.kernels.common import cdiv, next_power_of_2, tl
 
 SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_ALIGNMENT = 16  # bytes of a row are multiples of it
-MAX_RANKS = 31  # bits of an int32 that name ranks
+MAX_RANKS = 64  # bits of an int64 that name ranks
 ALIGNMENT = 256
 
 # Regions of a buffer, and words of an exchange's state and report.

@@ -62,7 +62,7 @@ class SpreadChoices(NamedTuple):
     rows_SD: Tensor  # received rows; holes are uninitialised
     ids_SK: Tensor  # int32, global expert ids; -1 in holes
     weights_SK: Tensor  # fp32; 0 where the id is -1
-    peers_T: Tensor  # int32, bit g of each local token: rank g needs it
+    peers_T: Tensor  # int64, bit g of each local token: rank g needs it
     # int32, the row's own number, or -1 for a hole: as slots [S, 1] they name rows_SD
     places_S: Tensor
 
@@ -71,14 +71,15 @@ class SpreadChoices(NamedTuple):
         """Return what S source rows need, uninitialised."""
         (T, K), D = ids_TK.shape, x_TD.shape[1]
         choices = (ids_TK.new_empty(S, K), weights_TK.new_empty(S, K))
-        return cls(x_TD.new_empty(S, D), *choices, ids_TK.new_empty(T), ids_TK.new_empty(S))
+        peers_T = ids_TK.new_empty(T, dtype=torch.int64)
+        return cls(x_TD.new_empty(S, D), *choices, peers_T, ids_TK.new_empty(S))
 
 
 class Ptrs(NamedTuple):
     """Tensors of a kernel. A spread moves words of 4 bytes and makes copies; a reduce, sums."""
 
     rows: Any  # [T, D] to spread, [R, D] to add
-    peers: Any  # [T] int32 ranks by bit
+    peers: Any  # [T] int64 ranks by bit
     places: Any  # [S] int32
     slots: Any  # [S, N] int32; the places where N = 1 and choices travel
     out: Any  # [R, D] or [T, D], out

@@ -22,7 +22,7 @@ from moecore.kernels.exchange.buffer import AT_FLAGS, ERROR, ERROR_BEFORE, FINIS
 @triton.jit
 def find_peers(
     ids_ptr,  # [T, K] int32
-    peers_ptr,  # [T] int32, out
+    peers_ptr,  # [T] int64, out
     chunk,
     num_tokens,  # T
     num_local,  # experts of one block
@@ -31,7 +31,7 @@ def find_peers(
     """Write which ranks need each token of the chunk."""
     CHUNK: tl.constexpr = CONST.CHUNK
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    bits = tl.zeros([CHUNK], dtype=tl.int32)
+    bits = tl.zeros([CHUNK], dtype=tl.int64)
     for start in range(0, CONST.K, CONST.BLOCK_K):
         choices = start + tl.arange(0, CONST.BLOCK_K)
         inside = (tokens < num_tokens)[:, None] & (choices < CONST.K)[None, :]
@@ -39,8 +39,8 @@ def find_peers(
         ids = tl.load(ids_ptr + where, mask=inside, other=-1)
         owner = tl.where(ids >= 0, ids // num_local, -1)
         for block in range(CONST.G // CONST.ETP):
-            hit = tl.max((owner == block).to(tl.int32), axis=1)
-            bits = bits | (hit * ((1 << CONST.ETP) - 1) << (block * CONST.ETP))
+            hit = tl.max((owner == block).to(tl.int32), axis=1).to(tl.int64)
+            bits = bits | (hit * CONST.BLOCK_BITS << (block * CONST.ETP))
     tl.store(peers_ptr + tokens, bits, mask=tokens < num_tokens)
     tl.debug_barrier()
 

@@ -73,7 +73,7 @@ def _move(
 @triton.jit
 def push_rows(
     rows_ptr,  # [T, D], or [R, D] with REDUCE
-    marks_ptr,  # [T] int32 ranks by bit, or [S] int32 slots with REDUCE
+    marks_ptr,  # [T] int64 ranks by bit, or [S] int32 slots with REDUCE
     bases_ptr,  # [4, G] int64
     offset,  # int64, byte of the region where its row 0 is
     chunk,  # Chunk
@@ -133,7 +133,7 @@ class Choices(NamedTuple):
 @triton.jit
 def push_choices(
     from_ptrs,  # Choices [T, K]; with REDUCE slots [S, K] for ids, gradients [R] for weights
-    marks_ptr,  # [T] int32 ranks by bit, or [S] int32 places with REDUCE
+    marks_ptr,  # [T] int64 ranks by bit, or [S] int32 places with REDUCE
     bases_ptr,  # [4, G] int64
     chunk,  # Chunk
     first,  # int64, row of this rank's token 0 in every peer's slot
@@ -170,7 +170,7 @@ def push_choices(
 
 @triton.jit
 def _sent_to(
-    marks_ptr,  # [T] int32 ranks by bit, or [S] int32 places with REDUCE
+    marks_ptr,  # [T] int64 ranks by bit, or [S] int32 places with REDUCE
     tokens,  # int32
     peers,  # int32
     exists,  # bool
@@ -224,7 +224,7 @@ def receive_choices(
 def _load_part(
     base,  # region of the buffer
     part,  # rank whose sums they are; zeros come back from G on
-    bits,  # [TILE_ROWS] int32 ranks that hold a sum, by bit
+    bits,  # [TILE_ROWS] int64 ranks that hold a sum, by bit
     row,  # [TILE_ROWS] int, place of token in the part of rank 0
     max_tokens,  # C
     columns,  # [BLOCK] int
@@ -241,7 +241,7 @@ def _load_part(
 def add_parts(
     base,  # region of the buffer
     out_ptr,  # [T, N]
-    peers_ptr,  # [T] int32
+    peers_ptr,  # [T] int64
     chunk,  # Chunk
     slot,  # first row of the slot
     N: tl.constexpr,

@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from moecore.kernels.common import INTERPRET, cdiv, next_power_of_2
-from moecore.kernels.exchange.buffer import ExchangeLayout
+from moecore.kernels.exchange.buffer import MAX_RANKS, ExchangeLayout
 
 TILE_BYTES_PER_WARP = 32 * 8 * 16  # eight 16-byte accesses in flight per thread
 ENOUGH_BYTES = 2 << 20  # in flight from one rank: 300 GB/s for seven microseconds
@@ -35,6 +35,7 @@ class ExchangeConstants(NamedTuple):
     NUM_RECEIVE: int  # programs
     G: int
     ETP: int
+    BLOCK_BITS: int  # of the ranks of block 0: an int64, whose last bit is its sign
     ROW_BYTES: int  # of the buffer; rows of an operation may have fewer
     D: int
     K: int
@@ -118,6 +119,7 @@ def constants(
         NUM_RECEIVE=layout.num_receive,
         G=layout.num_ranks,
         ETP=etp,
+        BLOCK_BITS=-1 if etp == MAX_RANKS else (1 << etp) - 1,
         ROW_BYTES=layout.row_bytes,
         D=columns.count,
         K=layout.top_k,

@@ -14,15 +14,20 @@ import torch
 from torch import Tensor
 
 from moecore.base.fields import Rules, check_fields
-from moecore.base.options.precision import Recipe
+from moecore.base.options.precision import Recipe, RecipeBackend
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaling import Both
 
-ProductsName = Literal["auto", "triton", "torch"]
+ProductsName = Literal["auto", "triton", "torch", "te"]
 ComputeGrad = Callable[..., Tensor]  # (*operands, GradTarget) -> the gradient
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of torch's grouped product
+# Who multiplies by a recipe, by its backend.
+FP8_PRODUCTS: dict[RecipeBackend, tuple[ProductsName, ...]] = {
+    "moecore": ("auto", "triton"),
+    "te": ("auto", "te"),
+}
 LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 
@@ -152,8 +157,6 @@ class UnsummedInput:
     # weights' gradients; None = backward returns them to the dispatcher
     sender: GradientSender | None = None
     refetch: Refetch | None = None  # brings the source rows in backward; None = they are kept
-    # where gradients of outputs may travel as FP8, for experts that would quantise them alike
-    receiver: GradientReceiver | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,20 +164,21 @@ class ExpertMLPOptions:
     """How `expert_mlp` computes."""
 
     activation: ActivationOptions  # between the two products
-    # whose kernels multiply: "triton" (this package's), "torch" (torch's grouped product) or
-    # "auto": "triton" for gated experts on Hopper that it supports
+    # whose kernels multiply: "triton" (this package's), "torch" (torch's grouped product), "te"
+    # (Transformer Engine's) or "auto": the recipe's, else "triton" for gated experts on Hopper
+    # that it supports
     products: ProductsName = "torch"
     keep_h: bool = True  # keep FC1's output for backward; False keeps X alone and multiplies again
-    # in which FP8 the products are computed, with "auto" or "triton"; None = in the dtype of rows
-    # and weights
+    # in which FP8 the products are computed; None = in the dtype of rows and weights
     recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
-        if self.recipe is not None and self.products == "torch":
-            yield "products", f"be 'auto' or 'triton' with a recipe ({self.recipe.scaling}): use it"
+        if self.recipe is not None and self.products not in FP8_PRODUCTS[self.recipe.backend]:
+            names = " or ".join(map(repr, FP8_PRODUCTS[self.recipe.backend]))
+            yield "products", f"be {names} with a recipe ({self.recipe.scaling}): use it"
         if self.recipe is not None and self.recipe.keep_hidden == "fp8" and not self.keep_h:
             yield (
                 "keep_h",

@@ -1,7 +1,7 @@
 """Products of a rank's experts in MXFP8 and NVFP4, by operands that are rounded to these formats.
 
-For studying losses on GPUs without tensor cores for them: each operand passes plain PyTorch before
-the products in bf16, and a CPU multiplies in fp32. X and H are kept in the dtype of the rows, so
+For studying losses on GPUs without tensor cores for them: each operand is rounded before the
+products in bf16, and a CPU multiplies in fp32. X and H are kept in the dtype of the rows, so
 recomputation rounds them alike. Rows are quantised in expert order: a tensor's scale is that of an
 expert's rows. Those that travelled as FP8 are widened first.
 
@@ -10,6 +10,7 @@ Letters: as in `contract.py`; P expert rows, each expert's padded to whole block
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from moecore.kernels.grouped.scaled import pad_rows
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import grouped_wgrad, put_grad
 from moecore.kernels.rows.index import ExpertIndex
-from moecore.kernels.rows.microscaling import BACKWARD, emulated, emulated_matrices
+from moecore.kernels.rows.microscaled import emulated, emulated_matrices
+from moecore.kernels.rows.microscaling import BACKWARD, unpacked_matrices
 from moecore.kernels.rows.scaling import Blocks, Both
 
 
@@ -47,7 +49,21 @@ class EmulatedProducts(QuantisedProducts, TorchProducts):
         """Return one matrix of every expert as these products take it. No autograd."""
         return emulated_matrices(w_eNK, recipe, **layouts)
 
-    def _operand(self, x: Tensor, expert: Tensor, **how: bool) -> Blocks:
+    def gathered(self, matrix: Blocks, backward: bool) -> Blocks:  # type: ignore[override]
+        """Return an operand of a matrix that was gathered packed."""
+        return unpacked_matrices(matrix, self.recipe, transposed=backward)
+
+    @cached_property
+    def _rows_P(self) -> tuple[Tensor, Tensor]:
+        """Return the row that each padded row is, -1 for zeros, and its expert; int64 [P]."""
+        padded = self.padded
+        row_P = torch.arange(padded.length, device=padded.place_R.device)
+        source_P = row_P.new_full((padded.length + 1,), -1)
+        source_P.index_copy_(0, padded.place_R, row_P[: padded.place_R.shape[0]])
+        expert_P = torch.searchsorted(padded.offsets_e, row_P.int(), right=True)
+        return source_P[:-1], expert_P
+
+    def _operand(self, x: Tensor, expert: Tensor, **how: Any) -> Blocks:
         e = self.offsets_e.shape[0]
         return emulated(x, self.recipe, expert_M=expert, num_experts=e, **how)
 
@@ -58,7 +74,7 @@ class EmulatedProducts(QuantisedProducts, TorchProducts):
         # Matrices lie transposed for input gradients alone: what they multiply is a gradient.
         a = self._operand(a_RK, self.padded.expert_R, is_gradient=b.kind == BACKWARD)
         if has_hopper_kernels(a_RK.device):
-            out_RN = grouped_gemm(a.values, b_eKN, self.offsets_e)
+            out_RN = grouped_gemm(a.values, b_eKN, self.offsets_e, dtype=torch.float32)
         else:
             out_RN = grouped_mm(a.values, b_eKN, offs=self.offsets_e)
         scales = a.scales[:-1] * b.scales
@@ -69,14 +85,13 @@ class EmulatedProducts(QuantisedProducts, TorchProducts):
     def _weight_grad(
         self, source: ProductSource, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        padded = self.padded
-        row_P = torch.arange(padded.length, device=y_RN.device, dtype=torch.int32)
-        expert_P = torch.searchsorted(padded.offsets_e, row_P, right=True)
-        sides = []
-        for rows, is_gradient in ((source.rows, not transposed), (y_RN, transposed)):
-            x_PC = rows.new_zeros(padded.length + 1, rows.shape[1])
-            x_PC = x_PC.index_copy_(0, padded.place_R, rows)[:-1]
-            sides.append(self._operand(x_PC, expert_P, over_rows=True, is_gradient=is_gradient))
+        padded, (source_P, expert_P) = self.padded, self._rows_P
+        sides = [
+            self._operand(
+                rows, expert_P, sources_M=source_P, over_rows=True, is_gradient=is_gradient
+            )
+            for rows, is_gradient in ((source.rows, not transposed), (y_RN, transposed))
+        ]
         x, y = sides
         how: Any = dict(transposed=transposed, dtype=torch.float32)
         grad = grouped_wgrad(x.values, y.values, padded.offsets_e, **how)

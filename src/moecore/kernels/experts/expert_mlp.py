@@ -35,6 +35,7 @@ from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertSpec,
     ExpertWeights,
+    GradientReceiver,
     UnsummedInput,
 )
 from moecore.kernels.experts.products import choose_products, make_products
@@ -64,9 +65,10 @@ class _ExpertMLP(torch.autograd.Function):
         index: ExpertIndex,
         options: ExpertMLPOptions,
         unsummed: UnsummedInput | None,
+        receiver: GradientReceiver | None,
     ) -> Tensor:
         products = make_products(options, index, weights)
-        ctx.tiles = getattr(products, "tiles", None)  # a few kB, which nobody offloads
+        ctx.of_index = products.of_index  # a few kB, which nobody offloads
         x = products.as_kept(rows)
         h, a = products.fc1(x)
         h_kept = products.h_as_kept(h) if options.keep_h and any(ctx.needs_input_grad) else None
@@ -75,9 +77,9 @@ class _ExpertMLP(torch.autograd.Function):
         if unsummed is None:
             y = sum_rows_plain(y, *products.where)
         refetch = None if unsummed is None else unsummed.refetch
-        ctx.receiver = None if unsummed is None else unsummed.receiver
-        if ctx.receiver is not None:
-            ctx.receiver.takes_packed = products.takes_packed
+        ctx.receiver = receiver
+        if receiver is not None:
+            receiver.takes_packed = products.takes_packed
         kept = () if refetch is None else refetch.kept
         x = rows if rows.is_kept else x
         saved = Saved(x if refetch is None else None, h_kept, weights, index)
@@ -109,7 +111,7 @@ class _ExpertMLP(torch.autograd.Function):
         arrived = None if ctx.receiver is None else ctx.receiver.take(grads[0])
         if is_plain_eager() and not torch.is_grad_enabled():
             found = differentiate(
-                make_products(ctx.options, saved.index, saved.weights, ctx.tiles),
+                make_products(ctx.options, saved.index, saved.weights, ctx.of_index),
                 saved,
                 grads[0].contiguous() if arrived is None else arrived,
                 wants,
@@ -122,7 +124,7 @@ class _ExpertMLP(torch.autograd.Function):
             found = traced_backward(dy, saved, ctx.options, ctx.is_unsummed, wants)
         dx, dhandle = (None, found.x) if ctx.is_unsummed else (found.x, None)
         of_updates = (*(found.update1 or (None, None)), *(found.update2 or (None, None)))
-        others = (None, None, None, None, None)
+        others = (None,) * 6
         return dx, found.w1, found.w2, found.weights, dhandle, *of_updates, *others
 
 
@@ -148,7 +150,7 @@ def expert_mlp(
     quantised weights are not used then.
 
     Args:
-        rows: [S, D] source rows, differentiable; quantised ones only with `unsummed`.
+        rows: [S, D] source rows, differentiable, quantised ones by their handle or `unsummed`'s.
         weights: this rank's experts, without biases. Sinks are asked by every backward.
         index: which source row each expert row reads, and with which weight.
         unsummed: of a dispatcher that adds expert rows itself: the expert rows themselves come
@@ -176,8 +178,10 @@ def compute_experts(
     options: ExpertMLPOptions,
     *,
     unsummed: UnsummedInput | None = None,
+    receiver: GradientReceiver | None = None,
 ) -> Tensor:
     """Return what `expert_mlp` does, by products that `choose_products` has chosen."""
+    # `receiver`: where gradients of the output may arrive as FP8; see the contract.
     tensors = (rows.values, weights.w1_eCD, weights.w2_eDF, index.weights_R)
     updates = weights.updates()
     if have_tangents(*tensors, *(t for t in updates if t is not None)):
@@ -190,6 +194,7 @@ def compute_experts(
         rows = replace(rows, values=rows.values.contiguous())
     if not is_plain_eager():
         return traced_expert_mlp(rows, weights, handle_RD, index, options)
-    leaves = (rows.values, *tensors[1:], handle_RD, *updates)
-    y: Tensor = _ExpertMLP.apply(*leaves, rows, weights, index, options, unsummed)
+    of_rows = rows.values if rows.handle_SD is None else rows.handle_SD
+    leaves = (of_rows, *tensors[1:], handle_RD, *updates)
+    y: Tensor = _ExpertMLP.apply(*leaves, rows, weights, index, options, unsummed, receiver)
     return y

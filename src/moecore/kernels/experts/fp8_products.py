@@ -70,9 +70,14 @@ class _OutputGrads(NamedTuple):
 
 
 class QuantisedProducts:
-    """What products of FP8 matrices share; a subclass has `quantise(w_eNK, recipe, **layouts)`."""
+    """What products of FP8 matrices share.
+
+    A subclass has `quantise(w_eNK, recipe, **layouts)`, and `gathered(matrix, backward)`: an
+    operand of a matrix that was gathered quantised.
+    """
 
     quantise: Callable[..., Both]
+    gathered: Callable[..., Any]
 
     def __init__(
         self,
@@ -95,7 +100,7 @@ class QuantisedProducts:
         self._made.clear()
 
     def _matrix(self, role: Role, *, backward: bool = False) -> Any:
-        """Return a matrix for the forward, or transposed; None = it was gathered in FP8."""
+        """Return a matrix for the forward, or transposed."""
         found = self.weights.quantised
         if found is None:
             if (role, backward) not in self._made:
@@ -103,21 +108,30 @@ class QuantisedProducts:
                 made = self.quantise(w_eNK, self.recipe, rows=not backward, columns=backward)
                 self._made |= {(role, bool(i)): made[i] for i in (0, 1) if made[i] is not None}
             return self._made[role, backward]
-        return found[role == "w2"][backward]
+        both = found[role == "w2"]
+        return self.gathered(both.rows, backward) if both.columns is None else both[backward]
 
 
 class BlockwiseProducts(QuantisedProducts):
     """The contract is `products.Products`, the recipe "blockwise". On a CPU, the references."""
 
-    def __init__(self, index: ExpertIndex, *how: Any, tiles: RowTiles | None = None) -> None:
+    def __init__(self, index: ExpertIndex, *how: Any, of_index: RowTiles | None = None) -> None:
         super().__init__(index, *how)
-        self.tiles = tiles or map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
+        length = index.row_ids_R.shape[0]
+        self.of_index = self.tiles = of_index or map_row_tiles(index.offsets_e, length)
 
     @staticmethod
     def quantise(w_eNK: Tensor, recipe: Recipe, **layouts: bool) -> Both:
         """Return one matrix of every expert as these products take it. No autograd."""
         w_eNK = w_eNK.detach().contiguous()
         return quantise_weights(w_eNK, power_of_two=recipe.power_of_two, **layouts)
+
+    @staticmethod
+    def gathered(matrix: Blocks, backward: bool) -> Blocks:
+        """Return an operand of a matrix that was gathered."""
+        if not backward:
+            return matrix
+        return Blocks(transpose_values(matrix.values), matrix.scales.transpose(1, 2), "block")
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
@@ -237,9 +251,6 @@ class BlockwiseProducts(QuantisedProducts):
     def _backward(self, rows: Blocks, role: Role, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix."""
         columns = self._matrix(role, backward=True)
-        if columns is None:  # gathered in FP8
-            w = self._matrix(role)
-            columns = Blocks(transpose_values(w.values), w.scales.transpose(1, 2), "block")
         return fp8_gemm(rows, columns, self.offsets_e, self.tiles, dtype)
 
     def _wgrad(self, x: Blocks, y: Blocks, target: GradTarget, dtype: torch.dtype) -> Tensor:

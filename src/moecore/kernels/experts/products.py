@@ -5,6 +5,7 @@
     fp8_products.py      blockwise FP8: kernels on Hopper, references on a CPU
     scaled_products.py   FP8 with a scale per row or per tensor: torch's grouped product, likewise
     emulated_products.py MXFP8 and NVFP4: operands rounded to them, products of bf16
+    te_products.py       Transformer Engine's, in 16 bits and by its recipes
 
 A set of products is made for one index, one activation and the weights. Formats of what lies
 between two products are its own: what a verb returns goes to its other verbs alone. Letters: as in
@@ -20,6 +21,7 @@ from torch import Tensor
 from moecore.base.options.precision import Recipe, Scaling
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.experts.contract import (
+    FP8_PRODUCTS,
     ExpertMLPOptions,
     ExpertSpec,
     ExpertWeights,
@@ -30,11 +32,11 @@ from moecore.kernels.experts.contract import (
 from moecore.kernels.experts.emulated_products import EmulatedProducts
 from moecore.kernels.experts.fp8_products import BlockwiseProducts
 from moecore.kernels.experts.scaled_products import ScaledProducts
+from moecore.kernels.experts.te_products import TEProducts
 from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.experts.triton_products import HopperProducts, TritonProducts
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
-from moecore.kernels.rows.row_tiles import RowTiles
 from moecore.kernels.rows.scaling import Both
 
 
@@ -47,6 +49,7 @@ class Products(Protocol):
 
     # row_ids_R, slots_SK and the number of used rows, as row movers take them
     where: tuple[Tensor, Tensor, Tensor]
+    of_index: Any  # what later products of the same options and index need not find again; or None
 
     @property
     def takes_packed(self) -> bool:
@@ -103,29 +106,44 @@ OF_SCALING: dict[Scaling, type[BlockwiseProducts | ScaledProducts | EmulatedProd
     "mxfp8": EmulatedProducts,
     "nvfp4": EmulatedProducts,
 }
-NAMED: dict[str, type[TorchProducts]] = {"triton": TritonProducts, "torch": TorchProducts}
+NAMED: dict[str, type[TorchProducts]] = {
+    "triton": TritonProducts,
+    "torch": TorchProducts,
+    "te": TEProducts,
+}
 
 
 def why_not(name: ProductsName, spec: ExpertSpec) -> str | None:
     """Return why the products of a name cannot compute such experts, one line; None = they can."""
-    if spec.recipe is None:
+    recipe = spec.recipe
+    if recipe is None:
         return NAMED["torch" if name == "auto" else name].supports(spec)
-    if name == "torch":
-        return refuse_recipe(name)
-    return OF_SCALING[spec.recipe.scaling].supports(spec)
+    if name not in FP8_PRODUCTS[recipe.backend]:
+        return refuse_recipe(name, recipe)
+    return (TEProducts if recipe.backend == "te" else OF_SCALING[recipe.scaling]).supports(spec)
 
 
-def refuse_recipe(name: str) -> str:
+def refuse_recipe(name: str, recipe: Recipe) -> str:
     """Return why experts in FP8 are not for what multiplies by another name."""
+    names = " or ".join(map(repr, FP8_PRODUCTS[recipe.backend]))
+    if name == "te":
+        names += ", or Recipe.backend ('moecore') 'te',"
     return (
-        f"expert_backend ({name!r}) must be 'auto' or 'triton' for experts in FP8: drop it, or "
+        f"expert_backend ({name!r}) must be {names} for experts in FP8: drop it, or "
         "leave the experts out of Precision.roles"
     )
 
 
+def uses_te(name: str, recipe: Recipe | None) -> bool:
+    """Whether Transformer Engine multiplies: the host reads how many rows each expert has."""
+    return name == "te" or (recipe is not None and recipe.backend == "te")
+
+
 def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
-    """Return "triton" or "torch"; "auto" is "triton" where that is supported and was faster."""
-    if name == "auto":
+    """Return a name but "auto", which is "triton" where that is supported and was faster."""
+    if name == "auto" and uses_te(name, spec.recipe):
+        name = "te"
+    elif name == "auto":
         is_hopper = spec.device is not None and has_hopper_kernels(spec.device)
         is_faster = is_hopper and spec.gated and not why_not("triton", spec)
         name = "triton" if is_faster or spec.recipe is not None else "torch"
@@ -139,15 +157,17 @@ def make_products(
     options: ExpertMLPOptions,
     index: ExpertIndex,
     weights: ExpertWeights,
-    tiles: RowTiles | None = None,
+    of_index: Any = None,
 ) -> Products:
     """Return the products of options whose name `choose_products` gave."""
-    # `tiles` are those of earlier products of the same options and index, if they have any.
-    known: dict[str, Any] = {} if tiles is None else {"tiles": tiles}
-    if options.recipe is not None:
-        of_recipe = OF_SCALING[options.recipe.scaling]
-        return of_recipe(index, options.activation, weights, options.recipe, **known)
-    kind, device = NAMED[options.products], index.row_ids_R.device
+    # `of_index` is that of earlier products of the same options and index.
+    known: dict[str, Any] = {} if of_index is None else {"of_index": of_index}
+    recipe, device = options.recipe, index.row_ids_R.device
+    if options.products == "te" and device.type != "meta":  # there moecore's have the shapes
+        return TEProducts(index, options.activation, weights, recipe, **known)
+    if recipe is not None:
+        return OF_SCALING[recipe.scaling](index, options.activation, weights, recipe, **known)
+    kind = TorchProducts if options.products == "te" else NAMED[options.products]
     if kind is TritonProducts and index.row_ids_R.shape[0] and has_hopper_kernels(device):
         kind = HopperProducts
     return kind(index, options.activation, weights, **known)

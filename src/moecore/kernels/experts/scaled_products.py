@@ -29,7 +29,8 @@ from moecore.kernels.grouped.scaled import (
 )
 from moecore.kernels.grouped.skeleton import Addend
 from moecore.kernels.grouped.wgrad import put_grad
-from moecore.kernels.rows.scaling import Both
+from moecore.kernels.rows.scaling import Blocks, Both
+from moecore.kernels.rows.shard_blocks import transpose_values
 
 
 class ScaledProducts(QuantisedProducts, TorchProducts):
@@ -60,6 +61,13 @@ class ScaledProducts(QuantisedProducts, TorchProducts):
         """Return one matrix of every expert as these products take it, in both layouts."""
         per_row = recipe.scaling == "rowwise"
         return scaled_weights(w_eNK.detach(), per_row=per_row, power_of_two=recipe.power_of_two)
+
+    @staticmethod
+    def gathered(matrix: Blocks, backward: bool) -> Blocks:
+        """Return an operand of a matrix that was gathered, with one scale per expert."""
+        values = transpose_values(matrix.values) if backward else matrix.values
+        scales = matrix.scales[:, None].expand(values.shape[:2])
+        return Blocks(values, scales.contiguous(), "row")
 
     def dy(self, dy: Tensor, *, unsummed: bool) -> ProductSource:
         """Return the gradient of each expert row's output; 0 past the last one."""

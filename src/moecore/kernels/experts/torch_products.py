@@ -38,6 +38,7 @@ class TorchProducts:
 
     has_kernels = False  # for products with low-rank updates
     takes_packed = False
+    of_index: Any = None  # see the contract
 
     def __init__(
         self, index: ExpertIndex, activation: ActivationOptions, weights: ExpertWeights

@@ -33,11 +33,12 @@ _UPDATES = "Tensor? a1_erD, Tensor? b1_eCr, Tensor? a2_erF, Tensor? b2_eDr"
 _OPTIONS = (
     "str kind, float limit, float alpha, bool interleaved, str products, bool keep_h, "
     "str scaling, bool power_of_two, str grad_format, int amax_history, str keep_hidden, "
-    "bool hadamard, bool stochastic_rounding, ScalarType dtype"
+    "bool hadamard, bool stochastic_rounding, str backend, ScalarType dtype"
 )
 _FORWARD = (
     f"(Tensor x_SD, Tensor w1_eCD, Tensor w2_eDF, {_UPDATES}, Tensor weights_R, "
-    f"Tensor? handle_RD, Tensor? x_scales, {_INDEX}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+    f"Tensor? handle, bool unsummed, Tensor? x_scales, {_INDEX}, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 _BACKWARD = (
     f"(Tensor dy, Tensor x_SD, Tensor? x_scales, Tensor h_RC, Tensor h_scales, Tensor w1_eCD, "
@@ -52,7 +53,7 @@ def _record(name: str, schema: str) -> Any:
     return namedtuple(name, names, defaults=[None] * len(names))
 
 
-_Inputs = _record("_Inputs", _FORWARD)  # `handle_RD` and those before it may have gradients
+_Inputs = _record("_Inputs", _FORWARD)  # `handle` and those before it may have gradients
 # h_RC is [0] where FC1 runs again, h_scales where H has no scales.
 _BackwardInputs = _record("_BackwardInputs", _BACKWARD)
 
@@ -95,14 +96,14 @@ def _updates(args: Any) -> tuple[Any, ...]:
 
 
 def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y_SD, or y_RD with a handle, and H: values (empty unless kept), scales or empty."""
+    """Return y_SD, or y_RD unsummed, and H: values (empty unless kept), scales or empty."""
     args = _Inputs(*flat)
     products = make_products(_options(args), _index(args), _weights(args))
     h, a = products.fc1(products.as_kept(_rows(args.x_SD, args.x_scales, args.dtype)))
     none = args.x_SD.new_empty(0, dtype=args.dtype)
     kept = products.h_as_kept(h) if args.keep_h else Rows(none)
     y = products.fc2(a)
-    if args.handle_RD is None:
+    if not args.unsummed:
         y = sum_rows_plain(y, *products.where)
     return y, kept.values, none.float() if kept.scales is None else kept.scales
 
@@ -111,7 +112,7 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     args = _Inputs(*flat)
     (S, D), R, C = args.x_SD.shape, args.weights_R.shape[0], args.w1_eCD.shape[1]
     empty = partial(args.x_SD.new_empty, dtype=args.dtype)
-    y = empty((S if args.handle_RD is None else R, D))
+    y = empty((R if args.unsummed else S, D))
     if args.keep_hidden == "fp8":
         return y, empty((R, C), dtype=FP8), empty((R, C // BLOCK), dtype=torch.float32)
     return y, empty((R, C) if args.keep_h else (0,)), empty((0,), dtype=torch.float32)
@@ -145,7 +146,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     saved = Saved(Rows(args.x_SD, args.x_scales), h, _weights(args), _index(args))
     ctx.save_for_backward(*saved.tensors())
     ctx.options, ctx.dtype = _options(args), args.dtype
-    ctx.is_unsummed = args.handle_RD is not None
+    ctx.is_unsummed, ctx.has_handle = args.unsummed, args.handle is not None
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
 
@@ -154,15 +155,16 @@ def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> Any:
     if dy is None:
         return _Inputs()
     needs = _Inputs(*ctx.needs_input_grad)
-    of_x = needs.handle_RD if ctx.is_unsummed else needs.x_SD
+    leaf = "handle" if ctx.has_handle else "x_SD"
     of_updates = (needs.a1_erD or needs.b1_eCr, needs.a2_erF or needs.b2_eDr)
+    of_x = getattr(needs, leaf)
     wants = Wants(of_x, needs.w1_eCD, needs.w2_eDF, needs.weights_R, *of_updates)
     saved = Saved.of(ctx.saved_tensors, ctx.dtype)
     found = traced_backward(dy, saved, ctx.options, ctx.is_unsummed, wants)
     (a1, b1), (a2, b2) = found.update1 or (None, None), found.update2 or (None, None)
     of_matrices = dict(w1_eCD=found.w1, w2_eDF=found.w2, weights_R=found.weights)
     grads = _Inputs(**of_matrices, a1_erD=a1, b1_eCr=b1, a2_erF=a2, b2_eDr=b2)
-    return grads._replace(**{"handle_RD" if ctx.is_unsummed else "x_SD": found.x})
+    return grads._replace(**{leaf: found.x})
 
 
 _bwd = Op("expert_mlp_bwd", _backward, _backward_fake, schema=_BACKWARD).custom
@@ -198,7 +200,8 @@ def traced_expert_mlp(
 ) -> Tensor:
     """Return what `expert_mlp` returns, by the custom op."""
     matrices = (weights.w1_eCD, weights.w2_eDF, *weights.updates())
-    tensors = (rows.values, *matrices, index.weights_R, handle_RD)
+    handle = rows.handle_SD if handle_RD is None else handle_RD
+    leaves = (rows.values, *matrices, index.weights_R, handle, handle_RD is not None)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
-    y, *_ = _fwd(*_Inputs(*tensors, rows.scales, *places, *_flat(options, rows.dtype)))
+    y, *_ = _fwd(*_Inputs(*leaves, rows.scales, *places, *_flat(options, rows.dtype)))
     return y  # type: ignore[no-any-return]

@@ -117,11 +117,13 @@ class HopperProducts(TritonProducts):
         index: ExpertIndex,
         activation: ActivationOptions,
         weights: ExpertWeights,
-        tiles: RowTiles | None = None,
+        of_index: RowTiles | None = None,
     ) -> None:
         super().__init__(index, activation, weights)
         self.hidden_dim = weights.w2_eDF.shape[2]
-        self.tiles = tiles or map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
+        self.of_index = self.tiles = of_index or map_row_tiles(
+            index.offsets_e, index.row_ids_R.shape[0]
+        )
 
     def activation_bwd(self, dy: ProductSource, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return dH, the weights' gradients and the activation, a gated one's in one pass."""

@@ -86,7 +86,9 @@ GATHERED = TileConfig()
 # Few columns: a product reads its rows, and does little else. Not measured.
 NARROW = TileConfig(block_n=64, num_stages=4, num_warps=4, flatten=True)
 NARROW_GATHERED = TileConfig(block_n=64, num_stages=4, num_warps=4)
-ADDED = TileConfig(block_n=128, num_stages=2, epilogue_parts=2)  # a short sum, and the old output
+WIDE = TileConfig(
+    block_n=128, num_stages=2, epilogue_parts=2
+)  # a short sum, and the old output; or fp32
 SMALL = TileConfig(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4)
 
 
@@ -271,6 +273,7 @@ def grouped_gemm(
     *,
     row_ids_R: Tensor | None = None,
     out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return each expert row times its expert's matrix. No autograd, no host sync.
 
@@ -282,21 +285,22 @@ def grouped_gemm(
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         row_ids_R: int32, the row of `a` that each expert row reads; rows are gathered while loaded.
         out: [R, N], dtype of `a`, contiguous, to which the result is added in place.
+        dtype: of the result, that of `a` (None) or fp32.
 
     Returns:
-        [R, N], dtype of `a`, summed in fp32 and rounded once, or `out`. Rows past offsets_e[-1] are
+        [R, N], summed in fp32 and rounded once, or `out`. Rows past offsets_e[-1] are
         uninitialised; 0 where N is at most 64.
     """
     e, K, N = b.shape
     R = a.shape[0] if row_ids_R is None else row_ids_R.shape[0]
     gather, adds, narrow = row_ids_R is not None, out is not None, NARROW.block_n >= N
     if out is None:
-        out = a.new_zeros(R, N) if narrow else a.new_empty(R, N)
+        out = (a.new_zeros if narrow else a.new_empty)(R, N, dtype=dtype or a.dtype)
     if not R or not a.shape[0]:
         return out
     b_is_NK = b.stride(1) == 1
     flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else N)
-    c = SMALL if INTERPRET else _config(gather, narrow, adds)
+    c = SMALL if INTERPRET else _config(gather, narrow, adds or out.dtype != a.dtype)
     block_b = (c.block_n, c.block_k) if b_is_NK else (c.block_k, c.block_n)
     a_desc = a if gather else descriptor(a, (c.block_m, c.block_k))
     b_desc = descriptor(flat, block_b)
@@ -352,9 +356,9 @@ def grouped_gemm_activation(
     return h_RC, a_RF
 
 
-def _config(gather: bool, narrow: bool, adds: bool) -> TileConfig:
-    if adds:
-        return ADDED
+def _config(gather: bool, narrow: bool, wide: bool) -> TileConfig:
+    if wide:
+        return WIDE
     if narrow:
         return NARROW_GATHERED if gather else NARROW
     return GATHERED if gather else CONTIGUOUS

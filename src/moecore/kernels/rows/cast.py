@@ -25,6 +25,7 @@ from moecore.kernels.rows.e4m3 import BLOCK, encode, magnitude
 from moecore.kernels.rows.scaling import (
     BY_BLOCKS,
     DTYPES,
+    SCALE_COLUMNS,
     Blocks,
     Both,
     amax_ref,
@@ -226,11 +227,11 @@ def _cast(x_TD: Tensor, amax: Tensor | None, seen: Tensor | None, *flat: Any) ->
         x_TD = x_TD.contiguous()
     T, D = x_TD.shape
     outputs = _cast_fake(x_TD, amax, seen, *options)
-    if kind == "block":  # what fills the rows of their scales is read
-        outputs[1].zero_()
-        outputs[3].zero_()
     row_amax, column_amax = _amaxes(x_TD, amax, kind, rows, columns)
     (M, K), (m, k) = operand_shape(T, D, kind), operand_shape(D, T, kind)
+    for width, wanted, scales in ((K, rows, outputs[1]), (k, columns, outputs[3])):
+        if kind == "block" and wanted and width % (SCALE_COLUMNS * BLOCK):
+            scales.zero_()  # what fills their rows is read
     is_narrow = power_of_two and kind != "block" and seen is None
     stored = torch.uint8 if INTERPRET else DTYPES[fmt]
     values = (outputs[0].view(stored), outputs[2].view(stored))

@@ -57,6 +57,12 @@ class ExpertIndex(NamedTuple):
         return self.offsets_e.select(0, -1)
 
 
+def padded_length(num_rows: int, num_experts: int, multiple: int) -> int:
+    """Return how many rows suffice for `num_rows` when those of each expert are padded."""
+    # Example, 5 rows of 2 experts, multiple 4: 1 and 4 take 8, 2 and 3 take 8; 12 is enough.
+    return cdiv(num_rows + num_experts * (multiple - 1), multiple) * multiple
+
+
 def build_index_ref(
     ids_SK: Tensor, weights_SK: Tensor, *, first: int, num_local: int, multiple: int, length: int
 ) -> ExpertIndex:
@@ -339,9 +345,9 @@ def build_index(
         first: first global id owned here.
         num_local: number of experts owned here, e.
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
-        length: R, when the caller knows that so many rows suffice. Rows past them are dropped: then
-            offsets_e[-1] > R, and experts may not read the index. Default is enough for every
-            routing, S * K + e * (multiple - 1) rounded up to `multiple`.
+        length: when the caller knows that so many rows suffice without padding; R is this and room
+            for padding, `padded_length`. Rows past R are dropped: then offsets_e[-1] > R, and
+            experts may not read the index. Default is enough for every routing, S * K.
 
     Returns:
         The index. Padding rows and all rows past offsets_e[-1] have row id 0 and weight 0.
@@ -361,8 +367,7 @@ def build_index(
         )
     if multiple < 1 or multiple & (multiple - 1):
         raise ValueError(f"multiple ({multiple}) must be a power of two: use 1 for no padding")
-    needed = -(-(ids_SK.numel() + num_local * (multiple - 1)) // multiple) * multiple
-    R = needed if length is None else length
+    R = padded_length(ids_SK.numel() if length is None else length, num_local, multiple)
     if max(R, ids_SK.numel()) > MAX_ROWS:
         raise ValueError(
             f"expert rows ({R}) and choices ({ids_SK.numel()}) must be <= {MAX_ROWS}, what int32 "

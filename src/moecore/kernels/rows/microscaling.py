@@ -1,4 +1,6 @@
-"""MXFP8 and NVFP4 in plain PyTorch: values, scales, layouts in memory, and operands of products.
+"""MXFP8 and NVFP4 in plain PyTorch: values, scales, and operands of products.
+
+The truth of the kernels in `microscaled.py`, and what CPUs compute.
 
              value                  scale of a block           scale of a tensor
     mxfp8    E4M3                   E8M0, of 1 x 32            none
@@ -28,19 +30,20 @@ Letters: M, K rows and columns of an operand; P rows with each expert's padded t
 
 Source: OCP Microscaling Formats (MX) specification v1.0; "Recipes for pre-training LLMs with
 MXFP8" (arXiv:2506.08027) for scales that round up; "Pretraining large language models with NVFP4"
-(arXiv:2509.25149); cuBLAS's "1D block scaling factors layout" for `swizzle_scales`.
+(arXiv:2509.25149).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from moecore.base.options.precision import Recipe
-from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import FP8, MAX, block_scale_ref
-from moecore.kernels.rows.scaling import Blocks, Both, quantise_ref
+from moecore.kernels.rows.scaling import Blocks, quantise_ref
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes, by the three low bits of a code
 LARGEST_E2M1 = 6.0
@@ -48,8 +51,8 @@ TRANSFORMED = 16  # tokens of one Hadamard transform
 # Random once and fixed, one vector for all layers as in the paper: bit i is of token i.
 SIGNS = 0b1011_0010_0111_0001
 SEED = 0x5EED
-FORWARD, BACKWARD = "emulated", "emulated transposed"  # kinds of matrices; of `Blocks`
-SCALES_ROWS, SCALES_COLUMNS = 128, 4  # of a tile of swizzled scales
+# Kinds of `Blocks`: values in bf16, of matrices maybe transposed; bytes.
+FORWARD, BACKWARD, PACKED = "emulated", "emulated transposed", "packed"
 
 
 def _blocked(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -83,16 +86,22 @@ def quantise_nvfp4(
     """
     wide = _blocked(x.float(), block)
     amax = wide.abs().amax((-3, -1), keepdim=True)
-    # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
-    wanted = amax / torch.full_like(amax, LARGEST_E2M1) / _of_blocks(scale)
-    scales = wanted.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
+    scales = nvfp4_scales(amax, _of_blocks(scale))
     step = scales.float() * _of_blocks(scale)
-    values = (wide / step).masked_fill(step == 0, 0)
-    values = _to_e2m1(values, None if draws is None else _blocked(draws, block))
+    values = to_e2m1(wide, step, None if draws is None else _blocked(draws, block))
     return values.reshape(x.shape), scales.squeeze(-1).squeeze(-2)
 
 
-def _to_e2m1(x: Tensor, draws: Tensor | None) -> Tensor:
+def nvfp4_scales(amax: Tensor, scale: Tensor) -> Tensor:
+    """Return the E4M3 scales of blocks with these largest magnitudes; `scale` is of the tensor."""
+    # A GPU multiplies by the reciprocal of a number, so what divides is a tensor.
+    wanted = amax / torch.full_like(amax, LARGEST_E2M1) / scale
+    return wanted.clamp(max=MAX).masked_fill(~amax.isfinite(), torch.nan).to(FP8)
+
+
+def to_e2m1(x: Tensor, step: Tensor, draws: Tensor | None = None) -> Tensor:
+    """Return fp32 values of E2M1, of x over the scales of block and tensor; 0 where these are."""
+    x = (x / step).masked_fill(step == 0, 0)
     magnitude = x.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(magnitude < 4, 1.0, 2.0).masked_fill(magnitude < 2, 0.5)
     steps = magnitude / step
@@ -102,6 +111,34 @@ def _to_e2m1(x: Tensor, draws: Tensor | None) -> Tensor:
         down = steps.floor()
         steps = down + (steps - down > draws)
     return (steps * step).copysign(x)
+
+
+def packed_e2m1(values: Tensor) -> Tensor:
+    """Return values of E2M1 as uint8, two of the last dim in a byte, the first one low."""
+    # Magnitudes from 2 on are 4, 5, 6 and 7; NaN, of which only the scale is read, is 0.
+    values = values.nan_to_num(0)
+    magnitude = values.abs()
+    large = torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4)
+    codes = torch.where(magnitude < 2, magnitude * 2, large) + 8 * values.signbit()
+    low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4
+
+
+def unpacked_e2m1(packed: Tensor) -> Tensor:
+    """Return the fp32 values that `packed_e2m1` has packed."""
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    bits = (codes & 7).float()
+    large = torch.where(bits < 6, bits - 2, bits * 2 - 8)
+    magnitude = torch.where(bits < 4, bits / 2, large)
+    return torch.where(codes < 8, magnitude, -magnitude)
+
+
+def unpacked_matrices(packed: Blocks, recipe: Recipe, *, transposed: bool) -> Blocks:
+    """Return matrices [e, N, K] that were gathered packed, as `emulated_matrices` makes them."""
+    assert packed.amax is not None, "they were gathered by it"
+    wide = _times(unpacked_e2m1(packed.values), packed.scales, recipe.weight_block)
+    scales = tensor_scales(packed.amax, recipe)
+    return Blocks(wide.mT if transposed else wide, scales, (FORWARD, BACKWARD)[transposed])
 
 
 def draws_of(x_MK: Tensor) -> Tensor:
@@ -143,128 +180,91 @@ def tensor_scales(amax: Tensor, recipe: Recipe) -> Tensor:
     return block_scale_ref(amax, recipe.power_of_two, LARGEST_E2M1 * MAX)[0]
 
 
-def _rounded(
-    x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, is_gradient: bool = False
-) -> Tensor:
-    """Return values times scales of blocks, in the dtype in which they are multiplied."""
+def _quantised(
+    x: Tensor, recipe: Recipe, block: tuple[int, int], scale: Tensor, draws: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return values and scales of blocks; `scale` is of tensors."""
     if recipe.scaling == "mxfp8":
-        values, scales = quantise_mxfp8(x, block)
-    else:
-        draws = draws_of(x) if is_gradient and recipe.stochastic_rounding else None
-        values, scales = quantise_nvfp4(x, block, scale, draws)
+        return quantise_mxfp8(x, block)
+    return quantise_nvfp4(x, block, scale, draws)
+
+
+def _times(values: Tensor, scales: Tensor, block: Any) -> Tensor:
+    """Return values times scales of their blocks, in the dtype in which they are multiplied."""
     wide = _blocked(values.float(), block) * _of_blocks(scales.float())
-    return wide.reshape(x.shape).to(torch.float32 if x.device.type == "cpu" else torch.bfloat16)
+    return wide.reshape(values.shape).to(multiplied_dtype(values))
 
 
-def emulated(
-    x_MK: Tensor,
+def multiplied_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a tensor's device multiplies operands."""
+    return torch.float32 if x.device.type == "cpu" else torch.bfloat16
+
+
+def _packed(values: Tensor, scales: Tensor, amax: Tensor, *, transposed: bool) -> Blocks:
+    """Return values and scales of blocks as bytes, with the summed dim innermost."""
+    if transposed:
+        values, scales = values.mT, scales.mT
+    if values.dtype == FP8:
+        exponents = scales.contiguous().view(torch.int32) >> 23  # of infinity 255: E8M0's NaN
+        return Blocks(values.contiguous(), exponents.to(torch.uint8), PACKED)
+    return Blocks(packed_e2m1(values), scales.contiguous(), PACKED, amax)
+
+
+def emulated_ref(
+    x_TK: Tensor,
     recipe: Recipe,
     *,
     over_rows: bool = False,
     is_gradient: bool = False,
+    sources_M: Tensor | None = None,
     expert_M: Tensor | None = None,
     num_experts: int = 0,
+    packed: bool = False,
 ) -> Blocks:
-    """Return rows as an operand; its scales are of tensors, fp32 [e + 1]. No autograd, no sync.
-
-    Args:
-        x_MK: of a floating dtype; the summed dim has whole blocks.
-        recipe: "mxfp8" or "nvfp4".
-        over_rows: whether the product sums over rows, in place of columns.
-        is_gradient: whether values may be rounded at random.
-        expert_M: int64, the expert of each row; e = none, and its values change no other row. None
-            = one scale for all rows.
-        num_experts: e.
-    """
-    size = recipe.multiple
+    """Return what `microscaled.emulated` returns, in plain PyTorch."""
+    size, is_nvfp4 = recipe.multiple, recipe.scaling == "nvfp4"
     block = (size, 1) if over_rows else (1, size)
-    x_MK = x_MK.float()
-    if over_rows and recipe.scaling == "nvfp4" and recipe.hadamard:
+    x_MK = x_TK.float()
+    if sources_M is not None:
+        x_MK = pad(x_MK, (0, 0, 0, 1))[sources_M]  # -1 is the row of zeros
+    elif over_rows:
+        x_MK = pad(x_MK, (0, 0, 0, -x_MK.shape[0] % size))
+    if over_rows and is_nvfp4 and recipe.hadamard:
         x_MK = hadamard(x_MK)
     if expert_M is None:
         expert_M = torch.zeros(x_MK.shape[0], dtype=torch.int64, device=x_MK.device)
     amax = x_MK.new_zeros(num_experts + 1)
-    if recipe.scaling == "nvfp4":
+    if is_nvfp4:
         amax.scatter_reduce_(0, expert_M, finite_magnitude(x_MK).amax(1), "amax")
     scales = tensor_scales(amax, recipe)
-    of_blocks = scales[expert_M[:: block[0]]][:, None]
-    return Blocks(_rounded(x_MK, recipe, block, of_blocks, is_gradient), scales, FORWARD)
+    is_random = is_gradient and is_nvfp4 and recipe.stochastic_rounding
+    of_blocks, draws = scales[expert_M[:: block[0]]][:, None], draws_of(x_MK) if is_random else None
+    found = _quantised(x_MK, recipe, block, of_blocks, draws)
+    if packed:
+        return _packed(*found, amax, transposed=over_rows)
+    return Blocks(_times(*found, block), scales, FORWARD)
 
 
-def emulated_matrices(
+def emulated_matrices_ref(
     w_eNK: Tensor,
     recipe: Recipe,
+    block: tuple[int, int],
+    amax_e: Tensor | None,
     *,
-    rows: bool = True,
-    columns: bool = True,
-    amax_e: Tensor | None = None,
-) -> Both:
-    """Return matrices as operands summed over K and over N, with fp32 scales [e]. No autograd.
-
-    Both are the same numbers in "nvfp4", whose blocks are square. `amax_e` are largest finite
-    magnitudes, None = of each matrix.
-    """
-    w_eNK = w_eNK.detach().float()
-    if amax_e is None:
-        amax_e = finite_magnitude(w_eNK).amax((1, 2))
+    packed: bool,
+    transposed: bool,
+) -> Blocks:
+    """Return one operand of `microscaled.emulated_matrices`; what is not packed as it lies."""
+    w_eNK = w_eNK.float()
+    amax_e = finite_magnitude(w_eNK).amax((1, 2)) if amax_e is None else amax_e
     scales = tensor_scales(amax_e, recipe)
-    height, width = recipe.weight_block
-    assert height is not None and width is not None
-    found: dict[tuple[int, int], Tensor] = {}
-    operands: list[Blocks | None] = [None, None]
-    for i, (wanted, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):
-        if wanted:
-            if block not in found:
-                found[block] = _rounded(w_eNK, recipe, block, scales[:, None, None])
-            values = found[block].transpose(1, 2) if i else found[block]
-            operands[i] = Blocks(values, scales, (FORWARD, BACKWARD)[i])
-    return Both(*operands)
+    found = _quantised(w_eNK, recipe, block, scales[:, None, None])
+    if packed:
+        return _packed(*found, amax_e, transposed=transposed)
+    return Blocks(_times(*found, block), scales, FORWARD)
 
 
 def finite_magnitude(x: Tensor) -> Tensor:
     """Return |x| as fp32, and 0 for NaN and infinity."""
     x = x.float().abs()
     return torch.where(x.isfinite(), x, 0)
-
-
-def pack_e2m1(values: Tensor) -> Tensor:
-    """Return uint8 [..., K / 2] of E2M1 values [..., K]: the first of two in the low four bits.
-
-    A code is a sign, two bits of exponent, one of mantissa. Example: (1, -6) is 0xF2.
-    """
-    magnitudes = torch.tensor(E2M1, device=values.device)
-    codes = torch.searchsorted(magnitudes, values.abs().float().contiguous())
-    codes = codes + 8 * values.signbit()
-    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    return (low | high << 4).to(torch.uint8)
-
-
-def unpack_e2m1(packed: Tensor) -> Tensor:
-    """Return the fp32 values [..., K] of bytes [..., K / 2]."""
-    numbers = torch.tensor((*E2M1, *(-x for x in E2M1)), device=packed.device)
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-    return numbers[codes.long()]
-
-
-def to_e8m0(scales: Tensor) -> Tensor:
-    """Return fp32 powers of two as bytes: biased exponents; infinity is E8M0's NaN, 255."""
-    return (scales.view(torch.int32) >> 23).to(torch.uint8)
-
-
-def swizzle_scales(scales_MB: Tensor) -> Tensor:
-    """Return one-byte scales [M, B] as tensor cores take them, flat, padded with zeros.
-
-    Tiles of 128 rows and 4 columns lie one after the other, columns first. A tile is [32, 16]: row
-    r, column c at r % 32, 4 * (r // 32) + c. Example: row 33, column 2 is byte 16 + 4 + 2.
-    """
-    M, B = scales_MB.shape
-    rows, columns = cdiv(M, SCALES_ROWS), cdiv(B, SCALES_COLUMNS)
-    padded = pad(scales_MB, (0, columns * SCALES_COLUMNS - B, 0, rows * SCALES_ROWS - M))
-    return padded.view(rows, 4, 32, columns, SCALES_COLUMNS).permute(0, 3, 2, 1, 4).flatten()
-
-
-def unswizzle_scales(flat: Tensor, M: int, B: int) -> Tensor:
-    """Return the scales [M, B] that `swizzle_scales` has laid out."""
-    rows, columns = cdiv(M, SCALES_ROWS), cdiv(B, SCALES_COLUMNS)
-    tiles = flat.view(rows, columns, 32, 4, SCALES_COLUMNS).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(rows * SCALES_ROWS, columns * SCALES_COLUMNS)[:M, :B]

@@ -1,6 +1,6 @@
 """Moves rows between source order and expert order: a gather and its adjoint, a sum.
 
-    gather_rows: out[r] = x[row_ids[r]]                        the gradient of sum_rows
+    gather_rows: out[r] = x[row_ids[r]], 0 if no slot is r     the gradient of sum_rows
     sum_rows:    out[s] = sum over k of y[slots[s, k]]         the gradient of gather_rows
 
 Both directions of one index are given (`index.py` makes them): row_ids[slots[s, k]] == s.
@@ -28,7 +28,6 @@ from torch import Tensor
 
 from moecore.kernels.common import (
     KERNEL_DTYPES,
-    all_used,
     cdiv,
     launch,
     next_power_of_2,
@@ -48,14 +47,18 @@ COPY_WORDS = 4096  # of 4 bytes, that a program copies at once
 def gather_rows_ref(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
-    """Return x_SD[row_ids_R], zero from row `num_rows` on."""
+    """Return x_SD[row_ids_R], zero in rows that no slot names."""
     if not x_SD.shape[0]:  # the empty sum keeps the graph connected
         return x_SD.new_zeros(row_ids_R.shape[0], x_SD.shape[1]) + x_SD.sum(0)
-    x_RD = x_SD.index_select(0, row_ids_R)
-    if num_rows is None or all_used(num_rows, x_RD.shape[0]):
-        return x_RD
-    used_R = torch.arange(row_ids_R.shape[0], device=x_SD.device) < num_rows
-    return torch.where(used_R[:, None], x_RD, 0)
+    return clear_unnamed(x_SD.index_select(0, row_ids_R), slots_SK)
+
+
+def clear_unnamed(x_RD: Tensor, slots_SK: Tensor) -> Tensor:
+    """Return expert rows with zeros in those that no slot names, whatever they hold."""
+    R = x_RD.shape[0]
+    named_R = torch.zeros(R + 1, dtype=torch.bool, device=x_RD.device)
+    named_R[slots_SK.flatten().remainder(R + 1)] = True  # -1 is the spare row
+    return torch.where(named_R[:R, None], x_RD, 0)
 
 
 def sum_rows_ref(
@@ -118,16 +121,11 @@ def _gather_rows_fwd_kernel(
             named += tl.sum((slots == rows[:, None]).to(tl.int32), axis=1)
         fill = (exists if CLEAR else used) & (named == 0)
         if tl.max(fill.to(tl.int32), axis=0) > 0:
+            zeros = tl.zeros([FILL_R, FILL_D], dtype=out_ptr.dtype.element_ty)
             for start in range(0, D, FILL_D):
                 columns = start + tl.arange(0, FILL_D)
-                inside = (columns < D)[None, :]
-                x = tl.load(
-                    x_ptr + sources[:, None] * D + columns[None, :],
-                    mask=(fill & used)[:, None] & inside,
-                    other=0.0,
-                )
                 out = out_ptr + rows[:, None] * D + columns[None, :]
-                tl.store(out, x, mask=fill[:, None] & inside)
+                tl.store(out, zeros, mask=fill[:, None] & (columns < D)[None, :])
     else:
         BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
         source = ((pid - num_fill) // BLOCKS).to(tl.int64)
@@ -265,8 +263,8 @@ def gather_rows(
         num_rows: 0-dim int32 on the device; None means R.
 
     Returns:
-        [R, D], dtype of x_SD: x_SD[row_ids_R], and zeros from num_rows on. Padding rows below
-        num_rows that no slot names are copies whose gradient is not used.
+        [R, D], dtype of x_SD: x_SD[row_ids_R], and zeros in rows that no slot names: padding, and
+        all from num_rows on.
     """
     return _gather_rows(x_SD, row_ids_R, slots_SK, num_rows)
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, launch, next_power_of_2, tl, triton, use_kernel
+from moecore.kernels.ops import Op
 from moecore.kernels.rows.e4m3 import BLOCK, FP8, block_scale, decode, encode, magnitude
 from moecore.kernels.rows.move import gather_rows_ref
 from moecore.kernels.rows.scaling import quantise_ref
@@ -125,16 +126,7 @@ def _gather_packed_rows_kernel(
         tl.store(out_ptr + slot * D + columns, x, mask=inside & (slot >= 0))
 
 
-def pack_rows(x_SD: Tensor) -> Tensor:
-    """Return rows as FP8 with their scales. No autograd, no host sync.
-
-    Infinity makes its 128 columns NaN, NaN stays what it is. x_SD is bf16, fp16 or fp32,
-    contiguous; D is a multiple of `PACKED_COLUMNS`.
-
-    Returns:
-        uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, then nothing of meaning up to
-        a multiple of 16 bytes.
-    """
+def _pack(x_SD: Tensor) -> Tensor:
     if not use_kernel(x_SD):
         return pack_rows_ref(x_SD)
     (S, D), program = x_SD.shape, _program(x_SD.shape[1])
@@ -145,13 +137,33 @@ def pack_rows(x_SD: Tensor) -> Tensor:
     return packed_SW
 
 
+_packed = Op(
+    "pack_rows",
+    _pack,
+    lambda x_SD: x_SD.new_empty(x_SD.shape[0], packed_bytes(x_SD.shape[1]), dtype=PACKED),
+)
+
+
+def pack_rows(x_SD: Tensor) -> Tensor:
+    """Return rows as FP8 with their scales. No autograd, no host sync.
+
+    Infinity makes its 128 columns NaN, NaN stays what it is. x_SD is bf16, fp16 or fp32,
+    contiguous; D is a multiple of `PACKED_COLUMNS`.
+
+    Returns:
+        uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, then nothing of meaning up to
+        a multiple of 16 bytes.
+    """
+    return _packed(x_SD.detach())  # type: ignore[no-any-return]
+
+
 def gather_packed_rows(
     values_SD: Tensor,
     scales_SB: Tensor,
     dtype: torch.dtype,
     row_ids_R: Tensor,
     slots_SK: Tensor,
-    num_rows: Tensor,
+    num_rows: Tensor | None,
 ) -> Tensor:
     """Return each expert row's wide source row, [R, D]. No autograd, no host sync.
 

@@ -8,6 +8,7 @@ in use.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from moecore.base.torch_names import register_dataclass
 from moecore.kernels.common import cdiv, launch, tl, triton, use_kernel
 from moecore.kernels.rows.e4m3 import from_e4m3
-from moecore.kernels.rows.packed import packed_views, unpack_rows
+from moecore.kernels.rows.packed import gather_packed_rows, packed_views, unpack_rows
 
 PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # scales of one program: 32 elements per thread
 
@@ -30,11 +31,16 @@ class Rows:
     # the values are kept for backward anyway (a router reads them too), so that keeping them in
     # fewer bytes would only be another copy
     is_kept: bool = False
+    # with scales: what has the gradient of these rows, wide, [S, D] without memory (stride 0) and
+    # never read; None = nothing, or the handle of `UnsummedInput`
+    handle_SD: Tensor | None = None
 
     @classmethod
-    def from_packed(cls, packed_SW: Tensor, dim: int, dtype: torch.dtype) -> Rows:
+    def from_packed(
+        cls, packed_SW: Tensor, dim: int, dtype: torch.dtype, handle_SD: Tensor | None = None
+    ) -> Rows:
         """Return the rows that `pack_rows` packed, as views of the same memory."""
-        return cls(*packed_views(packed_SW, dim), dtype)
+        return cls(*packed_views(packed_SW, dim), dtype, handle_SD=handle_SD)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,10 +48,34 @@ class Rows:
         return self.values.dtype if self.wide_dtype is None else self.wide_dtype
 
     def widen(self) -> Tensor:
-        """Return [S, D] in `dtype`: the values themselves where nothing is quantised."""
+        """Return [S, D] in `dtype`, differentiable as the rows are: values without scales as is."""
         if self.scales is None:
             return self.values
-        return unpack_rows(self.values, self.scales, self.dtype)
+        if self.handle_SD is None:
+            return _wide(self.values, self.scales, self.dtype)
+        return _Widened.apply(self.handle_SD, self.values, self.scales)  # type: ignore[no-any-return]
+
+
+def _wide(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
+    # The kernel reads values and scales side by side, as `pack_rows` leaves them; a compiler fuses
+    # the plain form.
+    is_packed = values_SD.stride(0) == 4 * scales_SB.stride(0)
+    if not is_packed or torch.compiler.is_compiling() or not use_kernel(values_SD):
+        return unpack_rows(values_SD, scales_SB, dtype)
+    ids_S = torch.arange(values_SD.shape[0], dtype=torch.int32, device=values_SD.device)
+    return gather_packed_rows(values_SD, scales_SB, dtype, ids_S, ids_S[:, None], None)
+
+
+class _Widened(torch.autograd.Function):
+    """Wide rows; their gradient is that of the handle."""
+
+    @staticmethod
+    def forward(ctx: Any, handle_SD: Tensor, values_SD: Tensor, scales_SB: Tensor) -> Tensor:
+        return _wide(values_SD, scales_SB, handle_SD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
 
 
 # Units find the tensors of a module's inputs through pytree.

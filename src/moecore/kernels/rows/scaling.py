@@ -17,6 +17,11 @@ what CPUs compute.
 
 Operands of "mxfp8" and "nvfp4" are values that are not FP8, see `microscaling.py`.
 
+    gathered  a whole weight, which ranks have made of their parts
+    "block"   as above, by `shard_blocks.py`; of experts [e * N / 128, K / 128 rounded up to 4]
+    "tensor"  [e] or [1], of matrices                      by `shard_matrices.py`
+    "packed"  E4M3 [M / 16, K / 16] of two E2M1 in a byte   likewise
+
 Letters: M rows of an operand, K columns, the dim that is summed; T rows and D columns of what is
 quantised. A dense operand's M and K are padded with zeros up to what tensor cores take.
 
@@ -51,6 +56,7 @@ KINDS: dict[Block, str] = {
     (1, None): "row",
     (None, None): "tensor",
 }
+GATHERED_KINDS: dict[Block, str] = {(128, 128): "block", (None, None): "tensor", (16, 16): "packed"}
 BY_BLOCKS = ("tile", "block")
 DIMS: dict[str, int | tuple[int, ...]] = {"tile": 3, "block": (1, 3), "row": 1, "tensor": (0, 1)}
 
@@ -62,6 +68,12 @@ class Blocks:
     values: Tensor  # float8, contiguous, the summed dim innermost; zero in the padding
     scales: Tensor  # fp32, of the shape that `kind` has in this file's table
     kind: str  # of the scales
+    # fp32 largest magnitudes of whole matrices, [e] or [1], where a weight was gathered by them
+    amax: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that it holds."""
+        return [self.values, self.scales, *([] if self.amax is None else [self.amax])]
 
 
 class Both(NamedTuple):
@@ -72,12 +84,12 @@ class Both(NamedTuple):
 
 
 def _from_tree(tensors: Iterable[Tensor], kind: Any) -> Blocks:
-    values, scales = tensors
-    return Blocks(values, scales, kind)
+    values, scales, *amax = tensors
+    return Blocks(values, scales, kind, *amax)
 
 
 # What is kept for backward is found through pytree.
-register_pytree_node(Blocks, lambda b: ([b.values, b.scales], b.kind), _from_tree)
+register_pytree_node(Blocks, lambda b: (b.tensors(), b.kind), _from_tree)
 
 
 def padded(n: int, multiple: int) -> int:

@@ -88,14 +88,19 @@ class PartOfMatrix(NamedTuple):
 def as_matrices(gathered: Blocks, shape: torch.Size) -> Both:
     """Return one matrix of every expert, [e, N, K] of whole blocks; views."""
     # Gathered values are contiguous, in the parameter's shape: the last dim are the columns. Scales
-    # are of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
-    scales_BK = gathered.scales[:, : shape[2] // BLOCK]
-    values_eNK, scales_eNK = gathered.values.view(shape), scales_BK.unflatten(0, (shape[0], -1))
-    return Both(Blocks(values_eNK, scales_eNK, "block"), None)
+    # of "block" are of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
+    scales, values_eNK = gathered.scales, gathered.values.view(*shape[:2], -1)
+    if gathered.kind == "block":
+        scales = scales[:, : shape[2] // BLOCK]
+    if gathered.kind != "tensor":
+        scales = scales.unflatten(0, (shape[0], -1))
+    return Both(Blocks(values_eNK, scales, gathered.kind, gathered.amax), None)
 
 
 def as_operand(gathered: Blocks) -> Blocks:
     """Return [N, K], multiples of 16, summed over K; a view where K is one of 128."""
+    if gathered.kind == "tensor":
+        return Blocks(gathered.values, gathered.scales.view(1, 1), "tensor")
     bytes_NK, missing = gathered.values.view(torch.uint8), -gathered.values.shape[1] % BLOCK
     padded_NK = pad(bytes_NK, (0, missing)) if missing else bytes_NK
     return Blocks(padded_NK.view(gathered.values.dtype), gathered.scales, "block")
@@ -267,8 +272,11 @@ def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
 
 
 def transpose_operand(weight: Blocks, columns: int) -> Blocks:
-    """Return a "block" operand [N, K] as the one [K, N] that is summed over N. No autograd."""
-    # K is padded to a multiple of 128; `columns` is K without padding, as N a multiple of 16.
+    """Return an operand [N, K] as the one [K, N] that is summed over N. No autograd."""
+    # "tensor" or "block", whose K is padded to a multiple of 128; `columns` is K without padding,
+    # as N a multiple of 16.
+    if weight.kind == "tensor":
+        return Blocks(transpose_values(weight.values[None])[0], weight.scales, "tensor")
     values_KN = transpose_values(weight.values[None], BLOCK)[0, :columns]
     blocks = cdiv(columns, BLOCK), weight.scales.shape[0]
     scales = weight.scales.new_zeros(blocks[0], padded(blocks[1], SCALE_COLUMNS))

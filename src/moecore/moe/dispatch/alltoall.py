@@ -29,7 +29,15 @@ from moecore.base.streams import wait_on_host
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import Attendance, EqualSizes, exchange_all, needed, unneeded
+from moecore.moe.dispatch.collectives import (
+    Attendance,
+    EqualSizes,
+    exchange_all,
+    exchanged,
+    needed,
+    unneeded,
+)
+from moecore.moe.dispatch.wire import Receiver, Wire, gather_packed, handle_of
 from moecore.moe.pairs import Pairs, numbers_of
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
@@ -43,6 +51,7 @@ class AllToAllPlan:
     slots_TG: Tensor  # int32, sent row of each token and destination; -1 = not sent there
     send_splits: list[int]  # rows sent to each rank
     receive_splits: list[int]  # rows received from each rank
+    receiver: Receiver | None  # of combine's backward, if tokens travel as FP8
 
 
 class SendOrder(NamedTuple):
@@ -56,7 +65,7 @@ class SendOrder(NamedTuple):
 class ReceivedRows(NamedTuple):
     """The source rows that came, their K physical ids and weights, and how to return sums."""
 
-    rows_SD: Tensor  # differentiable, as the weights are
+    rows: Rows  # differentiable, as the weights are
     ids_SK: Tensor
     weights_SK: Tensor
     plan: AllToAllPlan
@@ -65,8 +74,8 @@ class ReceivedRows(NamedTuple):
 class TokenExchange:
     """Sends each token once to every rank of a group that needs it, and returns their sums."""
 
-    def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str]) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, layer: tuple[int, str], wire: Wire) -> None:
+        self.group, self.wire = group, wire
         self.attendance = Attendance(group, layer)
         self._sizes = EqualSizes(group)
 
@@ -87,7 +96,7 @@ class TokenExchange:
         # rows behind those that are sent have any value and are not read.
         token_ids_M, slots_TG, counts_G3 = order
         if pairs is not None:
-            sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
+            sent = self._rows_of(x_TD, routing, token_ids_M, slots_TG)
         if x_TD.is_meta:
             send_splits = receive_splits = [even[0]] * self.group.size()
             num_choices = even[1]
@@ -97,8 +106,9 @@ class TokenExchange:
             send_splits, receive_splits, num_choices = splits
         if pairs is None:
             token_ids_M = token_ids_M[: sum(send_splits)]
-            sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
-        plan = AllToAllPlan(token_ids_M, slots_TG, send_splits, receive_splits)
+            sent = self._rows_of(x_TD, routing, token_ids_M, slots_TG)
+        where = (token_ids_M, slots_TG, send_splits, receive_splits)
+        plan = AllToAllPlan(*where, self.wire.receiver())
         return self._send(sent, plan, pairs, is_ahead=True), num_choices
 
     def send_static(
@@ -108,22 +118,55 @@ class TokenExchange:
         self._sizes.check(x_TD.shape[0], x_TD.device)
         token_ids_M, slots_TG, used_M = static_send_order(needs_GT, num_sent)
         splits = [num_sent] * self.group.size()
-        plan = AllToAllPlan(token_ids_M, slots_TG, splits, splits)
-        sent = _rows_of(x_TD, routing, token_ids_M, slots_TG, used_M)
+        plan = AllToAllPlan(token_ids_M, slots_TG, splits, splits, self.wire.receiver())
+        sent = self._rows_of(x_TD, routing, token_ids_M, slots_TG, used_M)
         return self._send(sent, plan, pairs, is_ahead=False)
+
+    def _rows_of(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        token_ids_M: Tensor,
+        slots_TG: Tensor,
+        used_M: Tensor | None = None,
+    ) -> _SentRows:
+        """Return the M rows of `token_ids_M`; `used_M` = rows with a token, None = all rows."""
+        sent_MN, rows_MD = self.wire.gather(x_TD, token_ids_M, slots_TG)
+        weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
+        ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
+        if used_M is not None:
+            ids_MK = ids_MK.masked_fill(~used_M[:, None], -1)
+        packed = torch.cat([ids_MK, weights_MK.detach().view(torch.int32)], dim=1)
+        return _SentRows(rows_MD, packed, weights_MK, sent_MN)
 
     def _send(
         self, sent: _SentRows, plan: AllToAllPlan, pairs: Pairs | None, *, is_ahead: bool
     ) -> ReceivedRows:
-        rows_SD, ids_SK, weights_SK = _Send.apply(*sent, plan, self.group, pairs, is_ahead)
-        return ReceivedRows(rows_SD, ids_SK, weights_SK, plan)
+        leaf_SD, ids_SK, weights_SK, came_SW = _Send.apply(*sent, plan, self.group, pairs, is_ahead)
+        rows = Rows(leaf_SD) if came_SW is None else self.wire.unpack(came_SW, leaf_SD, leaf_SD)
+        return ReceivedRows(rows, ids_SK, weights_SK, plan)
 
     def return_sums(self, y_SD: Tensor, plan: AllToAllPlan, pairs: Pairs | None) -> Tensor:
         """Return the sum of what became of each token's rows, added in fp32: 1 collective."""
-        splits = (plan.send_splits, plan.receive_splits)
-        M, S = plan.token_ids_M.shape[0], y_SD.shape[0]
-        y_MD, _ = _AllToAll.apply(y_SD, None, (M, S), *splits, self.group, pairs)
-        return sum_rows(y_MD, plan.token_ids_M, plan.slots_TG)
+        where, M, S = (plan.token_ids_M, plan.slots_TG), plan.token_ids_M.shape[0], y_SD.shape[0]
+        home = (plan.send_splits, plan.receive_splits, self.group, pairs)
+        away = (plan.receive_splits, plan.send_splits, self.group, pairs)
+
+        def there(y_SD: Tensor) -> Tensor:
+            (y_MD,) = _all_to_all((y_SD,), M, *home)
+            return sum_rows(y_MD, *where)  # type: ignore[no-any-return]
+
+        def send(packed_TW: Tensor) -> Tensor:
+            (came_SW,) = _all_to_all((gather_packed(packed_TW, *where),), S, *away)
+            return came_SW  # type: ignore[no-any-return]
+
+        def back(dy_TD: Tensor) -> Tensor:
+            dy_SD = None if plan.receiver is None else plan.receiver.bring(dy_TD, send)
+            if dy_SD is None:
+                dy_SD, _ = _AllToAll.apply(gather_rows(dy_TD, *where), None, (S, M), *away)
+            return dy_SD
+
+        return exchanged(y_SD, there, back)
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -131,9 +174,9 @@ class AllToAllDispatcher(Dispatcher):
 
     waits_on_host = True
 
-    def __init__(self, placement: ExpertPlacement) -> None:
+    def __init__(self, placement: ExpertPlacement, *, fp8: bool = False) -> None:
         self.placement = placement
-        self._exchange = TokenExchange(placement.group, placement.layer)
+        self._exchange = TokenExchange(placement.group, placement.layer, Wire(fp8))
         self.attendance = self._exchange.attendance
 
     def has_spare_rows(self, *, pads: bool) -> bool:
@@ -144,6 +187,7 @@ class AllToAllDispatcher(Dispatcher):
         """Bring tokens to their experts' ranks: one host sync, 3 collectives."""
         # With `routing.pad` no host sync after the first call, and 3 collectives with equal splits.
         p, (T, K) = self.placement, routing.expert_ids_TK.shape
+        self._exchange.wire.check(x_TD.shape[1])
         if routing.pad:
             num_sent = min(T, p.num_physical * routing.most_rows_per_expert)
             needs_GT = self._owned(routing.destinations_TK).any(-1).repeat_interleave(p.etp, 0)
@@ -159,12 +203,14 @@ class AllToAllDispatcher(Dispatcher):
             came.weights_SK,
             first=p.first_physical,
             num_local=p.num_physical,
+            multiple=routing.rows_multiple,
             length=num_rows,
         )
         balanced = None
         if routing.pad and not torch.compiler.is_compiling():  # a tracer would guard on T
             balanced = BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
-        return ExpertInput(Rows(came.rows_SD), index, came.plan, balanced=balanced)
+        parts = (came.rows, index, came.plan)
+        return ExpertInput(*parts, balanced=balanced, receiver=came.plan.receiver)
 
     def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
         """Return the rows to send, of physical ids, -1 = dropped. No host sync or communication."""
@@ -232,26 +278,10 @@ def _order(
 class _SentRows(NamedTuple):
     """Rows to send, their ids and weights packed in one int32 tensor, and their weights."""
 
-    rows_MD: Tensor
+    rows_MD: Tensor  # differentiable, as the weights are; a handle if packed rows are sent
     packed: Tensor
     weights_MK: Tensor
-
-
-def _rows_of(
-    x_TD: Tensor,
-    routing: Routing,
-    token_ids_M: Tensor,
-    slots_TG: Tensor,
-    used_M: Tensor | None = None,
-) -> _SentRows:
-    """Return the M rows of `token_ids_M`; `used_M` = rows with a token, None = all rows."""
-    rows_MD = gather_rows(x_TD, token_ids_M, slots_TG)
-    weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
-    ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
-    if used_M is not None:
-        ids_MK = ids_MK.masked_fill(~used_M[:, None], -1)
-    packed = torch.cat([ids_MK, weights_MK.detach().view(torch.int32)], dim=1)
-    return _SentRows(rows_MD, packed, weights_MK)
+    sent_MW: Tensor | None  # packed rows
 
 
 def _exchange_counts(
@@ -327,23 +357,26 @@ class _Send(torch.autograd.Function):
         rows_MD: Tensor,
         packed: Tensor,
         weights_MK: Tensor,
+        sent_MW: Tensor | None,
         plan: AllToAllPlan,
         group: dist.ProcessGroup,
         pairs: Pairs | None,
         is_ahead: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
         splits, length = (plan.receive_splits, plan.send_splits), sum(plan.receive_splits)
         ctx.args = ((rows_MD.shape[0], length), *splits[::-1], group, pairs)
-        rows_SD, received = _all_to_all(
-            (rows_MD, packed), length, *splits, group, pairs, is_ahead=is_ahead
-        )
+        sent = (rows_MD if sent_MW is None else sent_MW, packed)
+        came_SN, received = _all_to_all(sent, length, *splits, group, pairs, is_ahead=is_ahead)
         ids_SK, weights_SK = (x.contiguous() for x in received.chunk(2, dim=1))
-        outs = rows_SD, ids_SK, weights_SK.view(torch.float32)
+        leaf_SD, came_SW = came_SN, None
+        if sent_MW is not None:
+            leaf_SD, came_SW = handle_of(rows_MD, length), came_SN
+        outs = leaf_SD, ids_SK, weights_SK.view(torch.float32), came_SW
         ctx.mark_non_differentiable(*unneeded(outs, ctx.needs_input_grad))
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        drows_SD, _, dweights_SK = needed(grads, ctx.needs_input_grad)
+        drows_SD, _, dweights_SK, _ = needed(grads, ctx.needs_input_grad)
         drows_MD, dweights_MK = _AllToAll.apply(drows_SD, dweights_SK, *ctx.args)
-        return drows_MD, None, dweights_MK, None, None, None, None
+        return drows_MD, None, dweights_MK, *(None,) * 5

@@ -194,6 +194,7 @@ class Exchange:
 class MetaExchange(Exchange):
     """An exchange on meta: it allocates and sends nothing, and records launches and bytes."""
 
+    ep = 1  # of the layer, which may have other domains
     _num_sent = 0  # tokens sent to each other rank with even loads
 
     def spread_choices(
@@ -201,7 +202,7 @@ class MetaExchange(Exchange):
     ) -> kernels.SpreadChoices:
         """Return S source rows."""
         T, K = ids_TK.shape
-        self._num_sent = balanced_tokens(T, K, num_local * self.layout.num_ranks // etp, num_local)
+        self._num_sent = balanced_tokens(T, K, num_local * self.ep, num_local)
         self._operate(SPREAD, x_TD)
         return kernels.SpreadChoices.empty(x_TD, ids_TK, weights_TK, self.layout.source_rows)
 

@@ -29,6 +29,7 @@ from moecore.kernels.exchange.buffer import (
 from moecore.moe.dispatch.collectives import gather_ranks
 from moecore.moe.dispatch.exchange import CloneExchange, Exchange, ExchangeError, MetaExchange
 from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
+from moecore.moe.dispatch.wire import Wire
 from moecore.moe.shortage import Holder, Shortage
 
 # What `ExchangePool._agree` compares.
@@ -39,10 +40,11 @@ FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 class ExchangePool(Holder):
     """The exchanges of a model, which owns their buffers.
 
-    Tokens travel among the ranks of the group; the layer has `ep` expert blocks, and those of other
-    domains are elsewhere. Of the programs of one operation half push and half receive; None = one
-    per multiprocessor. With `is_required` tokens that stores can not carry are an error; else
-    all-to-all carries them, and all that is not part of a step which runs again or of a CUDA graph.
+    Tokens travel among the ranks of the group, as FP8 rows with `fp8`; the layer has `ep` expert
+    blocks, and those of other domains are elsewhere. Of the programs of one operation half push and
+    half receive; None = one per multiprocessor. With `is_required` tokens that stores can not carry
+    are an error; else all-to-all carries them, and all that is not part of a step which runs again
+    or of a CUDA graph.
     """
 
     option = "NVLinkOptions.row_factor"
@@ -53,12 +55,14 @@ class ExchangePool(Holder):
         *,
         ep: int,
         options: NVLinkOptions | None = None,
+        fp8: bool = False,
         programs: int | None = None,
         is_required: bool = True,
     ) -> None:
         self.group = group
         self.ep = ep
         self.options = options or NVLinkOptions()
+        self.wire = Wire(fp8)
         self.is_required = is_required
         self.tokens = TokenCapacity(self)
         self._programs = programs
@@ -192,7 +196,10 @@ class ExchangePool(Holder):
         none = torch.empty(0, dtype=torch.int32, device="meta")
         words: Any = dict(bases=none, state=none, report=none, timeout_ns=0)
         buffer = SymmetricBuffer(layout=layout, rank=dist.get_rank(self.group), **words)
-        return MetaExchange(buffer, self.group, self.options, balanced_rows=self._balanced(layout))
+        balanced = self._balanced(layout)
+        exchange = MetaExchange(buffer, self.group, self.options, balanced_rows=balanced)
+        exchange.ep = self.ep
+        return exchange
 
     def _layout(self, x_TD: Tensor, top_k: int, most: int, programs: int) -> ExchangeLayout:
         return ExchangeLayout(
@@ -211,7 +218,7 @@ class ExchangePool(Holder):
     def _agree(self, x_TD: Tensor, top_k: int, programs: int) -> int:
         """Return the most tokens of any rank; refuse other differences. A collective, host sync."""
         options, (T, D) = self.options, x_TD.shape
-        choices = (options.overlap_weight_grads, options.keep_rows, options.fp8_dispatch)
+        choices = (options.overlap_weight_grads, options.keep_rows, self.wire.fp8)
         sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
         mine = (*sizes, *map(int, choices))
         rows = gather_ranks(torch.tensor([mine], device=x_TD.device), self.group).tolist()

@@ -32,6 +32,7 @@ from moecore.moe.dispatch.alltoall import (
     send_to,
 )
 from moecore.moe.dispatch.collectives import Attendance
+from moecore.moe.dispatch.wire import Wire
 from moecore.moe.placement import DomainPlacement, ExpertPlacement
 from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing
 
@@ -56,10 +57,13 @@ class HierarchicalDispatcher(Dispatcher):
         domain: DomainPlacement,
         inside: Dispatcher,
         across: dist.ProcessGroup,
+        *,
+        fp8: bool = False,
     ) -> None:
         self.placement, self.domain = placement, domain
-        self._inside = inside  # over the ranks of `domain`
-        self._across = TokenExchange(across, placement.layer)  # the ranks of this one's place
+        self._inside = inside  # over the ranks of `domain`, with the same `fp8`
+        # the ranks of this one's place
+        self._across = TokenExchange(across, placement.layer, Wire(fp8))
 
     @property
     def attendance(self) -> Attendance | None:
@@ -76,6 +80,7 @@ class HierarchicalDispatcher(Dispatcher):
         # With `routing.pad` no host sync after the first call.
         (T, K), ids_TK = routing.expert_ids_TK.shape, routing.destinations_TK
         num_experts, H = self.domain.num_in_domain, self._across.group.size()
+        self._across.wire.check(x_TD.shape[1])
         if routing.pad:
             num_sent = min(T, num_experts * routing.most_rows_per_expert)
             needs_HT = owned(ids_TK, num_experts, H).any(-1)
@@ -84,23 +89,27 @@ class HierarchicalDispatcher(Dispatcher):
             order = self.prepare(ids_TK, self._across.attendance.number(x_TD))
             even = self.domain.balanced_arrivals(T, K), 0
             came, _ = self._across.send(x_TD, routing, order, self.pairs, even=even)
-        inp = self._go_on(came, routing)
+        rows_AD = came.rows.widen()  # the same when it is packed again
+        inp = self._go_on(rows_AD, came, routing)
         balanced = inp.balanced
         if balanced is not None:
             p = self.placement
             balanced = BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
-        plan = HierarchicalPlan(came.plan, inp.plan, came.rows_SD.shape[0])
-        return ExpertInput(inp.rows, inp.index, plan, inp.unsummed, balanced)
+        if came.plan.receiver is not None:
+            came.plan.receiver.next = inp.receiver
+        plan = HierarchicalPlan(came.plan, inp.plan, rows_AD.shape[0])
+        parts = (inp.rows, inp.index, plan, inp.unsummed, balanced)
+        return ExpertInput(*parts, receiver=inp.receiver)
 
     def prepare(self, ids_TK: Tensor, note: int) -> SendOrder:
         """Return the rows to send across, of physical ids. No host sync or communication."""
         (T, K), H = ids_TK.shape, self._across.group.size()
         return send_to(owned(ids_TK, self.domain.num_in_domain, H), T * min(H, K), note)
 
-    def _go_on(self, came: ReceivedRows, routing: Routing) -> ExpertInput:
+    def _go_on(self, rows_AD: Tensor, came: ReceivedRows, routing: Routing) -> ExpertInput:
         """Bring what arrived to the ranks of this domain."""
         H, inside, outer = self._across.group.size(), self._inside, self._across.attendance
-        rows_AD, weights_AK = came.rows_SD, came.weights_SK
+        weights_AK = came.weights_SK
         ids_AK = self.domain.ids_inside(came.ids_SK, dist.get_rank(self._across.group))
         spare = H * routing.expert_ids_TK.shape[0] - rows_AD.shape[0]
         if spare > 0 and inside.has_spare_rows(pads=False):  # its shapes are to follow from T
@@ -119,6 +128,7 @@ class HierarchicalDispatcher(Dispatcher):
                 chosen_ids_TK=ids_AK,
                 capacity=capacity,
                 pad=routing.pad,
+                rows_multiple=routing.rows_multiple,
             ),
         )
         if own is not None:

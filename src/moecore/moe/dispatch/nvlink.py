@@ -22,6 +22,7 @@ before, and the rows of combine's backward arrive in expert order.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,11 +36,11 @@ from moecore.kernels.exchange.operations import SpreadChoices
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows_plain
-from moecore.kernels.rows.packed import PACKED_COLUMNS, pack_rows
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher, AllToAllPlan
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool, find_row_problem
+from moecore.moe.dispatch.wire import Receiver, Wire, handle_of
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, Dispatcher, ExpertInput, Routing, UnsummedRows
 
@@ -51,10 +52,10 @@ class NVLinkPlan:
     exchange: Exchange
     dtype: torch.dtype  # of the tokens, and so of all sums
     num_tokens: int  # of combine's output; tokens for which the buffers had no capacity get 0
-    peers_T: Tensor  # int32, bit g of each local token: rank g got the token
+    peers_T: Tensor  # int64, bit g of each local token: rank g got the token
     places_S: Tensor  # int32, the number of the source row itself; -1 = a hole
     slots_SK: Tensor  # int32, expert rows of each source row; -1 = none
-    receiver: _Receiver | None  # of combine's backward, with `fp8_dispatch`
+    receiver: Receiver | None  # of combine's backward, with `fp8_dispatch`
 
 
 class NVLinkDispatcher(Dispatcher):
@@ -66,7 +67,7 @@ class NVLinkDispatcher(Dispatcher):
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
         self.exchanges = exchanges
-        self._elsewhere = AllToAllDispatcher(placement)
+        self._elsewhere = AllToAllDispatcher(placement, fp8=exchanges.wire.fp8)
 
     @property
     def keeps_rows(self) -> bool:
@@ -91,32 +92,31 @@ class NVLinkDispatcher(Dispatcher):
             return self._elsewhere.dispatch(x_TD, routing)
         # On meta a plan of a step is made, so its capacity is limited.
         is_limited = self.exchanges.watch is not None or x_TD.is_meta
+        wire = self.exchanges.wire
+        wire.check(x_TD.shape[1])
         exchange = self.exchanges.get(x_TD, routing.destinations_TK.shape[1])
-        if exchange.options.fp8_dispatch and x_TD.shape[1] % PACKED_COLUMNS:
-            raise ValueError(
-                f"model dim ({x_TD.shape[1]}) must be a multiple of {PACKED_COLUMNS} with "
-                "NVLinkOptions.fp8_dispatch (True): pad it, or let rows travel as they are"
-            )
         tokens = (x_TD, routing.weights_TK, routing.destinations_TK)
         num_tokens, most = x_TD.shape[0], exchange.layout.max_tokens
         if num_tokens > most:  # `TokenCapacity` reruns the step with larger buffers
             tokens = (tokens[0][:most], tokens[1][:most], tokens[2][:most])
         sender = _Sender(exchange) if exchange.layout.sums_slot else None
-        came = _Outputs(*_Dispatch.apply(*tokens, exchange, self.placement, sender, is_limited))
+        is_as: Any = dict(is_limited=is_limited, multiple=routing.rows_multiple)
+        index_of = partial(_index_of, exchange=exchange, place=self.placement, **is_as)
+        how = (exchange, wire, self.placement, sender, index_of)
+        came = _Outputs(*_Dispatch.apply(*tokens, *how))
         places = (came.peers_T, came.places_S, came.slots_SK)
-        receiver = _Receiver() if exchange.options.fp8_dispatch else None
-        plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places, receiver)
+        plan = NVLinkPlan(exchange, x_TD.dtype, num_tokens, *places, wire.receiver())
         refetch = None
         if not exchange.options.keep_rows:
-            fetch = partial(_send_again, exchange)
+            fetch = partial(_send_again, exchange, wire)
             refetch = Refetch(fetch, (tokens[0].detach(), came.peers_T, came.places_S))
-        unsummed = UnsummedInput(came.handle_RD, sender, refetch, receiver)
         return ExpertInput(
-            _arrived(exchange, came.rows_SN, x_TD),
+            wire.unpack(came.rows_SN, x_TD),
             ExpertIndex(*came[4:]),
             plan,
-            unsummed,
+            UnsummedInput(came.handle_RD, sender, refetch),
             self._balanced(exchange),
+            receiver=plan.receiver,
         )
 
     def _goes_elsewhere(self, x_TD: Tensor, routing: Routing) -> bool:
@@ -166,7 +166,12 @@ class NVLinkDispatcher(Dispatcher):
 
 
 def _index_of(
-    came: SpreadChoices, exchange: Exchange, place: ExpertPlacement, *, is_limited: bool
+    came: SpreadChoices,
+    *,
+    exchange: Exchange,
+    place: ExpertPlacement,
+    is_limited: bool,
+    multiple: int,
 ) -> ExpertIndex:
     """Return the index; R has capacity for any routing, or the capacity of `row_factor`."""
     owned = dict(first=place.first_physical, num_local=place.num_physical)
@@ -176,9 +181,11 @@ def _index_of(
         num_rows = _count_rows(exchange, came.ids_SK, **owned)
     elif factor is not None and is_limited:
         num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
-    index = build_index(came.ids_SK, came.weights_SK, **owned, length=num_rows)
+    how = dict(multiple=multiple, length=num_rows)
+    index = build_index(came.ids_SK, came.weights_SK, **owned, **how)
     if factor not in (None, "exact") and is_limited:
-        index = index._replace(offsets_e=exchange.limit_rows(index.offsets_e, num_rows))
+        limited = exchange.limit_rows(index.offsets_e, index.row_ids_R.shape[0])
+        index = index._replace(offsets_e=limited)
     return index
 
 
@@ -193,23 +200,13 @@ def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: in
     return int(((ids_SK >= first) & (ids_SK < first + num_local)).sum())
 
 
-def _pack(exchange: Exchange, x_TD: Tensor) -> Tensor:
-    """Return the rows that a dispatch sends: x_TD, or FP8 rows with `fp8_dispatch`."""
-    return pack_rows(x_TD.contiguous()) if exchange.options.fp8_dispatch else x_TD
-
-
-def _arrived(exchange: Exchange, came_SN: Tensor, x_TD: Tensor) -> Rows:
-    """Return the source rows; FP8 rows stay packed until experts gather them."""
-    if not exchange.options.fp8_dispatch:
-        return Rows(came_SN)
-    return Rows.from_packed(came_SN, x_TD.shape[1], x_TD.dtype)
-
-
-def _send_again(exchange: Exchange, x_TD: Tensor, peers_T: Tensor, places_S: Tensor) -> Rows:
+def _send_again(
+    exchange: Exchange, wire: Wire, x_TD: Tensor, peers_T: Tensor, places_S: Tensor
+) -> Rows:
     """Repeat the spread of a dispatch; return the same source rows."""
     where = (peers_T, places_S, places_S[:, None])
-    num_rows = exchange.layout.source_rows
-    return _arrived(exchange, exchange.spread(_pack(exchange, x_TD), *where, num_rows), x_TD)
+    came_SN = exchange.spread(wire.pack(x_TD), *where, exchange.layout.source_rows)
+    return wire.unpack(came_SN, x_TD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,30 +265,6 @@ class _Sender:
         return self._exchange.finish_copies(sent.sums_SD, peers_T, places_S, (dweights_R, slots_SK))
 
 
-class _Receiver:
-    """A `GradientReceiver`: what autograd carries then is a handle, which nobody may read."""
-
-    def __init__(self) -> None:
-        self.takes_packed = False
-        self._came: tuple[Tensor, Rows] | None = None
-
-    def put(self, rows: Rows) -> Tensor:
-        """Return what stands for the gradients of expert rows, [R, D] without memory."""
-        handle_RD = rows.values.new_empty(1, dtype=rows.dtype).expand(rows.values.shape)
-        self._came = handle_RD, rows
-        return handle_RD
-
-    def take(self, dy_RD: Tensor) -> Rows | None:
-        """Return the rows; None where they came as they are."""
-        came, self._came = self._came, None
-        if came is not None and dy_RD is not came[0]:
-            raise RuntimeError(
-                "gradients of the experts' output must not change between combine and the experts "
-                "with NVLinkOptions.fp8_dispatch (True), which brings them as FP8: remove the hook"
-            )
-        return None if came is None else came[1]
-
-
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(version(t) for t in tensors if t is not None)
 
@@ -319,15 +292,16 @@ class _Dispatch(torch.autograd.Function):
         weights_TK: Tensor,
         ids_TK: Tensor,
         exchange: Exchange,
+        wire: Wire,
         place: ExpertPlacement,
         sender: _Sender | None,
-        is_limited: bool,
+        index_of: Callable[[SpreadChoices], ExpertIndex],
     ) -> tuple[Tensor, ...]:
-        sent = (_pack(exchange, x_TD), ids_TK, weights_TK)
+        sent = (wire.pack(x_TD), ids_TK, weights_TK)
         sizes: dict[str, Any] = dict(num_local=place.num_physical, etp=place.etp)
         came = exchange.spread_choices(*sent, **sizes)
-        index = _index_of(came, exchange, place, is_limited=is_limited)
-        handle_RD = x_TD.new_empty(1).expand(index.row_ids_R.shape[0], x_TD.shape[1])
+        index = index_of(came)
+        handle_RD = handle_of(x_TD, index.row_ids_R.shape[0])
         where = (came.peers_T, came.places_S)
         ctx.exchange, ctx.sender = exchange, sender
         ctx.rows_like = (index.row_ids_R.shape[0], x_TD.shape[1]), x_TD.dtype
@@ -345,7 +319,7 @@ class _Dispatch(torch.autograd.Function):
         drows_RD, dweights_R = of.handle_RD, of.weights_R
         home = ctx.sender.finish((drows_RD, dweights_R), where) if ctx.sender else None
         if home is not None:
-            return *home, *(None,) * 5
+            return *home, *(None,) * 6
         # Every rank takes part in the reduce, so missing gradients become zeros.
         zeros = partial(torch.zeros, device=places_S.device)
         shape, dtype = ctx.rows_like
@@ -354,7 +328,7 @@ class _Dispatch(torch.autograd.Function):
         if dweights_R is None:
             dweights_R = zeros(shape[0])
         dx_TD, dweights_TK = ctx.exchange.reduce(drows_RD, *where, (dweights_R, slots_SK))
-        return dx_TD, dweights_TK, *(None,) * 5
+        return dx_TD, dweights_TK, *(None,) * 6
 
 
 class _Combine(torch.autograd.Function):
@@ -367,9 +341,10 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        exchange, dy_TD = ctx.exchange, grads[0]
         where = (*ctx.saved_tensors, ctx.num_rows)
-        if ctx.receiver is None or not ctx.receiver.takes_packed:
-            return exchange.spread(dy_TD, *where), None, None
-        came_RW = exchange.spread(_pack(exchange, dy_TD), *where)
-        return ctx.receiver.put(_arrived(exchange, came_RW, dy_TD)), None, None
+
+        def send(rows_TN: Tensor) -> Tensor:
+            return ctx.exchange.spread(rows_TN, *where)  # type: ignore[no-any-return]
+
+        dy_RD = None if ctx.receiver is None else ctx.receiver.bring(grads[0], send)
+        return send(grads[0]) if dy_RD is None else dy_RD, None, None

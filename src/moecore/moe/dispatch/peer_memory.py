@@ -80,6 +80,12 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     known = find_known_problem(group.size(), device_type)
     if known is not None or meta_is_gpu():
         return known
+    return find_peer_problem(group)
+
+
+def find_peer_problem(group: dist.ProcessGroup) -> str | None:
+    """Return why GPUs of a group cannot read each other's memory; None = they can."""
+    # As `find_problem`, without what is asked of kernels.
     mine = _peer_problem(group) or _memory_problem(group)
     problems: list[Any] = [None] * group.size()
     dist.all_gather_object(problems, mine, group=group)

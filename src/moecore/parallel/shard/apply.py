@@ -1,6 +1,6 @@
 """Applies a ShardPlan to a model: parameters become shards, and an engine runs the units.
 
-A model and its plan come in; the sharded model and its `Engine` go out. Modules, placements,
+A model and its plan come in; the sharded model and its `UnitEngine` go out. Modules, placements,
 divisors and prefetch are the plan's; this file decides nothing.
 """
 
@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from moecore.moe.params import ParamReader
 from moecore.parallel.mesh import Meshes, concatenate
 from moecore.parallel.shard.buffers import Buffer, plan_buffers
-from moecore.parallel.shard.engine import Engine
-from moecore.parallel.shard.formats import BlockFormat, CastFormat, Format
+from moecore.parallel.shard.engine import UnitEngine
+from moecore.parallel.shard.formats import FORMATS, CastFormat, Format
 from moecore.parallel.shard.gradients import Gradients
 from moecore.parallel.shard.make import is_whole
 from moecore.parallel.shard.params import Owners, UnitParam
@@ -32,7 +32,7 @@ from moecore.parallel.shard.unit import Unit, UnitOptions
 NOTHING = flat_layout("float32", "float32", "float32", None, (), 1)
 
 
-def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
+def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> UnitEngine:
     """Shard a model, cut over tp, ep and etp, in place; return its engine. No communication."""
     streams, owners = UnitStreams(meshes.device_type), _owners(model)
     join = cache(concatenate)  # a mesh takes milliseconds, and parameters share few
@@ -52,7 +52,7 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> Engine:
     _share_buffers(plan, made, streams)
     root, *others = [unit for planned in plan.units for unit in made[planned.name]]
     joins = meshes.parallel.pp == 1  # a stage's forward runs a part of the modules
-    engine = Engine(model, [*others, root], streams, joins=joins)
+    engine = UnitEngine(model, [*others, root], streams, joins=joins)
     _move_buffers(model, meshes.device_type)
     return engine
 
@@ -89,7 +89,7 @@ def _unit(
         modules,
         [UnitParam(slot, owners[slot.param], mesh, **how) for slot in layout.slots],
         layout=layout,
-        format=_format(layout, planned, group),
+        format=_format(layout, planned, group, meshes),
         shard_group=group,
         replicas=[group for group in groups if group.size() > 1],
         options=UnitOptions(
@@ -112,13 +112,20 @@ def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
     return None if is_whole(meshes) else meshes.expert_fsdp
 
 
-def _format(layout: FlatLayout, planned: UnitPlan, group: dist.ProcessGroup | None) -> Format:
+def _format(
+    layout: FlatLayout, planned: UnitPlan, group: dist.ProcessGroup | None, meshes: Meshes
+) -> Format:
     """Return the format that a unit's shards get for the all-gather."""
     if layout.recipe is None:
         return CastFormat(getattr(torch, layout.gathers))
     dtype = _dtype(planned.gather_dtype or layout.dtype)
     assert dtype is not None
-    return BlockFormat(dtype, power_of_two=layout.recipe.power_of_two, group=group)
+    recipe, cuts = layout.recipe, None
+    # Parts of a linear share its scale. In "nvfp4" powers of two shift exponents alone.
+    shares = recipe.scaling == "tensorwise" or not recipe.power_of_two
+    if shares and planned.mesh == "dense" and meshes.parallel.tp > 1:
+        cuts = meshes.dense["tp"].get_group()
+    return FORMATS[recipe.scaling](dtype, recipe, group, cuts)
 
 
 def _share_buffers(plan: ShardPlan, made: dict[str, list[Unit]], streams: UnitStreams) -> None:

@@ -84,10 +84,14 @@ def _turns(
     """Yield so many buffers of one size, in which layouts take turns."""
     for first in range(min(number, len(layouts))):
         users = layouts[first::number]
+        sizes = [
+            unit.layouts[i].buffer_numel // (unit.layouts[i].packed if holds == "weights" else 1)
+            for unit, i in users
+        ]
         yield BufferPlan(
             holds=holds,
             dtype=dtype,
-            numel=max(unit.layouts[i].buffer_numel for unit, i in users),
+            numel=max(sizes),
             places=tuple((unit.name, i) for unit, i in users),
         )
 
@@ -106,3 +110,13 @@ class Buffer(Generic[Holder]):
             with torch.inference_mode(False):
                 self._flat = torch.empty(self.numel, dtype=self.dtype, device=device)
         return self._flat
+
+    def free(self) -> None:
+        """Free the memory of a buffer that nobody holds; its views stay valid for `restore`."""
+        if self._flat is not None:
+            self._flat.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory that `free` has freed, with any values."""
+        if self._flat is not None:
+            self._flat.untyped_storage().resize_(self._flat.nbytes)

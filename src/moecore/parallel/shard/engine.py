@@ -1,4 +1,4 @@
-"""Engine: all-gathers, reshards and reduces the units of a model as its modules run.
+"""UnitEngine: all-gathers, reshards and reduces the units of a model as its modules run.
 
 The engine gets a model and its units, and hooks the modules and the values between them:
 
@@ -63,7 +63,7 @@ from moecore.parallel.shard.weight_gradients import WeightGradients
 BORDER = "_moecore_border"
 
 
-class Engine:
+class UnitEngine:
     """Runs the units of a model, in the order of forward but with the root's unit last.
 
     `joins` = some ranks may skip modules that others run.
@@ -73,8 +73,8 @@ class Engine:
         self, root: nn.Module, units: Sequence[Unit], streams: UnitStreams, *, joins: bool
     ) -> None:
         self.units, self._root, self._streams = tuple(units), root, streams
-        # In a pair the forward uses `_depth`, `_outer`, and units' `runs[False]` and `forwards`.
-        # The backward uses `_active`, `_in_backward`, and units' `runs[True]` and `backwards`.
+        # In a pair the forward uses `_depth`, `_outer`, and units' `runs[False]`. The backward uses
+        # `_active`, `_in_backward`, and units' `runs[True]` and `backwards`.
         # Both read `waiting` and `_to_come`. A forward counts in `_to_come` until it has ended,
         # because only then do all its units wait for its backward.
         self._depth = 0  # nested forwards of hooked modules that run
@@ -108,7 +108,7 @@ class Engine:
         if self._skipped is not None:
             self._skipped.clear()
         for unit in self.units:
-            unit.forwards = unit.backwards = 0
+            unit.backwards = 0
             unit.waiting.clear()
             for runs in unit.runs:
                 runs.clear()
@@ -210,7 +210,8 @@ class Engine:
 
     def resume(self, is_backward: bool) -> None:
         """Make the units whole that a side of a pair uses, when that side gets the baton back."""
-        # The other side may have resharded them, or taken their buffers.
+        # The other side may have resharded them, or taken their buffers. All ranks gather the same
+        # units again, because a rank that skips a module counts as one that runs it.
         for unit in self.units:
             if unit.runs[is_backward] or (is_backward and unit.backwards):
                 self._use(unit, ())
@@ -234,8 +235,7 @@ class Engine:
             if not self._depth:
                 self._outer = run
             self._depth += 1
-        unit.forwards += 1
-        unit.runs[is_again].append(run)  # from here on `_after` undoes these counts
+        unit.runs[is_again].append(run)  # from here on `_after` undoes this and `_depth`
         is_first = module is unit.modules[0] and not is_again
         self._use(unit, unit.ahead_in_forward if is_first else ())
         # A recomputed forward belongs to a backward that runs, so it does not wait for one. In a
@@ -262,8 +262,9 @@ class Engine:
         if not unit.runs[is_again]:  # the forward failed before its own hook
             return output
         has_failed = output is None and sys.exc_info()[0] is not None
+        if self._skipped is not None:  # on ranks that run what this one joins the unit is in use
+            self._skipped.leave(unit, module, is_again=is_again, has_failed=has_failed)
         run = unit.runs[is_again].pop()
-        unit.forwards -= 1
         if run is not None:
             output = self._own(output, run)
             for leaf in _leaves(output):
@@ -271,8 +272,6 @@ class Engine:
                     self._border(leaf).begins.append(run)
                     if run.visit is not None and not is_again:
                         run.visit.keep_output(leaf)
-        if self._skipped is not None:
-            self._skipped.leave(unit, module, is_again=is_again, has_failed=has_failed)
         if is_again:  # the backward of a recomputed forward follows and reshards the unit
             return output
         if not (unit.in_use or unit.options.stays):

@@ -54,7 +54,7 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     copies = copy_modules(model, on_meta)
     twin = copies[model]
     twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
-    cut_model(twin, twins, request.meshes)
+    cut_model(twin, twins, request)
     found = {} if request.precision is None else check_precision(twin, request.precision)
     linears = {name: linear.recipe for name, linear in found.items() if linear.recipe}
     maker = _Maker(twin, twins, request, gathered_recipes(twin, twins, linears, request), fp32)
@@ -73,11 +73,11 @@ def make_plan(model: nn.Module, layers: Layers, request: Request, fp32: Set[str]
     )
 
 
-def cut_model(model: nn.Module, layers: Layers, meshes: Meshes) -> None:
+def cut_model(model: nn.Module, layers: Layers, request: Request) -> None:
     """Reduce a model to this rank's part over tp, ep and etp, in place. No communication."""
-    p = meshes.parallel
+    meshes, p = request.meshes, request.meshes.parallel
     if p.tp > 1 and not is_cut(model):
-        cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
+        request.family.tensor_parallel(model).apply_tensor_parallel(meshes.dense["tp"])
     if p.ep * p.etp > 1 or is_whole(meshes):
         for layer in layers.values():
             layer.part("experts").shard(meshes.expert["ep", "etp"])
@@ -318,16 +318,17 @@ def gathered_recipes(
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> dict[str, Recipe]:
-    """Return the recipes of the parameters that are gathered in FP8, by name; {} without it."""
+    """Return the recipes of the parameters that are gathered quantised, by name; {} without it."""
     if not request.fsdp.fp8_param_gather:
         return {}
-    read = dict(_read_in_blocks(model, layers, linears, request))
+    read = dict(_read_quantised(model, layers, linears, request))
     if not read and request.meshes.parallel.pp == 1:  # a stage may have none
         raise ValueError(
-            f"{GATHER} must go with blockwise products of weights that several ranks share, and "
-            "there are none: set precision='blockwise', or drop it"
+            f"{GATHER} must go with weights that several ranks share and that are quantised once, "
+            "as by 'blockwise', 'tensorwise' and 'nvfp4' (others quantise rows and columns apart, "
+            "as many bytes as bf16), and there are none: set precision='blockwise', or drop it"
         )
-    if request.compile_dense and any(map(_blockwise, linears.values())):
+    if request.compile_dense and any(map(_gathers, linears.values())):
         raise ValueError(
             f"{GATHER} must go with compile_dense (True) = False where linears are in FP8, which "
             "torch.compile would read: use roles=('experts', 'shared_experts'), or drop one of them"
@@ -339,16 +340,16 @@ def gathered_recipes(
     return {names[param]: recipe for param, recipe in read.items()}
 
 
-def _read_in_blocks(
+def _read_quantised(
     model: nn.Module,
     layers: Mapping[str, RoutedLayer],
     linears: Mapping[str, Recipe],
     request: Request,
 ) -> Iterator[tuple[nn.Parameter, Recipe]]:
-    """Yield gathered parameters that blockwise products alone read, with their recipes."""
+    """Yield parameters that products read as they are gathered, with their recipes."""
     p = request.meshes.parallel
     for name, layer in layers.items():
-        recipe = _blockwise(request.recipe_of(name, layer, "experts"))
+        recipe = _gathers(request.recipe_of(name, layer, "experts"))
         if recipe is not None and p.edp_replicate * p.edp_shard > 1:
             experts = layer.part("experts")
             if experts.is_separate:
@@ -356,19 +357,35 @@ def _read_in_blocks(
                     f"{name}: {GATHER} must go with ExpertLayout.gate_up ('separate') = 'split' or "
                     "'concatenated', because gate and up are one matrix: drop it"
                 )
-            yield from ((param, recipe) for param in experts.parameters())
+            for attribute in (experts.layout.w1, experts.layout.w2):  # no adapters
+                param = getattr(experts, attribute)
+                _check_pairs(name, experts, param, recipe, request.meshes)
+                yield param, recipe
         shared = layer.part("shared")
-        recipe = _blockwise(request.recipe_of(name, layer, "shared_experts"))
+        recipe = _gathers(request.recipe_of(name, layer, "shared_experts"))
         if isinstance(shared, SharedExpert) and recipe is not None:
             yield from ((param, recipe) for param in (shared.w1, shared.w2))
     for name, module in model.named_modules():
-        recipe = _blockwise(linears.get(clean_name(name)))
+        recipe = _gathers(linears.get(clean_name(name)))
         if isinstance(module, nn.Linear) and recipe is not None:
             yield cast(nn.Parameter, module.weight), recipe
 
 
-def _blockwise(recipe: Recipe | None) -> Recipe | None:
-    return recipe if recipe is not None and recipe.scaling == "blockwise" else None
+def _check_pairs(
+    name: str, experts: Experts, param: nn.Parameter, recipe: Recipe, meshes: Meshes
+) -> None:
+    """Raise ValueError for parts of rows that two values per byte do not fill."""
+    size, parts = experts.config.expert_dim, meshes.parallel.edp_shard
+    is_cut = expert_dim(experts, param, meshes) == param.ndim - 1
+    if recipe.scaling == "nvfp4" and is_cut and size // parts % 2:
+        raise ValueError(
+            f"{name}: MoEConfig.dim ({size}) / ParallelConfig.edp_shard ({parts}) must be even "
+            f"with {GATHER} of 'nvfp4', two values of which are a byte: use more ep, or drop it"
+        )
+
+
+def _gathers(recipe: Recipe | None) -> Recipe | None:
+    return recipe if recipe is not None and recipe.gathers else None
 
 
 def _check_gathered(name: str, param: nn.Parameter, num_places: int) -> None:

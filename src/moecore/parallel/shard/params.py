@@ -30,7 +30,7 @@ from moecore.base.torch_names import (
     version,
     wrapped_like,
 )
-from moecore.moe.params import GATHERED, gathered_blocks, grad_placements
+from moecore.moe.params import GATHERED, READS_PLAIN, gathered_blocks, grad_placements
 from moecore.parallel.shard.plan import FlatSlot
 
 LARGE = 1 << 22  # elements, from which a copy of its own is faster than a part of one for many
@@ -60,6 +60,7 @@ class UnitParam:
             self.num_ranks = mesh.size(mesh.ndim - 1)
             self.rank = mesh.get_local_rank(mesh.ndim - 1)
         self._inner = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+        self._is_plain = self._inner is None or hasattr(param, READS_PLAIN)
         data = local_of(param).detach()
         self.shape = data.shape  # of the whole, which tensor and expert parallelism have cut
         self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
@@ -121,13 +122,13 @@ class UnitParam:
     def make_whole(self, data: Tensor) -> list[Tensor]:
         """Make the whole parameter of its memory; return the tensors that count its changes."""
         local = data.data
-        if self._inner is not None:
+        if self._inner is not None and not self._is_plain:
             local = as_part(local, *self._inner, of=self.sharded)
         self.whole = parameter_like(local, self.sharded)
         stored = gathered_blocks(self.sharded)
         if stored is not None:  # `precision/stored.py`: the shard has no values
             setattr(self.whole, GATHERED, stored)
-        return [self.whole] if self._inner is None else [self.whole, local_of(self.whole)]
+        return [self.whole] if self._is_plain else [self.whole, local_of(self.whole)]
 
     def take_grad(self) -> Tensor | None:
         """Return the gradient of the whole parameter, and drop it there. May communicate."""
@@ -138,6 +139,8 @@ class UnitParam:
         whole.grad = None  # type: ignore[union-attr]
         if self._inner is None:
             return grad
+        if self._is_plain:
+            grad = self._placed(grad)
         # Over tensor parallel ranks it is summed where the parameter is replicated.
         if grad.placements != self._inner[1]:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=self._inner[1])  # type: ignore[attr-defined]
@@ -148,9 +151,15 @@ class UnitParam:
         whole = self.whole
         assert whole is not None, "a forward has made it"
         grad = grad.view(self.shape)
-        if self._inner is not None:
-            grad = as_part(grad, self._inner[0], grad_placements(whole), of=whole)
+        if not self._is_plain:
+            grad = self._placed(grad)
         whole.grad = grad if whole.grad is None else whole.grad + grad
+
+    def _placed(self, grad: Tensor) -> DTensor:
+        """Return this rank's gradient of the whole parameter as a DTensor over its inner mesh."""
+        assert self._inner is not None, "plain ones are placed nowhere"
+        mesh, placements = self._inner
+        return as_part(grad, mesh, grad_placements(placements), of=self.sharded)
 
     def put_grad(self, grad: Tensor) -> None:
         """Make, or add to, the gradient of the sharded parameter, with its hooks; keep `grad`."""
@@ -203,20 +212,22 @@ class UnitViews:
     parameters: list[Tensor]  # where dim 0 is cut, the regions without padding
 
 
-def cut_views(params: Sequence[UnitParam], flat: Tensor, beside: int) -> UnitViews:
+def cut_views(params: Sequence[UnitParam], flat: Tensor, beside: int, packed: int = 1) -> UnitViews:
     """Cut a unit's memory; strided parameters lie from `beside` on, behind all regions."""
-    views = UnitViews(flat, [], [], [], [])
+    # An element of the memory is `packed` values of a last dim.
+    views, beside = UnitViews(flat, [], [], [], []), beside // packed
     for param in params:
-        slot, size = param.slot, param.shape.numel()
-        n, at = slot.shard_numel, slot.whole_offset
+        slot, size = param.slot, param.shape.numel() // packed
+        n, at = slot.shard_numel // packed, slot.whole_offset // packed
         region = flat[at : at + param.num_ranks * n]
         padded = region[param.rank * n : (param.rank + 1) * n]
         if param.is_strided:
             at, beside = beside, beside + size
         views.regions.append(region)
         views.padded.append(padded)
-        views.own.append(padded[: param.shard.numel()])
-        views.parameters.append(flat[at : at + size].view(param.shape))
+        views.own.append(padded[: param.shard.numel() // packed])
+        shape = (*param.shape[:-1], param.shape[-1] // packed)
+        views.parameters.append(flat[at : at + size].view(shape))
     return views
 
 

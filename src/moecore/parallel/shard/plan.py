@@ -27,6 +27,7 @@ from moecore.parallel.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 # parameters share a line that two kernels write. Offsets in the flat whole are multiples of shard
 # offsets, so they are aligned too. It costs at most 127 elements of a parameter's shard.
 ALIGNMENT = 128
+E2M1_PAIRS = "float4_e2m1fn_x2"  # torch's dtype of two values in a byte
 T = TypeVar("T")
 View = Literal["dense", "expert"]
 UnitRole = Literal["root", "block", "routers", "experts", "head"]
@@ -129,6 +130,11 @@ class FlatLayout:
     def has_buffer(self) -> bool:
         """Whether whole parameters need a buffer; if not, they are the rank's shards."""
         return bool(self.slots) and (self.ranks > 1 or self.gathers != self.dtype)
+
+    @property
+    def packed(self) -> int:
+        """Values in an element of what is gathered."""
+        return 2 if self.gathers == E2M1_PAIRS else 1
 
     @property
     def buffer_numel(self) -> int:
@@ -296,7 +302,7 @@ def flat_layouts(
         recipe, gathers = (recipes or {}).get(param.name), param.dtype
         reduces = "float32" if param.name in fp32 else reduce_dtype
         if recipe is not None:
-            gathers = "float8_e4m3fn"
+            gathers = E2M1_PAIRS if recipe.scaling == "nvfp4" else "float8_e4m3fn"
         elif gather_dtype is not None and param.name not in fp32:
             gathers = gather_dtype if getattr(torch, param.dtype).is_floating_point else param.dtype
         alike.setdefault((param.dtype, gathers, reduces, recipe), []).append(param)

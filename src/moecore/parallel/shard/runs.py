@@ -10,7 +10,7 @@ from moecore.parallel.shard.skipped import Visit
 from moecore.parallel.shard.unit import Unit
 
 if TYPE_CHECKING:
-    from moecore.parallel.shard.engine import Engine
+    from moecore.parallel.shard.engine import UnitEngine
 
 
 class ForwardRun:
@@ -74,7 +74,7 @@ class Border:
     __slots__ = ("begins", "ends", "engine", "is_leaf", "version")
     __torch_unserializable__ = True  # copies of the value have no border; no warning
 
-    def __init__(self, engine: Engine, version: int, *, is_leaf: bool) -> None:
+    def __init__(self, engine: UnitEngine, version: int, *, is_leaf: bool) -> None:
         self.engine, self.is_leaf = engine, is_leaf
         self.version = version  # after a change in place the value gets a new border
         self.ends: list[ForwardRun] = []

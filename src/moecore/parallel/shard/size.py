@@ -80,7 +80,9 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
 def _gathered(unit: UnitPlan) -> int:
     """Return the bytes of a unit's unsharded parameters, padding included."""
     layouts = (layout for layout in unit.layouts if layout.has_buffer)
-    return sum(layout.whole_numel * _itemsize(layout.gathers) for layout in layouts)
+    return sum(
+        layout.whole_numel // layout.packed * _itemsize(layout.gathers) for layout in layouts
+    )
 
 
 def _sums(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from moecore.base.torch_names import tree_map_only
+from moecore.base.torch_names import is_recomputing, tree_map_only
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.shard.unit import Unit
@@ -231,7 +231,7 @@ class SkippedModules:
         opened = self._open[is_again]
         if not opened or module is not opened[-1].place.module:
             return
-        if unit is opened[-1].place.units[-1]:  # whose hook runs last
+        if unit is opened[-1].place.units[0]:  # whose hook runs first: all units are in use
             visit = opened.pop()
             if not has_failed:
                 self._pass(visit, len(visit.place.children))
@@ -279,9 +279,9 @@ class SkippedModules:
     def _join_forward(self, place: Place, outer: Visit) -> None:
         visit = Visit(place, outer, outer.forward, is_skipped=True)
         outer.children.append(visit)
-        units = _units_of(place)
+        units, is_again = _units_of(place), is_recomputing()
         for unit in units:
-            unit.forwards += 1
+            unit.runs[is_again].append(None)
             self._use(unit, unit.ahead_in_forward if place.module is unit.modules[0] else ())
             visit.wait_in(unit)
         for child in place.children:
@@ -289,7 +289,7 @@ class SkippedModules:
         if place.layer is not None:
             visit.empty = self._run_empty(place.layer, place.units[0])
         for unit in reversed(units):
-            unit.forwards -= 1
+            unit.runs[is_again].pop()
             if not (unit.in_use or unit.options.stays):
                 unit.free()
 
@@ -417,8 +417,9 @@ class SkippedModules:
         if inputs and run.y_0D.requires_grad:
             self._run_backward([run.y_0D], [torch.zeros_like(run.y_0D)], inputs)
         for module, unit in others:
-            left = [of for of in unit.waiting if getattr(of, "module", None) is module]
-            for of in left:  # no gradient has reached it
+            runs = [of for of in unit.waiting if getattr(of, "module", None) is module]
+            left = [of for of in runs if of.forward == forward]
+            for of in left:  # no gradient has reached it; other micro-batches' runs still wait
                 of.end_waiting()
                 unit.gradients.is_expected = True
                 self._settle(unit, forward)

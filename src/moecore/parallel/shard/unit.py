@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.failures import known_to_others
-from moecore.base.torch_names import is_recomputing, no_dispatch_modes, set_versions, version
+from moecore.base.torch_names import no_dispatch_modes, set_versions, version
 from moecore.kernels.experts.contract import SINK
 from moecore.parallel.shard.buffers import Buffer
 from moecore.parallel.shard.formats import Format
@@ -80,9 +80,9 @@ class Unit:
         self.notes: Notes | None = None  # that an engine sends with all-gathers
         self._layout, self._format = layout, format
         self.state = State.SHARDED
-        # Runs of forwards that have not ended, innermost last: [0] first ones, [1] recomputed ones.
+        # Forwards of its modules that run, innermost last: [0] first ones, [1] recomputed ones. A
+        # forward without gradients, and one that a rank joins which skips it, is None.
         self.runs: tuple[list[Any], list[Any]] = ([], [])
-        self.forwards = 0  # forwards of its modules that run
         self.backwards = 0  # backwards of its modules that run
         self.waiting: set[Any] = set()  # runs and visits whose backward has not ended
         self._streams = streams
@@ -126,7 +126,7 @@ class Unit:
     @property
     def in_use(self) -> bool:
         """Whether a forward or a backward of its modules runs."""
-        return bool(self.forwards or self.backwards)
+        return bool(any(self.runs) or self.backwards)
 
     @property
     def trains(self) -> bool:
@@ -228,13 +228,17 @@ class Unit:
             self.buffer.mark.clear()
         self.gradients.drop_marks()
 
+    def buffers(self) -> list[Buffer[Any]]:
+        """Return the buffers that the unit uses in turn with others."""
+        return [b for b in (self.buffer, self.gradients.buffer) if b is not None]
+
     def _take_buffer(self) -> None:
         if self.buffer is None:
             return
         holder = self.buffer.holder
         if holder is not None and holder is not self:
-            # In a pair the other side may have the buffer: `Engine.resume` repeats its all-gather.
-            if holder.runs[is_recomputing()]:
+            # In a pair the other side may have it: `UnitEngine.resume` repeats its all-gather.
+            if any(map(all, zip(self.runs, holder.runs, strict=True))):
                 raise RuntimeError(
                     f"{self.options.name} and {holder.options.name} must not run at one time, "
                     "because they share memory: set a strategy of FSDPOptions to 'optim_grads'"
@@ -248,7 +252,8 @@ class Unit:
             data = [param.shard for param in self.params]
             if self.buffer is not None:
                 flat = self.buffer.flat(self.device)
-                self._views = cut_views(self.params, flat, self._layout.whole_numel)
+                how = (self._layout.whole_numel, self._layout.packed)
+                self._views = cut_views(self.params, flat, *how)
                 data = self._views.parameters
             self._counting = self._format.make_whole(self.params, data)
         for index, param in enumerate(self.params):
@@ -268,5 +273,6 @@ class Unit:
             self.notes.check(self, found, self._group)
         for param, region, data in zip(params, views.regions, views.parameters, strict=True):
             if param.is_strided:
-                parts = region.view(param.num_ranks, *param.shard_shape)
+                *outer, last = param.shard_shape
+                parts = region.view(param.num_ranks, *outer, last // self._layout.packed)
                 torch.cat(list(parts.unbind()), dim=param.slot.dim, out=data)

@@ -324,6 +324,11 @@ def _check_dispatchers(state: MoEState) -> None:
                 f"clones of {name} ({layer.cloner.options}) must go with dispatcher 'nvlink' for a "
                 "CUDA graph, because the host reads their plan with any other: leave them out"
             )
+        if layer.part("experts").waits_on_host:
+            raise ValueError(
+                f"expert_backend of {name} ({layer.part('experts').backend!r}) must be 'auto', "
+                "'triton' or 'torch' for a CUDA graph, because it reads sizes on the host"
+            )
         if layer.dispatcher.waits_on_host and not pads:
             raise ValueError(
                 f"dispatcher of {name} ({type(layer.dispatcher).__name__}) must be 'nvlink' or pad "

@@ -101,6 +101,12 @@ class GraphMemory:
             self._stream = torch.cuda.Stream()
         return self._stream
 
+    def clear(self) -> None:
+        """Free all memory, once the graphs of all parts are gone."""
+        self.slots = [_GraphSlot()]
+        self._current = self.slots[0]
+        self._grads.clear()
+
     def slot_of(self, pairs: Mapping[_GraphSlot, _GraphPair]) -> _GraphSlot:
         """Return the slot of this forward for a part: a free one if an earlier forward uses it."""
         pair = pairs.get(self._current)
@@ -150,6 +156,11 @@ class GraphedPart:
 
     def __reduce__(self) -> Any:
         return GraphedPart, self._how
+
+    def drop(self) -> None:
+        """Free the graphs and their memory; the part warms up and is captured anew."""
+        self._num_warm, self._call, self._pairs = 0, None, {}
+        self._memory.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the method's result."""

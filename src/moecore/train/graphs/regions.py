@@ -83,6 +83,15 @@ def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
                 _graph_layer(own, module, memory)
 
 
+def drop_graphs(model: nn.Module) -> None:
+    """Free the graphs of `graph_blocks`; later calls warm up and capture anew."""
+    layers = (m for m in model.modules() if isinstance(m, RoutedLayer))
+    for owner in (*model.modules(), *(layer.dispatcher for layer in layers)):
+        for part in vars(owner).values():
+            if isinstance(part, GraphedPart):
+                part.drop()
+
+
 def _graph_layer(name: str, layer: RoutedLayer, memory: GraphMemory) -> None:
     router, dispatcher = layer.part("router"), layer.dispatcher
     if isinstance(router, Router):

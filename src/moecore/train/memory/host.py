@@ -7,7 +7,8 @@ and tensors lie side by side in slabs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +135,16 @@ class HostPool:
                     f"{num_bytes} ({reason}): set max_host_bytes to what the host has"
                 ) from error
         return None
+
+
+@contextmanager
+def of_host_memory(what: str) -> Iterator[None]:
+    """Return a context of allocations; short host memory raises a MemoryError that names `what`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        reason = str(error).partition("\n")[0]
+        raise MemoryError(f"{what} must fit in host memory: lower it ({reason})") from error
 
 
 def size_class(num_bytes: int) -> int:

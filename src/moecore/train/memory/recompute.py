@@ -119,6 +119,9 @@ class _RunningRegion:
     _expected: Counter[_ValuePlace] = field(default_factory=Counter)
     _left: Counter[_ValuePlace] = field(default_factory=Counter)
     _values: dict[_ValuePlace, Tensor] = field(default_factory=dict)
+    # Outputs of products in the second run, while it runs: the storage of one that is freed would
+    # be given to a value that is looked for, and is known.
+    _given_again: list[Any] = field(default_factory=list)
     _context: Any = None  # autocast of the first run
     _numbers: Sequence[Tensor] = ()  # states of torch's generators before the first run
     _own_numbers: dict[torch.Generator, Tensor] = field(default_factory=dict)  # of a model's own
@@ -273,6 +276,7 @@ class _RunningRegion:
         finally:
             self._is_again = False
             self._known.clear()
+            self._given_again.clear()
         missing = [place for place in self._expected if place not in self._values]
         if missing:
             raise RuntimeError(
@@ -324,6 +328,7 @@ class _RunningRegion:
         if product.numbers:  # of products only attention draws; it is left out, and its states set
             set_generators(product.numbers)
         output = _map(_again, product.output)
+        self._given_again.append(output)
         self._known |= {storage_key(t) for t in _tensors(output)}
         return output
 

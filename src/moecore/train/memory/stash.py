@@ -360,6 +360,11 @@ class Stash(Offload, Holder):
         self._options = replace(self._options, factor=factor)
         self.pages.resize(self._options)
 
+    def free_pages(self) -> None:
+        """Free all pages, which hold no rows; later forwards make a pool. Host sync."""
+        self.wait()  # copies may read what is freed now
+        self.pages.clear()
+
     def error(self, shortage: Shortage) -> ExchangeError:
         """Return the error that names the factor."""
         least = math.ceil(shortage.factor_seen * 1000) / 1000

@@ -26,9 +26,10 @@ from torch.optim.optimizer import ParamsT
 
 from moecore.base.fields import check_value
 from moecore.base.torch_names import foreach_add_, local_of
+from moecore.train.memory.host import of_host_memory
 from moecore.train.memory.streams import CopyStream
 from moecore.train.optim.adamw import MOMENTS, AdamW, grad_of, loss_of_closure
-from moecore.train.optim.state_offload import Fraction, largest_up_to, of_host_memory
+from moecore.train.optim.state_offload import Fraction, largest_up_to
 
 CHUNK = 2**24  # elements
 VECTOR = 64  # elements: torch's loop rounds elements behind its last whole vector differently

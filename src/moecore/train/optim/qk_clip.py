@@ -173,16 +173,27 @@ class QKClip:
 
 
 class _Scaled(NamedTuple):
-    """A projection, and its rows on this rank as global numbers."""
+    """A projection: weight and bias, with the rows of each on this rank as global numbers."""
 
-    weight: nn.Parameter
-    rows: Tensor
+    params: dict[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> _Scaled:
+        """Return what scales a projection."""
+        params = [param for param in (linear.weight, linear.bias) if param is not None]
+        return cls({param: global_indices(param)[0].to(param.device) for param in params})
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix."""
+        return next(iter(self.params))
 
     def scale(self, factors_Hd: Tensor) -> None:
         """Multiply each row by its factor: [heads, rows of a head]."""
-        local = local_of(self.weight)
-        factors = factors_Hd.flatten()[self.rows].to(local.dtype)
-        local.mul_(factors[:, None])
+        for param, rows in self.params.items():
+            local = local_of(param)
+            factors = factors_Hd.flatten()[rows].to(local.dtype)
+            local.mul_(factors.view(-1, *[1] * (local.ndim - 1)))
 
 
 class _Watched:
@@ -192,10 +203,7 @@ class _Watched:
         self.name, self.module, self.num_heads = name, module, num_heads
         if module.observe_scores is not None:
             raise ValueError(f"{name} must be watched by one QKClip: close() the other")
-        self.queries, self.keys = (
-            _Scaled(weight, global_indices(weight)[0].to(weight.device))
-            for weight in (getattr(module, queries).weight, getattr(module, keys).weight)
-        )
+        self.queries, self.keys = (_Scaled.of(getattr(module, name)) for name in (queries, keys))
         size, self.first = 1, 0
         if module.tp is not None:
             size = module.tp.size
@@ -213,6 +221,11 @@ class _Watched:
             raise ValueError(
                 f"DecoderConfig.qk_norm ({module.config.qk_norm!r}) must be None for QK-clip, "
                 f"since norms bound the logits of {name}: leave QKClip out"
+            )
+        if module.window is not None:
+            raise ValueError(
+                f"DecoderConfig.windows ({module.config.windows}) must be () for QK-clip, whose "
+                f"maxima count all keys of {name}: leave QKClip out"
             )
         return cls(name, module, module.config.num_heads, "q_proj", "k_proj")
 
@@ -235,7 +248,8 @@ class _Watched:
     @property
     def is_trained(self) -> bool:
         """Whether both projections train: what is frozen keeps its values."""
-        return self.queries.weight.requires_grad and self.keys.weight.requires_grad
+        params = (*self.queries.params, *self.keys.params)
+        return all(param.requires_grad for param in params)
 
     def whole(self) -> Tensor:
         """Return fp32 [H], with -inf for the heads of other tp ranks."""

@@ -14,8 +14,8 @@ overlap the last micro-batch's backward.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
@@ -28,7 +28,7 @@ from moecore.base.fields import Bound, check_arguments
 from moecore.base.torch_names import is_recomputing, local_of, tree_leaves
 from moecore.parallel.attached import engines_of
 from moecore.parallel.shard.units import find_blocks
-from moecore.train.memory.host import HostCopies
+from moecore.train.memory.host import HostCopies, of_host_memory
 from moecore.train.memory.streams import CopyStream
 
 Key = TypeVar("Key", bound=Hashable)
@@ -229,16 +229,6 @@ class StateOffload:
             moved.device = device
             self._stream.copy(device, moved.host)
         part.place, part.copied = "coming", self._stream.mark()
-
-
-@contextmanager
-def of_host_memory(what: str) -> Iterator[None]:
-    """Return a context of allocations; short host memory raises a MemoryError that names `what`."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        reason = str(error).partition("\n")[0]
-        raise MemoryError(f"{what} must fit in host memory: lower it ({reason})") from error
 
 
 @torch.no_grad()

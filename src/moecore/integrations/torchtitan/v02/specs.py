@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from moecore.integrations.torchtitan.options import import_error
+from moecore.integrations.torchtitan.options import MoECore, import_error, moecore_options
 
 try:
     from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
@@ -41,12 +41,14 @@ from moecore.base import torch_names
 from moecore.base.options.layer import BalanceConfig
 from moecore.integrations.torchtitan import models, parallelize
 from moecore.integrations.torchtitan.layer import TitanLayer, cut_dense_parts, titan_layer
-from moecore.integrations.torchtitan.step import MoEMetricsProcessor, finish_before_step
+from moecore.integrations.torchtitan.pipeline import RowSchedule, check_stages
+from moecore.integrations.torchtitan.sections import arguments, changed
+from moecore.integrations.torchtitan.step import MoEMetricsProcessor, finish_at_step
 from moecore.models import PRESETS, DecoderConfig
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 from moecore.parallel.mesh import Meshes
-from moecore.train import AdamW
+from moecore.train import AdamW, Muon, assign_matrices
 
 # How torchtitan cuts all but the MoE blocks of its models over tp.
 DENSE_TP: dict[type, Callable[..., None]] = {
@@ -96,13 +98,21 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[parall
     converters, replicas = job.model.converters, parallel_dims.dp_replicate
     # torchtitan's own reader and writer of these files know no replicas.
     hf_replicas = saved.enable and (saved.initial_load_in_hf or saved.last_save_in_hf)
+    optimizer, own = job.optimizer, changed(moecore_options(job))
+    chosen = [n for n in own if n.startswith(("adamw.", "muon."))]
+    as_titan = bool(chosen) and not _is_fused_adamw(optimizer)
+    name = f"{optimizer.name}, {optimizer.implementation}"
+    fused = (
+        f"'AdamW', 'fused', without early_step_in_backward, beside moecore.{''.join(chosen[:1])}"
+    )
     one = "1 with checkpoint.initial_load_in_hf or last_save_in_hf"
     modes = "'none', 'full' or 'selective'"
     return [
         ("validation.enable", True, own_loss and job.validation.enable, "False"),
         ("parallelism.enable_async_tensor_parallel", True, bool(async_tp), "False"),
         ("parallelism.expert_parallel_comm_backend", backend, backend != "standard", "'standard'"),
-        ("model.converters", converters, bool(converters), "[]"),
+        ("model.converters", converters, bool(converters), "[], or moecore.precision.enable set,"),
+        ("optimizer", name, as_titan, fused),
         ("activation_checkpoint.mode", mode, mode == "memory_budget", modes),
         ("parallelism.data_parallel_replicate_degree", replicas, hf_replicas and replicas > 1, one),
     ]
@@ -136,20 +146,63 @@ V02 = parallelize.Version(
 
 
 class LabelledDataLoader(BaseDataLoader):
-    """Another data loader's batches with the labels among the model's inputs, and its state."""
+    """Another data loader's batches with what own models read among the inputs, and its state.
 
-    def __init__(self, loader: BaseDataLoader) -> None:
+    That is the labels, under cp whole rows, and with `moecore.documents` where documents begin.
+    """
+
+    def __init__(self, loader: BaseDataLoader, job: Any, tokenizer: Any) -> None:
         self.loader = loader
         self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+        self.has_cp = job.parallelism.context_parallel_degree > 1
+        self.eos = None
+        if moecore_options(job).documents:
+            self.eos = getattr(tokenizer, "eos_id", None)
+            if self.eos is None:
+                raise ValueError(
+                    "moecore.documents (True) must have a tokenizer with eos_id, which ends a "
+                    "document: drop it"
+                )
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for inputs, labels_BT in self.loader:
-            yield {**inputs, models.LABELS: labels_BT}, labels_BT
+            tokens_BT = inputs["input"]
+            more: dict[str, Any] = {models.LABELS: labels_BT}
+            if self.has_cp:  # torchtitan cuts the input
+                more[parallelize.TOKENS] = tokens_BT
+            if self.eos is not None:
+                more |= models.document_inputs(tokens_BT.roll(1, 1) == self.eos)
+            yield {**inputs, **more}, labels_BT
 
 
 def with_labels(build: Callable[..., BaseDataLoader]) -> Callable[..., BaseDataLoader]:
-    """Return a build_dataloader_fn whose batches carry their labels to the model too."""
-    return lambda **kwargs: LabelledDataLoader(build(**kwargs))
+    """Return a build_dataloader_fn whose batches carry what own models read."""
+
+    def build_labelled(**kwargs: Any) -> LabelledDataLoader:
+        job, tokenizer = kwargs["job_config"], kwargs.get("tokenizer")
+        return LabelledDataLoader(build(**kwargs), job, tokenizer)
+
+    return build_labelled
+
+
+def pipelining(
+    model: nn.Module,
+    parallel_dims: ParallelDims,
+    job: Any,
+    device: torch.device,
+    args: Any,
+    parallelize_fn: Callable[..., nn.Module],
+    loss_fn: Any,
+) -> Any:
+    """Return moecore's schedule, its model, and that a rank is first and last; a pipelining_fn."""
+    check_stages(model, parallel_dims.pp)
+    model, batch = (
+        parallelize_fn(model, parallel_dims, job),
+        parallel_dims.get_optional_mesh("batch"),
+    )
+    group = None if batch is None else batch.get_group()
+    rows = job.parallelism.pipeline_parallel_microbatch_size
+    return RowSchedule(model, group, micro_batch_rows=rows), [model], True, True
 
 
 def accelerated(spec: TrainSpec) -> TrainSpec:
@@ -172,7 +225,7 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
     return replace(
         spec,
         parallelize_fn=partial(parallelize.parallelize_titan, version=V02, update_bias=moves),
-        pipelining_fn=None,
+        pipelining_fn=pipelining,
         build_optimizers_fn=build_optimizers,
         build_metrics_processor_fn=build_metrics_processor,
     )
@@ -207,7 +260,7 @@ def _own_loss_spec(
         model_cls=model_cls,
         model_args=args,
         parallelize_fn=partial(parallelize_fn, version=V02),
-        pipelining_fn=None,
+        pipelining_fn=pipelining,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=with_labels(build_text_dataloader),
@@ -217,19 +270,53 @@ def _own_loss_spec(
     )
 
 
+class MuonContainer(titan_optimizer.OptimizersContainer):
+    """torchtitan's container of a Muon and an AdamW per model part."""
+
+    def __init__(self, model_parts: list[nn.Module], config: Any, options: Any) -> None:
+        own = arguments(options.muon, "moecore.muon")
+        self.optimizers, self.model_parts = [], [part for part in model_parts for _ in range(2)]
+        for part in model_parts:
+            assignment = assign_matrices(part)
+            muon = Muon(assignment, config.lr, weight_decay=config.weight_decay, **own)
+            self.optimizers += [muon, AdamW(assignment.others, **_adamw_options(config, options))]
+        params = [p for part in model_parts for p in part.parameters() if p.requires_grad]
+        self._post_init(params, {"lr": config.lr})
+
+
+def _adamw_options(config: Any, options: Any) -> dict[str, Any]:
+    betas, own = (config.beta1, config.beta2), arguments(options.adamw, "moecore.adamw")
+    return dict(lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **own)
+
+
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
 ) -> titan_optimizer.OptimizersContainer:
     """Return torchtitan's optimizers, which call `finish_step` of every model part first."""
-    c = optimizer_config
-    as_titan = c.early_step_in_backward or (ft_manager is not None and ft_manager.enabled)
-    if (c.name, c.implementation) == ("AdamW", "fused") and not as_titan:
-        options = dict(lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay)
-        optimizers = titan_optimizer.OptimizersContainer(model_parts, AdamW, options)
+    options = getattr(model_parts[0], parallelize.OPTIONS, None) or MoECore()
+    has_ft = ft_manager is not None and ft_manager.enabled
+    chosen = changed(options.adamw) + changed(options.muon)
+    if has_ft and chosen:
+        raise ValueError(
+            f"moecore.adamw and muon ({chosen[0]}) must be absent with torchft: drop it"
+        )
+    optimizers: titan_optimizer.OptimizersContainer
+    if has_ft or not _is_fused_adamw(optimizer_config):
+        optimizers = titan_optimizer.build_optimizers(
+            model_parts, optimizer_config, parallel_dims, ft_manager
+        )
+    elif options.muon.enable:
+        optimizers = MuonContainer(model_parts, optimizer_config, options)
     else:
-        optimizers = titan_optimizer.build_optimizers(model_parts, c, parallel_dims, ft_manager)
-    finish_before_step(optimizers, model_parts)
+        own = _adamw_options(optimizer_config, options)
+        optimizers = titan_optimizer.OptimizersContainer(model_parts, AdamW, own)
+    finish_at_step(optimizers, model_parts)
     return optimizers
+
+
+def _is_fused_adamw(config: Any) -> bool:
+    fused = (config.name, config.implementation) == ("AdamW", "fused")
+    return fused and not config.early_step_in_backward
 
 
 def build_metrics_processor(

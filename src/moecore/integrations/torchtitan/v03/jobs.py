@@ -47,7 +47,7 @@ from moecore.integrations.torchtitan.parallelize import (
     parallelize_own_loss,
     parallelize_titan,
 )
-from moecore.integrations.torchtitan.step import finish_before_step
+from moecore.integrations.torchtitan.step import finish_at_step
 from moecore.integrations.torchtitan.v03.parts import (
     V03,
     MoETrainer,
@@ -56,6 +56,7 @@ from moecore.integrations.torchtitan.v03.parts import (
     TitanDecoder,
     TitanHF,
     TitanMetrics,
+    pipelining,
 )
 from moecore.models import PRESETS, DecoderConfig
 
@@ -95,8 +96,8 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
     spec = replace(
         spec,
         parallelize_fn=partial(parallelize_titan, version=V03, update_bias=hook is moving),
-        pipelining_fn=None,
-        post_optimizer_build_fn=finish_before_step,
+        pipelining_fn=pipelining,
+        post_optimizer_build_fn=finish_at_step,
     )
     return derive(
         job,
@@ -138,8 +139,8 @@ def _own_loss_job(
         flavor=flavor,
         model=model,
         parallelize_fn=partial(parallelize, version=V03),
-        pipelining_fn=None,
-        post_optimizer_build_fn=finish_before_step,
+        pipelining_fn=pipelining,
+        post_optimizer_build_fn=finish_at_step,
         state_dict_adapter=None,
     )
     return OwnLossTrainer.Config(

@@ -6,7 +6,7 @@ to it, with section `moecore`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -29,11 +29,14 @@ from moecore.integrations.torchtitan import models
 from moecore.integrations.torchtitan.layer import Fills, TitanLayer, cut_dense_parts, titan_layer
 from moecore.integrations.torchtitan.options import MoECore
 from moecore.integrations.torchtitan.parallelize import (
+    TOKENS,
     Rule,
     Version,
     compiles_model,
     without_router,
 )
+from moecore.integrations.torchtitan.pipeline import MicroBatchSchedule, check_stages
+from moecore.integrations.torchtitan.sections import changed
 from moecore.integrations.torchtitan.step import MoEMetricsProcessor
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
@@ -62,12 +65,22 @@ class OwnLossTrainer(MoETrainer):
     class Config(MoETrainer.Config):
         """See `MoETrainer.Config`."""
 
+    def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
+        """Yield torchtitan's batches, with `moecore.documents` those of their positions."""
+        for inputs, labels in super().batch_generator(data_iterable):
+            if self.config.moecore.documents:
+                inputs = inputs | models.document_inputs(inputs["positions"] == 0)
+            yield inputs, labels
+
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return torchtitan's inputs and labels, and the labels among the model's arguments."""
+        """Return torchtitan's inputs and labels, and what own models read among the arguments."""
+        whole = {models.LABELS: labels, TOKENS: input_dict["input"]}
         inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
-        return inputs, labels, {**extra, models.LABELS: labels}
+        if self.parallel_dims.cp == 1:
+            whole = {models.LABELS: labels}
+        return inputs, labels, extra | whole
 
 
 class SumLoss(BaseLoss):
@@ -183,7 +196,10 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
     known_ac = ac is None or isinstance(ac, SelectiveAC.Config | FullAC.Config)
     cut = parallel_dims.tp > 1 and not own_loss  # torchtitan's own tensor parallelism
     partly, compiled = cut and backend != "partial_dtensor", cut and compiles_model(job)
+    chosen = [n for n in changed(job.moecore) if n.startswith(("adamw.", "muon."))]
+    optimizer = "absent, because optimizers of 0.3 are its own, 'DistMuon' among them,"
     return [
+        *((f"moecore.{name}", "set", True, optimizer) for name in chosen),
         ("validator.enable", True, own_loss and job.validator.enable, "False"),
         ("parallelism.spmd_backend", backend, backend == "full_dtensor", "'spmd_types'"),
         ("parallelism.enable_fsdp_symm_mem", True, degrees.enable_fsdp_symm_mem, "False"),
@@ -194,6 +210,19 @@ def _rules(job: Any, parallel_dims: ParallelDims, own_loss: bool) -> list[Rule]:
         ("parallelism.enable_sequence_parallel", False, cut and not sequence, "True"),
         ("compile.components", job.compile.components, compiled, "without 'model'"),
     ]
+
+
+def pipelining(
+    model: nn.Module,
+    *,
+    parallel_dims: ParallelDims,
+    parallelize_fn: Callable[..., nn.Module],
+    **_: Any,
+) -> Any:
+    """Return moecore's schedule, its model, and that a rank is first and last; a pipelining_fn."""
+    check_stages(model, parallel_dims.pp)
+    model = parallelize_fn(model, parallel_dims=parallel_dims)
+    return MicroBatchSchedule(model), [model], True, True
 
 
 def _cut(model: nn.Module, parallel_dims: ParallelDims, meshes: Meshes, job: Any) -> Meshes:

@@ -1,0 +1,300 @@
+r"""Training steps with a cp for each micro-batch beside one cp for all: tokens per second.
+
+    torchrun --nproc-per-node 2 -m benchmarks.bench_dynamic_context \
+        --results benchmarks/results/sequences
+    torchrun --nproc-per-node 2 -m benchmarks.bench_dynamic_context \
+        --preset tiny-qwen3 --device cpu --layers 1 --row-tokens 256 --rows 2 --steps 1
+
+"static" takes the rows of a `CorpusLoader`, one a micro-batch, over all ranks. "dynamic" takes the
+documents of rows of the same corpus from a `ScheduledLoader`, and a rank holds at most as many
+tokens of a micro-batch. Documents are as long as the text files of this Python installation, a
+token for four bytes, or drawn (`--lengths`); their ids are random and routing is even. A worker
+reads ahead.
+
+Both models train at once and take turns. Tokens are those of documents, without padding; a time is
+that of the slowest rank, from the batch's arrival to the end of the optimizer. `wait_ms` is what a
+step waits for its batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.packing_baselines import DISTRIBUTIONS, lengths_of
+from benchmarks.records import append_rows
+from benchmarks.text import installed_folders, sorted_files
+from moecore import (
+    ContextOptions,
+    FSDPOptions,
+    NVLinkOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.models import Decoder, DecoderConfig, document_cost, preset
+from moecore.moe.forced import force_even_load
+from moecore.packing import (
+    CorpusLoader,
+    CorpusOptions,
+    CorpusSource,
+    PackedBatch,
+    ScheduledLoader,
+)
+from moecore.packing.split import multiple_of
+from moecore.train import AdamW
+
+Row = dict[str, Any]
+MODULE = "benchmarks.bench_dynamic_context"
+BYTES_PER_TOKEN = 4
+
+
+class Inputs(NamedTuple):
+    """What a rank computes of a step.
+
+    Attributes:
+        micro_batches: of the decoder.
+        cps: of each.
+        tokens: of documents, this rank's share.
+        held: tokens with padding, likewise.
+    """
+
+    micro_batches: list[Row]
+    cps: tuple[int, ...]
+    tokens: int
+    held: int
+
+
+class Documents:
+    """Ids of documents by number, made when they are asked for."""
+
+    def __init__(self, lengths: Any, vocab_size: int) -> None:
+        self.lengths, self.vocab_size = lengths, vocab_size
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        draw = np.random.default_rng(index)
+        return draw.integers(0, self.vocab_size, int(self.lengths[index]))
+
+
+def main() -> int:
+    """Measure and report."""
+    args = parse()
+    rank, world = (int(os.environ.get(name, d)) for name, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    rows = measure(args, {name: make(args, world) for name, make in VARIANTS.items()})
+    for row in rows if rank == 0 else ():
+        print(
+            f"{row['variant']:<8}{row['tokens_per_s']:>12,.0f} tokens/s {row['ratio']:.2f} of "
+            f"static's  padding {row['padding_share']:.1%}  wait {row['wait_ms']:.0f} ms  "
+            f"loss {row['loss']:.4f}  micro-batches by cp {row['cps']}",
+            flush=True,
+        )
+    if rank == 0 and args.results is not None:
+        append_rows(args.results, MODULE, rows, num_gpus=world)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--preset", default="qwen3-30b-a3b")
+    add("--layers", type=int, default=4)
+    add("--lengths", default="files", choices=("files", *DISTRIBUTIONS))
+    add("--row-tokens", type=int, default=65536, help="the longest document")
+    add("--rows", type=int, default=8, help="of a step")
+    add("--documents", default="whole", choices=("whole", "split"), help="how rows are made")
+    add("--way", default="auto", help="of static's attention, and of dynamic's")
+    add("--steps", type=int, default=8, help="that count, of each variant, after two")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--results", type=Path, help="folder or .jsonl file of records")
+    return parser.parse_args()
+
+
+def lengths(args: argparse.Namespace) -> Any:
+    """Return the lengths of documents."""
+    if args.lengths != "files":
+        return lengths_of(args.lengths, 20_000)
+    sizes = (path.stat().st_size // BYTES_PER_TOKEN for path in sorted_files(installed_folders()))
+    return [size for size in sizes if size]
+
+
+class Variant(ABC):
+    """A model that trains on its loader.
+
+    Args:
+        args: of the benchmark.
+        parallel: degrees.
+        context: options of attention.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, parallel: ParallelConfig, context: ContextOptions
+    ) -> None:
+        self.args, on_gpu = args, args.device == "cuda"
+        self.meshes = build_meshes(parallel, args.device)
+        self.config: DecoderConfig = dataclasses.replace(
+            preset(args.preset), num_layers=args.layers, max_seq_len=2 * args.row_tokens
+        )
+        model = Decoder(self.config, device="meta")
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        fsdp = FSDPOptions(param_dtype=dtype, dense_strategy="optim")
+        room = NVLinkOptions(max_tokens=args.row_tokens // dist.get_world_size(), row_factor=1.05)
+        how = {"fsdp": fsdp, "nvlink": room, "context": context}
+        parallelize_moe(model, self.meshes, loss="sum", **how)
+        model.to_empty(device=args.device)
+        model.init_weights()
+        force_even_load(model)
+        adamw = AdamW(model.parameters(), lr=1e-6)
+        self.step = TrainStep(model, adamw, max_norm=1.0, num_micro_batches=args.rows)
+        self.loader: Any = self.make_loader(
+            CorpusSource(name="all", documents=Documents(lengths(args), self.config.vocab_size)),
+            CorpusOptions(
+                row_tokens=args.row_tokens,
+                documents=args.documents,
+                multiple=multiple_of(parallel.cp),
+            ),
+        )
+
+    @abstractmethod
+    def make_loader(self, source: CorpusSource, options: CorpusOptions) -> Any:
+        """Return what gives batches."""
+
+    @abstractmethod
+    def next(self) -> Inputs:
+        """Return the next step."""
+
+    def run(self, inputs: Inputs) -> float:
+        """Train a step; return this rank's part of the loss."""
+        self.step.num_micro_batches = len(inputs.cps)
+        losses = self.step.forward_backward(inputs.micro_batches)
+        self.step.finish()
+        return float((losses / torch.tensor(inputs.cps, device=losses.device)).sum())
+
+
+class Static(Variant):
+    """All ranks share each row."""
+
+    def __init__(self, args: argparse.Namespace, world: int) -> None:
+        super().__init__(args, ParallelConfig(cp=world, ep=world), ContextOptions(way=args.way))
+
+    def make_loader(self, source: CorpusSource, options: CorpusOptions) -> Any:
+        return CorpusLoader([source], options, rows=self.args.rows, workers=1)
+
+    def next(self) -> Inputs:
+        batch: PackedBatch = next(self.loader)
+        world = dist.get_world_size()
+        names = {"input_ids": "tokens_BT", "labels": "labels_BT", "padding_mask": "padding_mask_BT"}
+        shared = {"num_tokens": int(batch["num_tokens"]), "max_seqlen": batch["max_seqlen"]}
+        rows = []
+        for number in range(self.args.rows):
+            row: Row = {to: batch[of][number, None] for of, to in names.items()}  # type: ignore[literal-required]
+            borders = batch["cu_seqlens"] - number * self.args.row_tokens
+            row["cu_seqlens"] = borders[(borders >= 0) & (borders <= self.args.row_tokens)]
+            rows.append({name: x.to(self.args.device) for name, x in row.items()} | shared)
+        tokens, held = int((~batch["padding_mask"]).sum()), batch["padding_mask"].numel()
+        return Inputs(rows, (world,) * len(rows), tokens // world, held // world)
+
+
+class Dynamic(Variant):
+    """Each micro-batch has a cp of its own."""
+
+    def __init__(self, args: argparse.Namespace, world: int) -> None:
+        context = ContextOptions(way=args.way, dynamic=True)
+        super().__init__(args, ParallelConfig(ep=world), context)
+
+    def make_loader(self, source: CorpusSource, options: CorpusOptions) -> Any:
+        ranks = self.meshes.data_ranks
+        return ScheduledLoader(
+            [source],
+            options,
+            rows=self.args.rows,
+            max_tokens=self.args.row_tokens // ranks,
+            cost=document_cost(self.config),
+            data_rank=self.meshes.data_rank,
+            data_ranks=ranks,
+            workers=1,
+        )
+
+    def next(self) -> Inputs:
+        batch = next(self.loader)
+        _, tokens, _, held = batch.counts().tolist()
+        return Inputs(batch.inputs(self.args.device), batch.cps, tokens, held)
+
+
+VARIANTS: dict[str, Callable[[argparse.Namespace, int], Variant]] = {
+    "static": Static,
+    "dynamic": Dynamic,
+}
+
+
+def measure(args: argparse.Namespace, variants: dict[str, Variant]) -> list[Row]:
+    """Return a row per variant; collective."""
+    found: dict[str, list[list[float]]] = {name: [] for name in variants}
+    cps: dict[str, Counter[int]] = {name: Counter() for name in variants}
+    for _ in range(2 + args.steps):
+        for name, variant in variants.items():
+            asked = time.perf_counter()
+            inputs = variant.next()
+            wait = time.perf_counter() - asked
+            seconds, loss = timed(variant, inputs)
+            sums = torch.tensor([inputs.tokens, inputs.held, loss], dtype=torch.float64)
+            most = torch.tensor([seconds, wait], dtype=torch.float64)
+            sums, most = sums.to(args.device), most.to(args.device)
+            dist.all_reduce(sums)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            found[name].append([*sums.tolist(), *most.tolist()])
+            cps[name].update(inputs.cps)
+    rows = []
+    for name, steps in found.items():
+        tokens, held, losses, seconds_, waits = (list(of) for of in zip(*steps[2:], strict=True))
+        row = {"op": "dynamic_context_step", "variant": name, "loss": losses[-1]}
+        row |= {key: value for key, value in vars(args).items() if key != "results"}
+        row["tokens_per_s"] = sum(tokens) / sum(seconds_)
+        row["step_ms"] = 1e3 * statistics.median(seconds_)
+        row["wait_ms"] = 1e3 * statistics.median(waits)
+        row["padding_share"] = 1 - sum(tokens) / sum(held)
+        row["cps"] = {str(cp): cps[name][cp] for cp in sorted(cps[name])}  # of rank 0
+        rows.append(row)
+    for row in rows:
+        row["ratio"] = row["tokens_per_s"] / rows[0]["tokens_per_s"]
+    return rows
+
+
+def timed(variant: Variant, inputs: Inputs) -> tuple[float, float]:
+    """Run a step; return its seconds and this rank's part of its loss."""
+    on_gpu = variant.args.device == "cuda"
+    dist.barrier()
+    if on_gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    loss = variant.run(inputs)
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, loss
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # without destructors, see examples/launch.py

@@ -1,0 +1,274 @@
+r"""Runs on a whole host, one call of at most ten minutes each: checks first, then what they time.
+
+    python -m benchmarks.whole_host qwen3 --out runs/qwen3           # 8 GPUs
+    python -m benchmarks.whole_host tensor --gpus 2 --out runs/tensor
+    python -m benchmarks.whole_host qwen3 --gpus 2 --tiny --out x    # sizes for CPU ranks
+    python -m benchmarks.whole_host --predict                        # the table of plans
+
+`--only` takes the runs whose names are given. A run that fails or takes longer than its share does
+not end the call. Each one's output is OUT/<number>-<name>.txt, records are in OUT/records. What
+`moecore plan` predicts of the steps is in results/planning/whole-host.txt, made before any of them
+has run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.gate import ROOT
+
+LIMIT = 600  # seconds of a call
+STEP = (
+    "-m benchmarks.bench_train --compile --gather-once --seq-len 4096 --moment-dtype bfloat16 "
+    "--dispatcher nvlink --warm-up 8 --timed 8 --results {records}"
+)
+GRAPH = "--cuda-graph"
+EVEN = "--tokens random --routing balanced --row-factor 1.5"
+NATURAL = "--lr 3e-4 --schedule-steps 400 --row-factor 3"
+FP8 = "--precision blockwise --fp8-dispatch"
+TINY_STEP = (
+    "-m benchmarks.bench_train --preset tiny --seq-len 32 --batch-size 2 --warm-up 1 --timed 2 "
+    "--results {records}"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A command of one call.
+
+    Attributes:
+        name: of its output.
+        command: what torchrun starts on each GPU, or a command of its own after "!".
+        seconds: after which it is ended.
+        tiny: the same in sizes for CPU ranks; None = it needs GPUs.
+        ranks: how many of the GPUs it takes; None = all.
+    """
+
+    name: str
+    command: str
+    seconds: int
+    tiny: str | None = None
+    ranks: int | None = None
+
+
+def step(name: str, arguments: str, seconds: int = 90, tiny: str = "") -> Run:
+    return Run(
+        name=name,
+        command=f"{STEP} {arguments}",
+        seconds=seconds,
+        tiny=f"{TINY_STEP} {tiny}",
+    )
+
+
+def steps_of(preset: str, rows: int) -> tuple[Run, ...]:
+    """Return whole steps of a model over all GPUs: even and natural routing, bf16 and FP8."""
+    runs = []
+    for kind, options in (
+        ("even", f"{EVEN} {GRAPH}"),
+        ("natural", f"{NATURAL} {GRAPH}"),
+        ("eager", EVEN),
+    ):
+        for dtype, precision in (("bf16", ""), ("fp8", FP8)):
+            arguments = f"--preset {preset} --ep {{gpus}} --batch-size {rows} {options}"
+            tiny = f"--ep {{gpus}} {'--precision blockwise' * bool(precision)}"
+            runs.append(step(f"{kind}-{dtype}", f"{arguments} {precision}", 95, tiny))
+    return tuple(runs)
+
+
+def scaled(ranks: int) -> Run:
+    """Return a step of 6 layers on some of the GPUs."""
+    ep = f"--ep {ranks}" if ranks > 1 else "--dispatcher auto"
+    arguments = f"--preset qwen3-30b-a3b --layers 6 --batch-size 4 {EVEN} {GRAPH} {ep}"
+    return replace(step(f"{ranks}-ranks", arguments, 60, f"--ep {ranks}"), ranks=ranks)
+
+
+def staged(ranks: int) -> Iterator[Run]:
+    """Yield steps of stages over some of the GPUs, of each schedule."""
+    one = f"Ett|{'tt|' * (ranks - 2)}tL"
+    two = f"Et|{'t|' * (2 * ranks - 2)}L"
+    for stages, layout, schedules in (
+        (ranks, one, "gpipe 1f1b zero-bubble"),
+        (2 * ranks, two, "interleaved overlapped zbv dualpipe-v"),
+    ):
+        layouts = " ".join([shlex.quote(layout)] * len(schedules.split()))
+        layers = f"--layers {2 * ranks - 1} --layouts {layouts}"
+        command = f"-m benchmarks.bench_pipeline {layers} --schedules {schedules}"
+        yield Run(
+            name=f"{stages}-stages-of-{ranks}-ranks",
+            command=f"{command} --results {{records}}",
+            seconds=145,
+            tiny=f"{command} --preset tiny --seq-len 16 --micro-batches 8 --turns 1 --steps 1",
+            ranks=ranks,
+        )
+
+
+HF = "-m benchmarks.bench_hf --batch-size 1 --variants transformers moecore moecore+loss+auto"
+LORA = "-m benchmarks.bench_lora --results {records}"
+TINY_HF = "--preset tiny-qwen3 --layers 2 --batch-size 1 --seq-len 32 --warm-up 1 --timed 1"
+PAIRS = "-m benchmarks.bench_pairs --ep {gpus} --batch-sizes 1 2 --layers 6 --results {records}"
+CALLS: dict[str, tuple[Run, ...]] = {
+    "qwen3": steps_of("qwen3-30b-a3b", 2),
+    "qwen3-batch-3": steps_of("qwen3-30b-a3b", 3),
+    "qwen3-batch-4": steps_of("qwen3-30b-a3b", 4),
+    "moonlight": steps_of("moonlight-16b-a3b", 4),
+    "finetune": (
+        Run(
+            name="transformers",
+            command=f"{HF} --results {{records}}",
+            seconds=240,
+            tiny=f"-m benchmarks.bench_hf {TINY_HF} --variants moecore",
+        ),
+        Run(name="lora", command=f"{LORA} --batch-size 2", seconds=120, tiny=f"{LORA} {TINY_HF}"),
+        Run(
+            name="lora-fp8",
+            command=f"{LORA} --batch-size 2 --precision blockwise --fp8-base",
+            seconds=120,
+        ),
+    ),
+    "pairs": (Run(name="pairs", command=PAIRS, seconds=300),),
+    "pipelines": (*staged(2), *staged(4)),
+    "dispatch": (
+        Run(
+            name="dispatch",
+            command="-m benchmarks.bench_dispatch --fp8-dispatch --out {records}",
+            seconds=580,
+        ),
+    ),
+    "context": (
+        Run(
+            name="attention",
+            command="-m benchmarks.bench_context_parallel --part attention "
+            "--tokens 65536 262144 --seconds 6 --results {records}",
+            seconds=300,
+        ),
+        Run(
+            name="step",
+            command="-m benchmarks.bench_context_parallel --part step --tokens 65536 131072 "
+            "--results {records}",
+            seconds=280,
+        ),
+    ),
+    "tensor": (
+        Run(
+            name="tensor",
+            command="-m benchmarks.bench_tp --results {records}",
+            seconds=300,
+            tiny="-m benchmarks.bench_tp --layers tiny --seq-lens 64 --batch-sizes 1 --warm-up 1 "
+            "--steps 1 --rounds 1",
+        ),
+    ),
+    "foldings": (
+        Run(
+            name="parity",
+            command="!{python} -m pytest -q -m gpu tests/test_parity.py -k '8r and not nvlink'",
+            seconds=590,
+        ),
+    ),
+    "scaling": (scaled(1), scaled(2), scaled(4), scaled(8)),
+}
+PLANS = (  # preset, options of a plan; of every GPU that is lent
+    ("qwen3-30b-a3b", "--batch-size 2"),
+    ("qwen3-30b-a3b", "--batch-size 4"),
+    ("qwen3-30b-a3b", "--batch-size 2 --precision blockwise --fp8-dispatch"),
+    ("qwen3-30b-a3b", "--batch-size 4 --precision blockwise --fp8-dispatch"),
+    ("moonlight-16b-a3b", "--batch-size 4"),
+    ("moonlight-16b-a3b", "--batch-size 4 --precision blockwise --fp8-dispatch"),
+)
+PLAN = (
+    "--ep {gpus} --gpus {gpus} --row-factor 1.5 --dense-strategy optim "
+    "--experts-strategy optim_grads_params --moments bfloat16"
+)
+
+
+def main() -> int:
+    """Run a call, or print what is predicted."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("call", nargs="?", choices=CALLS)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--tiny", action="store_true", help="sizes for CPU ranks")
+    parser.add_argument("--out", type=Path, help="folder of outputs and records")
+    parser.add_argument("--only", nargs="+", help="names of runs, such as 4-ranks; default: all")
+    parser.add_argument("--predict", action="store_true", help="print what plans say of the steps")
+    args = parser.parse_args()
+    if args.predict:
+        return predict(args.gpus)
+    if args.call is None or args.out is None:
+        parser.error("a call and --out must be given")
+    (args.out / "records").mkdir(parents=True, exist_ok=True)
+    runs = {run.name: run for run in CALLS[args.call]}
+    if unknown := set(args.only or ()) - set(runs):
+        parser.error(f"--only {' '.join(sorted(unknown))}: {args.call} has {' '.join(runs)}")
+    codes = []
+    for number, (name, run) in enumerate(runs.items()):
+        if args.only and name not in args.only:
+            continue
+        typed = typed_for(run, args.gpus, args.out / "records", tiny=args.tiny)
+        if typed is not None:
+            codes.append(start(typed, run, args.out / f"{number}-{run.name}.txt"))
+    return max(codes, default=0)
+
+
+def typed_for(run: Run, gpus: int, records: Path, *, tiny: bool) -> list[str] | None:
+    """Return what is typed for a run; None = it has no tiny one, or takes more GPUs."""
+    command = run.tiny if tiny else run.command
+    if command is None or (run.ranks or gpus) > gpus:
+        return None
+    command = command.format(gpus=gpus, records=records, python=sys.executable)
+    if command.startswith("!"):
+        return shlex.split(command[1:])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", str(run.ranks or gpus), *shlex.split(command)]
+
+
+def start(typed: list[str], run: Run, output: Path) -> int:
+    """Run a command within its time; return its exit code, 124 where the time was over."""
+    began = time.monotonic()
+    with output.open("w") as file:
+        file.write(shlex.join(typed) + "\n")
+        file.flush()
+        ended = subprocess.Popen(
+            typed,
+            cwd=ROOT,
+            env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = ended.wait(run.seconds)
+        except subprocess.TimeoutExpired:
+            ended.terminate()  # torchrun ends its ranks, which have sessions of their own
+            try:
+                ended.wait(40)
+            except subprocess.TimeoutExpired:
+                os.killpg(ended.pid, signal.SIGKILL)
+                ended.wait()
+            code = 124
+    print(f"{run.name}: {code} in {time.monotonic() - began:.0f} s, see {output}", flush=True)
+    return code
+
+
+def predict(gpus: int) -> int:
+    """Print a line for each step that a plan knows."""
+    for gpu in ("h200-141", "h100-80"):
+        for preset, options in PLANS:
+            typed = [sys.executable, "-m", "moecore", "plan", "--preset", preset, "--gpu", gpu]
+            typed += shlex.split(f"{PLAN.format(gpus=gpus)} {options}")
+            found = subprocess.run(typed, cwd=ROOT, capture_output=True, text=True, check=False)
+            lines = found.stdout.splitlines()
+            told = [x for x in lines if "at once:" in x or "tokens/s" in x]
+            print(f"{gpu} {preset} {options}: {'; '.join(told) or found.stderr.strip()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""Where a corpus lies, what makes tokens of it, and steps of its rows: the data of pretrain.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from data import BatchShape, StepBatch
+from hf_model import TOKENIZER_FILES
+
+from moecore.packing import (
+    CorpusLoader,
+    CorpusOptions,
+    CorpusSource,
+    DocumentCost,
+    JsonLines,
+    MegatronDocuments,
+    PackedBatch,
+    ScheduledBatch,
+    ScheduledLoader,
+)
+
+BYTES = "bytes"
+HUB = "hf:"
+PARTITIONS_PER_ROW = 8  # so many workers of a rank tokenize documents of their own
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """A source of documents: PATH,key=value,... or a table of a TOML file.
+
+    Attributes:
+        path: a .jsonl file; the prefix of Megatron's .bin and .idx; a directory of `save_to_disk`;
+            or hf:NAME, a data set of the Hugging Face hub or of another directory.
+        weight: of the rows, over the sum of all weights.
+        name: in metrics, errors and positions; "" = the path.
+        field: of a row or line, which has the text or the token ids.
+        split: of a Hugging Face data set.
+        config: of a Hugging Face data set that has several; "" = its only one.
+        stream: read hf:NAME without storing it.
+    """
+
+    path: str
+    weight: float = 1.0
+    name: str = ""
+    field: str = "text"
+    split: str = "train"
+    config: str = ""
+    stream: bool = False
+
+
+def source_of(word: str) -> SourceOptions:
+    """Return the options of PATH,key=value,...
+
+    Raises:
+        ValueError: for a key that there is not, or a value of another kind.
+    """
+    path, *pairs = word.split(",")
+    kinds = {field.name: type(field.default) for field in fields(SourceOptions)[1:]}
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key not in kinds:
+            raise ValueError(f"{word!r} must have keys of {', '.join(kinds)}, not {key!r}")
+        if kinds[key] is bool and value.lower() not in ("true", "false"):
+            raise ValueError(f"{word!r} must have {key}=true or {key}=false")
+        try:
+            found[key] = value.lower() == "true" if kinds[key] is bool else kinds[key](value)
+        except ValueError:
+            raise ValueError(f"{word!r} must have a number as {key}") from None
+    return SourceOptions(path=path, **found)
+
+
+def read_source(options: SourceOptions, tokenizer: Tokenizer) -> CorpusSource:
+    """Return a source of rows.
+
+    Raises:
+        ValueError: for files that are missing or broken.
+    """
+    return CorpusSource(
+        name=options.name or options.path,
+        documents=_documents(options),
+        tokenize=Tokens(tokenizer, options.field),
+        weight=options.weight,
+    )
+
+
+def _documents(options: SourceOptions) -> Any:
+    path = Path(options.path)
+    if options.path.startswith(HUB):
+        return _from_datasets(options)
+    if options.stream:
+        raise ValueError(f"{path} must be {HUB}NAME to be streamed: drop stream")
+    if path.suffix == ".jsonl":
+        return JsonLines(path)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        import datasets
+
+        found = datasets.load_from_disk(str(path))
+        return found[options.split] if isinstance(found, datasets.DatasetDict) else found
+    if os.path.exists(f"{path.with_suffix('')}.idx") and path.suffix in (".bin", ".idx"):
+        path = path.with_suffix("")
+    if os.path.exists(f"{path}.idx"):
+        return MegatronDocuments(path)
+    raise ValueError(
+        f"--data ({path}) must be a .jsonl file, the prefix of a .bin and a .idx, or a directory "
+        f"of save_to_disk: others, and data sets of the hub, are {HUB}NAME"
+    )
+
+
+def _from_datasets(options: SourceOptions) -> Any:
+    import datasets
+
+    name = options.path.removeprefix(HUB)
+    try:
+        return datasets.load_dataset(
+            name, options.config or None, split=options.split, streaming=options.stream
+        )
+    except Exception as error:  # of any kind: files, networks, builders of others
+        line = " ".join(str(error).split())[:200]
+        raise ValueError(f"--data ({options.path}) must be a data set that loads: {line}") from None
+
+
+class Tokenizer:
+    """Makes token ids of text: that of a model, or bytes.
+
+    Args:
+        name: a directory, a name of the hub, or "bytes".
+
+    Attributes:
+        size: ids are below it.
+        hf: the tokenizer of transformers; None = bytes.
+
+    Raises:
+        ValueError: when there is none.
+    """
+
+    def __init__(self, name: str) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loaders have workers instead
+        self.hf: Any = None if name == BYTES else _load(name)
+        self.size = 256 if self.hf is None else len(self.hf)
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of a document; the end of text, where the tokenizer has one, is last."""
+        if self.hf is None:
+            return list(text.encode())
+        ids: list[int] = self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]
+        end = self.hf.eos_token_id
+        return ids if end is None or not ids else [*ids, end]
+
+
+def _load(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if os.path.isdir(name) and not any(
+        file.is_file() for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)
+    ):
+        raise ValueError(f"--tokenizer ({name}) must have a tokenizer: copy tokenizer.json there")
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of any kind: transformers reads what the files have
+        line = " ".join(str(error).split())[:200]
+        raise ValueError(f"--tokenizer ({name}) must be a tokenizer that loads: {line}") from None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Makes token ids of a document: a row with a field, text, or ids, which stay as they are."""
+
+    tokenizer: Tokenizer
+    field: str
+
+    def __call__(self, document: Any) -> Any:
+        if isinstance(document, Mapping):
+            if self.field not in document:
+                raise ValueError(f"a row of {sorted(document)} must have {self.field!r}: set field")
+            document = document[self.field]
+        if not isinstance(document, str):
+            return document
+        return self.tokenizer(document)
+
+
+class ScheduledSteps:
+    """Reads the next step of this data rank: the documents of `CorpusSteps`' rows, by plan.
+
+    Attributes:
+        sampler: its state is the position in the data, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[CorpusSource],
+        options: CorpusOptions,
+        shape: BatchShape,
+        *,
+        max_tokens: int,
+        cost: DocumentCost,
+        data_rank: int,
+        workers: int,
+    ) -> None:
+        self.sampler = ScheduledLoader(
+            sources,
+            options,
+            rows=shape.data_ranks * shape.grad_accum * shape.batch_size,
+            max_tokens=max_tokens,
+            cost=cost,
+            data_rank=data_rank,
+            data_ranks=shape.data_ranks,
+            workers=workers,
+        )
+
+    def next(self) -> ScheduledBatch:
+        """Return the step behind the one before."""
+        return next(self.sampler)
+
+
+class CorpusSteps:
+    """Reads the next step of this data rank.
+
+    The rows of a step are the same however ranks and micro-batches share them.
+
+    Attributes:
+        sampler: its state is the position in the data, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[CorpusSource],
+        options: CorpusOptions,
+        shape: BatchShape,
+        *,
+        data_rank: int,
+        workers: int,
+    ) -> None:
+        self._shape = shape
+        where = {"data_rank": data_rank, "data_ranks": shape.data_ranks, "workers": workers}
+        # A function of the rows of a step: ranks and micro-batches share them as they like.
+        rows = shape.data_ranks * shape.grad_accum * shape.batch_size
+        options = replace(options, partitions=options.partitions or PARTITIONS_PER_ROW * rows)
+        self.sampler = CorpusLoader(sources, options, rows=shape.batch_size, **where)
+        self._most = 1  # borders of a micro-batch so far
+
+    def next(self) -> StepBatch:
+        """Return the step behind the one before."""
+        batches: list[PackedBatch] = [next(self.sampler) for _ in range(self._shape.grad_accum)]
+        most = max(len(batch["cu_seqlens"]) for batch in batches)
+        # Few lengths in a run: what is compiled by shape is compiled seldom.
+        self._most = max(self._most, 1 << (most - 1).bit_length())
+        return StepBatch(
+            tokens_ABT=torch.stack([batch["input_ids"] for batch in batches]),
+            labels_ABT=torch.stack([batch["labels"] for batch in batches]),
+            padding_ABT=torch.stack([batch["padding_mask"] for batch in batches]),
+            cu_seqlens_An=torch.stack([self._padded(batch["cu_seqlens"]) for batch in batches]),
+            num_labels=torch.stack([batch["num_tokens"] for batch in batches]).sum(),
+        )
+
+    def _padded(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return F.pad(cu_seqlens, (0, self._most - len(cu_seqlens)), value=int(cu_seqlens[-1]))

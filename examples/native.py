@@ -1,0 +1,98 @@
+"""The native decoder on the ranks: what train.py and pretrain.py share.
+
+Legend: B rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from data import StepBatch, to_device
+from loop import Job
+from metrics import Metrics, peak_tflops
+from options import MOMENT_DTYPES, compute_dtype
+from torch import Tensor
+
+from moecore import MoELayer, TrainStep
+from moecore.models import Decoder, DecoderConfig, flops_per_token
+from moecore.train import AdamW, GraphedForwardBackward, Muon, assign_matrices
+
+ForwardBackward = Callable[..., Tensor]
+
+
+@dataclass(kw_only=True)
+class DecoderJob(Job):
+    """A `Decoder` on rows of text.
+
+    Attributes:
+        run_micro_batches: see `make_forward_backward`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        args, device = self.args, self.device
+        self.run_micro_batches = make_forward_backward(self.model, self.owner, args)
+        self.peak_tflops = args.peak_tflops or peak_tflops(device, compute_dtype(args, device))
+
+    def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
+        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
+        return self.run_micro_batches(num_labels, *tensors)
+
+    def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
+        _, tokens, pairs, held = counts
+        found = {"padding_share": 1 - tokens / held}
+        if self.peak_tflops:
+            peak = dist.get_world_size() * self.peak_tflops * 1e12
+            found["mfu"] = flops_of(self.model.config, tokens, pairs) / seconds / peak
+        return found
+
+
+def make_forward_backward(
+    model: Decoder, owner: TrainStep, args: argparse.Namespace
+) -> ForwardBackward:
+    """Return what runs a step's micro-batches: its part of the mean loss over all labels.
+
+    It takes the number of labels of all ranks and the tensors of a `StepBatch`.
+    """
+
+    def forward_backward(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+        return owner.forward_backward(inputs_of(num_labels, tensors, args.seq_len)).sum()
+
+    return GraphedForwardBackward(forward_backward, model) if args.cuda_graph else forward_backward
+
+
+def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> list[dict[str, Any]]:
+    """Return the decoder's inputs of each micro-batch of a `StepBatch`'s tensors."""
+    tensors = tuple(tensors)
+    names = ["tokens_BT", "labels_BT"]
+    of_all: dict[str, Any] = {"num_tokens": num_labels}
+    if len(tensors) > len(names):
+        names += ["padding_mask_BT", "cu_seqlens"]
+        of_all["max_seqlen"] = seq_len
+    return [dict(zip(names, row, strict=True)) | of_all for row in zip(*tensors, strict=True)]
+
+
+def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
+    """Return the FLOPs of forward and backward of documents: see `StepBatch.counts`."""
+    linear = flops_per_token(config, 0)
+    return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
+
+
+def make_optimizers(model: Decoder, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """Return AdamW, behind Muon for the matrices with --optimizer muon."""
+    assignment = assign_matrices(model) if args.optimizer else None
+    params = assignment.others if assignment else list(model.parameters())
+    moments = MOMENT_DTYPES[args.moment_dtype]
+    adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, moment_dtype=moments)
+    return [Muon(assignment), adamw] if assignment else [adamw]
+
+
+def dispatcher_of(model: Decoder) -> str:
+    """Return the dispatcher in use: "auto" has chosen by now."""
+    used = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
+    return "".join(used).removesuffix("Dispatcher").lower() or "dense"

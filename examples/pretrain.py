@@ -1,0 +1,499 @@
+r"""Pre-train a Mixture-of-Experts decoder on a corpus: one command to a directory for transformers.
+
+    python examples/pretrain.py --hf-config DIR --tokenizer DIR --seq-len 4096 --steps 100000 \
+        --data web_text_document,weight=0.7 code.jsonl,weight=0.3,field=content \
+        --validation held_out.jsonl,name=web --eval-every 500 --run-dir runs/mine
+    torchrun --nproc-per-node 8 examples/pretrain.py --config runs/mine/config.toml --ep 4 --cp 2
+    torchrun --nproc-per-node 8 examples/pretrain.py --config ... --seq-len 65536 --dynamic-cp 8192
+
+Documents are text or token ids: JSONL, Megatron's .bin and .idx, and data sets of Hugging Face, on
+disk or streamed. They are tokenized and packed into rows by workers ahead of the step, without
+attention across documents, and sources are mixed by their weights. docs/pretraining.md has all of
+it, and what happens to documents that are empty or bad.
+
+The model is that of a config.json (--hf-config), whose weights start at random, or a preset with
+fields of its own (--preset, --num-layers, ...). Every option of moecore's records has a flag, and a
+line in a TOML file (--config); RUN_DIR/config.toml has those of the run.
+
+Started again with the same arguments, a run continues from its last whole checkpoint as if it had
+never stopped; on other ranks too it reads the tokens that are left, each once. Its result is
+RUN_DIR/export, with the tokenizer, where the config.json is known.
+
+loop.py has the steps, which train.py and finetune_hf.py share, native.py the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from corpora import (
+    BYTES,
+    CorpusSteps,
+    ScheduledSteps,
+    SourceOptions,
+    Tokenizer,
+    read_source,
+    source_of,
+)
+from data import BatchShape, StepBatch, to_device
+from errors import ARGUMENT_ERRORS, print_error
+from loop import batch_shape, begins, ranks_of, run, say, start
+from metrics import Metrics
+from native import DecoderJob, dispatcher_of, inputs_of, make_optimizers
+from options import (
+    DEGREES,
+    add_common,
+    check_memory,
+    check_rows,
+    check_wandb,
+    compute_dtype,
+    count,
+    parallel_config,
+    positive,
+    whole,
+)
+from records import add_records, as_toml, build, given, parse
+from report import make_run_dir
+from torch import Tensor
+
+from moecore import (
+    BalanceConfig,
+    CapacityConfig,
+    CloneOptions,
+    ContextOptions,
+    DispatcherName,
+    ExpertBackend,
+    FSDPOptions,
+    MemoryOptions,
+    Meshes,
+    MoEConfig,
+    NVLinkOptions,
+    ParallelConfig,
+    PipelineConfig,
+    StashOptions,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.base.options.precision import Precision, Recipe
+from moecore.io import decoder_config_from_hf, export_hf
+from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.models import Decoder, DecoderConfig, document_cost, preset
+from moecore.packing import CorpusOptions, ScheduledBatch
+from moecore.packing.corpus.scheduled import TILE
+from moecore.packing.split import multiple_of
+
+EXPORT = "export"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How the model is put onto the ranks, beside the options that are records.
+
+    Attributes:
+        dispatcher: how tokens travel; "auto" chooses by the hardware.
+        fp8_dispatch: tokens travel between ranks, and are kept for backward, as FP8.
+        expert_backend: which kernels multiply the experts' matrices.
+        overlap_shared: on GPUs, run shared experts on a stream of their own.
+        compile_dense: run attention, norms and residual adds through torch.compile.
+        graph_dense: on GPUs, run what is between exchanges as CUDA graphs.
+        stash: experts' rows in pages, as [stash] says.
+        clones: clones of hot experts, as [clones] says.
+        dynamic_cp: each micro-batch has its own cp, and this is the most tokens that a rank holds
+            of one; None = --cp for all.
+    """
+
+    dispatcher: DispatcherName = "auto"
+    fp8_dispatch: bool = False
+    expert_backend: ExpertBackend = "auto"
+    overlap_shared: bool = False
+    compile_dense: bool = False
+    graph_dense: bool = False
+    stash: bool = False
+    clones: bool = False
+    dynamic_cp: int | None = None
+
+
+RECORDS: dict[str, type] = {
+    "corpus": CorpusOptions,
+    "model": DecoderConfig,
+    "moe": MoEConfig,
+    "capacity": CapacityConfig,
+    "balance": BalanceConfig,
+    "sharding": Sharding,
+    "fsdp": FSDPOptions,
+    "memory": MemoryOptions,
+    "stash": StashOptions,
+    "clones": CloneOptions,
+    "nvlink": NVLinkOptions,
+    "context": ContextOptions,
+    "pipeline": PipelineConfig,
+    "fp8": Precision,
+    "recipe": Recipe,
+}
+# What another option says.
+TAKEN = ("corpus.row_tokens", "corpus.multiple", "corpus.vocab_size", "corpus.seed", "moe.dim")
+TAKEN = (*TAKEN, "balance.micro_batch_coef", "fsdp.param_dtype", "context.dynamic")
+TAKEN = (*TAKEN, "config", "cuda_graph", "row_factor")
+
+
+@dataclass(kw_only=True)
+class CorpusTraining(DecoderJob):
+    """A decoder on a corpus.
+
+    Attributes:
+        packed: steps of the corpus.
+        tokenizer: of its text.
+        validation: this rank's rows of each set.
+    """
+
+    tokenizer: Tokenizer
+    validation: dict[str, Any]
+
+    chosen_by = "--data, --seq-len, --seed, --cp and the options of [corpus]"
+
+    def begin(self) -> None:
+        args, ranks = self.args, ranks_of(self, dispatcher_of(self.model))
+        begin, name = begins(self, "from scratch"), args.hf_config or args.preset
+        say(f"training {name} {begin} to step {args.steps} on {ranks}: {len(args.data)} source(s)")
+
+    def next_batch(self, step: int) -> StepBatch:
+        return self.packed.next()
+
+    @torch.no_grad()
+    def evaluate(self) -> Metrics:
+        """Return the loss on each validation set, and their mean. Waits for the device."""
+        if not self.validation:
+            return {}
+        self.model.eval()
+        losses = {f"eval_loss/{name}": self._loss(rows) for name, rows in self.validation.items()}
+        self.model.train()
+        return {"eval_loss": sum(losses.values()) / len(losses), **losses}
+
+    def _loss(self, batch: StepBatch) -> float:
+        copies = dist.get_world_size() // self.meshes.data_ranks
+        num_labels = to_device(batch.num_labels.clone(), self.device)
+        dist.all_reduce(num_labels)
+        tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
+        inputs = inputs_of((num_labels // copies).clamp(min=1), tensors, self.args.seq_len)
+        total = self.owner.losses(inputs).sum()
+        dist.all_reduce(total)
+        return float(total) / copies
+
+    def position(self) -> Metrics:
+        epochs = self.packed.sampler.epochs()
+        return {f"epoch/{name}": float(epoch) for name, epoch in epochs.items()}
+
+    def finish(self) -> None:
+        self.packed.sampler.close()
+        target = self.args.run_dir / EXPORT
+        if not self.args.hf_config:
+            return
+        if self.start < self.args.steps or not target.exists():
+            dtype = compute_dtype(self.args, self.device)
+            export(self.model, self.args.hf_config, dtype, self.tokenizer, target)
+        say(f"{target} is ready for from_pretrained")
+
+
+@dataclass(kw_only=True)
+class ScheduledTraining(CorpusTraining):
+    """The same with a cp for each micro-batch: a step is a `ScheduledBatch`."""
+
+    def forward_backward(self, num_labels: Tensor, batch: ScheduledBatch) -> Tensor:
+        self.owner.num_micro_batches = len(batch.cps)
+        return batch.loss_of(self.owner.forward_backward(batch.inputs(self.device)))
+
+    def _loss(self, batch: ScheduledBatch) -> float:
+        total = batch.loss_of(self.owner.losses(batch.inputs(self.device)))
+        dist.all_reduce(total)
+        return float(total) * self.meshes.data_ranks / dist.get_world_size()
+
+
+def export(
+    model: Decoder, config: Path, dtype: torch.dtype, tokenizer: Tokenizer, target: Path
+) -> None:
+    """Write a directory that transformers loads; a draft until all of it is there. Collective."""
+    draft = target.with_name(f".{target.name}.draft")
+    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
+    export_hf(model, draft, config=config, dtype=dtype)
+
+    def complete() -> None:
+        if tokenizer.hf is not None:
+            tokenizer.hf.save_pretrained(draft)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+
+    on_first_rank(complete)
+
+
+def build_job(args: argparse.Namespace) -> CorpusTraining:
+    """Open the corpus, put the model on the ranks and load the last checkpoint, if there is one."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    config, tokenizer = check(args, world_size)
+    make_run_dir(args.run_dir)
+    sources = [read_source(options, tokenizer) for options in args.data]
+    held_out = [read_source(options, tokenizer) for options in args.validation]
+    meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
+    rows = corpus_options(args, config, meshes.parallel.cp)
+    records = records_of(args) | {"corpus": rows, "fsdp": fsdp_of(args, meshes)}
+    max_tokens = records["sharding"].dynamic_cp
+    if max_tokens is None:
+        check_memory(args, config, torch.device(meshes.device_type))
+    on_first_rank(lambda: write_config(args, config, records))
+    if max_tokens is not None:
+        records["nvlink"] = nvlink_of(records, max_tokens // meshes.parallel.tp)
+    model = build_model(args, config, meshes, records)
+    shape = batch_shape(args, meshes)
+    steps: Any = partial(CorpusSteps, data_rank=meshes.data_rank)
+    if max_tokens is not None:
+        plan = {"max_tokens": max_tokens, "cost": document_cost(config)}
+        steps = partial(ScheduledSteps, data_rank=meshes.data_rank, **plan)
+    eval_shape, fixed = eval_shape_of(args, shape), replace(rows, shuffle=False, partitions=1)
+    job = CorpusTraining if max_tokens is None else ScheduledTraining
+    return job(
+        args=args,
+        meshes=meshes,
+        model=model,
+        optimizers=make_optimizers(model, args),
+        shape=shape,
+        config=config,
+        facts={"--tokenizer": args.tokenizer},
+        packed=steps(sources, rows, shape, workers=args.workers),
+        tokenizer=tokenizer,
+        validation={
+            source.name: steps([source], fixed, eval_shape, workers=0).next() for source in held_out
+        },
+    )
+
+
+def eval_shape_of(args: argparse.Namespace, shape: BatchShape) -> BatchShape:
+    """Return the shape of the rows of a validation set, in whole micro-batches of all ranks."""
+    return replace(shape, grad_accum=-(-args.eval_rows // (shape.data_ranks * shape.batch_size)))
+
+
+def corpus_options(args: argparse.Namespace, config: DecoderConfig, cp: int) -> CorpusOptions:
+    of_run = {"row_tokens": args.seq_len, "vocab_size": config.vocab_size, "seed": args.seed}
+    return CorpusOptions(**of_run, multiple=multiple_of(cp), **given(args, "corpus"))
+
+
+def records_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the records that flags or the file have given, by table."""
+    sharding = Sharding(**given(args, "sharding"))
+    context = build(args, "context", ContextOptions)
+    if sharding.dynamic_cp is not None:
+        context = replace(context or ContextOptions(), dynamic=True)
+    stash = build(args, "stash", StashOptions) or (StashOptions() if sharding.stash else None)
+    clones = build(args, "clones", CloneOptions) or (CloneOptions() if sharding.clones else None)
+    recipe = build(args, "recipe", Recipe)
+    if given(args, "fp8") and recipe is None:
+        recipe = Recipe()
+    if recipe is not None and args.precision:
+        raise ValueError(
+            f"--precision ({args.precision}) must not go with options of [recipe] and [fp8], which "
+            "are a recipe of their own: drop it"
+        )
+    if given(args, "pipeline") and (args.pp or 1) == 1:
+        raise ValueError(f"--pp ({args.pp}) must be > 1 with options of [pipeline]: drop those")
+    return {
+        "sharding": sharding,
+        "memory": MemoryOptions(**given(args, "memory"), stash=stash),
+        "stash": stash,
+        "clones": clones,
+        "nvlink": build(args, "nvlink", NVLinkOptions),
+        "context": context,
+        "pipeline": PipelineConfig(**given(args, "pipeline")) if (args.pp or 1) > 1 else None,
+        "recipe": recipe,
+        "fp8": recipe and Precision(recipe=recipe, **given(args, "fp8")),
+    }
+
+
+def nvlink_of(records: dict[str, Any], max_tokens: int) -> NVLinkOptions | None:
+    """Return options with room for the longest micro-batch, which the first one need not be."""
+    nvlink, dispatcher = records["nvlink"], records["sharding"].dispatcher
+    if nvlink is None and dispatcher not in ("auto", "nvlink", "hierarchical"):
+        return None
+    nvlink = nvlink or NVLinkOptions()
+    return nvlink if nvlink.max_tokens else replace(nvlink, max_tokens=max_tokens)
+
+
+def fsdp_of(args: argparse.Namespace, meshes: Meshes) -> FSDPOptions:
+    dtype = compute_dtype(args, torch.device(meshes.device_type))
+    return FSDPOptions(param_dtype=dtype, **given(args, "fsdp"))
+
+
+def write_config(args: argparse.Namespace, config: DecoderConfig, records: dict[str, Any]) -> None:
+    """Write the options of the run to its directory, as --config reads them."""
+    if not args.hf_config:
+        moe = {"moe": config.moe, "capacity": config.moe.capacity, "balance": config.moe.balance}
+        records = {"model": config, **moe, **records}
+    present = {table: record for table, record in records.items() if record is not None}
+    (args.run_dir / "config.toml").write_text(as_toml(args, present, without=TAKEN))
+
+
+def build_model(
+    args: argparse.Namespace, config: DecoderConfig, meshes: Meshes, records: dict[str, Any]
+) -> Decoder:
+    """Return this rank's shards of the model: the same weights on every layout."""
+    model, sharding = Decoder(config, device="meta"), records["sharding"]
+    names = "nvlink", "memory", "clones", "context", "pipeline", "fsdp"
+    parallelize_moe(
+        model,
+        meshes,
+        dispatcher=sharding.dispatcher,
+        fp8_dispatch=sharding.fp8_dispatch,
+        expert_backend=sharding.expert_backend,
+        overlap_shared=sharding.overlap_shared,
+        compile_dense=sharding.compile_dense,
+        graph_dense=sharding.graph_dense,
+        precision=records["fp8"] or args.precision,
+        loss="sum",
+        **{name: records[name] for name in names},
+    )
+    model.to_empty(device=torch.device(meshes.device_type))
+    model.init_weights(args.seed)
+    return model
+
+
+def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tokenizer]:
+    """Return config and tokenizer; raise ValueError for arguments that do not fit together."""
+    if not args.data:
+        raise ValueError("--data ([]) must have at least one source: name a file")
+    if args.eval_every and not args.validation:
+        raise ValueError(f"--eval-every ({args.eval_every}) must go with --validation: name a file")
+    config, tokenizer = model_config(args), Tokenizer(args.tokenizer)
+    if args.seq_len > config.max_seq_len:
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be <= max_seq_len ({config.max_seq_len}) of the model"
+        )
+    if tokenizer.size > config.vocab_size:
+        raise ValueError(
+            f"--tokenizer ({args.tokenizer}, {tokenizer.size} ids) must have <= vocab_size "
+            f"({config.vocab_size}) of the model: take the model's own, or raise vocab_size"
+        )
+    parallel = parallel_config(args, world_size, num_experts=config.moe.num_experts)
+    check_rows(args, parallel.resolve(world_size))
+    if (max_tokens := records_of(args)["sharding"].dynamic_cp) is not None:
+        check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
+    check_wandb(args)
+    return config, tokenizer
+
+
+def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: ParallelConfig) -> None:
+    """Raise ValueError for what other options do not fit."""
+    name, p = f"--dynamic-cp ({max_tokens})", parallel
+    if p.cp > 1 or p.pp > 1:
+        raise ValueError(
+            f"{name} must go with --cp ({p.cp}) = 1 and --pp ({p.pp}) = 1, because each "
+            "micro-batch has its own cp: drop them"
+        )
+    multiple, ranks = math.lcm(2, p.tp), p.dp_replicate * p.dp_shard
+    if TILE % p.tp or max_tokens < 1 or max_tokens % multiple:
+        raise ValueError(
+            f"{name} must be a multiple of {multiple} with --tp ({p.tp}), a power of two: round it"
+        )
+    largest = ranks & -ranks
+    if args.seq_len % multiple_of(largest):
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be a multiple of {multiple_of(largest)}, two chunks "
+            f"of each of {largest} data ranks, with {name}: round it up"
+        )
+    if args.seq_len > largest * max_tokens:
+        raise ValueError(
+            f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
+            f"({args.seq_len}): raise it, or lower --seq-len"
+        )
+
+
+def model_config(args: argparse.Namespace) -> DecoderConfig:
+    """Return the decoder of config.json, or the preset with the fields that were given."""
+    fields = {table: given(args, table) for table in ("model", "moe", "capacity")}
+    if args.hf_config:
+        if any(fields.values()):
+            name = next(f"{table}.{name}" for table, of in fields.items() for name in of)
+            raise ValueError(f"{name} must be that of --hf-config ({args.hf_config}): set it there")
+        if not args.hf_config.exists():
+            raise ValueError(
+                f"--hf-config ({args.hf_config}) must be a config.json or its directory"
+            )
+        config = decoder_config_from_hf(args.hf_config)
+    else:
+        config = preset(args.preset)
+        capacity = build(args, "capacity", CapacityConfig) or config.moe.capacity
+        config = replace(config, **fields["model"])
+        moe = replace(config.moe, **fields["moe"], dim=config.dim, capacity=capacity)
+        config = replace(config, moe=moe)
+    balance = given(args, "balance")
+    if args.aux_loss is not None:
+        balance["micro_batch_coef"] = args.aux_loss
+    moe = replace(config.moe, balance=replace(config.moe.balance, **balance))
+    return replace(config, moe=moe)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the arguments of a run; None = those of the command line."""
+    parser = argparse.ArgumentParser(
+        description="Pre-train a Mixture-of-Experts decoder on a corpus.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="TOML; what is given beside it wins")
+    add("--data", type=source, nargs="+", default=[], metavar="PATH", help=SOURCE_HELP)
+    add("--validation", type=source, nargs="+", default=[], metavar="PATH", help="like --data")
+    add("--tokenizer", default=BYTES, help='directory or name on the hub, or "bytes"')
+    add("--workers", type=count, default=2, help="processes of a rank that read ahead; 0 = none")
+    add("--eval-rows", type=whole, default=64, help="of each validation set, all ranks together")
+    add("--hf-config", type=Path, metavar="PATH", help="config.json of the model")
+    add("--preset", default="tiny", help="without --hf-config, see moecore.models.PRESETS")
+    add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
+    add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
+    add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
+    add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
+    add("--peak-tflops", type=positive, help="of one device, for MFU (None = where it is known)")
+    add_common(parser, DEGREES)
+    add_records(parser, RECORDS, without=TAKEN)
+    parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256, lr=3e-3)
+    parser.set_defaults(eval_every=0)
+    words = sys.argv[1:] if arguments is None else arguments
+    args = parse(parser, words)
+    args.cuda_graph = False  # borders of documents have other shapes in other steps
+    args.row_factor = given(args, "nvlink").get("row_factor")
+    return args
+
+
+SOURCE_HELP = "PATH,weight=1,field=text,name=NAME,split=train,config=NAME,stream=true"
+
+
+def source(word: str) -> SourceOptions:
+    try:
+        return source_of(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def main() -> int:
+    """Start the ranks, or be one of them under torchrun."""
+    try:
+        args = parse_arguments()
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    return start(run_rank, args, lambda world_size: check(args, world_size) and None)
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """Build, train, save and export on this rank."""
+    return run(args, build_job)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

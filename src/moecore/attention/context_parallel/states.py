@@ -1,0 +1,142 @@
+"""Linear attention over ranks: states and the last tokens go from piece to piece of a document.
+
+Legend: G ranks, n documents, 2 * n pieces of this rank, H value heads, k and v dims of a head, D
+channels, t tokens of this rank, w tokens that a convolution looks back.
+
+Each document is cut into 2 * G chunks as in `kernels/zigzag.py`, so a rank has two pieces of each,
+and the states of a document go over the ranks and back:
+
+    G = 2    rank 0: chunk 0 -> rank 1: chunk 1 -> rank 1: chunk 2 -> rank 0: chunk 3
+
+A state S that enters a piece adds to it linearly. So a rank computes its pieces once, from zeros,
+with k more columns of values, which are zero but begin with the identity. Their last state is the
+transition M of a piece, and what queries read of them, r, is the factor of S in the piece's output:
+
+    last state of the piece = its own + M S        o of a token = its own + S^T r
+
+The chains of documents and heads are divided over ranks by an all-to-all, each rank follows its own
+from chunk to chunk, and a second one brings back the states that enter. Backward is autograd's.
+
+Source: LASP-2 (arXiv:2502.07563), with the transitions of the delta rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.base.torch_names import is_silent
+from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
+from moecore.moe.dispatch.collectives import exchanged, gather_ranks
+
+MAX_GROUPS = 1023  # of a grouped product of torch
+
+
+@dataclass(frozen=True)
+class HeldPieces:
+    """What this rank holds of the documents [n + 1] of whole rows, in their order."""
+
+    group: dist.ProcessGroup
+    cu_seqlens: Tensor
+
+    @cached_property
+    def borders(self) -> Tensor:
+        """int32 [2 * n + 1], the first of this rank's tokens of each piece, and t."""
+        ends = self.cu_seqlens[1:] // self.group.size()
+        middles = ends - self.lengths
+        inner = torch.stack((middles, ends), dim=1).flatten()
+        return F.pad(inner, (1, 0)).int()
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[n], the tokens of a chunk of each document."""
+        return self.cu_seqlens.diff() // (2 * self.group.size())
+
+    def tokens_before(self, x_tD: Tensor, w: int) -> Tensor:
+        """Return [2 * n, w, D], the tokens of the document before each piece. Collective."""
+        G, rank, lengths = self.group.size(), self.group.rank(), self.lengths.long()[:, None, None]
+        back_w = torch.arange(w, 0, -1, device=x_tD.device)
+        last = (self.borders[1:, None] - back_w).clamp(min=0)
+        last_GPwD = gather_ranks(x_tD[last], self.group)
+        # A piece may be shorter than w: each token before it is looked for by its chunk.
+        chunk_2 = rank + (2 * G - 1 - 2 * rank) * torch.arange(2, device=x_tD.device)
+        place_n2w = chunk_2[:, None] * lengths - back_w
+        chunk_n2w = place_n2w.clamp(min=0) // lengths.clamp(min=1)
+        from_end = lengths * (chunk_n2w + 1) - place_n2w
+        owner = torch.minimum(chunk_n2w, 2 * G - 1 - chunk_n2w)
+        document = torch.arange(len(lengths), device=x_tD.device)[:, None, None]
+        piece = (owner * len(lengths) + document) * 2 + (chunk_n2w >= G)
+        exists = (place_n2w >= 0) & (lengths > 0)
+        source = (piece * w + w - from_end).where(exists, 0).flatten(0, 1)
+        before = last_GPwD.flatten(0, 1)[source]
+        return before.masked_fill(~exists.flatten(0, 1)[..., None], 0)
+
+    def entering(self, states: Tensor, v: int) -> Tensor:
+        """Return [2 * n, H, k, v], what enters each piece.
+
+        Of states [2 * n, H, k, v + k]: the last ones from zeros, and transitions. Collective.
+        """
+        G, (num, H, k, _) = self.group.size(), states.shape
+        chains = states.unflatten(0, (num // 2, 2)).transpose(0, 1).flatten(1, 2)
+        num_chains = chains.shape[1]
+        chains = F.pad(chains, (0, 0, 0, 0, 0, -num_chains % G))
+        own = self._to_parts(chains.unflatten(1, (G, chains.shape[1] // G)).transpose(0, 1))
+        by_chunk = torch.cat((own[:, 0], own[:, 1].flip(0)))
+        entering = [own.new_zeros(own.shape[2], k, v)]
+        for last in by_chunk[:-1]:
+            entering.append(torch.baddbmm(last[..., :v], last[..., v:], entering[-1]))
+        first, second = torch.stack(entering).chunk(2)
+        found = self._to_parts(torch.stack((first, second.flip(0)), dim=1))
+        found = found.transpose(0, 1).flatten(1, 2)[:, :num_chains]
+        return found.unflatten(1, (num // 2, H)).transpose(0, 1).flatten(0, 1)
+
+    def _to_parts(self, x_G: Tensor) -> Tensor:
+        """Return part r of every rank on rank r."""
+        return exchanged(x_G, self._all_to_all, self._all_to_all)
+
+    def _all_to_all(self, sent: Tensor) -> Tensor:
+        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
+        if not is_silent(sent):  # where bytes are counted
+            dist.all_to_all_single(received, sent.contiguous(), group=self.group)
+        return received
+
+
+def rule_over_ranks(rule: DeltaRule, pieces: HeldPieces) -> Tensor:
+    """Return o_tHv of this rank's tokens. Collective."""
+    v_tHv, k = rule.v_THv, rule.k_Thk.shape[-1]
+    (_, H, v), num = v_tHv.shape, len(pieces.borders) - 1
+    dtype = torch.promote_types(v_tHv.dtype, torch.float32)
+    initial = torch.eye(k, v + k, dtype=dtype, device=v_tHv.device).roll(v, 1)
+    initial = initial.expand(num, H, k, v + k).contiguous()
+    wide = rule._replace(v_THv=F.pad(v_tHv, (0, k)))
+    wide_tHv, states = gated_delta_rule(wide, pieces.borders, initial)
+    own_tHv, factors_tHk = wide_tHv.split((v, k), dim=-1)
+    entering = pieces.entering(states, v).to(v_tHv.dtype)
+    return own_tHv + _read(factors_tHk, entering, pieces.borders)
+
+
+def _read(r_tHk: Tensor, states_PHkv: Tensor, borders: Tensor) -> Tensor:
+    """Return [t, H, v]: each token's r times the state of its piece."""
+    (t, H, _), num = r_tHk.shape, len(states_PHkv)
+    ends = borders[1:] + t * torch.arange(H, dtype=torch.int32, device=borders.device)[:, None]
+    r_Htk, states_HPkv = r_tHk.transpose(0, 1), states_PHkv.transpose(0, 1)
+    outs = []
+    for heads in torch.arange(H).split(max(MAX_GROUPS // num, 1)):
+        part = slice(int(heads[0]), int(heads[-1]) + 1)
+        offsets = (ends[part] - part.start * t).flatten()
+        rows = r_Htk[part].flatten(0, 1)
+        outs.append(F.grouped_mm(rows, states_HPkv[part].flatten(0, 1), offs=offsets))
+    return torch.cat(outs).unflatten(0, (H, t)).transpose(0, 1)
+
+
+def convolution_over_ranks(
+    x_tD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, pieces: HeldPieces, *, silu: bool
+) -> Tensor:
+    """Return y_tD of this rank's tokens: see `causal_convolution`. Collective."""
+    before = pieces.tokens_before(x_tD, weight_DW.shape[1] - 1)
+    return causal_convolution(x_tD, weight_DW, bias_D, pieces.borders, before_nwD=before, silu=silu)

@@ -1,0 +1,66 @@
+"""Linear attention of a `Sequence`: documents are kept apart, and states go over cp ranks.
+
+Legend: B rows, T tokens of a row, H value heads, h query and key heads, k and v dims of a head, D
+channels, W taps.
+
+It is for layers that mix tokens by a short causal convolution and a delta rule with decays: see
+`kernels/linear_attention` for both, and `context_parallel/states.py` for ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moecore.attention.context_parallel.states import convolution_over_ranks, rule_over_ranks
+from moecore.attention.sequence import Sequence
+from moecore.base.regions import as_product
+from moecore.kernels.linear_attention import DeltaRule, causal_convolution, gated_delta_rule
+from moecore.kernels.zigzag import row_borders
+
+
+@torch.compiler.disable  # what is before and behind is compiled
+def attend_linear(
+    q_BThk: Tensor,
+    k_BThk: Tensor,
+    v_BTHv: Tensor,
+    g_BTHk: Tensor,
+    beta_BTH: Tensor | None,
+    sequence: Sequence,
+    *,
+    scale: float,
+    norm_qk: bool,
+) -> Tensor:
+    """Return o_BTHv: what each token's query reads of its document up to it.
+
+    Args: those of `DeltaRule`, of this rank's tokens where ranks hold parts. Collective there.
+    """
+    q, k, v, g = (x.flatten(0, 1) for x in (q_BThk, k_BThk, v_BTHv, g_BTHk))
+    beta = None if beta_BTH is None else beta_BTH.flatten(0, 1)
+    rule = DeltaRule(q, k, v, g, beta, scale, norm_qk)
+    if sequence.held is not None:
+        o = as_product(rule_over_ranks, rule, sequence.held.pieces(v_BTHv.device))
+    else:
+        o, _ = as_product(gated_delta_rule, rule, _documents(sequence, v_BTHv))
+    return o.view(v_BTHv.shape)  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable
+def convolve(
+    x_BTD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, sequence: Sequence, *, silu: bool
+) -> Tensor:
+    """Return y_BTD: each token and the W - 1 before it in its document, weighted by channel."""
+    filters = weight_DW, bias_D
+    x = x_BTD.flatten(0, 1)
+    if sequence.held is not None:
+        pieces = sequence.held.pieces(x.device)
+        y = as_product(convolution_over_ranks, x, *filters, pieces, silu=silu)
+    else:
+        y = as_product(causal_convolution, x, *filters, _documents(sequence, x_BTD), silu=silu)
+    return y.view(x_BTD.shape)  # type: ignore[no-any-return]
+
+
+def _documents(sequence: Sequence, x_BTX: Tensor) -> Tensor:
+    if sequence.cu_seqlens is not None:
+        return sequence.cu_seqlens
+    return row_borders(x_BTX.shape[0], x_BTX.shape[0] * x_BTX.shape[1], x_BTX.device)

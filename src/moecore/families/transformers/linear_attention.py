@@ -1,0 +1,150 @@
+"""Linear attention layers of transformers whose documents and cp ranks moecore knows.
+
+A layer is found by what its forward calls: a short convolution and a delta rule, functions of
+its model's file that get the layer's further arguments. There they are replaced, once for all
+models of that file. Calls without a `Sequence`, or of rows of one sequence each on one rank, go on
+to the function that was there, of transformers or of a package.
+
+Projections, gates, norms and their order stay the layer's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moecore.attention.linear import attend_linear, convolve
+from moecore.attention.sequence import Sequence
+
+SEQUENCE = "moecore_sequence"  # argument of decoder layers and of attention
+CONVOLUTION = "causal_conv1d_fn"
+SILU = ("silu", "swish")
+Function = Callable[..., Any]
+
+
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model whose forward calls a convolution and a rule known here."""
+    names = ((module, _calls(module)) for module in model.modules())
+    return [module for module, called in names if CONVOLUTION in called and called & RULES.keys()]
+
+
+def take_sequences(model: nn.Module) -> None:
+    """Make the linear attention layers of a model read the `Sequence` that they are given."""
+    for module in linear_layers(model):
+        of_file = inspect.unwrap(type(module).forward).__globals__
+        for name in _calls(module) & FUNCTIONS.keys():
+            if not hasattr(of_file[name], "stands_before"):
+                of_file[name] = _before(of_file[name], FUNCTIONS[name])
+
+
+def _calls(module: nn.Module) -> set[str]:
+    """Return the names that a module's forward looks up."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return set(getattr(code, "co_names", ()))
+
+
+def _before(own: Function, function: Function) -> Function:
+    """Return what calls `function` with a `Sequence` that has documents or ranks, else `own`."""
+
+    @wraps(own)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        sequence: Sequence | None = kwargs.pop(SEQUENCE, None)
+        if sequence is None or (sequence.cu_seqlens is None and sequence.held is None):
+            return own(*args, **kwargs)
+        return function(sequence, *args, **kwargs)
+
+    called.stands_before = own  # type: ignore[attr-defined]
+    return called
+
+
+def _convolution(
+    sequence: Sequence,
+    hidden_states: Tensor,  # [B, D, T]
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """Stand before `CONVOLUTION`."""
+    is_silu = activation in SILU
+    x_BTD = hidden_states.transpose(1, 2)
+    y_BTD = convolve(x_BTD, weight, bias, sequence, silu=is_silu)
+    if activation is not None and not is_silu:
+        from transformers.activations import ACT2FN
+
+        y_BTD = ACT2FN[activation](y_BTD)
+    return y_BTD.transpose(1, 2)
+
+
+def _delta_rule(
+    sequence: Sequence,
+    query: Tensor,  # [B, T, heads, dims], as all
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,  # or [B, T, heads]
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Stand before a chunked delta rule."""
+    _refuse_cache(initial_state is not None or output_final_state)
+    how = dict(scale=key.shape[-1] ** -0.5, norm_qk=use_qk_l2norm_in_kernel)
+    return attend_linear(query, key, value, g, beta, sequence, **how), None  # type: ignore[arg-type]
+
+
+def _state_space_scan(
+    sequence: Sequence,
+    hidden_states: Tensor,  # [B, T, heads, dims]
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,  # [B, T, groups, dims], as C
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Stand before `mamba2_chunk_scan`: time steps make decays and scale values."""
+    _refuse_cache(initial_states is not None or return_final_states)
+    step_BTH = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    step_BTH = (F.softplus(step_BTH) if dt_softplus else step_BTH).clamp(*dt_limit)
+    values = (hidden_states * step_BTH[..., None]).to(hidden_states.dtype)
+    y_BTHv = attend_linear(
+        C, B, values, step_BTH * A.float(), None, sequence, scale=1.0, norm_qk=False
+    )
+    return y_BTHv if D is None else y_BTHv + D[:, None] * hidden_states
+
+
+def _no_shortcut(sequence: Sequence, *args: Any, **_: Any) -> None:
+    """Stand before a kernel of a whole layer, whose caller goes on with its parts without one."""
+
+
+def _refuse_cache(has_cache: bool) -> None:
+    if has_cache:
+        raise ValueError(
+            "use_cache (True) must be False for linear attention with documents or over cp ranks, "
+            "which has no last state of a row: pass use_cache=False"
+        )
+
+
+RULES: dict[str, Function] = {
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _state_space_scan,
+}
+FUNCTIONS = RULES | {
+    CONVOLUTION: _convolution,
+    "mamba2_split_conv1d_scan_combined": _no_shortcut,
+}

@@ -1,0 +1,94 @@
+"""A loss of log-probabilities in the place of transformers' own, for one forward of a model.
+
+    model(input_ids, log_prob_loss=...)     its labels become the forward's
+    the model's forward                     calls its `loss_function` with what its head returned
+    here                                    `Logits` of the head: computed in chunks, none is kept
+                                            values that the model has scaled or capped: as they are
+
+Under context parallelism the labels are cut before the model (`context.py`), which adds the losses
+of its ranks: each has its share of one that they all compute from whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore.families.transformers.head import IS_SCORED, Logits
+from moecore.families.transformers.rows import READER, SEQUENCE
+from moecore.families.transformers.stock import has_stock_loss, named, outermost, parameters_of
+from moecore.models.log_probs import LogProbLoss
+
+ARGUMENT = "log_prob_loss"  # of a forward
+OWN_LOSS = "_loss_function"  # attribute of a model whose loss function was set
+
+
+def take_log_prob_losses(model: nn.Module) -> None:
+    """Let forwards of the models of transformers in a module have a `log_prob_loss`."""
+    for outer in outermost(model):
+        if hasattr(outer, "get_output_embeddings"):
+            outer.register_forward_pre_hook(_enter, with_kwargs=True)
+            outer.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if ARGUMENT not in kwargs:
+        return None
+    loss: LogProbLoss = kwargs[ARGUMENT]
+    if not has_stock_loss(model):
+        raise NotImplementedError(
+            f"log_prob_loss must be of a model whose forward calls loss_function, which that of "
+            f"{type(model).__name__} does not: compute log-probabilities from its logits"
+        )
+    if kwargs.get("cu_seqlens") is not None and not hasattr(model, READER):
+        raise ValueError(
+            f"cu_seqlens with a log_prob_loss must be of a model after use_causal_attention(model),"
+            f" because not every model keeps documents apart by position_ids: call it on the "
+            f"{type(model).__name__} before parallelize_moe"
+        )
+    if named(model, args, kwargs).get("labels") is not None:
+        raise ValueError("labels must be None with a log_prob_loss, which has its own")
+    setattr(model, IS_SCORED, vars(model).get(OWN_LOSS))
+    model.loss_function = _function(loss)
+    kwargs = {name: value for name, value in kwargs.items() if name != ARGUMENT}
+    kwargs["labels"] = loss.labels_BT
+    if any(p.kind is p.VAR_KEYWORD for p in parameters_of(type(model).forward).values()):
+        kwargs["shift_labels"] = loss.labels_BT  # who shifts labels before the model sees these
+    return args, kwargs
+
+
+def _leave(model: Any, _args: Any, _output: Any) -> None:
+    if not hasattr(model, IS_SCORED):
+        return
+    before = getattr(model, IS_SCORED)
+    delattr(model, IS_SCORED)
+    if before is None:
+        delattr(model, OWN_LOSS)
+    else:
+        model.loss_function = before
+
+
+def _function(loss: LogProbLoss) -> Callable[..., Tensor]:
+    """Return a loss function of a causal language model of transformers."""
+
+    def of(logits: Tensor, labels: Tensor, *_: Any, **given: Any) -> Tensor:
+        if isinstance(logits, DTensor):
+            raise NotImplementedError(
+                "log_prob_loss must be of a model whose head is whole: use tp with a Decoder"
+            )
+        held = getattr(given.get(SEQUENCE), "held", None)
+        whole: Callable[[Tensor], Tensor] = (lambda x: x) if held is None else held.gather
+        if isinstance(logits, Logits):
+            source = logits.source
+            how: Any = dict(group=source.group)
+            found = source.begun(loss.of_head(source.hidden, source.weight, labels, whole, **how))
+        else:
+            found = loss.of_logits(logits, labels, whole)
+        return found if held is None else found / held.cp.size
+
+    return of

@@ -1,0 +1,167 @@
+"""Sections of a torchtitan job, made of the keyword arguments of the calls that they stand for.
+
+    Memory = section(MemoryOptions, without=("fused_loss",))   # a dataclass that a job may hold
+    call(Memory(recompute=["norm"]), "moecore.memory")         # MemoryOptions(recompute=("norm",))
+
+A job has no tuples, dtypes or frozen records. So a tuple is a list there (and what may also be one
+value a list of one), a pair "PATTERN=SCALING", a dtype its name, a record a section of its own.
+torchtitan's help shows the docstring of the call.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import field, fields, is_dataclass, make_dataclass
+from inspect import Parameter, isclass, signature
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+import torch
+
+from moecore.base.options.precision import SCALINGS, Recipe
+
+SOURCE = "moecore_source"  # attribute of a section: the call and the types of its arguments
+
+
+def section(
+    source: Callable[..., Any], *, without: tuple[str, ...] = (), **instead: tuple[Any, Any]
+) -> Any:
+    """Return the dataclass of a call's keyword-only arguments, as a job writes them.
+
+    Args:
+        source: a record or a function.
+        without: arguments that are not the job's.
+        instead: name -> (type, default) of fields that differ from the argument, or come besides.
+            The type may be a section, with default None: a section of its own defaults.
+    """
+    owner: Any = source if not isclass(source) or is_dataclass(source) else source.__init__
+    hints, made = get_type_hints(owner), {}
+    for name, parameter in signature(source).parameters.items():
+        if parameter.kind is Parameter.KEYWORD_ONLY and name not in without:
+            made[name] = (_written(hints[name]), parameter.default)
+    found = [
+        (name, kind, _default(kind, value)) for name, (kind, value) in (made | instead).items()
+    ]
+    names = {"__doc__": source.__doc__, SOURCE: (source, hints), "__module__": __name__}
+    return make_dataclass(f"{source.__name__}Section", found, kw_only=True, namespace=names)
+
+
+def call(job: Any, path: str) -> Any:
+    """Return what the call of a section makes of it; see `named`."""
+    source = getattr(job, SOURCE)[0]
+    found = arguments(job, path)
+    return named(lambda: source(**found), source, path)
+
+
+def named(make: Callable[[], Any], source: Any, path: str) -> Any:
+    """Return what a function makes; its ValueError about a source has the job's names."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(str(error).replace(f"{source.__name__}.", f"{path}.")) from error
+
+
+def arguments(job: Any, path: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a section as arguments of its call; sections within it are called.
+
+    A section that is not enabled is None; its other fields must have their defaults then.
+    """
+    hints = getattr(job, SOURCE)[1]
+    found = {}
+    for name in (f.name for f in fields(job) if f.name in hints and f.name not in without):
+        value, where = getattr(job, name), f"{path}.{name}"
+        if is_dataclass(value):
+            found[name] = None if is_off(value, where) else call(value, where)
+        else:
+            found[name] = _read(value, hints[name], where)
+    return found
+
+
+def set_fields(job: Any, path: str) -> dict[str, Any]:
+    """Return the arguments of a section that differ from their defaults."""
+    names = {name.partition(".")[0] for name in changed(job)}
+    return {name: value for name, value in arguments(job, path).items() if name in names}
+
+
+def changed(job: Any) -> list[str]:
+    """Return the fields of a section that differ from their defaults, as dotted names."""
+    names, plain = [], type(job)()
+    for name in (f.name for f in fields(job)):
+        value = getattr(job, name)
+        if is_dataclass(value):
+            names += [f"{name}.{inner}" for inner in changed(value)]
+        elif value != getattr(plain, name):
+            names.append(name)
+    return names
+
+
+def is_off(job: Any, path: str) -> bool:
+    """Return whether a section has `enable`, and it is False; refuse one that has more then."""
+    if getattr(job, "enable", True):
+        return False
+    if names := changed(job):
+        raise ValueError(
+            f"{path}.{names[0]} must go with {path}.enable (False) = True: set it, or drop it"
+        )
+    return True
+
+
+def _written(hint: Any) -> Any:
+    """Return the type of a job's field for an argument of this type."""
+    if hint is torch.dtype:
+        return str
+    if get_origin(hint) is tuple:
+        first = get_args(hint)[0]
+        item = str if get_origin(first) in (Literal, tuple) else _written(first)
+        return list[item]  # type: ignore[valid-type]
+    if get_origin(hint) in (Union, types.UnionType):
+        members = [_written(member) for member in get_args(hint)]
+        lists = [member for member in members if get_origin(member) is list]
+        return lists[0] if lists else Union[tuple(members)]  # noqa: UP007
+    return hint
+
+
+def _default(kind: Any, value: Any) -> Any:
+    if is_dataclass(kind):
+        return field(default_factory=cast(Any, kind))
+    if isinstance(value, torch.dtype):
+        return field(default=str(value).removeprefix("torch."))
+    if get_origin(kind) is list:
+        items = list(value) if isinstance(value, tuple) else [value]
+        return field(default_factory=lambda: list(items))
+    return field(default=value)
+
+
+def _read(value: Any, hint: Any, path: str) -> Any:
+    """Return the value of a job's field as an argument of this type."""
+    if hint is torch.dtype:
+        dtype = getattr(torch, value, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{path} ({value!r}) must be a dtype of torch: use 'float32'")
+        return dtype
+    if not isinstance(value, list):
+        return value
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
+    if len(value) == 1 and any(_takes(member, value[0]) for member in members):
+        return value[0]
+    if get_origin(hint) is tuple and get_origin(get_args(hint)[0]) is tuple:
+        return tuple(_override(pair, path) for pair in value)
+    return tuple(value)
+
+
+def _takes(hint: Any, value: Any) -> bool:
+    """Return whether a value is of a Literal or a class of numbers."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    return hint in (int, float) and isinstance(value, int | float)
+
+
+def _override(pair: str, path: str) -> tuple[str, Recipe | None]:
+    """Return a pattern and its recipe of "PATTERN=SCALING"; None for "none"."""
+    pattern, _, name = pair.rpartition("=")
+    found: dict[str, Recipe | None] = {"none": None}
+    found |= {scaling: Recipe(scaling=scaling) for scaling in SCALINGS}
+    if name not in found:
+        names = ", ".join(map(repr, found))
+        raise ValueError(f"{path} ({pair!r}) must be PATTERN=SCALING, of {names}: correct it")
+    return pattern, found[name]

@@ -1,0 +1,300 @@
+"""moecore as a training engine of verl: `strategy="moecore"` of an actor or a reference model.
+
+    BaseEngine                     MoECoreEngine
+    initialize                     `parallelize_moe`, `load_hf`, a `TrainStep`
+    forward_backward_batch         verl's micro-batches as packed rows, verl's loss
+    optimizer_step, zero_grad      `TrainStep.finish`, `drop`
+    get_per_tensor_param           `stream_weights`
+    to                             `TrainingOffload`
+    save_, load_checkpoint         `save`, `load`
+
+verl makes losses whose mean over data ranks is that of the batch, summed over micro-batches, and
+`parallelize_moe(loss="mean")` takes that mean. To import this module registers the engine:
+`HFModelConfig(external_lib="moecore.integrations.verl")` does it in each worker.
+
+Legend: N tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import AutoConfig, AutoModelForCausalLM
+from verl.utils import tensordict_utils
+from verl.utils.torch_functional import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+)
+from verl.workers.config import EngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
+
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.families import use_causal_attention
+from moecore.io import latest, load, load_hf, save, stream_weights
+from moecore.models.log_probs import LogProbLoss
+from moecore.models.loss import IGNORE_INDEX
+from moecore.parallel.mesh import ParallelConfig, build_meshes
+from moecore.parallelize import parallelize_moe
+from moecore.train.memory.training_offload import Part, TrainingOffload
+from moecore.train.optim.adamw import AdamW
+from moecore.train.step import TrainStep
+
+Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
+
+
+@dataclass
+class MoECoreEngineConfig(EngineConfig):
+    """Options of verl's engines, and the degrees.
+
+    Attributes:
+        parallel: fields of `ParallelConfig` by name; pp, tp and cp are 1.
+    """
+
+    strategy: str = "moecore"
+    parallel: dict[str, int] = field(default_factory=dict)
+
+
+@EngineRegistry.register(model_type="language_model", backend="moecore", device="cuda")
+class MoECoreEngine(BaseEngine):
+    """Trains a causal language model of transformers on batches of verl, without padding.
+
+    Arguments are those of verl's engines. The optimizer is `moecore.train.AdamW`, which
+    `override_optimizer_config` has more arguments of. Every method is collective over the world.
+
+    Raises:
+        ValueError: for degrees of pp, tp or cp above 1; for a batch whose samples differ in their
+            temperature.
+    """
+
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: MoECoreEngineConfig,
+        optimizer_config: FSDPOptimizerConfig,
+        checkpoint_config: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.model_config, self.engine_config = model_config, engine_config
+        self.optimizer_config = optimizer_config
+        self.mode: str | None = None
+        shared = {n: d for n, d in engine_config.parallel.items() if n in ("pp", "tp", "cp")}
+        if any(degree != 1 for degree in shared.values()):
+            raise ValueError(f"parallel ({shared}) must have pp, tp and cp of 1: leave them out")
+        # Before `initialize`: verl's workers ask for data ranks when they are made.
+        self._meshes = build_meshes(ParallelConfig(**engine_config.parallel))
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        """Whether weights leave the device outside of `train_mode` and `eval_mode`."""
+        return self.engine_config.param_offload
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        """Whether optimizer state leaves the device outside of `train_mode`."""
+        return self.engine_config.optimizer_offload
+
+    def initialize(self) -> None:
+        """Put the model of the path on the ranks, with its optimizer."""
+        own, path = self.engine_config, self.model_config.local_path
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(path)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        use_causal_attention(model)
+        fsdp = FSDPOptions(param_dtype=getattr(torch, own.dtype))
+        self.module = parallelize_moe(model, self._meshes, fsdp=fsdp)
+        self.module.to_empty(device=self._meshes.device)
+        load_hf(path, self.module)
+        self.optimizer = self.lr_scheduler = None
+        if not own.forward_only:
+            asked = self.optimizer_config
+            rates = {"lr": asked.lr, "weight_decay": asked.weight_decay}
+            rates |= {"betas": tuple(asked.betas)} | (asked.override_optimizer_config or {})
+            self.optimizer = AdamW(self.module.parameters(), **rates)
+            self.lr_scheduler = self._schedule(self.optimizer)
+        max_norm = self.optimizer_config.clip_grad if self.optimizer else None
+        self._step = TrainStep(self.module, self.optimizer, max_norm=max_norm)
+        self._offload = TrainingOffload(self.module, self.optimizer)
+        self._weights = stream_weights(self.module)
+        model, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
+        self.to("cpu", model=model, optimizer=optimizer, grad=model)
+
+    def _schedule(self, optimizer: AdamW) -> LRScheduler:
+        """Return verl's own schedule, as its engines have it."""
+        asked = self.optimizer_config
+        steps = asked.lr_warmup_steps or 0
+        if steps <= 0:
+            steps = int(asked.lr_warmup_steps_ratio * asked.total_training_steps)
+        if asked.lr_scheduler_type == "constant":
+            return get_constant_schedule_with_warmup(optimizer, steps)
+        return get_cosine_schedule_with_warmup(
+            optimizer,
+            steps,
+            asked.total_training_steps,
+            min_lr_ratio=asked.min_lr_ratio,
+            num_cycles=asked.num_cycles,
+            zero_indexed_step=asked.zero_indexed_step,
+        )
+
+    def train_mode(self, **how: Any) -> _Mode:
+        """Return the context of training."""
+        return _Mode(self, "train", **how)
+
+    def eval_mode(self, **how: Any) -> _Mode:
+        """Return the context of log-probabilities."""
+        return _Mode(self, "eval", **how)
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Loss | None, forward_only: bool = False
+    ) -> Any:
+        """Run forward, and backward, of all micro-batches; return what verl's engines return."""
+        group = self.get_data_parallel_group()
+        num_tokens = data["loss_mask"].sum().to(self._meshes.device)
+        dist.all_reduce(num_tokens, group=group)
+        known = {"batch_num_tokens": num_tokens.item(), "dp_size": self.get_data_parallel_size()}
+        tensordict_utils.assign_non_tensor(data, **known)
+        micro_batches, indices = prepare_micro_batches(data=data, dp_group=group)
+        outputs: list[dict[str, Any]] = []
+        number = len(micro_batches)
+        inputs = [self._inputs(one, loss_function, outputs, number) for one in micro_batches]
+        if forward_only:
+            self._step.losses(inputs)
+        else:
+            self._step.num_micro_batches = number
+            self._step.forward_backward(inputs)
+        return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
+
+    def _inputs(
+        self,
+        data: TensorDict,
+        loss_function: Loss | None,
+        outputs: list[dict[str, Any]],
+        number: int,
+    ) -> dict[str, Any]:
+        """Return arguments of the model's forward, whose loss appends to the outputs."""
+        data = data.to(self._meshes.device)
+        tokens_N, cu_seqlens = data["input_ids"].values(), data["input_ids"].offsets()
+        labels_N = tokens_N.roll(-1)
+        labels_N[cu_seqlens[1:] - 1] = IGNORE_INDEX
+        temperature = torch.as_tensor(data["temperature"]).unique().tolist()
+        if len(temperature) > 1:
+            raise ValueError(f"temperature ({temperature}) must be one number for a batch")
+
+        def loss(log_probs_1N: Tensor, entropy_1N: Tensor | None) -> Tensor:
+            named = {"log_probs": log_probs_1N, "entropy": entropy_1N}
+            found = {
+                name: torch.nested.nested_tensor_from_jagged(numbers_1N[0], cu_seqlens)
+                for name, numbers_1N in named.items()
+                if numbers_1N is not None
+            }
+            total, metrics = log_probs_1N.new_zeros(()), dict[str, Any]()
+            if loss_function is not None:
+                group = self.get_data_parallel_group()
+                total, metrics = loss_function(model_output=found, data=data, dp_group=group)
+            output = {"model_output": detach_tree(found), "loss": float(total.detach())}
+            outputs.append(output | {"metrics": metrics})
+            return total * number  # `TrainStep.forward_backward` takes the mean of micro-batches
+
+        get = tensordict_utils.get_non_tensor_data
+        return {
+            "input_ids": tokens_N[None],
+            "cu_seqlens": cu_seqlens.int(),
+            "max_seqlen": int(cu_seqlens.diff().max()),
+            "use_cache": False,
+            "log_prob_loss": LogProbLoss(
+                labels_BT=labels_N[None],
+                function=loss,
+                temperature=float(temperature[0]),
+                entropy=get(data=data, key="calculate_entropy", default=False),
+            ),
+        }
+
+    def optimizer_zero_grad(self) -> None:
+        """Drop the gradients of a step that has not ended."""
+        self._step.drop()
+
+    def optimizer_step(self) -> float:
+        """End the step, and return the norm of its gradient."""
+        norm = self._step.finish().norm
+        assert norm is not None, "an engine that trains"
+        return float(norm.total)
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the learning rate, and return it."""
+        assert self.lr_scheduler is not None, "an engine that trains"
+        self.lr_scheduler.step()
+        return float(self.lr_scheduler.get_last_lr()[0])
+
+    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
+        """Return the weights by Hugging Face names, whole, as they are then."""
+        return iter(self._weights), None
+
+    def get_data_parallel_size(self) -> int:
+        """Return the number of data ranks."""
+        return self._meshes.data_ranks
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the index of this rank's data."""
+        return self._meshes.data_rank
+
+    def get_data_parallel_group(self) -> Any:
+        """Return the group of the data ranks."""
+        return dist.group.WORLD
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Return True: every rank has data of its own."""
+        return True
+
+    def to(
+        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Move parts of a training to the host ("cpu"), or back to the device (else)."""
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        asked: dict[Part, bool] = {"weights": model, "buffers": model}
+        asked |= {"optimizer": optimizer, "grads": grad}
+        for part, moves in asked.items():
+            if moves:
+                (self._offload.offload if device == "cpu" else self._offload.onload)(part)
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **_: Any,
+    ) -> None:
+        """Save model, optimizer and schedule below a local path, also from the host."""
+        how = {"scheduler": self.lr_scheduler, "keep": max_ckpt_to_keep or 0}
+        save(local_path, global_step, self.module, self.optimizer, **how)
+
+    def load_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
+        """Load the newest checkpoint below a path, of any layout."""
+        newest = latest(local_path)
+        if newest is None:
+            raise ValueError(f"local_path ({local_path}) must have a checkpoint: save one there")
+        load(newest, self.module, self.optimizer, scheduler=self.lr_scheduler)
+
+
+class _Mode(BaseEngineCtx):
+    """The model in a mode, and on the device."""
+
+    def __init__(self, engine: MoECoreEngine, mode: str, **how: Any) -> None:
+        super().__init__(engine=engine, mode=mode, **how)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.engine.module.train(self.mode == "train")
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
+            self.engine.optimizer_zero_grad()
+        super().__exit__(kind, value, trace)

@@ -1,0 +1,257 @@
+"""WeightBucket: Hugging Face tensors in one flat piece of memory; the ranks put it together.
+
+    senders' shards -> boxes packed in a message of fixed memory -> broadcast -> boxes of the bucket
+
+Every rank knows from `Holders` which boxes of which rank are in which message, so no sizes travel.
+What all ranks hold travels not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.base.torch_names import foreach_copy_
+from moecore.io.checkpoint.ranks import on_every_rank, rank_and_world
+from moecore.io.hf.collect import ErrorKeeper, Holders, Item, put
+from moecore.io.hf.target import PieceOverlap
+
+ALIGNMENT = 16  # bytes
+Read = Callable[[str, tuple[slice, ...]], Tensor]  # a tensor's name, a box of this rank's part
+
+
+class WeightMeta(NamedTuple):
+    """Name, dtype and shape of a Hugging Face tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBucket:
+    """Some tensors of a stream, which share memory: `flat` is uint8 on the model's device."""
+
+    metas: tuple[WeightMeta, ...]
+    flat: Tensor
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor); the tensors are views of `flat`."""
+        at = 0
+        for meta in self.metas:
+            part = self.flat[at : at + meta.nbytes]
+            yield meta.name, part.view(meta.dtype).view(meta.shape)
+            at += aligned(meta.nbytes)
+
+    @classmethod
+    def empty(cls, metas: Sequence[WeightMeta], device: torch.device) -> WeightBucket:
+        """Return a bucket for these tensors, with any values."""
+        size = sum(aligned(meta.nbytes) for meta in metas)
+        return cls(tuple(metas), torch.empty(size, dtype=torch.uint8, device=device))
+
+
+def aligned(num_bytes: int) -> int:
+    """Return so many bytes, rounded up to where a tensor may begin."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def meta_of(item: Item) -> WeightMeta:
+    """Return what is told of an item."""
+    return WeightMeta(item.name, item.dtype, item.shape)
+
+
+class _SentBox(NamedTuple):
+    """Elements of a part of an item that ranks hold alike: see `PieceOverlap`."""
+
+    part: int  # which of the item's parts
+    overlap: PieceOverlap
+    shape: tuple[int, ...]  # in the shard
+    num_bytes: int
+    sender: int  # -1 = all ranks hold it
+
+
+class _SentCopy(NamedTuple):
+    """A box on its way: what it is read from, and the item's number in the bucket."""
+
+    source: str
+    item: int
+    box: _SentBox
+
+
+class BucketCollector(ErrorKeeper):
+    """Puts buckets together on all ranks, which call it for the same items in the same order.
+
+    A bucket and the memory of messages have at most `bucket_bytes`, but for a larger tensor.
+    """
+
+    def __init__(self, holders: Holders, items: Sequence[Item], device: torch.device, size: int):
+        self._holders, self.device = holders, device
+        self._rank, _ = rank_and_world()
+        # A box is cut along its tensor's first dim alone.
+        rows = (self._row_bytes(item) for item in items)
+        self._capacity = max(size // 4, *rows, ALIGNMENT)
+        self._room = max(1, size - self._capacity)
+        self._boxes: dict[str, list[_SentBox]] = {}
+        self._message: Tensor | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Return the context of a pass, in which messages have their memory. Collective."""
+        size = self._capacity if self._holders.world > 1 else 0
+
+        def allocate() -> Tensor:
+            if self._message is not None:
+                raise ValueError(
+                    "stream (with an open pass) must have one pass at a time: close the other's "
+                    "generator"
+                )
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+        self._message, self._error = on_every_rank(allocate), None
+        try:
+            yield
+        finally:
+            self._message = None
+
+    def buckets(self, items: Sequence[Item]) -> Iterator[list[Item]]:
+        """Yield the items of each bucket, in order."""
+        bucket: list[Item] = []
+        size = 0
+        for item in items:
+            more = aligned(item.nbytes) + sum(_moved_bytes(item))
+            if bucket and size + more > self._room:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(item)
+            size += more
+        if bucket:
+            yield bucket
+
+    def collect(self, items: Sequence[Item], read: Read) -> WeightBucket | None:
+        """Return a bucket of these items, new; None after an error of this rank. Collective."""
+        bucket, parts = None, list[list[Tensor]]()
+        with self._keep_error():
+            bucket = WeightBucket.empty([meta_of(item) for item in items], self.device)
+            parts = [
+                [
+                    whole if piece.view is None else whole.new_empty(piece.shape)
+                    for _, piece in item.parts
+                ]
+                for item, (_, whole) in zip(items, bucket.tensors(), strict=True)
+            ]
+        copies = [
+            _SentCopy(item.parts[box.part][0], number, box)
+            for number, item in enumerate(items)
+            for box in self._boxes_of(item)
+        ]
+        for sender in sorted({copy.box.sender for copy in copies}):
+            for message in self._messages([c for c in copies if c.box.sender == sender]):
+                if sender < 0:
+                    self._copy_own(message, parts, read)
+                else:
+                    self._broadcast(sender, message, items, parts, read)
+        with self._keep_error():
+            wholes = () if bucket is None else (whole for _, whole in bucket.tensors())
+            for item, of_item, whole in zip(items, parts, wholes, strict=False):
+                for (_, piece), part in zip(item.parts, of_item, strict=True):
+                    if piece.view is not None:
+                        put(part, piece, whole)
+        return bucket
+
+    def _copy_own(self, copies: Sequence[_SentCopy], parts: list[list[Tensor]], read: Read) -> None:
+        with self._keep_error():
+            if parts:
+                _copy([_target(c, parts) for c in copies], [_source(c, read) for c in copies])
+
+    def _broadcast(
+        self,
+        sender: int,
+        copies: Sequence[_SentCopy],
+        items: Sequence[Item],
+        parts: list[list[Tensor]],
+        read: Read,
+    ) -> None:
+        assert self._message is not None, "a pass is open"
+        pieces, at = list[Tensor](), 0
+        for copy in copies:
+            piece = self._message[at : at + copy.box.num_bytes]
+            pieces.append(piece.view(items[copy.item].dtype).view(copy.box.shape))
+            at += aligned(copy.box.num_bytes)
+        with self._keep_error():
+            if self._rank == sender:
+                _copy(pieces, [_source(copy, read) for copy in copies])
+        dist.broadcast(self._message[:at], sender)
+        with self._keep_error():
+            if parts:
+                _copy([_target(copy, parts) for copy in copies], pieces)
+
+    def _messages(self, copies: Sequence[_SentCopy]) -> Iterator[list[_SentCopy]]:
+        message: list[_SentCopy] = []
+        size = 0
+        for copy in copies:
+            if message and size + copy.box.num_bytes > self._capacity:
+                yield message
+                message, size = [], 0
+            message.append(copy)
+            size += aligned(copy.box.num_bytes)
+        yield message
+
+    def _boxes_of(self, item: Item) -> list[_SentBox]:
+        if item.name not in self._boxes:
+            self._boxes[item.name] = list(self._find_boxes(item))
+        return self._boxes[item.name]
+
+    def _find_boxes(self, item: Item) -> Iterator[_SentBox]:
+        most = self._capacity // item.dtype.itemsize
+        for number, (source, piece) in enumerate(item.parts):
+            for holding, ranks in self._holders.of(source).items():
+                sender = -1 if len(ranks) == self._holders.world else ranks[0]
+                for overlap in self._holders.boxes(source, piece, holding, most):
+                    shape = tuple(part.stop - part.start for part in overlap.target)
+                    size = math.prod(shape) * item.dtype.itemsize
+                    yield _SentBox(number, overlap, shape, size, sender)
+
+    def _row_bytes(self, item: Item) -> int:
+        """Return the bytes of the largest box that cannot be cut."""
+        return max(
+            math.prod(piece.shape)
+            // max(1, _length(piece.box_in(self._holders.shapes[source])))
+            * item.dtype.itemsize
+            for source, piece in item.parts
+        )
+
+
+def _moved_bytes(item: Item) -> Iterator[int]:
+    """Yield the bytes of parts that are put together in an order of their own first."""
+    for _, piece in item.parts:
+        if piece.view is not None:
+            yield math.prod(piece.shape) * item.dtype.itemsize
+
+
+def _length(box: Sequence[slice]) -> int:
+    return box[0].stop - box[0].start if box else 1
+
+
+def _source(copy: _SentCopy, read: Read) -> Tensor:
+    return read(copy.source, copy.box.overlap.target)
+
+
+def _target(copy: _SentCopy, parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    return parts[copy.item][copy.box.part][copy.box.overlap.source].view(copy.box.shape)
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy and cast."""
+    foreach_copy_(list(targets), list(sources))

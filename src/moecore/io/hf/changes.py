@@ -1,0 +1,128 @@
+"""Which weights have changed: since an earlier stream, by their bits, and while a stream is open.
+
+Whether a tensor changed between two streams is read off its bits: counters miss fused optimizers,
+replayed graphs and writes to `.data`. A digest is a multilinear hash with random factors: 32-bit
+words times factors of 64 bits, summed modulo 2^64, twice. For any two different tensors the chance
+of equal digests is below 2^-64, whatever their values are. Larger tensors are hashed in chunks, and
+the digests of the chunks once more.
+
+    digest([w0, w1, ..]) = (sum of f0[i] * w[i], sum of f1[i] * w[i])
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from moecore.base.torch_names import local_of, version
+from moecore.moe.params import gathered_blocks
+
+# Words whose products are there at once, 16 bytes each: what a CPU's cache holds, and enough for a
+# GPU to work longer than its launches take.
+CHUNK, CHUNK_ON_GPU = 1 << 16, 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsVersion:
+    """The weights that a whole stream has given, by digests of this rank's parts.
+
+    It belongs to the stream that made it, in this process.
+    """
+
+    digests: Mapping[str, Any] = field(repr=False)
+    of: object = field(repr=False)
+
+
+class Digests:
+    """Computes digests with factors of its own."""
+
+    def __init__(self) -> None:
+        self._seed = int.from_bytes(os.urandom(7), "little")
+        self._factors: dict[tuple[int, torch.device], Tensor] = {}
+
+    def of_all(self, sources: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[int, int]]:
+        """Return the digest of the tensors behind each name, of this rank's parts. Host sync."""
+        with torch.no_grad():
+            found = {name: self._joined(map(memory_of, ts)) for name, ts in sources.items()}
+        self._factors.clear()
+        by_device: dict[torch.device, list[str]] = {}
+        for name, digest in found.items():
+            by_device.setdefault(digest.device, []).append(name)
+        values: dict[str, tuple[int, int]] = {}
+        for names in by_device.values():
+            rows = torch.stack([found[name] for name in names]).tolist()
+            values |= {name: (a, b) for name, (a, b) in zip(names, rows, strict=True)}
+        return values
+
+    def _joined(self, parts: Iterable[list[Tensor]]) -> Tensor:
+        digests = [self._digest(_bits(x)) for tensors in parts for x in tensors]
+        return digests[0] if len(digests) == 1 else self._digest(_bits(torch.stack(digests)), 2)
+
+    def _digest(self, bits: Tensor, level: int = 0) -> Tensor:
+        """Return int64 [2] of uint8 [n]."""
+        words = torch.nn.functional.pad(bits, (0, -bits.numel() % 4)).view(torch.int32)
+        factors = self._factors_of(level, bits.device)
+        found = [(factors[:, : len(x)] * x).sum(1) for x in words.split(factors.shape[1])]
+        return found[0] if len(found) == 1 else self._digest(_bits(torch.stack(found)), level + 1)
+
+    def _factors_of(self, level: int, device: torch.device) -> Tensor:
+        key = (level, device)
+        if key not in self._factors:
+            generator = torch.Generator(device).manual_seed(self._seed + level)
+            chunk = CHUNK if device.type == "cpu" else CHUNK_ON_GPU
+            made = torch.empty(2, chunk, dtype=torch.int64, device=device)
+            self._factors[key] = made.random_(-(2**63), None, generator=generator)
+        return self._factors[key]
+
+
+def memory_of(tensor: Tensor) -> list[Tensor]:
+    """Return what this rank holds of a tensor: values, or FP8 blocks and their scales."""
+    blocks = gathered_blocks(tensor)
+    return [local_of(tensor).detach()] if blocks is None else blocks.tensors()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    bits = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return bits if bits.storage_offset() % 4 == 0 else bits.clone()
+
+
+class Watch:
+    """Notes whether tensors may have changed since it was made."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._ids = set(map(id, self._tensors))
+        self._before = self._marks()
+        self._stepped = False
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Return the context in which steps of optimizers count: fused ones leave no mark."""
+        hook = register_optimizer_step_post_hook(self._after_step)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a tensor may have changed."""
+        if self._stepped or self._marks() != self._before:
+            raise RuntimeError(
+                "weights (changed) must stay as they are while a stream of them is open: end the "
+                "stream before the optimizer's step, and begin a new one"
+            )
+
+    def _marks(self) -> list[tuple[int, int, int]]:
+        parts = [(tensor, part) for tensor in self._tensors for part in memory_of(tensor)]
+        return [(part.data_ptr(), version(part), version(tensor)) for tensor, part in parts]
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        self._stepped |= any(id(param) in self._ids for param in params)

@@ -1,0 +1,343 @@
+"""stream_weights: the whole tensors of a model by Hugging Face names, bucket after bucket.
+
+    plan (once)      names, shapes and dtypes as `export_hf` writes them; which rank holds what
+    pass             digests of this rank's parts -> bucket 0 -> bucket 1 -> ...
+
+Every rank gets the same tensors in the same order. The collectives of a bucket are started before
+the caller gets the bucket before it, on a stream of their own: so there are two buckets at a time,
+and no more. Between two buckets ranks agree that all go on: an error of one rank, a rank that left
+its loop and weights that changed end the pass on every rank, in one line.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from moecore.base.fields import NumBytes, check_arguments
+from moecore.families.transformers.lora import adapted
+from moecore.io.checkpoint.ranks import gather, on_every_rank, rank_and_world
+from moecore.io.hf.buckets import BucketCollector, WeightBucket, WeightMeta, meta_of
+from moecore.io.hf.changes import Digests, Watch, WeightsVersion, memory_of
+from moecore.io.hf.collect import HeldPart, Holders, Item, held_of, part_of
+from moecore.io.hf.config_fields import HFConfig
+from moecore.io.hf.export import check_dtype
+from moecore.io.hf.export_plan import (
+    ExportLayout,
+    ExportPlan,
+    export_tensors,
+    make_items,
+    plan_export,
+)
+from moecore.io.hf.lora import Merge, adapter_tensors, merges, unmerged
+from moecore.io.hf.names import FileRecipe, TensorPiece
+from moecore.train.memory.streams import CopyStream
+
+LoRA = Literal["merged", "apart"]
+
+
+def stream_weights(
+    model: nn.Module,
+    *,
+    bucket_bytes: NumBytes = 1 << 30,
+    dtype: torch.dtype | None = None,
+    layout: ExportLayout = "per_expert",
+    lora: LoRA = "merged",
+    config: HFConfig | None = None,
+) -> WeightStream:
+    """Return a stream of a model's weights, which may be read any number of times. Collective.
+
+    The tensors have the names, shapes, dtypes and bits of the files that `export_hf` would write.
+    The model does not change, and trains on between two passes.
+
+    Args:
+        model: as of `export_hf`, on any layout; also a PeftModel whose adapters are not merged.
+        bucket_bytes: of a bucket and its messages; two buckets exist at a time. A larger tensor
+            has a bucket of its own.
+        dtype: as of `export_hf`.
+        layout: as of `export_hf`.
+        lora: "merged" gives the weights of the base with the active adapters added, as
+            `merge_adapters` would round them; "apart" gives the weights of the base, and then the
+            active adapter by peft's names. Without adapters both are the same.
+        config: as of `export_hf`; None for a native decoder means the names of all families but
+            Mixtral's.
+
+    Raises:
+        ValueError: on every rank, as `export_hf`; with "apart", when not one adapter is active.
+        NotImplementedError: as `export_hf`; for adapters that `merge_adapters` does not merge.
+    """
+    check_arguments(stream_weights, locals())
+    on_every_rank(lambda: check_dtype(dtype))
+    plan = plan_export(model, config, dtype, layout, needs_config=False)
+    return WeightStream(model, _with_adapter(model, plan, dtype, lora), bucket_bytes, lora)
+
+
+def _with_adapter(
+    model: nn.Module, plan: ExportPlan, dtype: torch.dtype | None, lora: LoRA
+) -> ExportPlan:
+    """Return a plan with the active adapter's tensors behind the others. Collective."""
+    own = on_every_rank(lambda: _adapter_of(model, lora))
+    pieces: dict[str, TensorPiece] = {}
+    for of_rank in gather({name: piece for name, (_, piece) in own.items()}):
+        pieces |= of_rank
+    if not pieces:
+        return plan
+    holders = Holders({name: tensor for name, (tensor, _) in own.items()})
+    recipes = {name: FileRecipe(holders.shapes[name], (piece,)) for name, piece in pieces.items()}
+    items = make_items(holders.dtypes, recipes, {}, dtype, lambda _: False)
+    return replace(plan, items=[*plan.items, *items], holders=plan.holders.joined(holders))
+
+
+def _adapter_of(model: nn.Module, lora: LoRA) -> dict[str, tuple[Tensor, TensorPiece]]:
+    """Return the tensors of the active adapter that are given apart, by peft's names."""
+    if lora == "merged" or adapted(model) is model:
+        return {}
+    names: list[str] = cast(Any, model).active_adapters
+    if len(names) != 1 or not unmerged(model):
+        raise ValueError(
+            f"active adapters ({names}) must be one that is not merged to be given apart: choose "
+            "one by set_adapter, or pass lora='merged'"
+        )
+    return {name: (a.tensor, a.piece) for name, a in adapter_tensors(model, names[0]).items()}
+
+
+class WeightStream:
+    """The weights of a model, as often as they are asked for: see `stream_weights`.
+
+    Every rank iterates, to the end or not at all. It has what vLLM asks of a `WeightSource`.
+
+        for name, tensor in stream:      # a pass: every rank gets every tensor
+            ...
+        version = stream.version
+        train()
+        for name, tensor in stream.changed_since(version):
+            ...
+
+    A tensor shares its bucket's memory with others, which a reference to any of them keeps. A rank
+    that leaves a pass early ends it on all ranks, where its generator is closed: `break`, or
+    `contextlib.closing(iter(stream))` where an exception may leave the loop.
+    """
+
+    def __init__(self, model: nn.Module, plan: ExportPlan, bucket_bytes: int, lora: LoRA) -> None:
+        self._model, self._plan, self._lora = model, plan, lora
+        self._items: list[Item] = plan.items
+        self._collector = BucketCollector(plan.holders, plan.items, plan.device, bucket_bytes)
+        self._digests = Digests()
+        self._held: dict[str, HeldPart] | None = None  # of the tensors at the first pass
+        self._wanted: dict[str, Any] | None = None  # digests that a pass must find
+        self._version: WeightsVersion | None = None
+
+    @property
+    def version(self) -> WeightsVersion:
+        """The weights of the last pass that all ranks have finished."""
+        if self._version is None:
+            raise ValueError("version (None) must be of a pass to its end: iterate first")
+        return self._version
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return self._plan.device
+
+    def metadata(self) -> list[WeightMeta]:
+        """Return name, dtype and shape of each tensor, in order. No communication."""
+        return [meta_of(item) for item in self._items]
+
+    def changed_since(self, version: WeightsVersion) -> WeightStream:
+        """Return a stream of the tensors whose bits may have changed since a pass. Collective.
+
+        It is of the weights as they are now: if they change before a pass of it, that raises. Its
+        own `version` is that of all weights.
+
+        Raises:
+            ValueError: on every rank, for the version of another stream; as a pass.
+        """
+
+        def begin() -> _StreamPass:
+            if version.of is not self._digests:
+                raise ValueError(
+                    "version (of another stream) must be one that this stream has returned: send "
+                    "all weights once"
+                )
+            return self._begin()
+
+        now = on_every_rank(begin).digests
+        own = {name for name, digest in now.items() if version.digests.get(name) != digest}
+        changed = set[str]().union(*gather(own))
+        found = copy.copy(self)
+        found._items = [i for i in self._items if any(name in changed for name, _ in i.parts)]
+        found._wanted, found._version = now, None
+        return found
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor), on the model's device. Collective; raises as `buckets`."""
+        with self._passing() as run:
+            run.start()
+            while (bucket := run.take()) is not None:
+                tensors = bucket.tensors()
+                del bucket
+                yield next(tensors)
+                run.start()  # by now the caller has the first tensor, and no other bucket's
+                yield from tensors
+                del tensors
+
+    def buckets(self) -> Generator[WeightBucket]:
+        """Yield the tensors of a pass by bucket, each one piece of memory. Collective.
+
+        Delete a bucket before the next one is asked for, or three of them exist at a time.
+
+        Raises:
+            ValueError: on every rank, when the model's tensors are others than they were, their
+                memory was freed (`offload`), or another pass of this stream is open.
+            RuntimeError: on every rank, when weights have changed since the pass began, or a rank
+                has left it. Training goes on.
+        """
+        with self._passing() as run:
+            run.start()
+            while (bucket := run.take()) is not None:
+                run.start()
+                yield bucket
+                del bucket
+
+    @contextmanager
+    def _passing(self) -> Iterator[_StreamPass]:
+        run = on_every_rank(self._begin)
+        with run.watch.following(), self._collector.opened():
+            try:
+                yield run
+            except GeneratorExit:
+                run.leave()
+                raise
+            run.agree()
+        self._version = WeightsVersion(run.digests, self._digests)
+
+    def _begin(self) -> _StreamPass:
+        """Return a pass over the weights as they are now; no communication."""
+        base = adapted(self._model)
+        tensors = export_tensors(base, self._plan.values)
+        tensors |= {n: t for n, (t, _) in _adapter_of(self._model, self._lora).items()}
+        held = {name: held_of(tensor) for name, tensor in tensors.items()}
+        self._held = self._held or held
+        if held != self._held:
+            raise ValueError(
+                "model (changed) must hold the same parts of the same tensors in every pass: make "
+                "a new stream"
+            )
+        added = {id(m.weight): m for m in (merges(self._model) if self._lora == "merged" else [])}
+        sources = {
+            name: _StreamSource(tensor, added.get(id(tensor))) for name, tensor in tensors.items()
+        }
+        for name, source in sources.items():
+            source.check(name)
+        run = _StreamPass(sources, self._items, self._collector)
+        found = self._digests.of_all({n: source.inputs() for n, source in sources.items()})
+        run.digests = {n: (*digest, sources[n].factors()) for n, digest in found.items()}
+        if self._wanted not in (None, run.digests):
+            raise ValueError(
+                "weights (changed) must be those of the call of changed_since: call it again"
+            )
+        return run
+
+
+class _StreamPass:
+    """One pass over the weights of a model."""
+
+    def __init__(
+        self, sources: dict[str, _StreamSource], items: list[Item], collector: BucketCollector
+    ) -> None:
+        self._sources, self._collector = sources, collector
+        self.digests: dict[str, Any] = {}
+        self.watch = Watch(x for source in sources.values() for x in source.inputs())
+        self._copies = CopyStream(collector.device)
+        self._merged: dict[str, Tensor] = {}  # by source, with what adapters add
+        self._left = collector.buckets(items)
+        self._ahead: tuple[WeightBucket | None, Any] | None = None
+
+    def start(self) -> None:
+        """Start the collectives of the next bucket, if there is one."""
+        items = next(self._left, None)
+        if items is None:
+            return
+        self._copies.follow()
+        with torch.no_grad(), self._copies.running():
+            self._merge(dict.fromkeys(source for item in items for source, _ in item.parts))
+            bucket = self._collector.collect(items, self._read)
+        self._ahead = bucket, self._copies.mark()
+
+    def take(self) -> WeightBucket | None:
+        """Return the bucket that was started last, whole on every rank; None = there is none."""
+        if self._ahead is None:
+            return None
+        self.agree()
+        (bucket, event), self._ahead = self._ahead, None
+        self._copies.hold(event)
+        return bucket
+
+    def agree(self) -> None:
+        """Raise on every rank what went wrong on one."""
+
+        def check() -> None:
+            self._collector.check()
+            self.watch.check()
+
+        on_every_rank(check)
+
+    def leave(self) -> None:
+        """End the pass on the other ranks, which are about to agree."""
+        if self._ahead is None:
+            self.start()  # as the others do first
+        self._copies.synchronize()
+        rank, _ = rank_and_world()
+        gather(RuntimeError(f"rank {rank} has left a stream of weights before its end"))
+
+    def _merge(self, names: Iterable[str]) -> None:
+        """Make the weights that adapters are added to; keep those that are there, free others."""
+        before, self._merged = self._merged, {}
+        for name in names:
+            source = self._sources.get(name)  # None = of another stage
+            if name in before:
+                self._merged[name] = before[name]
+            elif source is not None and source.merge is not None:
+                self._merged[name] = source.merged()
+
+    def _read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        merged = self._merged.get(name)
+        return part_of(self._sources[name].tensor, box) if merged is None else merged[box]
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamSource:
+    """A tensor of the model, and what adapters add to it."""
+
+    tensor: Tensor
+    merge: Merge | None
+
+    def inputs(self) -> list[Tensor]:
+        """Return the tensors that its values are made of."""
+        return [self.tensor, *([] if self.merge is None else self.merge.inputs())]
+
+    def factors(self) -> tuple[float, ...]:
+        """Return by what its adapters are multiplied."""
+        return () if self.merge is None else self.merge.factors()
+
+    def check(self, name: str) -> None:
+        """Raise ValueError where memory was freed."""
+        for x in self.inputs():
+            if any(part.numel() and not part.untyped_storage().nbytes() for part in memory_of(x)):
+                raise ValueError(
+                    f"{name} (without memory) must have its values to be streamed: call "
+                    "onload('weights') first"
+                )
+
+    def merged(self) -> Tensor:
+        """Return this rank's part with what adapters add; collective over its mesh."""
+        assert self.merge is not None, "asked for those that adapters are added to"
+        local = part_of(self.tensor, (slice(None),) * self.tensor.ndim).clone()
+        self.merge.add(local)
+        return local

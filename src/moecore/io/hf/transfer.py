@@ -1,0 +1,150 @@
+"""Weights on their way to another program: over a process group, or in place on the same GPU.
+
+    send_weights(stream, group)      ==== metas, flat ====>   receive_weights(group, device)
+    share_bucket(bucket)             ---- a few bytes ---->   open_bucket(handle)
+
+The group is none of the training's: its rank 0 is a rank of the training, the others are an
+engine's. So what happens to an engine ends a stream, and the training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from moecore.base.fields import CountOrZero, Device, check_arguments
+from moecore.io.hf.buckets import WeightBucket, WeightMeta
+from moecore.io.hf.stream import WeightStream
+
+DEVICE_PLACE = 6  # of the device's index among the arguments that torch rebuilds a tensor from
+
+
+@runtime_checkable
+class BroadcastGroup(Protocol):
+    """What is asked of a process group, such as `dist.ProcessGroupNCCL(store, rank, size)`."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> Any:
+        """Start to broadcast a tensor of a rank; the result has `wait()`."""
+
+    def size(self) -> int:
+        """Return how many ranks there are."""
+
+
+def send_weights(stream: WeightStream, group: BroadcastGroup | None) -> None:
+    """Broadcast a pass of a stream to the ranks of a group. Collective over the training's ranks.
+
+    Args:
+        stream: of `stream_weights`; all ranks of the training pass theirs.
+        group: where this rank is rank 0, and every other rank calls `receive_weights`; None on
+            ranks of the training that send nothing. Several ranks may have a group each.
+
+    Raises:
+        RuntimeError: on every rank of the training, in one line, when a receiver is gone or has
+            not received within the group's timeout; as `WeightStream.buckets`. Training goes on;
+            the group is of no use any more.
+    """
+    check_arguments(send_weights, locals())
+    with closing(stream.buckets()) as buckets:
+        while (bucket := next(buckets, None)) is not None:
+            if group is not None:
+                _send(group, bucket.metas, bucket.flat.device)
+                _reach(group, bucket.flat)
+            del bucket
+    if group is not None:
+        _send(group, (), stream.device)
+
+
+def receive_weights(group: BroadcastGroup, device: Device) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator of the (name, tensor) of a pass that rank 0 of a group sends.
+
+    Args:
+        group: where this rank is none of the training, and not rank 0.
+        device: of the tensors, which the group's backend reads and writes.
+
+    Raises:
+        RuntimeError: in iteration, in one line, when another rank is gone or late.
+    """
+    check_arguments(receive_weights, locals())
+    return _passed(group, torch.device(device))
+
+
+def _passed(group: BroadcastGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    while metas := _received(group, device):
+        bucket = WeightBucket.empty(metas, device)
+        _reach(group, bucket.flat)
+        yield from bucket.tensors()
+
+
+def _send(group: BroadcastGroup, metas: tuple[WeightMeta, ...], device: torch.device) -> None:
+    told = [(meta.name, str(meta.dtype).removeprefix("torch."), meta.shape) for meta in metas]
+    text = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8).to(device)
+    _reach(group, torch.tensor([text.numel()], device=device))
+    _reach(group, text)
+
+
+def _received(group: BroadcastGroup, device: torch.device) -> tuple[WeightMeta, ...]:
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    _reach(group, size)
+    text = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    _reach(group, text)
+    told = json.loads(bytes(text.tolist()))
+    return tuple(WeightMeta(n, getattr(torch, dtype), tuple(shape)) for n, dtype, shape in told)
+
+
+def _reach(group: BroadcastGroup, tensor: Tensor) -> None:
+    """Broadcast a tensor of rank 0; one line for what went wrong."""
+    try:
+        group.broadcast(tensor, 0).wait()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise RuntimeError(
+            f"ranks ({group.size()}) of a group for weights must all take part until the end, but "
+            f"one is gone or late ({reason:.200}): make a new group and begin a new pass"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class BucketHandle:
+    """How another process of the same GPU finds a bucket; any pickler takes it."""
+
+    metas: tuple[WeightMeta, ...]
+    rebuild: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+
+
+def share_bucket(bucket: WeightBucket) -> BucketHandle:
+    """Return a handle of a bucket on a GPU, for processes that use the same GPU. No copy.
+
+    Its memory stays as it is until the bucket is deleted here and in the processes that opened it.
+    Wait for the GPU (`torch.cuda.synchronize`) before the handle is sent.
+
+    Raises:
+        ValueError: for a bucket that is on no GPU.
+    """
+    check_arguments(share_bucket, locals())
+    if not bucket.flat.is_cuda:
+        raise ValueError(
+            f"device of the bucket ({bucket.flat.device}) must be a GPU to be shared by a handle: "
+            "use send_weights"
+        )
+    rebuild, arguments = reduce_tensor(bucket.flat)
+    return BucketHandle(bucket.metas, rebuild, tuple(arguments))
+
+
+def open_bucket(handle: BucketHandle, device_index: CountOrZero | None = None) -> WeightBucket:
+    """Return the bucket of a handle, in the memory of the process that made it.
+
+    `device_index` is the GPU's number here where it has another one (CUDA_VISIBLE_DEVICES).
+    """
+    check_arguments(open_bucket, locals())
+    arguments = list(handle.arguments)
+    if device_index is not None:
+        arguments[DEVICE_PLACE] = device_index
+    return WeightBucket(handle.metas, handle.rebuild(*arguments))

@@ -1,0 +1,65 @@
+"""Short causal convolutions of packed documents, channel by channel.
+
+Letters of `contract.py`; D channels, W taps, w = W - 1 tokens before a document.
+
+In plain PyTorch every document gets its w tokens, or zeros, in front, one convolution runs over
+all, and what it gives for those is dropped:
+
+    documents a b c and d e, W = 3    . . a b c . . d e
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.kernels.common import no_autocast
+from moecore.kernels.linear_attention import fla
+from moecore.kernels.zigzag import documents_of
+
+
+def causal_convolution(
+    x_TD: Tensor,
+    weight_DW: Tensor,
+    bias_D: Tensor | None,
+    cu_seqlens: Tensor,
+    *,
+    before_nwD: Tensor | None = None,
+    silu: bool,
+) -> Tensor:
+    """Return y_TD in the dtype of x: of each token and the W - 1 before it in its document.
+
+    Args:
+        x_TD: any float dtype.
+        weight_DW, bias_D: the last tap is of the token itself.
+        cu_seqlens: int32 [n + 1], the first token of each document, and T.
+        before_nwD: the tokens before each document's first, in order; None = zeros.
+        silu: whether the activation follows.
+    """
+    with no_autocast(x_TD):
+        if fla.supports_convolution(x_TD) is None:
+            return fla.causal_convolution(x_TD, weight_DW, bias_D, cu_seqlens, before_nwD, silu)
+        return _plain(x_TD, weight_DW, bias_D, cu_seqlens, before_nwD, silu)
+
+
+def _plain(
+    x_TD: Tensor,
+    weight_DW: Tensor,
+    bias_D: Tensor | None,
+    cu_seqlens: Tensor,
+    before_nwD: Tensor | None,
+    silu: bool,
+) -> Tensor:
+    (T, D), w, num = x_TD.shape, weight_DW.shape[1] - 1, len(cu_seqlens) - 1
+    ends_T = torch.arange(T, device=x_TD.device) + documents_of(cu_seqlens, T) * w
+    long = x_TD.new_zeros(T + num * w, D, dtype=weight_DW.dtype)
+    long = long.index_copy(0, ends_T + w, x_TD.to(long.dtype))
+    if before_nwD is not None:
+        firsts_n = cu_seqlens[:-1].long() + torch.arange(num, device=x_TD.device) * w
+        places_nw = firsts_n[:, None] + torch.arange(w, device=x_TD.device)
+        before = before_nwD.flatten(0, 1).to(long.dtype)
+        long = long.index_copy(0, places_nw.flatten(), before)
+    y_1DL = F.conv1d(long.T[None], weight_DW[:, None], bias_D, groups=D)
+    y_TD = y_1DL[0].T[ends_T]
+    return (F.silu(y_TD) if silu else y_TD).to(x_TD.dtype)

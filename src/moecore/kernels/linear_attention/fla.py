@@ -1,0 +1,114 @@
+"""The delta rule with decays and the short convolution of the package flash-linear-attention.
+
+Its functions are public. It reads `cu_seqlens` on the host, and remembers what it has read of a
+tensor: the layers of a forward pass the same one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.kernels.linear_attention.contract import DeltaRule
+
+PACKAGE = "flash-linear-attention"
+HALVES = (torch.bfloat16, torch.float16)
+MAX_KEY_DIM = 256
+RULE = ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+RULE_BY_CHANNEL = ("fla.ops.kda", "chunk_kda")
+RULE_WITHOUT_RATES = ("fla.ops.simple_gla", "chunk_simple_gla")
+CONVOLUTION = ("fla.modules.causal_conv1d", "causal_conv1d")
+TAKEN = {"initial_state", "output_final_state", "cu_seqlens"}
+
+
+def supports(rule: DeltaRule) -> str | None:
+    """Return why the package cannot compute such a rule, one line; None = it can."""
+    if rule.k_Thk.shape[-1] > MAX_KEY_DIM:
+        return f"key dims ({rule.k_Thk.shape[-1]}) must be <= {MAX_KEY_DIM} for {PACKAGE}"
+    if rule.beta_TH is None and (rule.norm_qk or rule.g_THk.ndim == 3):
+        return f"beta (None) must come with a decay per head and without norm_qk for {PACKAGE}"
+    return _refuse_device(rule.v_THv) or _why_not(*_name_of(rule))
+
+
+def supports_convolution(x_TD: Tensor) -> str | None:
+    """Return why the package cannot convolve such tokens, one line; None = it can."""
+    return _refuse_device(x_TD) or _why_not(*CONVOLUTION)
+
+
+def gated_delta_rule(
+    rule: DeltaRule, cu_seqlens: Tensor, initial_nHkv: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return o_THv and states_nHkv: see `gated_delta.gated_delta_rule`."""
+    q, k, v, g, beta = rule[:5]
+    if beta is None:  # that function has a key head for each value head
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
+        more: dict[str, Any] = {}
+    else:
+        more = dict(beta=beta[None], use_qk_l2norm_in_kernel=rule.norm_qk)
+    o_1THv, states_nHkv = _function(*_name_of(rule))(
+        *(x[None] for x in (q, k, v, g)),
+        scale=rule.scale,
+        initial_state=initial_nHkv,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        **more,
+    )
+    return o_1THv[0], states_nHkv
+
+
+def causal_convolution(
+    x_TD: Tensor,
+    weight_DW: Tensor,
+    bias_D: Tensor | None,
+    cu_seqlens: Tensor,
+    before_nwD: Tensor | None,
+    silu: bool,
+) -> Tensor:
+    """Return y_TD: see `convolution.causal_convolution`."""
+    state_nDW = None if before_nwD is None else F.pad(before_nwD.mT, (1, 0))
+    y_1TD, _ = _function(*CONVOLUTION)(
+        x_TD[None],
+        weight_DW,
+        bias_D,
+        initial_state=state_nDW,
+        activation="silu" if silu else None,
+        cu_seqlens=cu_seqlens,
+    )
+    return y_1TD[0]  # type: ignore[no-any-return]
+
+
+def _name_of(rule: DeltaRule) -> tuple[str, str]:
+    if rule.beta_TH is None:
+        return RULE_WITHOUT_RATES
+    return RULE_BY_CHANNEL if rule.g_THk.ndim == 3 else RULE
+
+
+def _refuse_device(x: Tensor) -> str | None:
+    if not x.is_cuda or x.dtype not in HALVES:
+        return f"tensors ({x.dtype} on {x.device.type}) must be of 16 bits on cuda for {PACKAGE}"
+    return None
+
+
+@cache
+def _function(module: str, name: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+@cache
+def _why_not(module: str, name: str) -> str | None:
+    """Return why a function of the package cannot be called, or None; imports it."""
+    try:
+        function = _function(module, name)
+    except (ImportError, AttributeError) as error:
+        return f"{PACKAGE} must be installed and have {module}.{name} ({error}): install it"
+    missing = TAKEN - inspect.signature(function).parameters.keys()
+    if missing:
+        return f"{PACKAGE} must take {', '.join(sorted(missing))}: install another release"
+    return None

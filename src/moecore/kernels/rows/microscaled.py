@@ -1,0 +1,199 @@
+"""Operands in MXFP8 and NVFP4: rounded to their values, or packed as tensor cores take them.
+
+    emulated           rows [T, K] -> an operand summed over K, or over T
+    emulated_matrices  [e, N, K] -> operands summed over K and over N
+
+The formats and the references are in `microscaling.py`; kernels have their bits. NVFP4 takes two
+passes, because a tensor's scale comes first: the largest magnitudes, then the values. Where rows
+are transformed, each pass transforms them anew, and no transformed row is stored.
+
+    rounded   values in bf16 (fp32 on a CPU), of x's layout, and fp32 scales of tensors
+    packed    bytes of values, the summed dim innermost; of "nvfp4" two codes in a byte, the first
+              one low. Scales of blocks, E8M0 as uint8 or E4M3, [M, K / 32] or so, not swizzled;
+              "nvfp4" has the largest magnitudes of tensors, from which their scales come
+
+Letters: T rows of x, M rows of an operand, K columns, e experts, N rows of a matrix. Bytes moved
+with b per element: M * K * (b + 2), and M * K * b once more for the largest magnitudes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.base.options.precision import Recipe
+from moecore.kernels.common import KERNEL_DTYPES, cdiv, launch, use_kernel
+from moecore.kernels.rows.e4m3 import FP8
+from moecore.kernels.rows.microscaled_kernel import (
+    PACKED_COLUMNS,
+    PACKED_ROWS,
+    VALUES,
+    finite_amax_kernel,
+    microscale_kernel,
+)
+from moecore.kernels.rows.microscaling import (
+    BACKWARD,
+    FORWARD,
+    PACKED,
+    emulated_matrices_ref,
+    emulated_ref,
+    multiplied_dtype,
+)
+from moecore.kernels.rows.scaling import Blocks, Both, padded
+
+TILE, NUM_WARPS = (16, 256), 4  # of one program: blocks of one row, and columns
+
+
+class _Unrounded(NamedTuple):
+    """What two kernels read."""
+
+    x_TK: Tensor
+    shape: tuple[int, ...]  # of the operand before it is transposed: [M, K] or [e, N, K]
+    sources_M: Tensor | None = None
+    expert_M: Tensor | None = None
+    num_scales: int = 1
+    hadamard: bool = False
+
+    def launch(self, kernel: Any, block: tuple[int, int], *tensors: Any, **constants: Any) -> None:
+        """Launch a kernel with a program for each tile of blocks."""
+        (rows, columns), (*lead, N, K), x_TK = block, self.shape, self.x_TK
+        M, below = prod(lead) * N, TILE[0] if rows == 1 else 1
+        constants |= dict(K=K, HADAMARD=self.hadamard, ROWS=rows, COLUMNS=columns)
+        constants |= dict(G=below, B=TILE[1] // columns, num_warps=NUM_WARPS)
+        args = (x_TK, self.sources_M, self.expert_M, *tensors, x_TK.shape[0], M, N, x_TK.stride(0))
+        launch(kernel, cdiv(M, rows * below) * cdiv(K, TILE[1]), *args, **constants)
+
+    def amax(self, block: tuple[int, int]) -> Tensor:
+        """Return the largest finite magnitudes of tensors."""
+        amax = self.x_TK.new_zeros(self.num_scales, dtype=torch.float32)
+        self.launch(finite_amax_kernel, block, amax)
+        return amax
+
+    def operand(
+        self,
+        recipe: Recipe,
+        block: tuple[int, int],
+        amax: Tensor | None = None,
+        *,
+        packed: bool = False,
+        transposed: bool = False,
+        random: bool = False,
+    ) -> Blocks:
+        """Return values as they lie, or bytes of them."""
+        stored = (PACKED_ROWS, PACKED_COLUMNS)[transposed] if packed else VALUES
+        is_nvfp4, new = recipe.scaling == "nvfp4", self.x_TK.new_empty
+        if not is_nvfp4:
+            amax = None
+        elif amax is None:
+            amax = self.amax(block)
+        *lead, N, K = self.shape
+        scales, block_scales = new(self.num_scales, dtype=torch.float32), None
+        if packed:
+            sizes, of_scales = [N, K], [N // block[0], K // block[1]]
+            if transposed:
+                sizes, of_scales = sizes[::-1], of_scales[::-1]
+            out = new(*lead, sizes[0], sizes[1] // (1 + is_nvfp4), dtype=torch.uint8)
+            block_scales = new(*lead, *of_scales, dtype=torch.uint8)
+        else:
+            out = new(self.shape, dtype=multiplied_dtype(self.x_TK))
+        self.launch(
+            microscale_kernel,
+            block,
+            *(amax, out.view(torch.int32) if packed and transposed else out),
+            *(block_scales, scales),
+            NUM_SCALES=self.num_scales,
+            STORED=int(stored),
+            POWER_OF_TWO=recipe.power_of_two,
+            RANDOM=random,
+        )
+        if block_scales is None:
+            return Blocks(out, scales, FORWARD)
+        if is_nvfp4:
+            return Blocks(out, block_scales.view(FP8), PACKED, amax)
+        return Blocks(out.view(FP8), block_scales, PACKED)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return use_kernel(x) and x.numel() > 0 and x.dtype in KERNEL_DTYPES
+
+
+def emulated(
+    x_TK: Tensor,
+    recipe: Recipe,
+    *,
+    over_rows: bool = False,
+    is_gradient: bool = False,
+    sources_M: Tensor | None = None,
+    expert_M: Tensor | None = None,
+    num_experts: int = 0,
+    packed: bool = False,
+) -> Blocks:
+    """Return rows as an operand; scales of tensors are fp32 [e + 1]. No autograd, no sync.
+
+    Args:
+        x_TK: of a floating dtype.
+        recipe: "mxfp8" or "nvfp4".
+        over_rows: whether the product sums over rows, in place of columns, of which there are whole
+            blocks then.
+        is_gradient: whether values may be rounded at random.
+        sources_M: int64, the row of x that a row of the operand is; -1 = zeros. None = its own, and
+            `over_rows` zeros up to whole blocks.
+        expert_M: int64, the expert of each row; e = none, and its values change no other row. Rows
+            of a block that lies along rows have the same one. None = one scale for all rows.
+        num_experts: e.
+        packed: whether values and scales of blocks are packed, transposed where `over_rows`.
+    """
+    if not _has_kernel(x_TK):
+        how: Any = dict(sources_M=sources_M, expert_M=expert_M, num_experts=num_experts)
+        how |= dict(over_rows=over_rows, is_gradient=is_gradient, packed=packed)
+        return emulated_ref(x_TK, recipe, **how)
+    x_TK = x_TK.detach() if x_TK.stride(1) == 1 else x_TK.detach().contiguous()
+    (T, K), size, is_nvfp4 = x_TK.shape, recipe.multiple, recipe.scaling == "nvfp4"
+    M = padded(T, size) if over_rows else T
+    M = M if sources_M is None else sources_M.shape[0]
+    transforms = over_rows and is_nvfp4 and recipe.hadamard
+    rows = _Unrounded(x_TK, (M, K), sources_M, expert_M, num_experts + 1, transforms)
+    return rows.operand(
+        recipe,
+        (size, 1) if over_rows else (1, size),
+        packed=packed,
+        transposed=over_rows,
+        random=is_gradient and is_nvfp4 and recipe.stochastic_rounding,
+    )
+
+
+def emulated_matrices(
+    w_eNK: Tensor,
+    recipe: Recipe,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    amax_e: Tensor | None = None,
+    packed: bool = False,
+) -> Both:
+    """Return matrices as operands summed over K and over N, with fp32 scales [e]. No autograd.
+
+    Both are the same numbers in "nvfp4", whose blocks are square. `amax_e` are largest finite
+    magnitudes, None = of each matrix; `packed` is as for `emulated`.
+    """
+    w_eNK = w_eNK.detach().contiguous()
+    make: Any = partial(emulated_matrices_ref, w_eNK)
+    if _has_kernel(w_eNK):
+        rows_of_all = w_eNK.view(-1, w_eNK.shape[2])
+        make = _Unrounded(rows_of_all, w_eNK.shape, num_scales=w_eNK.shape[0]).operand
+    height, width = recipe.weight_block
+    operands: list[Blocks | None] = [None, None]
+    for i, (wanted, block) in enumerate(((rows, (height, width)), (columns, (width, height)))):
+        if wanted:
+            first = None if packed else operands[0]
+            made = first if first is not None and height == width else None
+            made = made or make(recipe, block, amax_e, packed=packed, transposed=bool(i))
+            if not packed:
+                values = made.values.transpose(1, 2) if i else made.values
+                made = Blocks(values, (first or made).scales, (FORWARD, BACKWARD)[i])
+            operands[i] = made
+    return Both(*operands)

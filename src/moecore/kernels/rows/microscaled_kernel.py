@@ -1,0 +1,254 @@
+"""The kernels of `microscaled.py`.
+
+A program has G x B blocks of ROWS x COLUMNS elements, as ROWS tensors [G, B, COLUMNS]: tensor i has
+row i of each block. What joins rows, which are the transform, a block's largest magnitude and two
+values in a byte, stays within a thread.
+
+Divisions are those of IEEE (`div_rn`), as PyTorch's. Wherever a product is added to, it is exact,
+so that the compiler may fuse the two and changes no bit.
+"""
+
+from moecore.kernels.common import tl, triton
+from moecore.kernels.rows.e4m3 import block_scale, from_e4m3, magnitude, to_e4m3
+from moecore.kernels.rows.microscaling import SEED, SIGNS
+
+SIGN_BITS, FIRST_DRAW = tl.constexpr(SIGNS), tl.constexpr(SEED)
+VALUES, PACKED_ROWS, PACKED_COLUMNS = (tl.constexpr(i) for i in range(3))  # what is stored
+
+
+@triton.jit
+def _transformed(x):  # 16 tensors of fp32: rows times their signs
+    """Return what `microscaling.hadamard` makes of 16 rows, added in its order."""
+    for k in tl.static_range(4):
+        sums: tl.tuple = ()
+        for i in tl.static_range(16):
+            if i & (8 >> k) == 0:
+                total = x[i] + x[i + (8 >> k)]
+            else:
+                total = x[i - (8 >> k)] - x[i]
+            sums += (total * (0.25 if k == 3 else 1.0),)
+        x = sums
+    return x
+
+
+@triton.jit
+def _load(
+    x_ptr,  # [T, K], `stride` apart
+    sources_ptr,  # [M] int64, or None: row i is x's row i
+    T,
+    M,
+    stride,
+    K: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    G: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Return first rows of blocks [G], numbers of those side by side [B], columns, and x.
+
+    Columns are [B, COLUMNS]. x is ROWS tensors of fp32 [G, B, COLUMNS], 0 where there is no row.
+    """
+    TILES: tl.constexpr = (K + B * COLUMNS - 1) // (B * COLUMNS)
+    first = (tl.program_id(0) // TILES * G + tl.arange(0, G)).to(tl.int64) * ROWS
+    blocks = tl.program_id(0) % TILES * B + tl.arange(0, B)
+    columns = blocks[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    x: tl.tuple = ()
+    for i in tl.static_range(ROWS):
+        row = first + i
+        if sources_ptr is not None:
+            row = tl.load(sources_ptr + row, mask=row < M, other=-1).to(tl.int64)
+        inside = ((row >= 0) & (row < T))[:, None, None] & (columns < K)[None, :, :]
+        at = x_ptr + row[:, None, None] * stride + columns[None, :, :]
+        loaded = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if HADAMARD:
+            loaded *= 1.0 if (SIGN_BITS >> i) & 1 else -1.0
+        x += (loaded,)
+    if HADAMARD:
+        x = _transformed(x)
+    return first, blocks, columns, x
+
+
+@triton.jit
+def _expert(experts_ptr, first, M, rows_of_expert):
+    """Return the expert of each block, by its first row."""
+    if experts_ptr is not None:
+        return tl.load(experts_ptr + first, mask=first < M, other=0)
+    else:
+        return tl.minimum(first, M - 1) // rows_of_expert
+
+
+@triton.jit(do_not_specialize=["T", "M", "rows_of_expert"])
+def finite_amax_kernel(
+    x_ptr,  # [T, K], `stride` apart
+    sources_ptr,  # [M] int64, or None
+    experts_ptr,  # [M] int64, or None
+    amax_ptr,  # fp32 [experts]: at least 0 on entry, in and out
+    T,
+    M,
+    rows_of_expert,
+    stride,
+    K: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    G: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Raise the largest finite magnitudes of experts to those of a program's blocks."""
+    first, _, _, x = _load(x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B)
+    largest = tl.zeros((G, B, COLUMNS), tl.float32)
+    for i in tl.static_range(ROWS):
+        size = tl.abs(x[i])
+        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
+    amax = tl.max(tl.max(largest, 2), 1)
+    expert = _expert(experts_ptr, first, M, rows_of_expert)
+    # A maximum is the same in any order. Rows of an expert are neighbours: mostly it is one.
+    low = tl.min(expert, 0)
+    if low == tl.max(expert, 0):
+        tl.atomic_max(amax_ptr + low, tl.max(amax, 0))
+    else:
+        tl.atomic_max(amax_ptr + expert, amax)
+
+
+@triton.jit
+def _tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
+    """Return what `microscaling.tensor_scales` returns for "nvfp4"."""
+    scale = tl.div_rn(amax, tl.full(amax.shape, 2688.0, tl.float32))  # 6 * 448
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True) + 0x007FFFFF & 0x7F800000
+        scale = bits.to(tl.float32, bitcast=True)
+    return tl.maximum(scale, 1.1754943508222875e-38)  # 2^-126
+
+
+@triton.jit
+def _mixed(x):  # uint32
+    """Return what `microscaling._mixed` returns."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _draw(x, row, columns):  # fp32 [G, B, COLUMNS], int64 [G], [B, COLUMNS]
+    """Return what `microscaling.draws_of` returns."""
+    of_row = _mixed(row.to(tl.uint32) + FIRST_DRAW)[:, None, None]
+    of_place = _mixed(of_row + columns.to(tl.uint32)[None, :, :])
+    hashed = _mixed(of_place ^ (x.to(tl.uint32, bitcast=True) >> 16))
+    return (hashed >> 8).to(tl.float32) * 2.0**-24
+
+
+@triton.jit
+def _to_e2m1(x, step, draw):  # fp32, scales of block and tensor, None = to the nearest
+    """Return what `microscaling.to_e2m1` returns, as a magnitude and as the sign's bit in int32."""
+    x = tl.where(step > 0.0, tl.div_rn(x, step), 0.0)  # 0 where the scale is NaN, too
+    size = tl.minimum(tl.abs(x), 6.0)
+    unit = tl.where(size < 4.0, tl.where(size < 2.0, 0.5, 1.0), 2.0)
+    units = size * tl.where(size < 4.0, tl.where(size < 2.0, 2.0, 1.0), 0.5)
+    if draw is None:
+        units = (units + 8388608.0) - 8388608.0  # 2^23, from which on fp32 are whole numbers
+    else:
+        down = tl.floor(units)
+        units = down + tl.where(units - down > draw, 1.0, 0.0)
+    return units * unit, x.to(tl.int32, bitcast=True) & -0x80000000
+
+
+@triton.jit(do_not_specialize=["T", "M", "rows_of_expert"])
+def microscale_kernel(
+    x_ptr,  # [T, K], `stride` apart
+    sources_ptr,  # [M] int64, or None
+    experts_ptr,  # [M] int64, or None
+    amax_ptr,  # fp32 [NUM_SCALES], or None: E4M3
+    out_ptr,  # [M, K], or what `microscaled.py` has of packed ones, out
+    block_scales_ptr,  # uint8, of packed ones, out
+    scales_ptr,  # fp32 [NUM_SCALES], out
+    T,
+    M,
+    rows_of_expert,
+    stride,
+    K: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    STORED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    RANDOM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    G: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Write the values of a program's blocks; the first program writes the scales of tensors."""
+    E2M1: tl.constexpr = amax_ptr is not None
+    if tl.program_id(0) == 0:
+        for start in range(0, NUM_SCALES, 128):
+            i = start + tl.arange(0, 128)
+            scale = tl.full((128,), 1.0, tl.float32)
+            if E2M1:
+                amax = tl.load(amax_ptr + i, mask=i < NUM_SCALES, other=0.0)
+                scale = _tensor_scale(amax, POWER_OF_TWO)
+            tl.store(scales_ptr + i, scale, mask=i < NUM_SCALES)
+    first, blocks, columns, x = _load(
+        x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B
+    )
+    largest = tl.zeros((G, B, COLUMNS), tl.float32)
+    for i in tl.static_range(ROWS):
+        if E2M1:
+            largest = tl.maximum(largest, tl.where(x[i] == x[i], tl.abs(x[i]), float("inf")))
+        else:
+            largest = tl.maximum(largest, magnitude(x[i]))
+    amax = tl.max(largest, 2)
+    if E2M1:
+        expert = _expert(experts_ptr, first, M, rows_of_expert)
+        scale = _tensor_scale(tl.load(amax_ptr + expert), POWER_OF_TWO)[:, None]
+        wanted = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
+        wanted = tl.div_rn(wanted, tl.broadcast_to(scale, amax.shape))
+        scale_code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(wanted, 448.0)), 0x7F)
+        block = from_e4m3(scale_code.to(tl.uint8))
+        step = tl.broadcast_to((block * scale)[:, :, None], (G, B, COLUMNS))
+    else:
+        block, inverse = block_scale(amax, True)
+        scale_code = block.to(tl.int32, bitcast=True) >> 23
+    # Of packed columns a word is neighbouring rows, 4 or 8 bits each.
+    PER_WORD: tl.constexpr = 8 if E2M1 else 4
+    matrix, within = first // rows_of_expert, first % rows_of_expert
+    word = tl.zeros((G, B, COLUMNS), tl.int32)
+    for i in tl.static_range(ROWS):
+        if E2M1:
+            draw = None
+            if RANDOM:
+                draw = _draw(x[i], first + i, columns)
+            value, sign = _to_e2m1(x[i], step, draw)
+            code = tl.where(value < 2.0, value * 2.0, value + 2.0)
+            code = tl.where(value < 4.0, code, value * 0.5 + 4.0).to(tl.int32) | (sign >> 28) & 8
+            value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        else:
+            e4m3 = to_e4m3(x[i] * inverse[:, :, None])
+            value, code = from_e4m3(e4m3), e4m3.to(tl.int32)
+        row = (first + i)[:, None, None]
+        inside = (row < M) & (columns < K)[None, :, :]
+        at = row * K + columns[None, :, :]
+        if STORED == VALUES:
+            value *= block[:, :, None]
+            tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
+        elif STORED == PACKED_COLUMNS:
+            word |= code << (i % PER_WORD * (32 // PER_WORD))
+            if i % PER_WORD == PER_WORD - 1:
+                at = (matrix[:, None, None] * K + columns[None, :, :]) * rows_of_expert
+                at = (at + (within + i)[:, None, None]) // PER_WORD
+                tl.store(out_ptr + at, word, mask=inside)
+                word = tl.zeros((G, B, COLUMNS), tl.int32)
+        elif E2M1:
+            low, high = tl.split(tl.reshape(code, (G, B, COLUMNS // 2, 2)))
+            pairs = blocks[:, None] * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
+            inside = (row < M) & (pairs < K // 2)[None, :, :]
+            at = out_ptr + row * (K // 2) + pairs[None, :, :]
+            tl.store(at, (low | high << 4).to(tl.uint8), mask=inside)
+        else:
+            tl.store(out_ptr + at, code.to(tl.uint8), mask=inside)
+    if STORED != VALUES:
+        at = first[:, None] // ROWS * (K // COLUMNS) + blocks[None, :]
+        if STORED == PACKED_COLUMNS:
+            at = (matrix[:, None] * (K // COLUMNS) + blocks[None, :]) * (rows_of_expert // ROWS)
+            at += within[:, None] // ROWS
+        inside = (first < M)[:, None] & (blocks < K // COLUMNS)[None, :]
+        tl.store(block_scales_ptr + at, scale_code.to(tl.uint8), mask=inside)

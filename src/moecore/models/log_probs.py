@@ -1,0 +1,257 @@
+"""Log-probabilities of tokens, and entropies, of a linear head: logits are made chunk by chunk.
+
+Legend: B rows, T tokens of a row, t tokens of a row of this rank, N tokens, C tokens of one chunk,
+D model dim, V vocabulary.
+
+A chunk's logits are made in fp32, give a number or two for each token, and are gone. What a loss
+does with the numbers is known when all of them are, so backward makes the logits once more: four
+products for a chunk, where `loss.py` has three. With x the logits over the temperature, p =
+softmax(x) and entropy H = -sum of p log p,
+
+    d log p[label] / d x[v] = (v == label) - p[v]         d H / d x[v] = -p[v] (log p[v] + H)
+
+Without H both are kernels of `kernels/cross_entropy.py`, whose gradient, that of -log p[label], is
+scaled where it has D columns, not V. Ranks may hold parts of the vocabulary, as in `loss.py`.
+
+Memory: C * V * 4 bytes (C * V * 6 for 16-bit inputs, in backward), C * V * 4 more with entropies,
+and in backward D * V * 4 for the fp32 d_weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.base.fields import Count, Positive, check_arguments, check_fields
+from moecore.kernels.common import no_autocast
+from moecore.kernels.cross_entropy import IGNORE_INDEX, softmax_gradient_
+from moecore.models.loss import WholeRows, add_product_, product, product_dtype, whole_rows
+from moecore.moe.dispatch.collectives import gather_ranks
+
+Scalar = Callable[[Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LogProbLoss:
+    """What a forward returns in place of the cross-entropy: a loss of log-probabilities.
+
+    Attributes:
+        labels_BT: int64, the token that should follow each position (already shifted), or -100
+            where none is asked for; of whole rows, on the device of the model.
+        function: gets fp32 [B, T] of whole rows, the log-probability of each label (0 for -100) and
+            the entropy of the distribution it is from (None without `entropy`), and returns an fp32
+            scalar. Under cp and tp it runs on every rank, on equal numbers.
+        temperature: the logits are divided by it.
+        entropy: whether entropies are computed.
+    """
+
+    labels_BT: Annotated[Tensor, "pass int64 [B, T]"]
+    function: Scalar
+    temperature: Positive = 1.0
+    entropy: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def of_head(
+        self,
+        hidden_BtD: Tensor,
+        weight_VD: Tensor,
+        labels_Bt: Tensor,
+        whole: Callable[[Tensor], Tensor],
+        *,
+        chunk_tokens: int = 2048,
+        group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
+        """Return the loss, from this rank's tokens; `whole` makes [B, t, X] whole rows."""
+        numbers = linear_log_probs(
+            hidden_BtD.flatten(0, 1),
+            weight_VD,
+            labels_Bt.flatten(),
+            temperature=self.temperature,
+            entropy=self.entropy,
+            chunk_tokens=chunk_tokens,
+            group=group,
+        )
+        return self._of(numbers, labels_Bt, whole)
+
+    def of_logits(
+        self, logits_BtV: Tensor, labels_Bt: Tensor, whole: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return the loss from logits, which a model has changed since its head."""
+        x_NV = logits_BtV.flatten(0, 1)
+        x_NV = x_NV.to(torch.promote_types(x_NV.dtype, torch.float32)) / self.temperature
+        labels_N = labels_Bt.flatten()
+        all_NV = x_NV.log_softmax(1)
+        counts_N = labels_N != IGNORE_INDEX
+        picked_N1 = all_NV.gather(1, labels_N.where(counts_N, 0)[:, None])
+        log_probs_N = picked_N1[:, 0].where(counts_N, 0)
+        entropy_N = -(all_NV.exp() * all_NV).sum(1).where(counts_N, 0) if self.entropy else None
+        return self._of((log_probs_N, entropy_N), labels_Bt, whole)
+
+    def _of(
+        self,
+        numbers: tuple[Tensor, Tensor | None],
+        labels_Bt: Tensor,
+        whole: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        given = [x_N.view_as(labels_Bt) for x_N in numbers if x_N is not None]
+        rows_BTX = whole(torch.stack(given, dim=-1))
+        if rows_BTX.shape[:2] != self.labels_BT.shape:
+            raise ValueError(
+                f"log-probabilities {tuple(rows_BTX.shape[:2])} must have the shape of "
+                f"LogProbLoss.labels_BT {tuple(self.labels_BT.shape)}: let the model's head see "
+                "all tokens of its rows"
+            )
+        return self.function(rows_BTX[..., 0], rows_BTX[..., 1] if self.entropy else None)
+
+
+def linear_log_probs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    temperature: Positive = 1.0,
+    entropy: bool = False,
+    chunk_tokens: Count = 2048,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log softmax(hidden @ weight^T / temperature) at the labels, and its entropy.
+
+    Under autocast products are in its dtype, as those of `F.linear` are; nothing else is rounded.
+
+    Args:
+        hidden_ND: any float dtype; N may be 0.
+        weight_VD: the head, same dtype (under autocast any) and device.
+        labels_N: int64 in [0, V), or -100 for tokens that are not asked for. Any other label has a
+            log-probability of NaN.
+        temperature: the logits are divided by it.
+        entropy: whether entropies are computed.
+        chunk_tokens: tokens per chunk C.
+        group: of the ranks that have parts of the head, as of `linear_cross_entropy`.
+
+    Returns:
+        fp32 [N] each (fp64 for fp64 inputs), differentiable once in hidden states and weight, 0
+        where the label is -100. The second is in nats, None without `entropy`. No host sync.
+
+    Raises:
+        ValueError: as `linear_cross_entropy`.
+        NotImplementedError: in backward with create_graph=True.
+    """
+    check_arguments(linear_log_probs, locals())
+    dtype = product_dtype(hidden_ND, weight_VD, labels_N)
+    numbers: tuple[Tensor, Tensor | None] = _LinearLogProbs.apply(
+        hidden_ND, weight_VD, labels_N, temperature, entropy, chunk_tokens, dtype, group
+    )
+    return numbers
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """See the module's text."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        temperature: float,
+        entropy: bool,
+        chunk: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
+        hidden_MD, weight_WD = hidden_ND.to(dtype), weight_VD.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        log_probs_N, highs_N, sums_N = hidden_ND.new_zeros(3, len(hidden_ND), dtype=wide)
+        entropy_N = torch.zeros_like(log_probs_N) if entropy else None
+        own_N = torch.empty_like(labels_N)
+        with no_autocast(hidden_ND):
+            for start in range(0, len(hidden_ND), chunk):
+                part = slice(start, start + chunk)
+                x_CV = _logits(hidden_MD[part], weight_WD, temperature)
+                rows = whole_rows(x_CV, labels_N[part], group)
+                log_probs_N[part] = rows.log_probs()
+                own_N[part], highs_N[part], sums_N[part], _ = rows
+                if entropy_N is not None:
+                    entropy_N[part] = _entropy_(x_CV, rows, group)
+                del x_CV  # before the next chunk's are made
+        ctx.save_for_backward(hidden_ND, weight_VD, own_N, highs_N, sums_N, entropy_N)
+        return log_probs_N, None if entropy_N is None else entropy_N.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "create_graph (True) must be False for linear_log_probs, which makes logits anew "
+                "in backward: compute log-probabilities from logits"
+            )
+        hidden_ND, weight_VD, *of_rows = ctx.saved_tensors
+        hidden_MD, weight_WD = hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype)
+        counts_N = of_rows[0] != IGNORE_INDEX
+        d_N = [(g / ctx.temperature).where(counts_N, 0) for g in grads if g is not None]
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        d_hidden_ND = torch.empty_like(hidden_MD) if wants_hidden else None
+        d_weight_VD = torch.zeros_like(weight_VD, dtype=d_N[0].dtype) if wants_weight else None
+        with no_autocast(hidden_ND):
+            for start in range(0, len(hidden_ND), ctx.chunk):
+                part = slice(start, start + ctx.chunk)
+                x_CV = _logits(hidden_MD[part], weight_WD, ctx.temperature)
+                given = (x_N[part] for x_N in (*of_rows, *d_N) if x_N is not None)
+                d_CV, scale_C1 = _gradient_(x_CV, ctx.dtype, *given)
+                del x_CV
+                if d_hidden_ND is not None:
+                    torch.mm(d_CV, weight_WD, out=d_hidden_ND[part])
+                    d_hidden_ND[part].mul_(scale_C1)
+                if d_weight_VD is not None:
+                    scaled_CD = (hidden_MD[part] * scale_C1).to(ctx.dtype)
+                    add_product_(d_weight_VD, d_CV.t(), scaled_CD, beta=1)
+                del d_CV
+        d_hidden = None if d_hidden_ND is None else d_hidden_ND.to(hidden_ND.dtype)
+        d_weight = None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
+        return d_hidden, d_weight, *[None] * 6
+
+
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
+    """Return the logits of a chunk over the temperature, fp32."""
+    dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
+    x_CV = product(hidden_CD, weight_VD.t(), dtype)
+    return x_CV if temperature == 1.0 else x_CV.div_(temperature)
+
+
+def _entropy_(x_CV: Tensor, rows: WholeRows, group: dist.ProcessGroup | None) -> Tensor:
+    """Return H of whole rows, [C]; uses up the logits. Collective."""
+    x_CV.sub_(rows.highs_C[:, None])
+    weighted_C = x_CV.exp().mul_(x_CV).sum(1)
+    if group is not None:
+        weighted_C = gather_ranks(weighted_C, group).unflatten(0, (group.size(), -1)).sum(0)
+    entropy_C = rows.sums_C.log() - weighted_C / rows.sums_C
+    return entropy_C.masked_fill(rows.own_labels_C == IGNORE_INDEX, 0)
+
+
+def _gradient_(
+    x_CV: Tensor,  # used up
+    dtype: torch.dtype,
+    own_C: Tensor,
+    highs_C: Tensor,
+    sums_C: Tensor,
+    *numbers: Tensor,  # [C]: gradients of log p; or H, and gradients of log p and H
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a chunk's logits in `dtype`, and what its rows are to be times."""
+    if len(numbers) == 1:
+        return softmax_gradient_(x_CV, own_C, highs_C, sums_C, dtype), -numbers[0][:, None]
+    entropy_C1, d_log_probs_C1, d_entropy_C1 = (x_C[:, None] for x_C in numbers)
+    # What a row that does not count holds, NaN or inf, must not get past a gradient of 0.
+    log_p_CV = x_CV.sub_((highs_C + sums_C.log())[:, None])
+    log_p_CV.masked_fill_((own_C == IGNORE_INDEX)[:, None], 0)
+    p_CV = log_p_CV.exp()
+    d_CV = log_p_CV.add_(entropy_C1).mul_(d_entropy_C1)
+    d_CV = d_CV.add_(d_log_probs_C1).mul_(p_CV).neg_()
+    d_CV.scatter_add_(1, own_C.clamp(min=0)[:, None], d_log_probs_C1.where(own_C[:, None] >= 0, 0))
+    return d_CV.to(dtype), torch.ones_like(d_log_probs_C1)

@@ -1,0 +1,277 @@
+"""Products with the exchange of tensor parallelism that comes before or after them.
+
+Legend: B sequences, T tokens of a sequence, G tp ranks, t = T / G tokens of one rank, D model dim,
+N features of this rank's part of a weight.
+
+    column_products   x_BtD -> all-gather -> x_BTD @ w_ND^T of each weight -> y_BTN
+    row_product       x_BTN @ w_DN^T -> partial y_BTD -> sum of all ranks' parts -> y_BtD
+
+In turn, an exchange runs before its product begins, or after it has ended: `TensorParallel.gather`
+and `scatter_sum`. Sliced, both alternate by the t tokens of a rank, where ranks reach each other's
+memory and slices are large: copy engines move one slice, without SMs, while the product of another
+one runs (torch's symmetric memory). Then exchange and products are one operation of autograd, whose
+backward exchanges as the other one's forward does:
+
+    column_products   dx_BtD = sum of all ranks' dy_BTN @ w_ND    dw_ND = dy_BTN^T @ x_BTD, saved
+    row_product       dx_BTN = gathered dy_BTD @ w_DN             dw_DN = dy_BTD^T @ x_BTN, saved
+
+Both ways save the same tensors, round each rank's part to the dtype, add the parts in fp32 and
+round once. Sliced, products of several weights are added to one part before it is sent.
+
+Sequences are exchanged one after the other, so nothing is copied to bring their slices together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moecore.base.regions import is_running_again, once
+from moecore.base.torch_names import (
+    all_gather_single,
+    autocast_dtype,
+    gather_and_consume,
+    hooks_around,
+    is_plain_eager,
+    produce_and_send,
+)
+from moecore.kernels.experts.contract import GradSink, GradTarget, sink_of
+from moecore.models.tensor_parallel import TensorParallel
+from moecore.moe.linear import PlainProducts
+from moecore.moe.params import local_param
+from moecore.precision.plain import PLAIN_FORWARDS, ProductLinear
+
+# The least bytes of a sequence's slice [t, D] that a sliced exchange moves: below, its barriers and
+# smaller products take longer than what it hides.
+MIN_SLICE_BYTES = 32 << 20
+
+
+class SlicedExchange(NamedTuple):
+    """How exchanges and products of one sequence alternate. Both are collective.
+
+    Attributes:
+        gather: of x_tD, consume, x_TD and the group: fills x_TD with the slices of all ranks, and
+            calls consume(slice_tD, rank) with each.
+        send: of produce, parts_TD and the group: calls produce(rank, slice_tD) for each rank, which
+            fills the slice that is sent there, and fills parts_TD with what all ranks sent here.
+    """
+
+    gather: Callable[[Tensor, Callable[[Tensor, int], None], Tensor, dist.ProcessGroup], None]
+    send: Callable[[Callable[[int, Tensor], None], Tensor, dist.ProcessGroup], None]
+
+
+def gather_ref(
+    x_tD: Tensor, consume: Callable[[Tensor, int], None], x_TD: Tensor, group: dist.ProcessGroup
+) -> None:
+    """Gather, then consume: what `SlicedExchange.gather` computes."""
+    all_gather_single(x_TD, x_tD, group=group)
+    for rank, slice_tD in enumerate(x_TD.chunk(group.size())):
+        consume(slice_tD, rank)
+
+
+def send_ref(
+    produce: Callable[[int, Tensor], None], parts_TD: Tensor, group: dist.ProcessGroup
+) -> None:
+    """Produce, then send: what `SlicedExchange.send` computes."""
+    made_TD = torch.empty_like(parts_TD)
+    for rank, slice_tD in enumerate(made_TD.chunk(group.size())):
+        produce(rank, slice_tD)
+    dist.all_to_all_single(parts_TD, made_TD, group=group)
+
+
+REFERENCE = SlicedExchange(gather_ref, send_ref)
+SYMMETRIC_MEMORY = SlicedExchange(gather_and_consume, produce_and_send)
+
+
+def column_products(
+    x_BtD: Tensor, linears: Sequence[nn.Linear], tp: TensorParallel | None
+) -> list[Tensor]:
+    """Return y_BTN of each linear, whose weight is cut over N, for all ranks' tokens."""
+    if tp is None:
+        return [linear(x_BtD) for linear in linears]
+    exchange = find_exchange(tp, x_BtD, x_BtD.shape[1], x_BtD.shape[2], linears)
+    if exchange is None:
+        x_BTD = tp.gather(x_BtD)
+        return [linear(x_BTD) for linear in linears]
+    ys_BTN: Sequence[Tensor] = once(_apply, _ColumnProducts, exchange, tp, x_BtD, linears)
+    return list(ys_BTN)
+
+
+def row_product(x_BTN: Tensor, linear: nn.Linear, tp: TensorParallel | None) -> Tensor:
+    """Return y_BtD, own tokens of the sum over ranks, of a linear whose weight is cut over N."""
+    if tp is None:
+        y_BTD: Tensor = linear(x_BTN)
+        return y_BTD
+    num_tokens = x_BTN.shape[1] // tp.size
+    exchange = find_exchange(tp, x_BTN, num_tokens, linear.out_features, (linear,))
+    if exchange is None:
+        return tp.scatter_sum(linear(x_BTN))
+    y_BtD: Tensor = once(_apply, _RowProduct, exchange, tp, x_BTN, (linear,))
+    return y_BtD
+
+
+def find_exchange(
+    tp: TensorParallel, x: Tensor, num_tokens: int, dim: int, linears: Sequence[nn.Linear]
+) -> SlicedExchange | None:
+    """Return the exchange of linears and their input; None = in turn. Equal on all tp ranks.
+
+    What travels are slices [num_tokens, dim] of each sequence.
+    """
+    if not is_plain_eager() or is_running_again():
+        return None
+    if num_tokens * dim * x.element_size() < MIN_SLICE_BYTES:
+        return None
+    if any(why_not(linear, x) is not None for linear in linears):
+        return None
+    return exchange_of(tp, x)
+
+
+def exchange_of(tp: TensorParallel, x: Tensor) -> SlicedExchange | None:
+    """Return the sliced exchange of a device; on GPUs a group's first call is collective.
+
+    None = nothing. A CUDA graph keeps addresses of the workspace, which a longer sequence replaces.
+    """
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing() or tp.peer_problem is not None:
+        return None
+    return SYMMETRIC_MEMORY
+
+
+def why_not(linear: nn.Linear, x: Tensor) -> str | None:
+    """Return why a linear's product cannot be part of an exchange, or None."""
+    forward = type(linear).forward
+    is_plain = forward in PLAIN_FORWARDS
+    if isinstance(linear, ProductLinear):
+        is_plain = forward is ProductLinear.forward and type(linear.products) is PlainProducts
+    if not is_plain or "forward" in vars(linear) or hooks_around(linear):
+        return "its forward is not a plain product alone"
+    if linear.bias is not None:
+        return "it has a bias"
+    if x.dtype != linear.weight.dtype or autocast_dtype(x) is not None:
+        return "its input and its weight differ in dtype, or autocast is on"
+    return None
+
+
+def _apply(
+    function: type[torch.autograd.Function],
+    exchange: SlicedExchange,
+    tp: TensorParallel,
+    x: Tensor,
+    linears: Sequence[nn.Linear],
+) -> Any:
+    weights = [local_param(linear.weight) for linear in linears]
+    sinks = [
+        sink_of(linear.weight, weight.shape)
+        if isinstance(linear, ProductLinear) and linear.products.defers
+        else None
+        for linear, weight in zip(linears, weights, strict=True)
+    ]
+    return function.apply(_SlicedProducts(exchange, tp.group, sinks), x, *weights)
+
+
+class _SlicedProducts(NamedTuple):
+    """What an operation knows beside tensors."""
+
+    exchange: SlicedExchange
+    group: dist.ProcessGroup
+    sinks: list[GradSink | None]  # of each weight's gradient, where linears defer it
+
+    def gather(self, x_BtD: Tensor, weights_DN: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return x_BTD and its products with the weights, y_BTN each."""
+        B, t, D = x_BtD.shape
+        x_BtD, G = x_BtD.contiguous(), self.group.size()
+        x_BTD = x_BtD.new_empty(B, t * G, D)
+        ys_BTN = [x_BtD.new_empty(B, t * G, w.shape[1]) for w in weights_DN]
+        for b in range(B):
+            slices = [y_BTN[b].chunk(G) for y_BTN in ys_BTN]
+            multiply = partial(_multiply_slice, weights_DN, slices)
+            self.exchange.gather(x_BtD[b], multiply, x_BTD[b], self.group)
+        return x_BTD, ys_BTN
+
+    def sum(self, xs_BTN: Sequence[Tensor], weights_ND: Sequence[Tensor]) -> Tensor:
+        """Return y_BtD, own tokens of the sum of all products of all ranks."""
+        (B, T, _), G = xs_BTN[0].shape, self.group.size()
+        parts_BTD = xs_BTN[0].new_empty(B, T, weights_ND[0].shape[1])
+        for b in range(B):
+            slices = [x_BTN[b].chunk(G) for x_BTN in xs_BTN]
+            self.exchange.send(partial(_add_products, slices, weights_ND), parts_BTD[b], self.group)
+        # torch adds 16-bit numbers in fp32.
+        return parts_BTD.unflatten(1, (G, T // G)).sum(1)
+
+    def weight_grad(self, number: int, dy: Tensor, x: Tensor) -> Tensor | None:
+        """Return dy^T @ x over all tokens; None where the weight's sink has deferred it."""
+        sink, operands = self.sinks[number], (dy.flatten(0, 1), x.flatten(0, 1))
+        if sink is not None and sink.defer(PlainProducts.weight_grad, *operands):
+            return None
+        return PlainProducts.weight_grad(*operands, GradTarget())
+
+
+def _multiply_slice(
+    weights_DN: Sequence[Tensor], ys: Sequence[Sequence[Tensor]], x_tD: Tensor, rank: int
+) -> None:
+    """Write the products of a rank's slice to its place in each y."""
+    for weight_DN, slices in zip(weights_DN, ys, strict=True):
+        torch.mm(x_tD, weight_DN, out=slices[rank])
+
+
+def _add_products(
+    xs: Sequence[Sequence[Tensor]], weights_ND: Sequence[Tensor], rank: int, y_tD: Tensor
+) -> None:
+    """Write the sum of all products of a rank's slice."""
+    for number, (slices, weight_ND) in enumerate(zip(xs, weights_ND, strict=True)):
+        if number:
+            y_tD.addmm_(slices[rank], weight_ND)
+        else:
+            torch.mm(slices[rank], weight_ND, out=y_tD)
+
+
+class _ColumnProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: _SlicedProducts, x_BtD: Tensor, *weights_ND: Tensor
+    ) -> tuple[Tensor, ...]:
+        x_BTD, ys_BTN = call.gather(x_BtD, [w_ND.t() for w_ND in weights_ND])
+        _, wants_x, *wants_weights = ctx.needs_input_grad
+        saved = weights_ND if wants_x else [None] * len(weights_ND)
+        ctx.save_for_backward(x_BTD if any(wants_weights) else None, *saved)
+        ctx.call = call
+        return tuple(ys_BTN)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys_BTN: Tensor) -> tuple[Tensor | None, ...]:
+        call, (x_BTD, *weights_ND) = ctx.call, ctx.saved_tensors
+        _, wants_x, *wants_weights = ctx.needs_input_grad
+        dys_BTN = tuple(dy_BTN.contiguous() for dy_BTN in dys_BTN)
+        dx_BtD = call.sum(dys_BTN, weights_ND) if wants_x else None
+        dweights = [
+            call.weight_grad(i, dy_BTN, x_BTD) if wants_weights[i] else None
+            for i, dy_BTN in enumerate(dys_BTN)
+        ]
+        return None, dx_BtD, *dweights
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _SlicedProducts, x_BTN: Tensor, weight_DN: Tensor) -> Tensor:
+        _, wants_x, wants_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x_BTN if wants_weight else None, weight_DN if wants_x else None)
+        ctx.call = call
+        return call.sum([x_BTN], [weight_DN.t()])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BtD: Tensor) -> tuple[Tensor | None, ...]:
+        call, (x_BTN, weight_DN) = ctx.call, ctx.saved_tensors
+        weights_DN = [] if weight_DN is None else [weight_DN]
+        dy_BTD, dxs_BTN = call.gather(dy_BtD, weights_DN)
+        dweight_DN = None if x_BTN is None else call.weight_grad(0, dy_BTD, x_BTN)
+        return None, dxs_BTN[0] if dxs_BTN else None, dweight_DN
+
+
+_ColumnProducts.__name__, _RowProduct.__name__ = "moecore::column_products", "moecore::row_product"

@@ -1,0 +1,104 @@
+"""What travels for a token: its row as it is, or packed as FP8 until experts gather it.
+
+Letters: T tokens, D model dim, S source rows, R expert rows, W bytes of a packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.experts.contract import GradientReceiver
+from moecore.kernels.rows.move import gather_rows, sum_rows
+from moecore.kernels.rows.packed import PACKED, PACKED_COLUMNS, pack_rows
+from moecore.kernels.rows.record import Rows
+from moecore.moe.dispatch.collectives import exchanged
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The format of rows between ranks, the same on all of them."""
+
+    fp8: bool = False
+
+    def check(self, dim: int) -> None:
+        """Raise a ValueError for rows of so many columns if they cannot be packed."""
+        if self.fp8 and dim % PACKED_COLUMNS:
+            raise ValueError(
+                f"dim of the experts' rows ({dim}) must be a multiple of {PACKED_COLUMNS} with "
+                "fp8_dispatch (True): pad it, or let rows travel as they are"
+            )
+
+    def pack(self, x_TD: Tensor) -> Tensor:
+        """Return what travels: x_TD, or [T, W]. No autograd."""
+        return pack_rows(x_TD.contiguous()) if self.fp8 else x_TD
+
+    def gather(
+        self, x_TD: Tensor, token_ids_M: Tensor, slots_TG: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the packed rows of M tokens, or None, and their differentiable rows or handle."""
+        where = (token_ids_M, slots_TG)
+        if not self.fp8:
+            return None, gather_rows(x_TD, *where)
+        handle_MD = exchanged(
+            x_TD,
+            partial(handle_of, num_rows=token_ids_M.shape[0]),
+            lambda d_MD: sum_rows(d_MD, *where),
+        )
+        return gather_packed(self.pack(x_TD), *where), handle_MD
+
+    def unpack(self, came_SN: Tensor, like: Tensor, handle_SD: Tensor | None = None) -> Rows:
+        """Return the rows that came, of the width and dtype of `like`; FP8 rows stay packed."""
+        if not self.fp8:
+            return Rows(came_SN)
+        return Rows.from_packed(came_SN, like.shape[1], like.dtype, handle_SD)
+
+    def receiver(self) -> Receiver | None:
+        """Return what receives the gradients of the experts' output; None = autograd does."""
+        return Receiver() if self.fp8 and not torch.compiler.is_compiling() else None
+
+
+def handle_of(like: Tensor, num_rows: int) -> Tensor:
+    """Return what stands for rows of the width and dtype of `like`, without memory."""
+    return like.new_empty(1).expand(num_rows, like.shape[1])
+
+
+def gather_packed(packed_TW: Tensor, token_ids_M: Tensor, slots_TG: Tensor) -> Tensor:
+    """Return the packed rows of M tokens."""
+    words_TN = packed_TW.view(torch.float32)  # which the kernel moves bit by bit
+    return gather_rows(words_TN, token_ids_M, slots_TG).view(PACKED)
+
+
+class Receiver:
+    """A `GradientReceiver`: what autograd carries then is a handle, which nobody may read."""
+
+    def __init__(self) -> None:
+        self.takes_packed = False
+        self.next: GradientReceiver | None = None  # of the leg behind this one, which experts know
+        self._came: tuple[Tensor, Rows] | None = None
+
+    def bring(self, dy_TD: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return what stands for the packed rows that `send` brings; None = send them wide."""
+        if not (self.next or self).takes_packed:
+            return None
+        came_RW = send(pack_rows(dy_TD.contiguous()))
+        rows = Rows.from_packed(came_RW, dy_TD.shape[1], dy_TD.dtype)
+        if self.next is not None:  # which packs them again
+            return rows.widen()
+        handle_RD = handle_of(dy_TD, came_RW.shape[0])
+        self._came = handle_RD, rows
+        return handle_RD
+
+    def take(self, dy: Tensor) -> Rows | None:
+        """Return the rows; None where they came as they are."""
+        came, self._came = self._came, None
+        if came is not None and dy is not came[0]:
+            raise RuntimeError(
+                "gradients of the experts' output must not change between combine and the experts "
+                "with fp8_dispatch (True), which brings them as FP8: remove the hook"
+            )
+        return None if came is None else came[1]

@@ -1,0 +1,1 @@
+"""From a corpus to rows: files of documents, their order, mixtures, packing and positions."""

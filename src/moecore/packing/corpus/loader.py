@@ -1,0 +1,203 @@
+"""Rows of a corpus for each data rank: one order of rows for all ranks, and a position in it.
+
+Documents are in L partitions, and row i of a run is the next one of partition i mod L. Partition l
+reads the documents with ordinals l, l + L, l + 2L, ... of each source, apart from the others. So
+whoever reads a partition tokenizes its documents alone, and rows do not depend on the number of
+ranks or workers. The position is the number of rows taken, and the cursor of each source in each
+partition.
+
+Ranks and workers whose product with the rows of a batch divides L read partitions of their own.
+Others read some of the same ones, and pass over each other's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from moecore.base.fields import Count, CountOrZero, check_arguments, shown
+from moecore.packing.collate import PackedBatch
+from moecore.packing.corpus.batches import Cursors, RankBatches, batch_of
+from moecore.packing.corpus.options import CorpusError, CorpusOptions, CorpusSource
+from moecore.packing.corpus.partitions import Cursor
+
+Batch = TypeVar("Batch")
+
+
+class PositionedLoader(Generic[Batch]):
+    """Yields the batches of a `RankBatches` without end, and has the position behind the last."""
+
+    def __init__(self, batches: RankBatches, workers: int) -> None:
+        self._batches, self._workers = batches, workers
+        self._coming: Iterator[Any] | None = None
+        self._rows = 0  # of all ranks, taken
+        self._loaded: Cursors = {}  # where all ranks began
+        self._cursors: Cursors = {}  # behind what this rank has taken since
+        self._last: Cursors = {}  # of its last batch
+        self._lengths: dict[str, int | None] = {}
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._coming is None:
+            ahead: Any = {"prefetch_factor": 2} if self._workers else {}
+            loader = DataLoader(
+                self._batches,
+                batch_size=None,
+                num_workers=self._workers,
+                collate_fn=_as_it_is,
+                generator=torch.Generator(),  # not torch's own, whose state a run has saved
+                **ahead,
+            )
+            self._coming = iter(loader)
+        batch, cursors, lengths = next(self._coming)
+        if isinstance(batch, CorpusError):
+            self.close()
+            raise batch
+        self._cursors |= cursors
+        self._last = cursors
+        self._lengths |= lengths
+        self._rows += self._batches.rows * self._batches.data_ranks
+        found: Batch = batch
+        return found
+
+    def close(self) -> None:
+        """End the workers; the next batch starts others at this position."""
+        self._batches.begin_at(self._rows, self._loaded | self._cursors, self._lengths)
+        self._coming = None
+
+    def epochs(self) -> dict[str, int]:
+        """Return by source which epoch the last batch was of; 0 while a stream's first lasts."""
+        return {
+            name: max((of[i].ordinal for of in self._last.values()), default=0)
+            // (self._lengths.get(name) or 2**62)
+            for i, name in enumerate(self._batches.names)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the last batch, as JSON; the same on every rank.
+
+        Collective where torch.distributed is initialized and there are several data ranks.
+        """
+        states: list[Any] = [self._state(self._cursors)]
+        if self._batches.data_ranks > 1 and dist.is_initialized():
+            own, states = states[0], [None] * dist.get_world_size()
+            dist.all_gather_object(states, own)
+        return joined([self._state(self._loaded), *states])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where loaders of the same sources and options were.
+
+        Their ranks, rows and workers may have been others, and their weights: new ones count for
+        the rows to come.
+
+        Raises:
+            ValueError: for the state of other sources or options, or no state.
+        """
+        check_arguments(PositionedLoader.load_state_dict, locals())
+        if not {"rows", "partitions", "cursors", "lengths", "facts"} <= state.keys():
+            raise ValueError(f"state ({shown(state)}) must be a state_dict(): pass one")
+        for name, value in self._batches.facts().items():
+            if state["facts"].get(name) != value:
+                raise ValueError(
+                    f"state[{name!r}] ({shown(state['facts'].get(name))}) must be that of this "
+                    f"loader ({shown(value)}): make it as it was"
+                )
+        self._batches.partitions = state["partitions"]
+        self._rows, self._lengths = state["rows"], dict(state["lengths"])
+        self._cursors, self._loaded = (
+            {},
+            {
+                partition: [Cursor(*cursor) for cursor in cursors]
+                for partition, cursors in state["cursors"]
+            },
+        )
+        self.close()
+
+    def _state(self, cursors: Cursors) -> dict[str, Any]:
+        return {
+            "rows": self._rows,
+            "partitions": self._batches.partitions,
+            "cursors": [[n, [list(cursor) for cursor in cursors[n]]] for n in sorted(cursors)],
+            "lengths": self._lengths,
+            "facts": self._batches.facts(),
+        }
+
+
+class CorpusLoader(PositionedLoader[PackedBatch]):
+    """Yields the batches of this data rank without end, from a position that any ranks resume.
+
+        loader = CorpusLoader([source], CorpusOptions(row_tokens=4096), rows=2, workers=2)
+        batch = next(loader)                 # a PackedBatch of 2 rows
+        state = loader.state_dict()          # behind that batch, whatever workers have prefetched
+
+    Labels of a batch are shifted: each is the token that follows, also across a cut.
+
+    Args:
+        sources: their names differ; rows are a mixture by their weights.
+        options: of rows.
+        rows: of a batch.
+        data_rank: this one; ranks with the same data share it.
+        data_ranks: ranks with different data.
+        workers: processes that read, tokenize and pack ahead; 0 = this one does when asked. Where
+            processes are not forked, sources must pickle.
+
+    Raises:
+        ValueError: for no sources, two of one name, or a rank that is not one of the ranks.
+        CorpusError: from `next`, for a document that cannot be read or tokenized, or has ids
+            outside of the vocabulary. Other ranks do not know: end them.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[CorpusSource],
+        options: CorpusOptions,
+        *,
+        rows: Count = 1,
+        data_rank: CountOrZero = 0,
+        data_ranks: Count = 1,
+        workers: CountOrZero = 0,
+    ) -> None:
+        check_arguments(CorpusLoader.__init__, locals())
+        check_sources(sources, data_rank, data_ranks)
+        collate = partial(batch_of, row_tokens=options.row_tokens, multiple=options.multiple)
+        super().__init__(
+            RankBatches(sources, options, rows, data_rank, data_ranks, collate), workers
+        )
+
+
+def check_sources(sources: Sequence[CorpusSource], data_rank: int, data_ranks: int) -> None:
+    """Raise for no sources, two of one name, or a rank that is not one of the ranks."""
+    names = [source.name for source in sources]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"sources ({names}) must be at least one, each with a name of its own")
+    if data_rank >= data_ranks:
+        raise ValueError(
+            f"data_rank ({data_rank}) must be < data_ranks ({data_ranks}): count from 0"
+        )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the position of all ranks: of each partition the cursors that are ahead."""
+    ahead: dict[int, list[list[float]]] = {}
+    lengths: dict[str, int | None] = {}
+    for state in states:
+        for partition, cursors in state["cursors"]:
+            if partition not in ahead or _rows_of(cursors) > _rows_of(ahead[partition]):
+                ahead[partition] = cursors
+        lengths |= {name: n for name, n in state["lengths"].items() if n or name not in lengths}
+    return {**states[0], "cursors": [[n, ahead[n]] for n in sorted(ahead)], "lengths": lengths}
+
+
+def _rows_of(cursors: Sequence[Sequence[float]]) -> float:
+    return sum(cursor[0] for cursor in cursors)

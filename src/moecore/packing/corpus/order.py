@@ -1,0 +1,143 @@
+"""Which document comes at which place: by index, or from a stream.
+
+An ordinal counts the documents that are read, over all epochs: 0, 1, 2, ... Of n documents ordinal
+q is of epoch q // n. Each epoch has an order of its own, which is computed place by place, so no
+permutation lies in memory.
+
+    permuted(i, 5, key) for i in 0 .. 4: each of 0 .. 4 once
+
+Source of `permuted`: a Feistel network whose result is permuted again while it is out of range
+("cycle walking"; Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+ROUNDS = 6
+READ_TOGETHER = 64  # rows of a streaming dataset
+BITS_64 = 2**64 - 1
+
+
+def key_of(*parts: object) -> int:
+    """Return a number of 64 bits that the same parts always give."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+
+
+def permuted(index: int, count: int, key: int) -> int:
+    """Return the place of `index` in an order of 0 .. count - 1 that the key chooses."""
+    half = max(1, -(-(count - 1).bit_length() // 2))
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for number in range(ROUNDS):
+            left, right = right, left ^ (_mixed(key + number * BITS_64 // ROUNDS + right) & mask)
+        index = left << half | right
+        if index < count:
+            return index
+
+
+def _mixed(number: int) -> int:
+    """Return 64 bits that each bit of the number changes (the finalizer of splitmix64)."""
+    number &= BITS_64
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & BITS_64
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & BITS_64
+    return number ^ number >> 31
+
+
+class IndexedDocuments:
+    """Documents by ordinal, of what has items by index.
+
+    Args:
+        documents: with a length of at least 1.
+        key: of the order of all epochs; None = by index.
+    """
+
+    def __init__(self, documents: Any, key: int | None) -> None:
+        self._documents, self._key, self.length = documents, key, len(documents)
+
+    def take(self, ordinal: int) -> Any:
+        """Return the document of an ordinal."""
+        epoch, index = divmod(ordinal, self.length)
+        if self._key is not None:
+            index = permuted(index, self.length, key_of(self._key, epoch))
+        return self._documents[index]
+
+
+class StreamedDocuments:
+    """Documents by ordinal, of what is read from its start: each ordinal is taken at most once.
+
+    A block of documents is read and shuffled at a time. A document that is read before its turn
+    waits. What no partition of this process takes is read and dropped.
+
+    Args:
+        documents: begins anew with each `iter`; with a method `skip`, as datasets has it, a resumed
+            stream is faster.
+        key: of the order of all epochs; None = as they come.
+        block: documents that are shuffled together.
+        first: least ordinal that is taken.
+        partitions, mine: ordinals whose remainder by `partitions` is in `mine` are taken.
+        length: documents of an epoch; None = not known before the first has ended.
+    """
+
+    def __init__(
+        self,
+        documents: Iterable[Any],
+        key: int | None,
+        *,
+        block: int,
+        first: int,
+        partitions: int,
+        mine: frozenset[int],
+        length: int | None,
+    ) -> None:
+        self._documents, self._key, self._block = documents, key, block if key is not None else 1
+        self._partitions, self._mine, self.length = partitions, mine, length
+        self._waiting: dict[int, Any] = {}
+        self._coming = self._read(first)
+
+    def take(self, ordinal: int) -> Any:
+        """Return the document of an ordinal."""
+        while ordinal not in self._waiting:
+            found, document = next(self._coming)
+            if found % self._partitions in self._mine:
+                self._waiting[found] = document
+        return self._waiting.pop(ordinal)
+
+    def _read(self, ordinal: int) -> Iterator[tuple[int, Any]]:
+        while True:
+            epoch, inside = divmod(ordinal, self.length) if self.length else (0, ordinal)
+            begin, read = ordinal - inside, inside - inside % self._block
+            stream = iter(self._behind(read))
+            while block := list(islice(stream, self._block)):
+                key = key_of(self._key, epoch, read)
+                for i in range(len(block)):
+                    if begin + read + i >= ordinal:
+                        yield begin + read + i, block[permuted(i, len(block), key)]
+                read += len(block)
+            if not read:
+                raise ValueError("must have at least one document: it ended at once")
+            self.length, ordinal = read, begin + read
+
+    def _behind(self, count: int) -> Iterable[Any]:
+        """Return the documents without the first ones."""
+        documents: Any = self._documents
+        if hasattr(documents, "skip"):
+            count, documents = 0, documents.skip(count) if count else documents
+        if hasattr(documents, "iter"):
+            documents = _examples(documents)
+        return islice(iter(documents), count, None)
+
+
+def _examples(dataset: Any) -> Iterator[dict[str, Any]]:
+    """Yield all rows of a streaming dataset of datasets: its `__iter__` gives a worker a part."""
+    if "fsspec.asyn" in sys.modules:  # its lock does not survive a fork, see datasets
+        sys.modules["fsspec.asyn"].reset_lock()
+    for batch in dataset.iter(batch_size=READ_TOGETHER):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))

@@ -1,0 +1,97 @@
+"""What ranks tell each other before they run micro-batches of rollouts: one all-gather.
+
+Errors of one rank's rollouts are errors on all, ranks that share rows have the same ones, and all
+know the numbers of the global batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.base.agreement import comparable
+from moecore.base.torch_names import all_gather_single
+from moecore.parallel.mesh import Meshes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """Numbers of a batch: of one data rank, or of all.
+
+    Attributes:
+        num_micro_batches: of each rank; of all, the most.
+        weight: of the tokens of responses.
+        num_responses: sequences with a token of weight.
+    """
+
+    num_micro_batches: int
+    weight: float
+    num_responses: int
+
+
+def agree(
+    meshes: Meshes,
+    own: Totals | None,
+    problem: str | None,
+    *,
+    alike: Mapping[str, Any],
+    shared: Mapping[str, Any],
+) -> Totals:
+    """Return the numbers of the global batch; collective over the world, with a host sync.
+
+    Args:
+        meshes: of the model.
+        own: numbers of this data rank; None with a problem.
+        problem: an error of this rank.
+        alike: what must be the same on all ranks, by name.
+        shared: what must be the same on the ranks of a data rank, by name.
+
+    Raises:
+        ValueError: on every rank, when one has a problem or ranks differ.
+    """
+    own = own or Totals(num_micro_batches=0, weight=0.0, num_responses=0)
+    weight = int(torch.tensor(own.weight, dtype=torch.float64).view(torch.int64))
+    numbers = [meshes.data_rank, problem is not None, own.num_micro_batches, own.num_responses]
+    numbers += [weight, _digest(alike), _digest(shared)]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=meshes.device_type)
+    found = mine.new_empty(dist.get_world_size() * len(mine))
+    all_gather_single(found, mine)
+    rows: list[list[int]] = found.unflatten(0, (-1, len(mine))).tolist()
+    if any(row[1] for row in rows):
+        raise ValueError(problem or "rollouts of another rank must be right: see its error")
+    if len({row[5] for row in rows}) > 1:
+        raise ValueError(
+            f"{', '.join(alike)} must be the same on all ranks: pass them alike everywhere"
+        )
+    firsts: dict[int, list[int]] = {}
+    for row in rows:
+        if firsts.setdefault(row[0], row)[2:] != row[2:]:
+            raise ValueError(
+                f"rollouts of data rank {row[0]} must be the same on the ranks that share its rows "
+                "(tp, cp, pp): shard them by meshes.data_rank of meshes.data_ranks"
+            )
+    weights = torch.tensor([firsts[i][4] for i in sorted(firsts)]).view(torch.float64)
+    return Totals(
+        num_micro_batches=max(row[2] for row in rows),
+        weight=float(weights.sum()),
+        num_responses=sum(row[3] for row in firsts.values()),
+    )
+
+
+def _digest(entries: Mapping[str, Any]) -> int:
+    known = repr({name: comparable(value) for name, value in entries.items()})
+    return int.from_bytes(hashlib.sha256(known.encode()).digest()[:7], "little")
+
+
+def sum_of_data_ranks(value: Tensor, meshes: Meshes) -> Tensor:
+    """Return the sum of a number that the ranks of each data rank have alike. Collective."""
+    inner = (meshes.dense.get_local_rank(name) for name in ("pp", "cp", "tp"))
+    total = value.clone() if not any(inner) else torch.zeros_like(value)
+    dist.all_reduce(total)
+    return total

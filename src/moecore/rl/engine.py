@@ -1,0 +1,375 @@
+"""Engine: log-probabilities of sampled tokens, and forward and backward of an objective of them.
+
+    rollouts of a data rank -> ranks agree on numbers and errors, in one collective
+                            -> micro-batches of packed rows, equally many on all ranks
+                            -> the model's forward: log-probabilities of responses, no logits
+                            -> the objective: a loss per token, its share of the global mean
+                            -> `TrainStep`: backward, and the rest of the step
+    between steps           -> weights by Hugging Face names, and the device for who samples
+
+Legend: N tokens of a data rank's rollouts, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore.base.failures import known_to_others
+from moecore.base.fields import Count, check_arguments
+from moecore.models.log_probs import LogProbLoss
+from moecore.parallel.attached import attached
+from moecore.rl.agree import Totals, agree, sum_of_data_ranks
+from moecore.rl.micro_batches import (
+    RolloutRow,
+    RowLimits,
+    rollout_row,
+    sequences_of_micro_batches,
+)
+from moecore.rl.objectives import Mean, Objective
+from moecore.rl.rollouts import Rollouts
+from moecore.rl.routes import RoutedLayers
+from moecore.train.memory.training_offload import TrainingOffload, What
+from moecore.train.step import TrainStep
+
+if TYPE_CHECKING:
+    from moecore.io import WeightStream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScores:
+    """What a model says of the tokens of rollouts, on its device, detached.
+
+    Attributes:
+        log_probs_N: fp32 [N], of each token of a response given those before it; 0 elsewhere.
+        entropy_N: fp32 [N], of the distribution that it is from, in nats; None = not asked for.
+        routes_NLK: int32 [N, L, K], the experts of each token; None = not asked for.
+    """
+
+    log_probs_N: Tensor
+    entropy_N: Tensor | None
+    routes_NLK: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveResult:
+    """What a forward and backward of an objective found.
+
+    Attributes:
+        loss: fp32 scalar, the objective's mean over the global batch, the same on every rank.
+        scores: by the policy of this forward, of this data rank's tokens.
+        num_micro_batches: of each rank.
+    """
+
+    loss: Tensor
+    scores: TokenScores
+    num_micro_batches: int
+
+
+class Engine:
+    """Trains a parallelized model on rollouts. Made on every rank; no tokenizer, no generation.
+
+    Args:
+        model: of `parallelize_moe`: a `Decoder`, or a causal language model of transformers after
+            `use_causal_attention`, also with adapters of peft.
+        step: the model's `TrainStep`. Its `num_micro_batches` is set by `forward_backward`;
+            `step.finish()` ends a step as it does any other.
+        max_tokens: of the row of a micro-batch, padding included, which cp and tp ranks share.
+        reference: the reference model, parallelized on the same meshes; None = the model without
+            its adapters.
+
+    Raises:
+        ValueError: for a model that is not parallelized, or numbers that do not fit its layout.
+        NotImplementedError: for dynamic context parallelism.
+
+    Example:
+        engine = Engine(model, step, max_tokens=8192)
+        old = engine.log_probs(rollouts)
+        rollouts = rollouts.replace(
+            old_log_probs_N=old.log_probs_N,
+            ref_log_probs_N=engine.reference_log_probs(rollouts).log_probs_N,
+            advantages_N=rollouts.spread(group_advantages(rewards_n, groups_n)),
+        )
+        for mini_batch in (range(0, 32), range(32, 64)):
+            engine.forward_backward(rollouts.take(mini_batch), GRPO())
+            step.finish()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Annotated[TrainStep, "pass TrainStep(model, optimizer)"],
+        *,
+        max_tokens: Count,
+        reference: nn.Module | None = None,
+    ) -> None:
+        check_arguments(Engine.__init__, locals())
+        found = attached(model)
+        if found is None:
+            raise ValueError(
+                f"model ({type(model).__name__}) must be parallelized: call parallelize_moe first"
+            )
+        if step.model is not model:
+            raise ValueError(
+                f"step (of a {type(step.model).__name__}) must be of the model: pass "
+                "TrainStep(model, optimizer)"
+            )
+        if found.request.is_dynamic:
+            raise NotImplementedError("ContextOptions.dynamic (True) must be False for an Engine")
+        self.model, self.step = model, step
+        self._request, self._pipeline = found.request, found.pipeline
+        self._meshes = found.request.meshes
+        self._layers = RoutedLayers.of(model, self._meshes)
+        self._limits = RowLimits.of(max_tokens, self._meshes.parallel)
+        self._reference = None if reference is None else TrainStep(reference)
+        steps = [step, *filter(None, [self._reference])]
+        self._offloads = [TrainingOffload(one.model, one.optimizers) for one in steps]
+
+    def log_probs(
+        self, rollouts: Rollouts, *, entropy: bool = False, routes: bool = False
+    ) -> TokenScores:
+        """Return what the model says of the tokens of responses, without gradients.
+
+        The model runs in its mode. Collective over the world, with host syncs
+        before the forwards.
+
+        Args:
+            rollouts: of this data rank.
+            entropy: whether entropies are computed.
+            routes: whether the experts of each token are recorded, for `Rollouts.routes_NLK`.
+
+        Raises:
+            ValueError: on every rank, when rollouts of one do not fit, or ranks that share rows
+                have other ones.
+        """
+        check_arguments(Engine.log_probs, locals())
+        if routes and rollouts.routes_NLK is not None:
+            raise ValueError("routes (True) must be False for rollouts with routes_NLK: drop one")
+        return self._scores(self.step, rollouts, entropy=entropy, routes=routes)
+
+    def reference_log_probs(self, rollouts: Rollouts) -> TokenScores:
+        """Return what the reference model says, by its own routes; otherwise as `log_probs`.
+
+        Raises:
+            ValueError: for a model without adapters and reference; as `log_probs`.
+        """
+        check_arguments(Engine.reference_log_probs, locals())
+        rollouts = rollouts.replace(routes_NLK=None, route_weights_NLK=None)
+        if self._reference is not None:
+            return self._scores(self._reference, rollouts, entropy=False)
+        with self._request.family.adapters_off(self.model):
+            return self._scores(self.step, rollouts, entropy=False)
+
+    def forward_backward(
+        self,
+        rollouts: Rollouts,
+        objective: Annotated[Objective, "pass PPO(), GRPO() or OwnObjective(function)"],
+    ) -> ObjectiveResult:
+        """Run forward and backward of an objective on a batch; `step.finish()` follows.
+
+        Gradients are those of the objective's mean over the rollouts of all data ranks, whatever
+        the micro-batches. Collective over the world, with host syncs
+        before the forwards.
+
+        Args:
+            rollouts: of this data rank, with the fields that the objective needs; ranks may have
+                different numbers of sequences.
+            objective: `PPO`, `GRPO`, `GSPO`, `DPO`, or an `OwnObjective`.
+
+        Raises:
+            ValueError: as `log_probs`, when a field is missing, or no token of any rank counts.
+        """
+        check_arguments(Engine.forward_backward, locals())
+        with known_to_others("forward_backward() of rollouts"):
+            rows, totals = self._rows(rollouts, objective, entropy=objective.entropy)
+            number = self.step.num_micro_batches = totals.num_micro_batches
+            is_mean = self._request.loss == "mean"
+            factor = number * self._meshes.data_ranks if is_mean else 1
+            shares_N = _shares(rollouts, objective.mean, totals, factor).to(self._meshes.device)
+            scores = self._empty(rollouts, objective.entropy)
+            micro_batches = [
+                self._inputs(row, scores, objective, shares_N[row.places_N]) for row in rows
+            ]
+            with self._replaying(rows, rollouts):
+                losses = self.step.forward_backward(micro_batches)
+            loss = sum_of_data_ranks(losses.sum() / factor, self._meshes)
+            return ObjectiveResult(
+                loss=loss, scores=self._of_stages(scores), num_micro_batches=number
+            )
+
+    def weights(self, **options: Any) -> WeightStream:
+        """Return a stream of the model's weights, each pass of which gives them as they are then.
+
+        Arguments are those of `moecore.io.stream_weights`. Collective.
+        """
+        from moecore.io import stream_weights  # needs safetensors
+
+        return stream_weights(self.model, **options)
+
+    def offload(self, what: What = "all") -> None:
+        """Free device memory of model, optimizers and reference: see `TrainingOffload.offload`."""
+        for one in self._offloads:
+            one.offload(what)
+
+    def onload(self, what: What = "all") -> None:
+        """Bring it back: see `TrainingOffload.onload`."""
+        for one in self._offloads:
+            one.onload(what)
+
+    def _scores(
+        self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
+    ) -> TokenScores:
+        with known_to_others("log_probs() of rollouts"):
+            rows, _ = self._rows(rollouts, None, entropy=entropy, routes=routes)
+            scores = self._empty(rollouts, entropy)
+            micro_batches = [self._inputs(row, scores, None, None) for row in rows]
+            how = self._layers.recording() if routes else self._replaying(rows, rollouts)
+            with how:
+                step.losses(micro_batches)
+            if routes:
+                scores = replace(scores, routes_NLK=self._layers.recorded(rows, rollouts))
+            return self._of_stages(scores)
+
+    def _replaying(
+        self, rows: Sequence[RolloutRow], rollouts: Rollouts
+    ) -> AbstractContextManager[None]:
+        """Return a context in which forwards of rows follow the routes of rollouts, if any."""
+        if rollouts.routes_NLK is None:
+            return nullcontext()
+        return self._layers.replaying(rows)
+
+    def _rows(
+        self,
+        rollouts: Rollouts,
+        objective: Objective | None,
+        *,
+        entropy: bool,
+        routes: bool = False,
+    ) -> tuple[list[RolloutRow], Totals]:
+        """Return this rank's micro-batches, and the numbers of the global batch. Collective."""
+        own = problem = None
+        planned: list[list[int]] = []
+        try:
+            for name in () if objective is None else objective.needs:
+                if getattr(rollouts, name) is None:
+                    raise ValueError(
+                        f"Rollouts.{name} (None) must be given for {type(objective).__name__}: "
+                        "pass rollouts.replace(...)"
+                    )
+            if routes or rollouts.routes_NLK is not None:
+                self._layers.check(rollouts)
+            together = 1 if objective is None else objective.together
+            planned = sequences_of_micro_batches(rollouts, self._limits, together)
+            own = _totals(rollouts, len(planned), together)
+        except ValueError as error:
+            problem = str(error)
+        alike: dict[str, Any] = {"the objective": type(objective).__name__, "entropy": entropy}
+        for name in getattr(objective, "__dataclass_fields__", ()):
+            alike[f"{type(objective).__name__}.{name}"] = getattr(objective, name)
+        for name in ("routes_NLK", "route_weights_NLK"):
+            alike[f"whether {name} is None"] = getattr(rollouts, name) is None
+        alike["routes"] = routes
+        alike["temperature"] = rollouts.temperature
+        shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
+        totals = agree(self._meshes, own, problem, alike=alike, shared=shared)
+        if objective is not None and not totals.weight:
+            raise ValueError(
+                "rollouts (0 tokens of responses with a weight on all ranks) must have some: "
+                "leave the batch out"
+            )
+        planned += [[] for _ in range(max(1, totals.num_micro_batches) - len(planned))]
+        device = self._meshes.device
+        return [rollout_row(rollouts, one, self._limits, device) for one in planned], totals
+
+    def _inputs(
+        self,
+        row: RolloutRow,
+        scores: TokenScores,
+        objective: Objective | None,
+        shares_N: Tensor | None,
+    ) -> Mapping[str, Any]:
+        """Return arguments of the model's forward, which writes scores and returns the loss."""
+
+        def loss(log_probs_BT: Tensor, entropy_BT: Tensor | None) -> Tensor:
+            log_probs_N = row.of_tokens(log_probs_BT)
+            entropy_N = None if entropy_BT is None else row.of_tokens(entropy_BT)
+            scores.log_probs_N[row.places_N] = log_probs_N.detach()
+            if entropy_N is not None and scores.entropy_N is not None:
+                scores.entropy_N[row.places_N] = entropy_N.detach()
+            if objective is None or shares_N is None:
+                return log_probs_N.new_zeros(())
+            loss_N = objective(log_probs_N, entropy_N, row.rollouts)
+            if loss_N.shape != log_probs_N.shape:
+                raise ValueError(
+                    f"{type(objective).__name__} returned {tuple(loss_N.shape)}, which must be one "
+                    f"loss per token {tuple(log_probs_N.shape)}: means are taken by the engine"
+                )
+            return (loss_N.where(row.rollouts.response_mask_N, 0) * shares_N).sum()
+
+        log_prob_loss = LogProbLoss(
+            labels_BT=row.labels_BT,
+            function=loss,
+            temperature=row.rollouts.temperature,
+            entropy=scores.entropy_N is not None,
+        )
+        return self._request.family.arguments(row.batch) | {"log_prob_loss": log_prob_loss}
+
+    def _empty(self, rollouts: Rollouts, entropy: bool) -> TokenScores:
+        zeros_N = torch.zeros(len(rollouts.tokens_N), device=self._meshes.device)
+        return TokenScores(log_probs_N=zeros_N, entropy_N=zeros_N.clone() if entropy else None)
+
+    def _of_stages(self, scores: TokenScores) -> TokenScores:
+        """Return scores on every pipeline rank, where the stage with the head alone has them."""
+        if self._pipeline is not None:
+            for numbers_N in (scores.log_probs_N, scores.entropy_N):
+                if numbers_N is not None:
+                    dist.all_reduce(numbers_N, group=self._pipeline.groups[0])
+        return scores
+
+
+def _weights(rollouts: Rollouts) -> Tensor:
+    """Return the weight of each token in a mean, fp64 [N], on the CPU."""
+    mask_N = rollouts.response_mask_N.cpu()
+    weights_N = rollouts.weights_N
+    ones_N = torch.ones(len(mask_N), dtype=torch.float64)
+    return (ones_N if weights_N is None else weights_N.cpu().double()).where(mask_N, 0)
+
+
+def _of_sequences(rollouts: Rollouts, weights_N: Tensor) -> Tensor:
+    """Return the weight of each sequence, fp64 [n]."""
+    sums_n = weights_N.new_zeros(rollouts.num_sequences)
+    return sums_n.index_add(0, rollouts.sequence_N.cpu(), weights_N)
+
+
+def _totals(rollouts: Rollouts, num_micro_batches: int, together: int) -> Totals:
+    """Return the numbers of a data rank's rollouts; raises for weights that are none."""
+    weights_N = _weights(rollouts)
+    if not bool((weights_N.isfinite() & (weights_N >= 0)).all()):
+        raise ValueError("Rollouts.weights_N must be finite and >= 0 in responses: clamp them")
+    num_responses = int((_of_sequences(rollouts, weights_N) > 0).sum())
+    if together > 1 and num_responses < rollouts.num_sequences:
+        raise ValueError(
+            f"rollouts ({num_responses} responses with a weight) must have one in each sequence "
+            f"({rollouts.num_sequences}) where sequences belong together: leave pairs out"
+        )
+    return Totals(
+        num_micro_batches=num_micro_batches,
+        weight=float(weights_N.sum()),
+        num_responses=num_responses,
+    )
+
+
+def _shares(rollouts: Rollouts, mean: Mean, totals: Totals, factor: float) -> Tensor:
+    """Return what the loss of each token counts in the global mean times a factor, fp32 [N]."""
+    weights_N = _weights(rollouts)
+    if mean == "token":
+        return (weights_N * (factor / totals.weight)).float()
+    of_sequence_N = _of_sequences(rollouts, weights_N)[rollouts.sequence_N.cpu()]
+    shares_N = torch.where(weights_N > 0, weights_N / of_sequence_N, 0)
+    return (shares_N * (factor / totals.num_responses)).float()

@@ -1,0 +1,172 @@
+"""Rollouts -> micro-batches of one packed row each, with at most so many tokens.
+
+Legend: N tokens of the sequences of a micro-batch, T tokens of its row, M of them with a
+log-probability.
+
+    sequences     whole ones, as they fit (`packing/bins.py`); what belongs together is as one
+    row           sequences end to end, each padded to what cp ranks share, the row to what tp does
+    rows_M        the places of the row that predict a token of a response
+    tokens_M      those tokens among the N
+
+Example, the response [8 9] to [5 6] and cp 2:
+
+    row       5  6  8  9  -  -  -  -
+    labels    -  8  9  -  -  -  -  -       rows_M  1 2       tokens_M  2 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.cross_entropy import IGNORE_INDEX
+from moecore.packing.bins import pack_lengths
+from moecore.packing.collate import PackedBatch, PackedCollator
+from moecore.packing.split import multiple_of
+from moecore.parallel.mesh import ParallelConfig
+from moecore.rl.rollouts import PER_TOKEN, Rollouts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLimits:
+    """What a row of a micro-batch may be.
+
+    Attributes:
+        max_tokens: of a row, which cp and tp ranks share.
+        of_document: tokens of a sequence are padded to a multiple of it.
+        of_row: tokens of a row are.
+    """
+
+    max_tokens: int
+    of_document: int
+    of_row: int
+
+    @classmethod
+    def of(cls, max_tokens: int, parallel: ParallelConfig) -> RowLimits:
+        """Return those of a layout."""
+        of_document = multiple_of(parallel.cp)
+        limits = cls(
+            max_tokens=max_tokens, of_document=of_document, of_row=of_document * parallel.tp
+        )
+        if max_tokens % limits.of_row:
+            raise ValueError(
+                f"max_tokens ({max_tokens}) must be a multiple of {limits.of_row}, into which cp "
+                f"({parallel.cp}) and tp ({parallel.tp}) cut a row: round it up"
+            )
+        return limits
+
+    def padded(self, length: int) -> int:
+        """Return the tokens of a sequence with its padding."""
+        return -(-length // self.of_document) * self.of_document
+
+
+def sequences_of_micro_batches(
+    rollouts: Rollouts, limits: RowLimits, together: int
+) -> list[list[int]]:
+    """Return which sequences each micro-batch has."""
+    lengths = [limits.padded(length) for length in rollouts.lengths]
+    number = rollouts.num_sequences
+    if number % together:
+        raise ValueError(
+            f"rollouts ({number} sequences) must be a multiple of {together}, which belong "
+            "together: give whole pairs"
+        )
+    units = [list(range(i, i + together)) for i in range(0, number, together)]
+    sums = [sum(lengths[i] for i in unit) for unit in units]
+    longest = max(sums, default=0)
+    if longest > limits.max_tokens:
+        raise ValueError(
+            f"max_tokens ({limits.max_tokens}) must be >= {longest}, the tokens of sequence "
+            f"{units[sums.index(longest)][0]} with padding and what belongs to it: raise it, or "
+            "leave the sequence out"
+        )
+    return [
+        [i for unit in bin_ for i in units[unit]] for bin_ in pack_lengths(sums, limits.max_tokens)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutRow:
+    """A micro-batch, on the device of the model.
+
+    Attributes:
+        rollouts: its sequences; numbers outside of responses are 0.
+        places_N: int64 [N], its tokens among those of all rollouts.
+        batch: the packed row, [1, T].
+        labels_BT: int64 [1, T], the tokens of responses, -100 elsewhere.
+        rows_M: int64 [M], places of the row.
+        tokens_M: int64 [M], the tokens that they predict.
+        read_T: int64 [T], the token of `rollouts` at each place of the row; -1 = padding.
+    """
+
+    rollouts: Rollouts
+    places_N: Tensor
+    batch: PackedBatch
+    labels_BT: Tensor
+    rows_M: Tensor
+    tokens_M: Tensor
+    read_T: Tensor
+
+    def of_tokens(self, values_BT: Tensor) -> Tensor:
+        """Return [N], what a row's places say of the tokens they predict; 0 elsewhere."""
+        values_N = values_BT.new_zeros(len(self.places_N))
+        return values_N.index_copy(0, self.tokens_M, values_BT.flatten()[self.rows_M])
+
+    def of_places(self, values_N: Tensor, padding: float) -> Tensor:
+        """Return [T, ..], what is known of the tokens that a row's places read."""
+        values_T = values_N.new_full((len(self.read_T), *values_N.shape[1:]), padding)
+        is_token_T = self.read_T >= 0
+        values_T[is_token_T] = values_N[self.read_T[is_token_T]]
+        return values_T
+
+
+def rollout_row(
+    rollouts: Rollouts, sequences: Sequence[int], limits: RowLimits, device: torch.device
+) -> RolloutRow:
+    """Return a micro-batch of some sequences; of none it is a row of padding."""
+    own = rollouts.take(sequences)
+    borders = own.borders
+    padded = sum(limits.padded(length) for length in own.lengths) if sequences else 1
+    row_tokens = -(-padded // limits.of_row) * limits.of_row
+    collate = PackedCollator(row_tokens=row_tokens, multiple=limits.of_document)
+    # Of the places of tokens, not of their ids: one index finds all that is known of a token.
+    batch = collate([torch.arange(a, b) for a, b in pairwise(borders)])
+    read_T = batch["input_ids"].flatten().masked_fill(batch["padding_mask"].flatten(), -1)
+    next_T = batch["labels"].flatten()
+    tokens_N, mask_N = own.tokens_N.cpu(), own.response_mask_N.cpu()
+    rows_M = torch.arange(row_tokens)[next_T != IGNORE_INDEX]
+    rows_M = rows_M[mask_N[next_T[rows_M]]]
+    labels_T = torch.full_like(next_T, IGNORE_INDEX)
+    labels_T[rows_M] = tokens_N[next_T[rows_M]]
+    ids_T = torch.zeros_like(read_T)
+    ids_T[read_T >= 0] = tokens_N[read_T[read_T >= 0]]
+    batch["input_ids"] = ids_T[None]
+    for name in ("input_ids", "position_ids", "padding_mask"):
+        batch[name] = batch[name].to(device)  # type: ignore[literal-required]
+    return RolloutRow(
+        rollouts=_on_device(own, device),
+        places_N=rollouts.places(sequences).to(device),
+        batch=batch,
+        labels_BT=labels_T[None].to(device),
+        rows_M=rows_M.to(device),
+        tokens_M=next_T[rows_M].to(device),
+        read_T=read_T.to(device),
+    )
+
+
+def _on_device(rollouts: Rollouts, device: torch.device) -> Rollouts:
+    mask_N = rollouts.response_mask_N.to(device)
+    changes = {"tokens_N": rollouts.tokens_N.to(device), "response_mask_N": mask_N}
+    for name in PER_TOKEN:
+        value_N = getattr(rollouts, name)
+        if value_N is not None:
+            changes[name] = value_N.to(device).float().where(mask_N, 0)
+    for name in ("routes_NLK", "route_weights_NLK"):
+        value_NLK = getattr(rollouts, name)
+        if value_NLK is not None:
+            changes[name] = value_NLK.to(device)
+    return rollouts.replace(**changes)

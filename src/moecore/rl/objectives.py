@@ -1,0 +1,240 @@
+"""Objectives: from log-probabilities of sampled tokens to the loss of each token.
+
+Legend: N tokens, n sequences; p, p_old, p_ref the policy as it is, as it sampled, and the reference
+model; A the advantage of a token; r = p / p_old.
+
+An objective gets the numbers of whole sequences and returns a loss per token. The engine takes the
+mean over the global batch: of tokens ("token"), or of sequences, each the mean over its response
+("sequence"). So an objective knows nothing of micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from moecore.base.fields import (
+    Bound,
+    Count,
+    Positive,
+    PositiveOrZero,
+    Rules,
+    check_arguments,
+    check_fields,
+)
+from moecore.rl.rollouts import Rollouts
+
+Mean = Literal["token", "sequence"]
+KLEstimator = Literal["k1", "k2", "k3"]
+Share = Annotated[float, Bound(">", 0), Bound("<", 1)]
+TokenLoss = Callable[[Tensor, Tensor | None, Rollouts], Tensor]
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What `Engine.forward_backward` asks of an objective."""
+
+    @property
+    def mean(self) -> Mean:
+        """What the loss is the mean of."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Fields of `Rollouts` that must be given."""
+
+    @property
+    def entropy(self) -> bool:
+        """Whether it reads entropies."""
+
+    @property
+    def together(self) -> int:
+        """So many neighbouring sequences are in one micro-batch."""
+
+    def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
+        """Return the loss of each token, fp32 [N]; outside of responses it is not read."""
+
+
+def kl_estimate(
+    log_probs_N: Annotated[Tensor, "pass fp32 [N]"],
+    ref_log_probs_N: Annotated[Tensor, "pass fp32 [N]"],
+    estimator: KLEstimator,
+) -> Tensor:
+    """Return an estimate of KL(p || p_ref) at each token that p sampled, in nats, fp32 [N].
+
+    With d = log p_ref - log p it is -d ("k1"), d^2 / 2 ("k2") or exp(d) - 1 - d ("k3").
+    """
+    check_arguments(kl_estimate, locals())
+    if log_probs_N.shape != ref_log_probs_N.shape:
+        raise ValueError(
+            f"ref_log_probs_N {tuple(ref_log_probs_N.shape)} must have the shape of log_probs_N "
+            f"{tuple(log_probs_N.shape)}: pass those of the same tokens"
+        )
+    d_N = ref_log_probs_N - log_probs_N
+    if estimator == "k1":
+        return -d_N
+    return d_N**2 / 2 if estimator == "k2" else d_N.exp() - 1 - d_N
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPO:
+    """The clipped loss of PPO: -min(r A, clip(r, 1 - clip, 1 + clip_high) A) for each token.
+
+    Attributes:
+        clip: how far below 1 a ratio counts.
+        clip_high: how far above; None = as far.
+        kl: the estimator of the penalty: see `kl_estimate`.
+        kl_coef: times the penalty, which is added; > 0 needs `ref_log_probs_N`.
+        entropy_coef: times the entropy, which is subtracted.
+        mean: over tokens, or over sequences.
+    """
+
+    clip: Share = 0.2
+    clip_high: Positive | None = None
+    kl: KLEstimator = "k3"
+    kl_coef: PositiveOrZero = 0.0
+    entropy_coef: PositiveOrZero = 0.0
+    mean: Mean = "token"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """See `Objective`."""
+        return ("advantages_N", *(["ref_log_probs_N"] if self.kl_coef else []))
+
+    @property
+    def entropy(self) -> bool:
+        """See `Objective`."""
+        return self.entropy_coef > 0
+
+    @property
+    def together(self) -> int:
+        """See `Objective`."""
+        return 1
+
+    def log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
+        """Return log r of each token."""
+        old_N = rollouts.old_log_probs_N
+        return log_probs_N - (log_probs_N.detach() if old_N is None else old_N)
+
+    def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
+        """Return the loss of each token."""
+        assert rollouts.advantages_N is not None, "the engine has looked"
+        ratio_N = self.log_ratio(log_probs_N, rollouts).exp()
+        high = self.clip if self.clip_high is None else self.clip_high
+        clipped_N = ratio_N.clamp(1 - self.clip, 1 + high)
+        advantages_N = rollouts.advantages_N
+        loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+        if self.kl_coef:
+            assert rollouts.ref_log_probs_N is not None, "the engine has looked"
+            kl_N = kl_estimate(log_probs_N, rollouts.ref_log_probs_N, self.kl)
+            loss_N = loss_N + self.kl_coef * kl_N
+        return loss_N if entropy_N is None else loss_N - self.entropy_coef * entropy_N
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GRPO(PPO):
+    """PPO's loss as GRPO has it: advantages of a group, a k3 penalty, the mean over sequences.
+
+    `group_advantages` makes the advantages. DAPO's is `GRPO(mean="token", clip_high=0.28,
+    kl_coef=0.0)`.
+    """
+
+    kl_coef: PositiveOrZero = 0.04
+    mean: Mean = "sequence"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GSPO(PPO):
+    """PPO's loss with one ratio for all tokens of a sequence, the geometric mean of theirs."""
+
+    clip: Share = 3e-4
+    clip_high: Positive | None = 4e-4
+    mean: Mean = "sequence"
+
+    def log_ratio(self, log_probs_N: Tensor, rollouts: Rollouts) -> Tensor:
+        """Return the mean of log r over the response of each token's sequence."""
+        of_tokens_N = PPO.log_ratio(self, log_probs_N, rollouts)
+        counts_n = rollouts.sum_responses(torch.ones_like(log_probs_N))
+        return rollouts.spread(rollouts.sum_responses(of_tokens_N) / counts_n.clamp(min=1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DPO:
+    """-log sigmoid(beta (log p / p_ref of the chosen - log p / p_ref of the rejected response)).
+
+    Sequences 2i and 2i + 1 are a pair, the chosen one first. The loss is the mean over pairs.
+
+    Attributes:
+        beta: how far the policy may leave the reference model.
+    """
+
+    beta: Positive = 0.1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def mean(self) -> Mean:
+        """See `Objective`; both sequences of a pair have the loss of the pair."""
+        return "sequence"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """See `Objective`."""
+        return ("ref_log_probs_N",)
+
+    @property
+    def entropy(self) -> bool:
+        """See `Objective`."""
+        return False
+
+    @property
+    def together(self) -> int:
+        """See `Objective`."""
+        return 2
+
+    def __call__(self, log_probs_N: Tensor, entropy_N: Tensor | None, rollouts: Rollouts) -> Tensor:
+        """Return the loss of its pair for each token."""
+        assert rollouts.ref_log_probs_N is not None, "the engine has looked"
+        margins_n = rollouts.sum_responses(log_probs_N - rollouts.ref_log_probs_N)
+        chosen_i, rejected_i = margins_n.unflatten(0, (-1, 2)).unbind(1)
+        loss_i = -torch.nn.functional.logsigmoid(self.beta * (chosen_i - rejected_i))
+        return rollouts.spread(loss_i.repeat_interleave(2))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnObjective:
+    """A function of the user's own.
+
+    Attributes:
+        function: gets fp32 log-probabilities [N], entropies [N] or None, and the `Rollouts` of
+            whole sequences of a micro-batch; returns the loss of each token, [N].
+        mean: over tokens, or over sequences.
+        needs: fields of `Rollouts` that must be given.
+        entropy: whether the function reads entropies.
+        together: so many neighbouring sequences are in one micro-batch.
+    """
+
+    function: TokenLoss
+    mean: Mean = "token"
+    needs: tuple[str, ...] = ()
+    entropy: bool = False
+    together: Count = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        known = Rollouts.__dataclass_fields__
+        if any(name not in known for name in self.needs):
+            yield "needs", f"be fields of Rollouts ({', '.join(known)}): name those"
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Return the loss of each token."""
+        return self.function(*args)

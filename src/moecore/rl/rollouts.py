@@ -1,0 +1,236 @@
+"""Rollouts: sequences that a policy has sampled, end to end, and what is known of their tokens.
+
+Legend: N tokens of all sequences, n sequences, L MoE layers, K experts per token.
+
+Example, prompts [5 6] and [7] with responses [8 9] and [4]:
+
+    tokens_N           5  6  8  9  7  4
+    response_mask_N    -  -  x  x  -  x       cu_seqlens  [0, 4, 6]
+
+A number of a token stands at the token itself: `old_log_probs_N[2]` is of token 8 after 5 and 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from moecore.base.fields import Positive, Rules, check_arguments, check_fields
+from moecore.packing.documents import Lengths, as_lengths
+
+PER_TOKEN = ("advantages_N", "old_log_probs_N", "ref_log_probs_N", "weights_N")
+Numbers = Annotated[Tensor, "pass one number per token"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """Sequences of one data rank, with what an objective reads; any device, no padding.
+
+    Attributes:
+        tokens_N: int64 [N], sequence after sequence.
+        cu_seqlens: integers [n + 1], where sequences begin, and N.
+        response_mask_N: bool [N], True = a token that the policy sampled and learns from. The first
+            of a sequence has no log-probability and is False.
+        advantages_N: floating [N], of each token.
+        old_log_probs_N: floating [N], by the policy that sampled; None = the policy as it is.
+        ref_log_probs_N: floating [N], by the reference model.
+        weights_N: floating [N], >= 0, of tokens in the mean of a loss, such as truncated importance
+            weights; None = 1.
+        routes_NLK: integers [N, L, K], the experts of each token in each MoE layer, to replay; a
+            row of -1 is routed by the model. See docs/router_replay.md.
+        route_weights_NLK: floating [N, L, K], >= 0, the factor on the output of each of these
+            experts, as the engine that sampled computed it (normalized and scaled). They are
+            constants: the routers have no gradient by them. None = those of the routers as they
+            are, with their gradient.
+        temperature: of the sampling; logits are divided by it wherever log-probabilities are made.
+
+    What numbers hold where the mask is False is not read.
+
+    Raises:
+        ValueError: for shapes and dtypes that do not fit, borders that do not ascend from 0 to N, a
+            mask that has the first token of a sequence.
+    """
+
+    tokens_N: Annotated[Tensor, "pass int64 [N]"]
+    cu_seqlens: Annotated[Tensor, "pass integers [n + 1]"]
+    response_mask_N: Annotated[Tensor, "pass bool [N]"]
+    advantages_N: Numbers | None = None
+    old_log_probs_N: Numbers | None = None
+    ref_log_probs_N: Numbers | None = None
+    weights_N: Numbers | None = None
+    routes_NLK: Annotated[Tensor | None, "pass integers [N, L, K]"] = None
+    route_weights_NLK: Annotated[Tensor | None, "pass floating [N, L, K]"] = None
+    temperature: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        shape = tuple(self.tokens_N.shape)
+        if len(shape) != 1 or self.tokens_N.dtype != torch.int64:
+            yield "tokens_N", f"be int64 [N], found {shape}: lay sequences end to end"
+        N, cu = len(self.tokens_N), self.cu_seqlens
+        is_list = cu.ndim == 1 and not cu.is_floating_point() and len(cu) > 0
+        if (
+            not is_list
+            or self.borders[0] != 0
+            or self.borders[-1] != N
+            or min(self.lengths, default=1) < 1
+        ):
+            yield "cu_seqlens", f"be integers that ascend from 0 to the number of tokens ({N})"
+        mask = self.response_mask_N
+        if mask.dtype != torch.bool or tuple(mask.shape) != shape:
+            yield "response_mask_N", f"be bool {shape}: True where the policy sampled a token"
+        if mask[self.cu_seqlens[:-1].long().to(mask.device)].any():
+            yield (
+                "response_mask_N",
+                "be False for the first token of each sequence, which nothing predicts: give "
+                "sequences a prompt",
+            )
+        for name in PER_TOKEN:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if tuple(value.shape) != shape or not value.is_floating_point():
+                yield name, f"be floating {shape}, found {tuple(value.shape)} of {value.dtype}"
+        routes, weights = self.routes_NLK, self.route_weights_NLK
+        if routes is not None and (
+            routes.ndim != 3 or len(routes) != N or routes.is_floating_point()
+        ):
+            yield "routes_NLK", f"be integers [{N}, layers, experts per token]"
+        if weights is None:
+            return
+        if routes is None or weights.shape != routes.shape or not weights.is_floating_point():
+            found = None if routes is None else tuple(routes.shape)
+            yield (
+                "route_weights_NLK",
+                f"be floating in the shape of routes_NLK ({found}), found {tuple(weights.shape)} "
+                f"of {weights.dtype}: give one weight per expert id",
+            )
+
+    @classmethod
+    def of(cls, prompts: Sequence[Any], responses: Sequence[Any], **others: Any) -> Rollouts:
+        """Return prompts and their responses end to end, each a list or tensor of token ids.
+
+        `others` are fields by name.
+        """
+        if len(prompts) != len(responses):
+            raise ValueError(
+                f"responses ({len(responses)}) must be one per prompt ({len(prompts)}): repeat a "
+                "prompt for each of its responses"
+            )
+        pairs = [
+            (torch.as_tensor(a, dtype=torch.int64), torch.as_tensor(b, dtype=torch.int64))
+            for a, b in zip(prompts, responses, strict=True)
+        ]
+        parts = [part for pair in pairs for part in pair]
+        is_response = [torch.full((len(x),), i % 2 == 1) for i, x in enumerate(parts)]
+        lengths = torch.tensor([0, *(len(a) + len(b) for a, b in pairs)])
+        none, nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
+        return cls(
+            tokens_N=torch.cat([none, *parts]),
+            cu_seqlens=lengths.cumsum(0),
+            response_mask_N=torch.cat([nothing, *is_response]),
+            **others,
+        )
+
+    @cached_property
+    def borders(self) -> list[int]:
+        """`cu_seqlens` as numbers."""
+        return [int(x) for x in self.cu_seqlens.tolist()]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [b - a for a, b in pairwise(self.borders)]
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences n."""
+        return len(self.borders) - 1
+
+    @cached_property
+    def sequence_N(self) -> Tensor:
+        """int64 [N], the sequence of each token."""
+        numbers = torch.arange(self.num_sequences, device=self.tokens_N.device)
+        lengths = self.cu_seqlens.to(self.tokens_N.device).long().diff()
+        return numbers.repeat_interleave(lengths, output_size=len(self.tokens_N))
+
+    def spread(self, values_n: Tensor) -> Tensor:
+        """Return [N], a number of each sequence at all of its tokens."""
+        return values_n.to(self.tokens_N.device)[self.sequence_N]
+
+    def sum_responses(self, values_N: Tensor) -> Tensor:
+        """Return [n], the sum over the response of each sequence; differentiable."""
+        masked_N = values_N.where(self.response_mask_N, 0)
+        lengths_n = self.cu_seqlens.to(values_N.device).diff().long()
+        # Borders were checked; torch's own check waits for the device and refuses 0 sequences.
+        return torch.segment_reduce(masked_N, "sum", lengths=lengths_n, unsafe=True)
+
+    def replace(self, **changes: Any) -> Rollouts:
+        """Return rollouts with other fields, such as `old_log_probs_N`."""
+        return replace(self, **changes)
+
+    def take(self, sequences: Iterable[int]) -> Rollouts:
+        """Return some of the sequences, in this order: a mini-batch."""
+        taken = list(sequences)
+        places_N = self.places(taken)
+        lengths = self.lengths
+        changes = {
+            field.name: getattr(self, field.name)[places_N.to(getattr(self, field.name).device)]
+            for field in fields(self)
+            if field.name.endswith(("_N", "_NLK")) and getattr(self, field.name) is not None
+        }
+        borders = torch.tensor([0, *(lengths[i] for i in taken)]).cumsum(0)
+        return replace(self, cu_seqlens=borders, **changes)
+
+    def places(self, sequences: Sequence[int]) -> Tensor:
+        """Return int64, the places of some sequences' tokens among all."""
+        borders = self.borders
+        ranges = [torch.arange(borders[i], borders[i + 1]) for i in sequences]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+
+
+def group_advantages(
+    rewards_n: Annotated[Tensor, "pass floating [n]"],
+    groups_n: Lengths,
+    *,
+    scaled: bool = True,
+) -> Tensor:
+    """Return the advantage of each response within its group, fp32 [n], as GRPO has it.
+
+    It is (reward - mean of the group) / (standard deviation of the group + 1e-6), of the unbiased
+    estimate. In a group of one it is 0.
+
+    Args:
+        rewards_n: of each response.
+        groups_n: whole numbers >= 0, equal for responses to the same prompt; a whole group is on
+            this rank.
+        scaled: False = no division (arXiv:2503.20783).
+
+    Raises:
+        ValueError: for rewards that are not one finite number per response.
+    """
+    check_arguments(group_advantages, locals())
+    groups = torch.from_numpy(as_lengths(groups_n, "groups_n", 0)).to(rewards_n.device)
+    if rewards_n.shape != groups.shape or not bool(rewards_n.isfinite().all()):
+        raise ValueError(
+            f"rewards_n {tuple(rewards_n.shape)} must be one finite number per response "
+            f"({len(groups)}): score all of them"
+        )
+    _, group_n, counts_g = groups.unique(return_inverse=True, return_counts=True)
+    rewards_n = rewards_n.double()
+    zeros_g = rewards_n.new_zeros(len(counts_g))
+    mean_g = zeros_g.index_add(0, group_n, rewards_n) / counts_g
+    centered_n = rewards_n - mean_g[group_n]
+    if scaled:
+        squares_g = zeros_g.index_add(0, group_n, centered_n**2)
+        deviation_g = (squares_g / (counts_g - 1).clamp(min=1)).sqrt()
+        centered_n = centered_n / (deviation_g[group_n] + 1e-6)
+    return centered_n.float()

@@ -1,0 +1,163 @@
+"""Routes: which experts tokens of rollouts went to, by token, whatever the micro-batches.
+
+Legend: N tokens of a data rank's rollouts, L MoE layers, K experts per token, T tokens of a row.
+
+A recording has the tokens of this rank in the order of its forwards, for the layers of its pipeline
+stages. Routes have all tokens of the data rank in the order of the rollouts, for all layers. So a
+mini-batch replays what a batch recorded, in other rows and on other layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore.base.options.layer import MoEConfig
+from moecore.models.block import MTPLayer
+from moecore.moe.layer import MoELayer
+from moecore.moe.micro_batch import MicroBatch
+from moecore.moe.params import clean_name
+from moecore.parallel.mesh import Meshes
+from moecore.rl.choices import check_entry_weights, check_ids
+from moecore.rl.micro_batches import RolloutRow
+from moecore.rl.replay import RouterReplay
+from moecore.rl.rollouts import Rollouts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedLayers:
+    """The MoE layers that routes have entries of: those that log-probabilities pass.
+
+    Attributes:
+        configs: of the layers of all pipeline stages, by name, in the order of the model.
+        replay: of the layers of this rank's stages; None where they have none.
+        meshes: of the model.
+    """
+
+    configs: Mapping[str, MoEConfig]
+    replay: RouterReplay | None
+    meshes: Meshes
+
+    @classmethod
+    def of(cls, model: nn.Module, meshes: Meshes) -> RoutedLayers:
+        """Return those of a parallelized model. Collective over pp."""
+        # Modules of multi-token prediction make no log-probabilities, and sampling engines list
+        # none of their layers.
+        others = [m for m in model.modules() if isinstance(m, MTPLayer)]
+        unused = {inner for module in others for inner in module.modules()}
+        own = {
+            clean_name(name): (_places(model, name), module.config)
+            for name, module in model.named_modules()
+            if isinstance(module, MoELayer) and module not in unused
+        }
+        stages: list[Any] = [own]
+        if meshes.parallel.pp > 1:
+            stages = [None] * meshes.parallel.pp
+            dist.all_gather_object(stages, own, group=meshes.dense.get_group("pp"))
+        every = {name: found for stage in stages for name, found in stage.items()}
+        return cls(
+            configs={name: every[name][1] for name in sorted(every, key=lambda n: every[n][0])},
+            replay=RouterReplay(model, layers=list(own)) if own else None,
+            meshes=meshes,
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """L and K."""
+        return len(self.configs), next(iter(self.configs.values())).choices_per_token
+
+    def check(self, rollouts: Rollouts) -> None:
+        """Raise for routes that these layers cannot follow or have. Host syncs, no collective."""
+        routes_NLK, weights_NLK = rollouts.routes_NLK, rollouts.route_weights_NLK
+        choices = {name: config.choices_per_token for name, config in self.configs.items()}
+        if len(set(choices.values())) != 1:
+            raise ValueError(
+                f"routes (of layers with {choices} experts per token) must be of MoELayers with "
+                "one number: use RouterReplay"
+            )
+        if routes_NLK is None:
+            return
+        if tuple(routes_NLK.shape[1:]) != self.shape:
+            L, K = self.shape
+            raise ValueError(
+                f"Rollouts.routes_NLK {tuple(routes_NLK.shape)} must be [tokens, {L} layers, {K} "
+                "experts per token]: give one entry per MoE layer, in their order"
+            )
+        for place, (name, config) in enumerate(self.configs.items()):
+            where = f"[:, {place}] of layer {name!r}, row"
+            ids_NK = routes_NLK[:, place].to(self.meshes.device)
+            check_ids(f"Rollouts.routes_NLK{where}", ids_NK, config)
+            if weights_NLK is not None:
+                weights_NK = weights_NLK[:, place].to(self.meshes.device)
+                check_entry_weights(f"Rollouts.route_weights_NLK{where}", weights_NK, ids_NK)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Return a context; `recorded` has its forwards."""
+        return nullcontext() if self.replay is None else self.replay.record()
+
+    def recorded(self, rows: Sequence[RolloutRow], rollouts: Rollouts) -> Tensor:
+        """Return int32 [N, L, K] of forwards of rows. Collective over cp, tp and pp."""
+        shape = (len(rollouts.tokens_N), *self.shape)
+        found = torch.full(shape, -1, dtype=torch.int32, device=self.meshes.device)
+        choices = {} if self.replay is None else self.replay.choices()
+        for name, layer, place in self._own():
+            for row, ids_tK in zip(rows, choices[name], strict=True):
+                ids_TK = _of_row(row, layer).gather(ids_tK)
+                is_token_T = row.read_T >= 0
+                found[row.places_N[row.read_T[is_token_T]], place] = ids_TK[is_token_T]
+        if self.meshes.pipeline_groups is not None:  # -1 in the layers of other stages
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.meshes.pipeline_groups[0])
+        return found
+
+    def replaying(self, rows: Sequence[RolloutRow]) -> AbstractContextManager[None]:
+        """Return a context in which forwards of rows follow their routes."""
+        if self.replay is None:
+            return nullcontext()
+        routes = [row.rollouts.routes_NLK for row in rows]
+        weights = [row.rollouts.route_weights_NLK for row in rows]
+        return self.replay.replay(
+            self._own_choices(rows, routes),
+            weights=None if weights[0] is None else self._own_choices(rows, weights),
+            unrecorded="route",
+        )
+
+    def _own_choices(
+        self, rows: Sequence[RolloutRow], values: Sequence[Tensor | None]
+    ) -> dict[str, list[Tensor]]:
+        """Return [T, K] of this rank's tokens, by layer and row, of [N, L, K] of each row."""
+        found: dict[str, list[Tensor]] = {name: [] for name, _, _ in self._own()}
+        for row, values_NLK in zip(rows, values, strict=True):
+            assert values_NLK is not None, "all rows are of the same rollouts"
+            whole_TLK = row.of_places(values_NLK, -1)
+            for name, layer, place in self._own():
+                found[name].append(_of_row(row, layer).own(whole_TLK[:, place]).contiguous())
+        return found
+
+    def _own(self) -> Iterator[tuple[str, MoELayer, int]]:
+        """Yield name, layer, and place among all layers, of those that this rank has."""
+        places = {name: place for place, name in enumerate(self.configs)}
+        for name, layer in ({} if self.replay is None else self.replay.layers).items():
+            yield name, layer, places[name]
+
+
+def _places(model: nn.Module, name: str) -> list[int]:
+    """Return the place of a module among its siblings, and of all that it is in: model order."""
+    # Modules that other stages have leave `Elsewhere` in their place, so places are those of the
+    # whole model.
+    places, module = [], model
+    for part in name.split("."):
+        places.append(list(module._modules).index(part))
+        module = module.get_submodule(part)
+    return places
+
+
+def _of_row(row: RolloutRow, layer: MoELayer) -> MicroBatch:
+    groups = layer.tracker.groups
+    micro_batch = MicroBatch(group=groups.micro_batch, cp=groups.cp)
+    return replace(micro_batch, cu_seqlens=row.batch["cu_seqlens"].to(row.read_T.device))

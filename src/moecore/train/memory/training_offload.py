@@ -1,0 +1,253 @@
+"""TrainingOffload: a training's memory on the device goes to the host between two steps, and back.
+
+    what          what it is                                            where it is meanwhile
+    "weights"     parameters (shards, FP8 blocks) and buffers of modules    host memory
+    "grads"       gradients of parameters                                   host memory
+    "optimizer"   tensors of the optimizers' state                          host memory
+    "buffers"     what holds nothing between steps: gathered parameters,    nowhere: freed
+                  sums of gradients, exchanges of "nvlink", pages, graphs
+    "all"         all of these, and what torch's allocator caches
+
+A tensor stays the same object, and so does its storage, which has no bytes while it is away. What
+else lies in the storage (views of a unit, of the caller) is right again when it is back. Meanwhile
+the tensors themselves lie in pinned host memory, where checkpoints and streams of weights read and
+write them as ever. What computes with them raises: forward without "weights" or "buffers", and the
+optimizer's step without any.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moecore.base.fields import check_arguments
+from moecore.base.torch_names import own_local, storage_key, tree_leaves
+from moecore.moe.params import gathered_blocks
+from moecore.parallel.attached import attached_in, engines_of
+from moecore.parallel.shard.buffers import Buffer
+from moecore.parallel.shard.engine import free_units, progress_of
+from moecore.train.graphs.regions import drop_graphs
+from moecore.train.memory.host import HostCopies, of_host_memory
+from moecore.train.memory.stash import Stash
+
+Part = Literal["weights", "grads", "optimizer", "buffers"]
+What = Literal["weights", "grads", "optimizer", "buffers", "all"]
+PARTS: tuple[Part, ...] = get_args(Part)
+GARBAGE_BYTES = 64 * 2**20  # left of a training: perhaps what reference cycles alone refer to
+
+
+@dataclass(slots=True)
+class _MovedStorage:
+    """A storage whose bytes are in host memory, and tensors that lie in it."""
+
+    memory: Tensor  # uint8, all bytes of the storage
+    size: int
+    tensors: list[tuple[Tensor, Tensor]]  # each with another one of the same place in the storage
+    host: Tensor  # uint8
+
+    def leave(self) -> None:
+        """Free the device's memory; the tensors lie in the host's."""
+        for tensor, place in self.tensors:
+            itemsize = place.element_size()
+            flat = self.host[: self.size // itemsize * itemsize].view(place.dtype)
+            start = int(place.storage_offset()) + int(flat.storage_offset())
+            tensor.data = flat.as_strided(place.shape, place.stride(), start)
+        self.memory.untyped_storage().resize_(0)
+
+    def come_back(self) -> None:
+        """Allocate the device's memory, and copy the host's to it."""
+        self.memory.untyped_storage().resize_(self.size)
+        self.memory.copy_(self.host, non_blocking=True)
+        for tensor, place in self.tensors:
+            if storage_key(tensor) != storage_key(self.host):  # somebody has given it other memory
+                place.copy_(tensor)
+            tensor.data = place
+
+
+class TrainingOffload:
+    """Frees a training's device memory for another user of the device, such as an engine.
+
+    Steps have the same bits as without it. It is called between steps, on every rank; "buffers" is
+    a collective where tokens travel by "nvlink". The host waits for the copies. Host memory is
+    pinned at the first call, which takes seconds, and reused.
+
+    CUDA contexts, communicators of NCCL and loaded kernels stay on the device.
+
+    Args:
+        model: a model, such as one of `parallelize_moe`.
+        optimizer: one or several that train it; None = only weights, gradients and buffers move.
+
+    Example:
+        offload = TrainingOffload(model, optimizer)
+        offload.offload("all")
+        generate()
+        offload.onload("all")
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None
+    ) -> None:
+        check_arguments(TrainingOffload.__init__, locals())
+        several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        self._model, self._optimizers = model, list(several or ())
+        self._device = own_local(next(model.parameters())).device
+        self._copies = HostCopies()
+        self._away: dict[Part, list[_MovedStorage]] = {}
+        self._freed: list[Buffer[Any]] = []
+        self._guards: list[Any] = []
+
+    @property
+    def away(self) -> frozenset[Part]:
+        """The parts that are not on the device."""
+        return frozenset(self._away)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that are reserved."""
+        return self._copies.num_bytes()
+
+    @torch.no_grad()
+    def offload(self, what: What = "all") -> None:
+        """Free the device memory of one part, or of all; of a part that is away nothing.
+
+        Raises:
+            ValueError: within a step; while a `GraphedForwardBackward` of the model is captured;
+                for memory that is not torch's own. Nothing of the part has moved.
+            MemoryError: when host memory is short. The part is whole, on the device.
+        """
+        check_arguments(TrainingOffload.offload, locals())
+        self._check(what)
+        free_units(self._model)
+        for part in PARTS if what == "all" else (what,):
+            if part in self._away:
+                continue
+            if part == "buffers":
+                self._free_buffers()
+            self._away[part] = self._send(part)
+        if not self._guards:
+            self._guard()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            if what == "all" and torch.cuda.memory_allocated(self._device) > GARBAGE_BYTES:
+                gc.collect()  # 0.1 s
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def onload(self, what: What = "all") -> None:
+        """Bring one part back to the device, or all; later work on its current stream may use it.
+
+        Raises:
+            torch.OutOfMemoryError: when device memory is short. What is back stays, the rest is
+                whole on the host; call it again.
+        """
+        check_arguments(TrainingOffload.onload, locals())
+        for part in PARTS if what == "all" else (what,):
+            moved = self._away.get(part, [])
+            while moved:
+                moved[-1].come_back()
+                moved.pop()
+            while part == "buffers" and self._freed:
+                self._freed[-1].restore()
+                self._freed.pop()
+            self._away.pop(part, None)
+        if not self._away:
+            for guard in self._guards:
+                guard.remove()
+            self._guards.clear()
+
+    def _check(self, what: What) -> None:
+        progress = progress_of(self._model)
+        if progress is not None:
+            progress.check_between("offload()")
+            if progress.done:
+                raise ValueError(
+                    f"offload() must be between steps, but {progress.done} micro-batches of this "
+                    "one are done: call finish() or drop() first"
+                )
+        for record in attached_in(self._model) if what != "optimizer" else ():
+            if record.capacity is not None and record.capacity.graph_steps is not None:
+                raise ValueError(
+                    "GraphedForwardBackward (captured) must not rely on addresses that change: "
+                    "call its close() before offload(), after which it captures anew"
+                )
+
+    def _guard(self) -> None:
+        """Let forward and the optimizers' steps raise while they lack what they read."""
+        self._guards.append(
+            self._model.register_forward_pre_hook(
+                lambda *_: self._refuse("forward", self.away & {"weights", "buffers"}), prepend=True
+            )
+        )
+        for optimizer in self._optimizers:
+            hook = optimizer.register_step_pre_hook(
+                lambda *_: self._refuse("optimizer.step()", self.away)
+            )
+            self._guards.append(hook)
+
+    def _refuse(self, verb: str, lacks: frozenset[Part]) -> None:
+        if lacks:
+            raise ValueError(
+                f"{verb} must not run while {', '.join(sorted(lacks))} of the training are off the "
+                "device: call onload() first"
+            )
+
+    def _send(self, part: Part) -> list[_MovedStorage]:
+        """Move the storages of a part to the host."""
+        found: dict[int, list[Tensor]] = {}
+        for tensor in {id(x): x for x in map(own_local, self._values(part))}.values():
+            if tensor.device == self._device and tensor.untyped_storage().nbytes():
+                found.setdefault(storage_key(tensor), []).append(tensor)
+        for tensors in found.values():
+            if not tensors[0].untyped_storage().resizable():
+                raise ValueError(
+                    f"memory of {part} (of a tensor {tuple(tensors[0].shape)}) must be torch's own "
+                    "to be freed: clone what comes from files, other processes or libraries"
+                )
+        memory = {f"{part}.{i}": _bytes_of(ts[0]) for i, ts in enumerate(found.values())}
+        gib = sum(x.nbytes for x in memory.values()) / 2**30
+        with of_host_memory(f"{part} ({gib:.1f} GiB)"):
+            hosts = self._copies.fill(memory)
+        moved = [
+            _MovedStorage(memory[name], host.nbytes, [(x, x.data) for x in tensors], host)
+            for (name, host), tensors in zip(hosts.items(), found.values(), strict=True)
+        ]
+        for one in moved:
+            one.leave()
+        return moved
+
+    def _values(self, part: Part) -> Iterator[Tensor]:
+        params = list(self._model.parameters())
+        if part == "weights":
+            yield from params
+            yield from self._model.buffers()
+            for blocks in filter(None, map(gathered_blocks, params)):
+                yield from blocks.tensors()
+        elif part == "grads":
+            yield from (param.grad for param in params if param.grad is not None)
+        elif part == "optimizer":
+            leaves = (leaf for one in self._optimizers for leaf in tree_leaves(dict(one.state)))
+            yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def _free_buffers(self) -> None:
+        drop_graphs(self._model)
+        for record in attached_in(self._model):
+            if record.exchanges is not None:
+                record.exchanges.close()
+            if isinstance(record.stash, Stash):
+                record.stash.free_pages()
+        units = [unit for engine in engines_of(self._model) for unit in engine.units]
+        self._freed = list(dict.fromkeys(b for unit in units for b in unit.buffers()))
+        for buffer in self._freed:
+            buffer.free()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return all bytes of the memory in which a tensor lies."""
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,93 @@
+"""Linear attention over context parallel ranks, whose states go from piece to piece."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.attention.context_parallel.held import ContextParallel, HeldTokens
+from moecore.attention.linear import attend_linear, convolve
+from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.kernels.linear_attention import DeltaRule
+from tests.kernels.linear_attention.oracle import convolution_ref, delta_rule_ref
+
+H, h, K, V, D, W = 3, 1, 4, 8, 4, 4
+
+
+def linear_errors(
+    cp: ContextParallel, batch: tuple[int, int, list[int]], packed: bool, kind: str
+) -> list[float]:
+    """Return the largest errors of outputs and gradients of this rank's tokens, by the fp64."""
+    B, T, documents = batch
+    g = torch.Generator().manual_seed(3)
+    shapes = [(B, T, h, K), (B, T, h, K), (B, T, H, V), (B, T, H), (B, T, H), (B, T, D)]
+    if kind == "by channel":
+        shapes[3] = (B, T, H, K)
+    q, k, v, decays, betas, x = (torch.randn(s, generator=g) for s in shapes)
+    leaves = [q, k, v, -decays.square() / 8, betas.sigmoid(), x]
+    weight, bias = torch.randn(D, W, generator=g), torch.randn(D, generator=g)
+    do, dy = (torch.randn(s, generator=g) for s in ((B, T, H, V), (B, T, D)))
+    sequence, borders = Sequence(), [T * row for row in range(B + 1)]
+    if packed:
+        borders = documents
+        sequence = packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
+    held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+
+    whole = [leaf.double().requires_grad_() for leaf in leaves]
+    filters = [weight.double().requires_grad_(), bias.double().requires_grad_()]
+    flat = [leaf.flatten(0, 1) for leaf in whole]
+    has_rates = kind != "no rates"
+    how: dict[str, Any] = dict(scale=0.4, norm_qk=has_rates)
+    rule = DeltaRule(*flat[:4], flat[4] if has_rates else None, **how)
+    o_THv, _ = delta_rule_ref(rule, borders)
+    y_TD = convolution_ref(flat[5], filters[0], filters[1], borders)
+    outs = o_THv.view(do.shape), y_TD.view(dy.shape)
+    options: Any = dict(allow_unused=True, materialize_grads=True)
+    given = (do.double(), dy.double())
+    wants = torch.autograd.grad(outs, [*whole, *filters], given, **options)
+
+    own = [held.own(leaf).requires_grad_() for leaf in leaves]
+    own_filters = [weight.requires_grad_(), bias.requires_grad_()]
+    over_ranks = Sequence(cu_seqlens=sequence.cu_seqlens, max_seqlen=sequence.max_seqlen, held=held)
+    o = attend_linear(*own[:4], own[4] if has_rates else None, over_ranks, **how)
+    y = convolve(own[5], weight, bias, over_ranks, silu=False)
+    given = (held.own(do), held.own(dy))
+    found = list(torch.autograd.grad((o, y), [*own, *own_filters], given, **options))
+    for grad in found[6:]:
+        torch.distributed.all_reduce(grad, group=cp.group)
+    pairs = [(o, held.own(outs[0])), (y, held.own(outs[1]))]
+    pairs += zip(found[:6], map(held.own, wants[:6]), strict=True)
+    pairs += zip(found[6:], wants[6:], strict=True)
+    return [relative(got.detach(), want.detach()) for got, want in pairs]
+
+
+def linear_half_ratios(cp: ContextParallel, packed: bool, device: torch.device) -> list[float]:
+    """Return the error of o and each gradient in bf16 over that of one process in bf16."""
+    B, T, documents = 2, 256, [0, 64, 320, 320, 512]
+    g = torch.Generator().manual_seed(1)
+    halves = [(B, T, 2, 64), (B, T, 2, 64), (B, T, 4, 32), (B, T, 4, 32)]
+    q, k, v, do = (torch.randn(s, generator=g).bfloat16().to(device) for s in halves)
+    decays, betas = (torch.randn(B, T, 4, generator=g).to(device) for _ in range(2))
+    gates = [-decays.square() / 8, betas.sigmoid()]
+    sequence = packed_sequence(torch.tensor([0, T, 2 * T]), None, (B, T), device)
+    if packed:
+        sequence = packed_sequence(torch.tensor(documents), None, (B, T), device)
+    held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+    found = []
+    for dtype, here in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, held)):
+        own = (lambda x: x) if here is None else here.own
+        heads = [own(x).to(dtype).requires_grad_() for x in (q, k, v)]
+        leaves = [*heads, *(own(x).requires_grad_() for x in gates)]
+        o = attend_linear(*leaves, replace(sequence, held=here), scale=0.2, norm_qk=True)
+        grads = torch.autograd.grad(o, leaves, own(do).to(dtype))
+        found.append([(x if here else held.own(x)).float() for x in (o.detach(), *grads)])
+    exact, plain, ours = found
+    zipped = zip(exact, plain, ours, strict=True)
+    return [float((z - x).norm() / ((y - x).norm() + 2**-9 * x.norm())) for x, y, z in zipped]
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-9))

@@ -1,0 +1,57 @@
+"""Names of Transformer Engine: `base/te_names.py` alone has them, and refuses what is not there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import moecore
+from moecore.base import te_names
+from moecore.base.options.precision import Recipe
+from tests.helpers.te_definition import te_defined
+
+CPU = torch.device("cpu")
+
+
+def test_one_file_names_it() -> None:
+    src = Path(moecore.__file__).parent
+    found = {p.name for p in src.rglob("*.py") if "transformer_engine" in p.read_text()}
+    assert found == {"te_names.py"}
+
+
+def test_where_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    te_names.names.cache_clear()
+    problem = te_names.why_not(None, None)
+    assert problem is not None and "\n" not in problem
+    assert problem.startswith("Transformer Engine must be installed for 'te' (")
+    assert problem.endswith("pip install --no-build-isolation 'moecore[te]'")
+    assert te_names.why_not(Recipe(backend="te"), torch.device("meta")) is None
+
+
+def test_an_older_version() -> None:
+    with te_defined(version="2.9.0+cu12"):
+        problem = te_names.why_not(None, CPU)
+    assert problem is not None
+    assert problem.startswith("Transformer Engine (2.9.0+cu12) must be >= 2.12: pip install")
+
+
+def test_what_a_gpu_lacks() -> None:
+    class Hopper:
+        @staticmethod
+        def is_mxfp8_available(return_reason: bool = False) -> tuple[bool, str]:
+            return False, "Device compute capability 10.0 or higher required"
+
+    mxfp8 = Recipe(backend="te", scaling="mxfp8")
+    with te_defined(pytorch=Hopper):
+        problem = te_names.why_not(mxfp8, CPU)
+        assert te_names.why_not(None, CPU) is None
+        wrong_device = te_names.why_not(mxfp8, torch.device("cuda"))
+    assert problem == (
+        "device (cpu) must have what Transformer Engine's 'mxfp8' needs (Device compute capability "
+        "10.0 or higher required): use another recipe, or backend='moecore'"
+    )
+    assert wrong_device == "device (cuda) must be cpu for Transformer Engine: move the model"

@@ -1,0 +1,51 @@
+"""Ranks of a benchmark's script, forked: a start by command is interpreters that import.
+
+`test_bench_train.py` starts one as its users do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers.ranks import run_ranks
+
+
+def run(name: str, words: list[str], *, num_ranks: int, code: int = 0) -> str:
+    """Run the script on CPU ranks until it ends with `code`; return what rank 0 prints."""
+    found, said = run_ranks(num_ranks, rank_of_script, num_ranks, name, words)
+    assert found == code, said
+    return said
+
+
+def rows_of(name: str, words: list[str], folder: Path, *, num_ranks: int) -> tuple[list[Any], str]:
+    """Return the rows that it records in this empty folder, and what rank 0 prints."""
+    said = run(name, [*words, "--results", str(folder)], num_ranks=num_ranks)
+    (file,) = folder.glob("*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()], said
+
+
+def rank_of_script(
+    rank: int, device: torch.device, num_ranks: int, name: str, words: list[str]
+) -> tuple[int, str]:
+    """Be a rank of the script, in the group of these ranks."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    sys.argv = [name, *words]
+    said = StringIO()
+    with (
+        patch.object(dist, "init_process_group"),
+        redirect_stdout(said),
+        redirect_stderr(said),
+    ):
+        code = importlib.import_module(f"benchmarks.{name}").main()
+    return code, said.getvalue()

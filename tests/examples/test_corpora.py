@@ -1,0 +1,100 @@
+"""Sources of examples/pretrain.py: what a path is, and steps of their rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.packing.test_corpus_files import BIN, IDX, written
+
+TEXTS = [f"document {i} " * (1 + i % 4) for i in range(30)]
+
+
+def tokens_of(pretrain: ModuleType, word: str, *, workers: int = 0, steps: int = 20) -> Any:
+    """Rows of one source, without padding."""
+    from data import BatchShape
+
+    source = pretrain.read_source(pretrain.source_of(word), pretrain.Tokenizer("bytes"))
+    options = pretrain.CorpusOptions(row_tokens=16, shuffle_buffer=7, partitions=8)
+    shape = BatchShape(data_ranks=1, grad_accum=2, batch_size=2, seq_len=16)
+    steps_of = pretrain.CorpusSteps([source], options, shape, data_rank=0, workers=workers)
+    batches = [steps_of.next() for _ in range(steps)]
+    steps_of.sampler.close()
+    return batches
+
+
+def test_paths_of_each_kind(pretrain: ModuleType, tmp_path: Path) -> None:
+    prefix = written(tmp_path, idx=IDX, bin_=BIN)
+    (tmp_path / "b.jsonl").write_text('{"body": "ab"}\n{"body": [1, 2]}\n')
+    for word, wanted in {
+        f"{prefix}": [[1, 2, 3, 258], [], [7, 8]],
+        f"{prefix}.bin": [[1, 2, 3, 258], [], [7, 8]],
+        f"{tmp_path}/b.jsonl,field=body": [[97, 98], [1, 2]],
+    }.items():
+        source = pretrain.read_source(pretrain.source_of(word), pretrain.Tokenizer("bytes"))
+        assert [list(source.tokenize(document)) for document in source.documents] == wanted
+
+
+@pytest.mark.slow
+def test_data_sets_on_disk_and_streamed(pretrain: ModuleType, tmp_path: Path) -> None:
+    """A stream has all its rows in every worker, and the rows of a list in the same order."""
+    datasets = pytest.importorskip("datasets", reason="sources are its data sets")
+    dataset = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(30))})
+    dataset.save_to_disk(tmp_path / "disk")
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for part in range(2):  # as many as workers
+        rows = [json.dumps({"text": text}) for text in TEXTS[15 * part : 15 * part + 15]]
+        (folder / f"{part}.jsonl").write_text("\n".join(rows) + "\n")
+    on_disk = tokens_of(pretrain, f"{tmp_path}/disk")
+    stream = f"hf:{folder},stream=true"
+    alone = tokens_of(pretrain, stream)
+    shared = tokens_of(pretrain, stream, workers=2)
+    for one, two in zip(alone, shared, strict=True):
+        assert torch.equal(one.tokens_ABT, two.tokens_ABT)
+    for batches in (on_disk, alone):  # more than an epoch of 853 tokens
+        tokens = torch.cat([batch.tokens_ABT.flatten() for batch in batches])
+        found, wanted = (
+            torch.bincount(torch.as_tensor(list(part)), minlength=128)
+            for part in (bytes(tokens.tolist()), "".join(TEXTS).encode())
+        )
+        assert len(tokens) == 1280 and (found >= wanted).all()
+    with pytest.raises(ValueError, match=r"--data \(hf:.*none\) must be a data set that loads"):
+        tokens_of(pretrain, f"hf:{tmp_path}/none")
+
+
+def test_steps_count_labels_and_documents(pretrain: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    for batch in tokens_of(pretrain, f"{tmp_path}/a.jsonl", steps=3):
+        labels, tokens, *_ = batch.counts().tolist()
+        assert labels == int((batch.labels_ABT >= 0).sum()) and tokens == 2 * 2 * 16
+        borders = batch.cu_seqlens_An
+        assert (borders.diff() >= 0).all() and (borders[:, -1] == 32).all()
+        assert borders.shape[1].bit_count() == 1  # a power of two
+
+
+def test_a_step_has_the_same_rows_however_they_are_shared(
+    pretrain: ModuleType, tmp_path: Path
+) -> None:
+    from data import BatchShape
+
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    source = pretrain.read_source(
+        pretrain.source_of(f"{tmp_path}/a.jsonl"), pretrain.Tokenizer("bytes")
+    )
+    found = []
+    for ranks, accum, batch in (1, 6, 1), (2, 1, 3), (3, 2, 1):
+        shape = BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=batch, seq_len=16)
+        options = pretrain.CorpusOptions(row_tokens=16)
+        steps = [
+            pretrain.CorpusSteps([source], options, shape, data_rank=rank, workers=0)
+            for rank in range(ranks)
+        ]
+        rows = [torch.cat([one.next().tokens_ABT.flatten(0, 1) for one in steps]) for _ in range(4)]
+        found.append([sorted(of_step.tolist()) for of_step in rows])
+    assert found[0] == found[1] == found[2]

@@ -1,0 +1,118 @@
+"""Flags and TOML files of the records of options: each other's, and those that a run has saved."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+FLAGS = (
+    "--data a.jsonl,weight=0.5,field=body b,name=x,stream=true --cp 2 --lr 1e-4 --plain-host"
+    " --offload attention norm --offload-fraction 0.5 --recompute gemm_last --row-factor exact"
+    " --no-overlap-weight-grads --reduce-dtype bfloat16 --documents whole --scaling tensorwise"
+    " --num-heads 8 --top-k 4 --capacity-factor 1.5 --dp-shard -1"
+)
+FILE = """
+data = [{path = "a.jsonl", weight = 0.5, field = "body"}, "b,name=x,stream=true"]
+cp = 2
+lr = 1e-4
+plain_host = true
+dp_shard = -1
+[memory]
+offload = ["attention", "norm"]
+offload_fraction = 0.5
+recompute = "gemm_last"
+[nvlink]
+row_factor = "exact"
+overlap_weight_grads = false
+[fsdp]
+reduce_dtype = "bfloat16"
+[corpus]
+documents = "whole"
+[recipe]
+scaling = "tensorwise"
+[model]
+num_heads = 8
+[moe]
+top_k = 4
+[capacity]
+factor = 1.5
+"""
+
+
+def test_a_file_stands_for_flags_and_flags_win(pretrain: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(FILE)
+    of_flags = vars(pretrain.parse_arguments(FLAGS.split()))
+    config = ["--config", str(tmp_path / "a.toml")]
+    of_file = vars(pretrain.parse_arguments(config)) | {"config": None}
+    assert of_file == of_flags
+    assert of_flags["memory.offload"] == ("attention", "norm")
+    assert of_flags["memory.recompute"] == "gemm_last" and of_flags["nvlink.row_factor"] == "exact"
+    assert of_flags["nvlink.overlap_weight_grads"] is False and of_flags["dp_shard"] == -1
+    assert of_flags["fsdp.reduce_dtype"] == torch.bfloat16 and of_flags["plain_host"] is True
+    both = pretrain.parse_arguments([*config, "--cp", "4", "--offload", "--num-heads", "2"])
+    assert (both.cp, vars(both)["memory.offload"], vars(both)["model.num_heads"]) == (4, (), 2)
+
+
+def test_a_run_saves_what_makes_the_same_run(pretrain: ModuleType, tmp_path: Path) -> None:
+    args = pretrain.parse_arguments([*FLAGS.split(), "--run-dir", str(tmp_path), "--aux-loss", "1"])
+    config = pretrain.model_config(args)
+    meshes = SimpleNamespace(device_type="cpu")
+    records = pretrain.records_of(args) | {
+        "corpus": pretrain.corpus_options(args, config, 2),
+        "fsdp": pretrain.fsdp_of(args, meshes),
+    }
+    pretrain.write_config(args, config, records)
+    again = pretrain.parse_arguments(["--config", str(tmp_path / "config.toml")])
+    assert pretrain.model_config(again) == config and config.moe.capacity.factor == 1.5
+    assert pretrain.corpus_options(again, config, 2) == records["corpus"]
+    assert pretrain.fsdp_of(again, meshes) == records["fsdp"]
+    assert pretrain.records_of(again) == pretrain.records_of(args)
+    assert again.data == args.data and again.lr == args.lr
+
+
+def test_every_field_has_a_flag_or_another_option(pretrain: ModuleType) -> None:
+    """Records inside of records have tables of their own."""
+    records = importlib.import_module("records")
+    args = pretrain.parse_arguments
+    inside = {"moe", "mla", "yarn", "capacity", "balance", "stash", "recipe", "overrides"}
+    for table, record in pretrain.RECORDS.items():
+        fields = set(record.__dataclass_fields__)
+        left = fields - set(records.kinds_of(record)) - inside
+        assert not left, (table, left)
+        texts = records.help_of(record)
+        assert set(records.kinds_of(record)) <= set(texts), table
+    with pytest.raises(SystemExit):
+        args(["--help"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("cp = ", "must be TOML: "),
+        ("steppes = 3", "must have no steppes, which no flag has"),
+        ("[memory]\noffloads = []", "must have no memory.offloads, which no flag has"),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    content: str, message: str, pretrain: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "a.toml").write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        pretrain.parse_arguments(["--config", str(tmp_path / "a.toml")])
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_value_is_one_of_the_flag(pretrain: ModuleType, capsys: Any) -> None:
+    for words, message in (
+        ("--offload attic", "argument --offload: (attic) must be norm|attention|mlp"),
+        ("--prefetch-blocks x", "argument --prefetch-blocks: (x) must be int"),
+        ("--reduce-dtype quick", "argument --reduce-dtype: (quick) must be dtype"),
+    ):
+        with pytest.raises(SystemExit):
+            pretrain.parse_arguments(words.split())
+        assert message in capsys.readouterr().err

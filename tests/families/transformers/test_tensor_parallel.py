@@ -1,0 +1,251 @@
+"""Tensor parallelism of transformers models: what is refused, and checkpoints of other tp sizes.
+
+Numbers are compared in test_families.py on two ranks, in test_hf_ranks.py, test_hf_context.py and
+test_pipeline.py on four.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.families import use_causal_attention
+from moecore.families.transformers.tensor_parallel import _dims, find_cuts
+from moecore.io import Saver, load
+from tests.families.transformers.family_models import tiny_model
+from tests.families.transformers.hf_models import batch, random_model, whole_gradients, worst
+from tests.families.transformers.test_log_probs import scored, stock
+from tests.helpers.ranks import run_ranks
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    tensors = model.state_dict().items()
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    step, (ids, labels) = TrainStep(model, optimizer), batch()
+    with step.micro_batch():
+        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+    step.finish()
+
+
+def checkpoints(folder: Path) -> bool:
+    """A step after a checkpoint of tp = 2 on tp = 4 and on one data rank each, and files of it."""
+    model = parallelize_moe(
+        random_model("gpt-oss"), build_meshes(ParallelConfig(tp=2, ep=2), "cpu")
+    )
+    optimizer = optimizer_of(model)
+    train(model, optimizer)
+    with Saver(folder / "run", model, optimizer) as saver:
+        saved = saver.save(1, wait=True)
+    before = state(model)
+    train(model, optimizer)
+    after = state(model)
+    found = []
+    for parallel in (dict(tp=4, ep=2), dict(ep=4)):
+        other = random_model("gpt-oss")
+        with torch.no_grad():
+            for param in other.parameters():
+                param.zero_()
+        parallelize_moe(other, build_meshes(ParallelConfig(**parallel), "cpu"))
+        again = optimizer_of(other)
+        load(saved, other, again)
+        loaded = state(other)
+        found.append(all(torch.equal(loaded[n], before[n]) for n in before))
+        train(other, again)
+        trained = state(other)
+        found.append(all(torch.allclose(trained[n], after[n], atol=1e-5) for n in after))
+    return all(found)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "heads": (
+        {"num_attention_heads": 6, "num_key_value_heads": 6},
+        4,
+        r"model.layers.0.self_attn: heads \(6\) .* must be multiples of ParallelConfig.tp \(4\)",
+    ),
+    "key heads": (
+        {"num_attention_heads": 12, "num_key_value_heads": 3},
+        4,
+        r"key/value heads \(3\) must be multiples of ParallelConfig.tp \(4\), or the latter a div",
+    ),
+    "hidden dim": (
+        {"mlp_only_layers": [0], "intermediate_size": 6},
+        4,
+        r"layers.0.mlp: the hidden dim \(6\) of Qwen3MoeMLP must be a multiple",
+    ),
+    "dropout": (
+        {"attention_dropout": 0.1},
+        2,
+        r"attention_dropout \(0.1\) must be 0 under ParallelConfig.tp \(2\)",
+    ),
+}
+
+
+def refused(meshes: dict[int, Meshes]) -> None:
+    for options, tp, message in REFUSED.values():
+        with pytest.raises(ValueError, match=message):
+            parallelize_moe(random_model("qwen3-moe", **options), meshes[tp])
+    with pytest.raises(NotImplementedError, match=r"no module can be cut: .*qkv_proj .* all heads"):
+        parallelize_moe(tiny_model("zaya"), meshes[2])
+
+
+def cuts_with_adapters(model: nn.Module, **options: Any) -> tuple[dict[nn.Module, Any], list[str]]:
+    peft = pytest.importorskip("peft", reason="adapters are its own")
+    config = peft.LoraConfig(target_modules=r".*\.(q|o|gate|down)_proj", **options)
+    return find_cuts(peft.get_peft_model(model, config), 2)
+
+
+def test_adapters_are_cut_as_their_linears() -> None:
+    cuts, whole = cuts_with_adapters(random_model("qwen2-moe", mlp_only_layers=[0]))
+    assert not whole
+    attention, mlp, *_ = cuts
+    for module, column, row in (attention, "q_proj", "o_proj"), (mlp, "gate_proj", "down_proj"):
+        dims = dict(_dims(module, cuts[module]))
+        outer, inner = module.get_submodule(column), module.get_submodule(row)
+        found = {
+            (name, kind): dims.get((linear.get_submodule(kind), "weight"))
+            for name, linear in (("column", outer), ("row", inner))
+            for kind in ("base_layer", "lora_A.default", "lora_B.default")
+        }
+        assert found == {
+            ("column", "base_layer"): 0,
+            ("column", "lora_A.default"): None,
+            ("column", "lora_B.default"): 0,
+            ("row", "base_layer"): 1,
+            ("row", "lora_A.default"): 1,
+            ("row", "lora_B.default"): None,
+        }
+
+
+def test_adapters_that_read_all_of_a_weight_leave_it_whole() -> None:
+    model = random_model("qwen2-moe", mlp_only_layers=[0])
+    cuts, (reason,) = cuts_with_adapters(model, use_dora=True)
+    assert not cuts and reason.endswith("(Qwen2MoeAttention), whose heads have no known size")
+    cuts, (reason,) = cuts_with_adapters(random_model("gpt-oss"))
+    assert not cuts
+    assert reason.endswith("(GptOssAttention), whose o_proj has a bias and adapters")
+
+
+def only_whole(meshes: Meshes) -> None:
+    """A base model by itself, whose gradient no root would divide; documents that tp cuts."""
+    model: Any = parallelize_moe(random_model("qwen3-moe"), meshes)
+    ids, _ = batch()
+    with pytest.raises(ValueError, match="Qwen3MoeModel must be called by its whole model"):
+        model.model(input_ids=ids)
+    places = torch.arange(11).expand(2, -1)
+    with pytest.raises(
+        ValueError, match=r"rows of documents \(11 tokens\) must be multiples of tp"
+    ):
+        model(
+            input_ids=ids,
+            position_ids=places,
+            cu_seqlens=torch.tensor([0, 11, 22]),
+            max_seqlen=11,
+        )
+
+
+def padded(meshes: Meshes) -> bool:
+    """Gradients of a tied embedding of 64 rows, one of which is padding and is not trained."""
+    options: dict[str, Any] = dict(vocab_size=64, pad_token_id=52, tie_word_embeddings=True)
+    models = [random_model("qwen3-moe", **options) for _ in range(2)]
+    parallelize_moe(models[1], meshes)
+    ids, labels = batch()
+    ids[:, 3:7] = 52
+    for model in models:
+        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+    expected, ours = (whole_gradients(model) for model in models)
+    parts = [p for n, p in models[1].named_parameters() if n.endswith("embed_tokens.weight")]
+    assert len(parts) == 1 and parts[0].placements[-1] == Shard(0)  # type: ignore[attr-defined]
+    return worst(ours, expected)[0] <= 1e-5
+
+
+def scores(meshes: Meshes) -> bool:
+    """Log-probabilities, entropies and gradients of packed documents."""
+    plain = random_model("gpt-oss", vocab_size=64)
+    model = random_model("gpt-oss", vocab_size=64)
+    use_causal_attention(model)
+    parallelize_moe(model, meshes)
+    *wanted, grads = stock(plain)
+    found = scored(model)
+    found[2].backward()
+    numbers = zip(found, wanted, strict=True)
+    is_near = all((a - b).abs().max() <= 1e-6 * max(1, b.abs().max()) for a, b in numbers)
+    return bool(is_near and worst(whole_gradients(model), grads)[0] <= 2e-5)
+
+
+def stages(meshes: Meshes, schedule: Any, *, tied: bool) -> bool:
+    """Gradients of two stages of two tp ranks, and their norm."""
+    options = dict(vocab_size=64, tie_word_embeddings=tied)
+    plain, model = (random_model("qwen3-moe", **options) for _ in range(2))
+    parallelize_moe(model, meshes, pipeline=PipelineConfig(schedule=schedule))
+    step = TrainStep(model, optimizer_of(model), num_micro_batches=2)
+    ids, labels = batch()
+    inputs = [dict(input_ids=x, labels=y) for x, y in ((ids, labels), (ids.flip(0), labels))]
+    losses = step.forward_backward(inputs)
+    for given in inputs:
+        (plain(**given, use_cache=False).loss / 2).backward()
+    expected, ours = whole_gradients(plain), whole_gradients(model)
+    error = worst(ours, {name: expected[name] for name in ours})[0]
+    norm = torch.stack([g.norm() for g in expected.values()]).norm()
+    found = step.finish().norm
+    assert found is not None and losses is not None
+    return bool(error <= 1e-5 and abs(found.total / norm - 1) <= 1e-5)
+
+
+def frozen(meshes: Meshes) -> bool:
+    """Gradients where only a router and a norm are trained, whose others all ranks have alike."""
+    names = ("mlp.gate.weight", "input_layernorm.weight")
+    models = [random_model("qwen3-moe") for _ in range(2)]
+    for model in models:
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.endswith(names))
+    parallelize_moe(models[1], meshes)
+    ids, labels = batch()
+    for model in models:
+        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+    expected, ours = (whole_gradients(model) for model in models)
+    return worst(ours, expected)[0] <= 1e-5
+
+
+def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
+    meshes = {tp: build_meshes(ParallelConfig(tp=tp), "cpu") for tp in (2, 4)}
+    cut = build_meshes(ParallelConfig(pp=2, tp=2, ep=2), "cpu")
+    refused(meshes)
+    only_whole(meshes[2])
+    own = {
+        "checkpoints": checkpoints(Path(folder)),
+        "frozen": frozen(meshes[4]),
+        "padded": padded(meshes[4]),
+        "scores": scores(meshes[2]),
+        "stages": stages(cut, "1f1b", tied=True),
+        "deferred": stages(cut, "zero-bubble", tied=False),
+    }
+    every: list[Any] = [None] * 4
+    dist.all_gather_object(every, own)
+    return {name: all(found[name] for found in every) for name in own}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
+    ran: dict[str, bool] = run_ranks(4, worker, str(tmp_path_factory.mktemp("tp")))
+    return ran
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "frozen", "padded", "scores", "stages", "deferred"]
+)
+def test_over_tp(name: str, found: dict[str, bool]) -> None:
+    assert found[name]

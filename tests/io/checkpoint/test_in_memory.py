@@ -1,0 +1,70 @@
+"""A rank's state in memory: a fresh model that takes it goes on as the one that gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.io.checkpoint.in_memory import load_rank_state, rank_state
+from moecore.models import Decoder, preset
+from moecore.train import AdamW
+from tests.helpers.ranks import run_ranks
+
+CONFIG = preset("tiny-shared")
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "own": lambda params: AdamW(params, lr=1e-3),
+    "own, bf16 moments": lambda params: AdamW(params, lr=1e-3, moment_dtype=torch.bfloat16),
+    "torch's": lambda params: torch.optim.AdamW(params, lr=1e-3),
+}
+
+
+def train(rank: int, run: Any, first: int, last: int) -> list[float]:
+    model, _, schedule, step = run
+    losses = []
+    for number in range(first, last):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        tokens_BT = torch.randint(CONFIG.vocab_size, (2, 17), generator=generator)
+        inputs = {"tokens_BT": tokens_BT[:, :-1], "labels_BT": tokens_BT[:, 1:]}
+        losses += step.forward_backward([inputs]).tolist()
+        step.finish()
+        schedule.step()
+    return [*losses, *(float(p.detach().float().sum()) for p in _locals(model))]
+
+
+def _locals(model: Decoder) -> list[Tensor]:
+    return [getattr(p, "_local_tensor", p) for p in model.state_dict().values()]
+
+
+def worker(rank: int, device: torch.device, name: str) -> tuple[Any, ...]:
+    meshes = build_meshes(ParallelConfig(ep=2, edp_shard=-1), "cpu")
+
+    def fresh(seed: int) -> Any:
+        model = Decoder(CONFIG)
+        model.init_weights(seed)
+        parallelize_moe(model, meshes)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return model, optimizer, schedule, TrainStep(model, optimizer, max_norm=1.0)
+
+    first, other = fresh(0), fresh(1)
+    train(rank, first, 0, 2)
+    train(rank, other, 7, 8)  # what it has is replaced
+    extra = {"number": torch.tensor(7)}
+    state = rank_state(*first[:2], extra, scheduler=first[2])
+    state = {**state, "tensors": {k: v.clone() for k, v in state["tensors"].items()}}
+    ahead, draw = train(rank, first, 2, 4), torch.rand(())
+    torch.rand(3)
+    found = load_rank_state(state, *other[:2], scheduler=other[2])
+    return ahead, train(rank, other, 2, 4), int(found["number"]), bool(torch.rand(()) == draw)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_fresh_model_goes_on_with_the_same_bits(name: str) -> None:
+    ahead, other, number, has_generators = run_ranks(2, worker, name)
+    assert ahead == other and number == 7 and has_generators

@@ -1,0 +1,103 @@
+"""Weights reach an engine's ranks; what happens there is one line here, and training goes on."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.io import receive_weights, send_weights, share_bucket, stream_weights
+from moecore.io.hf.buckets import WeightBucket, WeightMeta
+from moecore.models import Decoder, preset
+
+CPU = torch.device("cpu")
+
+
+def group(store: Any, rank: int, seconds: float = 30) -> Any:
+    return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=seconds))
+
+
+def in_thread(action: Callable[[Any], None], store: Any) -> threading.Thread:
+    thread = threading.Thread(target=action, args=(store,))
+    thread.start()
+    return thread
+
+
+class Training:
+    """A tiny decoder, a stream of it, and steps."""
+
+    def __init__(self) -> None:
+        self.model = Decoder(preset("tiny-deepseek-v3"))
+        self.model.init_weights(seed=3)
+        parallelize_moe(self.model, build_meshes(ParallelConfig(), "cpu"))
+        self.stream = stream_weights(self.model, bucket_bytes=100_000)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.step = TrainStep(self.model, optimizer)
+
+    def train(self) -> bool:
+        tokens = torch.arange(24).view(2, 12)
+        with self.step.micro_batch():
+            self.model(tokens[:, :-1], tokens[:, 1:]).backward()
+        return bool(self.step.finish().norm.finite)
+
+
+def test_an_engine_gets_the_bits_and_then_what_changed(no_group_left: None) -> None:
+    training, store = Training(), dist.HashStore()
+    passes: list[dict[str, Tensor]] = []
+
+    def engine(store: Any) -> None:
+        mine = group(store, 1)
+        for _ in range(2):
+            passes.append({n: t.clone() for n, t in receive_weights(mine, CPU)})
+
+    thread, ours = in_thread(engine, store), group(store, 0)
+    want = dict(training.stream)
+    send_weights(training.stream, ours)
+    with torch.no_grad():
+        training.model.get_parameter("model.norm.weight").add_(1)
+    send_weights(training.stream.changed_since(training.stream.version), ours)
+    thread.join()
+    assert passes[0].keys() == want.keys()
+    assert all(torch.equal(passes[0][name], tensor) for name, tensor in want.items())
+    assert list(passes[1]) == ["model.norm.weight"]
+    assert torch.equal(passes[1]["model.norm.weight"], want["model.norm.weight"] + 1)
+
+
+@pytest.mark.parametrize("fault", ["gone", "late"])
+def test_a_receiver_that_fails_ends_the_pass_alone(no_group_left: None, fault: str) -> None:
+    training, store = Training(), dist.HashStore()
+    released = threading.Event()
+
+    def engine(store: Any) -> None:
+        mine = group(store, 1)
+        next(receive_weights(mine, CPU))
+        if fault == "late":
+            released.wait()
+
+    thread, ours = in_thread(engine, store), group(store, 0, seconds=1)
+    try:
+        # More than a socket takes: what it takes is sent, whoever reads it.
+        with pytest.raises(RuntimeError, match=r"ranks \(2\) of a group for weights must") as error:
+            for _ in range(100):
+                send_weights(training.stream, ours)
+    finally:
+        released.set()
+        thread.join()
+    assert "\n" not in str(error.value)
+    assert training.train()
+    assert dict(training.stream)  # a new pass may begin
+
+
+def test_weights_on_a_cpu_have_no_handle() -> None:
+    bucket = WeightBucket.empty([WeightMeta("x", torch.float32, (3,))], CPU)
+    assert pickle.loads(pickle.dumps(bucket.metas)) == bucket.metas
+    with pytest.raises(ValueError, match=r"device of the bucket \(cpu\) must be a GPU"):
+        share_bucket(bucket)

@@ -1,0 +1,257 @@
+"""Products as parts of their exchanges, against exchanges in turn: values, gradients, saved bytes.
+
+    python -m pytest tests/models/test_tp_products.py            3 ranks on CPU: the reference
+    python -m pytest tests/models/test_tp_products.py -m gpu     2 GPUs: torch's symmetric memory
+
+Errors of a sliced exchange, against exchanges in turn in fp64, are at most twice those of exchanges
+in turn in the same dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from moecore.base.options.precision import Recipe
+from moecore.base.regions import running_again
+from moecore.base.torch_names import storage_key
+from moecore.kernels.experts.contract import SINK, GradTarget
+from moecore.models.tensor_parallel import TensorParallel
+from moecore.models.tp_products import column_products, find_exchange, row_product, why_not
+from moecore.moe.linear import PlainProducts
+from moecore.precision.apply import linear_products
+from moecore.precision.plain import Linear, set_products
+from moecore.train.memory.recompute import recompute, sharing_outputs
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sliced import sliced
+
+B = 2
+DTYPES = (torch.float32, torch.bfloat16)
+SIZES = {"cpu": (5, 12, 8), "cuda": (256, 512, 384)}  # t, D, N
+FROZEN = ("nothing", "x", "weights")
+PROJECTIONS = ("q", "k", "v", "o")
+FLOOR = 1e-7
+
+
+class Layer(nn.Module):
+    """Three products that read the same x, and one of what they make."""
+
+    def __init__(self, tp: TensorParallel, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tp = tp
+        _, D, N = SIZES[device.type]
+        self.q, self.k, self.v = Linear(D, N), Linear(D, N // 2), Linear(D, N // 2)
+        self.o = Linear(N, D)
+        g = torch.Generator().manual_seed(tp.rank)
+        for param in self.parameters():
+            values = torch.randn(param.shape, generator=g) / param.shape[1] ** 0.5
+            param.data = values.bfloat16().to(device, dtype)
+
+    def forward(self, x_BtD: Tensor) -> Tensor:
+        q, k, v = column_products(x_BtD, (self.q, self.k, self.v), self.tp)
+        return row_product(q * torch.cat((k, v), -1).sigmoid(), self.o, self.tp)
+
+
+def inputs(tp: TensorParallel, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Return x and the gradient of y, of which no sequence is contiguous with the next."""
+    t, D, _ = SIZES[device.type]
+    g = torch.Generator().manual_seed(10 + tp.rank)
+    both = torch.randn(2, B, t + 1, D, generator=g).bfloat16().to(device, dtype)
+    return list(both[:, :, 1:])
+
+
+def computed(layer: Layer, x: Tensor, dy: Tensor, frozen: str = "nothing") -> dict[str, Tensor]:
+    """Return y and all gradients."""
+    layer.zero_grad()
+    layer.requires_grad_(frozen != "weights")
+    x = x.detach().requires_grad_(frozen != "x")
+    y = layer(x)
+    y.backward(dy)
+    found = {"y": y.detach(), "x": x.grad}
+    found |= {name: layer.get_submodule(name).weight.grad for name in PROJECTIONS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def error(got: Tensor, truth: Tensor) -> float:
+    """Return the largest error of an element, over the tensor's largest element."""
+    return ((got.double() - truth).abs().max() / truth.abs().max()).item()
+
+
+def compare(tp: TensorParallel, device: torch.device) -> dict[tuple[Any, str], Any]:
+    """Return the errors in turn and sliced of each tensor, and how often slices travelled."""
+    found = {}
+    for dtype in DTYPES:
+        layer, exact = (Layer(tp, device, d) for d in (dtype, torch.float64))
+        x, dy = inputs(tp, device, dtype)
+        for frozen in FROZEN:
+            truth = computed(exact, x.double(), dy.double(), frozen)
+            plain = computed(layer, x, dy, frozen)
+            with sliced() as counts:
+                ours = computed(layer, x, dy, frozen)
+            assert ours.keys() == plain.keys() == truth.keys()
+            assert all(value.dtype == dtype for value in ours.values())
+            errors = {n: (error(plain[n], truth[n]), error(ours[n], truth[n])) for n in truth}
+            found[dtype, frozen] = errors, dict(counts)
+    return found
+
+
+def saved_bytes(function: Callable[[], Any]) -> int:
+    """Return the bytes of storages that a forward saves."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[storage_key(x)] = x
+        return x
+
+    with saved_tensors_hooks(keep, lambda x: x):
+        out = function()
+    del out
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+class Sink:
+    """Defers every gradient."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], Tensor]] = []
+
+    def defer(self, compute: Callable[..., Tensor], *operands: Any) -> bool:
+        self.waiting.append(lambda: compute(*operands, GradTarget()))
+        return True
+
+
+def deferred(tp: TensorParallel, x: Tensor, dy: Tensor) -> list[bool]:
+    """Return whether deferred gradients are those that autograd has."""
+    layer, sinks = Layer(tp, x.device, x.dtype), {}
+    with sliced():
+        want = computed(layer, x, dy)
+        for name in PROJECTIONS:
+            linear = layer.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            set_products(linear, PlainProducts())
+            linear.products.defers = True  # type: ignore[attr-defined, union-attr]
+            sinks[name] = Sink()
+            setattr(linear.weight, SINK, lambda _, name=name: sinks[name])
+        found = computed(layer, x, dy)
+    assert set(want) - set(found) == set(PROJECTIONS)
+    later = {name: compute() for name, sink in sinks.items() for compute in sink.waiting}
+    return [torch.equal(value, (found | later)[name]) for name, value in want.items()]
+
+
+def recomputed(tp: TensorParallel, x: Tensor, dy: Tensor) -> tuple[list[bool], dict[str, int]]:
+    """Return whether a region has the same gradients, and how often slices travelled."""
+    layer = Layer(tp, x.device, x.dtype)
+    with sliced() as counts:
+        want = computed(layer, x, dy)
+        counts.clear()
+        region, leaf = Layer(tp, x.device, x.dtype), x.detach().requires_grad_()
+        with sharing_outputs():
+            y = recompute("layer", region, (leaf,))
+        y.backward(dy)
+    found = {"y": y, "x": leaf.grad}
+    found |= {name: region.get_submodule(name).weight.grad for name in PROJECTIONS}
+    return [torch.equal(want[name], found[name]) for name in want], dict(counts)
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    of_all = TensorParallel(group, rank, group.size())
+    pair = dist.new_group([0, 1])
+    found = {f"tp {of_all.size}": compare(of_all, device)}
+    if rank > 1:
+        return found
+    tp = TensorParallel(pair, rank, 2)
+    x, dy = inputs(tp, device, torch.float32)
+    found["tp 2"] = compare(tp, device)
+    found["deferred"], found["recomputed"] = deferred(tp, x, dy), recomputed(tp, x, dy)
+    layer, leaf = Layer(tp, device, x.dtype), x.detach().requires_grad_()
+    in_turn = saved_bytes(lambda: layer(leaf))
+    with sliced():
+        found["bytes"] = in_turn, saved_bytes(lambda: layer(leaf))
+        (dx,) = torch.autograd.grad(layer(leaf).sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.sum().backward()
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_ranks(3, worker)
+
+
+def check(found: dict[tuple[Any, str], Any]) -> None:
+    assert len(found) == len(DTYPES) * len(FROZEN)
+    for (_, frozen), (errors, counts) in found.items():
+        assert len(errors) == {"nothing": 6, "x": 5, "weights": 2}[frozen]
+        wrong = {n: pair for n, pair in errors.items() if not pair[1] <= 2 * pair[0] + FLOOR}
+        assert not wrong, (frozen, wrong)
+        # Of each sequence: forward, and backward, which sends no gradient of a frozen x.
+        assert counts == {"gather": 2 * B, "send": (1 if frozen == "x" else 2) * B}
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_sliced_exchange_is_as_exact_as_exchanges_in_turn(
+    results: dict[str, Any], tp: int
+) -> None:
+    check(results[f"tp {tp}"])
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+def test_symmetric_memory_is_as_exact_as_exchanges_in_turn() -> None:
+    found = run_ranks(2, worker, device_type="cuda")
+    check(found["tp 2"])
+    assert found["bytes"][0] == found["bytes"][1]
+    assert all(found["deferred"]) and all(found["recomputed"][0])
+
+
+def test_gradients_that_are_deferred(results: dict[str, Any]) -> None:
+    assert results["deferred"] == [True] * 6
+
+
+def test_a_region_exchanges_nothing_again(results: dict[str, Any]) -> None:
+    same, counts = results["recomputed"]
+    assert same == [True] * 6
+    assert counts == {"gather": 2 * B, "send": 2 * B}
+
+
+def test_a_forward_saves_what_it_saves_in_turn(results: dict[str, Any]) -> None:
+    in_turn, ours = results["bytes"]
+    assert in_turn == ours > 0
+
+
+def test_which_products_can_be_part_of_an_exchange() -> None:
+    x = torch.ones(1, 4, 32)
+    with torch.autocast("cpu"):
+        assert why_not(Linear(32, 32), x) is not None
+    assert why_not(Linear(32, 32), x) is None
+    assert why_not(nn.Linear(32, 32, bias=False), x) is None
+    changed = [Linear(32, 32) for _ in range(4)]
+    changed[0].register_forward_hook(lambda *_: None)
+    changed[1].forward = changed[0].forward  # type: ignore[method-assign]
+    changed[2].to(torch.bfloat16)
+    set_products(changed[3], linear_products(Recipe()))
+    subclass = type("LoraLinear", (Linear,), {"forward": lambda self, x: x})
+    for linear in (*changed, nn.Linear(32, 32), subclass(32, 32)):
+        assert why_not(linear, x) is not None, linear
+
+
+def test_when_exchanges_stay_in_turn() -> None:
+    tp: Any = TensorParallel(group=None, rank=0, size=2)  # type: ignore[arg-type]
+    x, linears = torch.ones(1, 4, 32), (Linear(32, 32),)
+    assert find_exchange(tp, x, 1 << 30, 32, linears) is None  # on CPUs
+    with sliced():
+        assert find_exchange(tp, x, 4, 32, linears) is not None
+        with running_again():
+            assert find_exchange(tp, x, 4, 32, linears) is None
+        compiled = torch.compile(
+            lambda x: find_exchange(tp, x, 4, 32, linears) is None, backend="eager"
+        )
+        assert compiled(x)

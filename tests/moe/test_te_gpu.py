@@ -1,0 +1,413 @@
+"""Transformer Engine itself on a GPU: its functions beside their definition, and layers by it.
+
+Run where it is installed: `python -m pytest -m gpu tests/moe/test_te_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
+from moecore import parallelize_moe as parallelize
+from moecore.base import te_names
+from moecore.base.options.precision import ROLES, Precision, Recipe
+from moecore.kernels.experts.contract import ExpertWeights
+from moecore.kernels.experts.expert_mlp import expert_mlp
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.record import Rows
+from moecore.moe.experts import Experts
+from moecore.moe.records import ExpertInput
+from moecore.precision.apply import linear_products
+from moecore.train import AdamW
+from tests.helpers import te_definition
+from tests.helpers.te_definition import te_defined
+from tests.kernels.experts.test_expert_mlp import NAMES, make
+from tests.kernels.experts.test_fp8_products import OUTPUTS, check, gradient_of
+from tests.kernels.experts.test_te_products import options_of, oracle, run
+from tests.moe.moe_cases import assert_twice_as_good
+from tests.moe.test_te import decoder, train
+from tests.precision.plain import relative_error
+from tests.precision.test_linear import operands, values
+
+pytestmark = pytest.mark.gpu
+
+RECIPES = {
+    "blockwise": Recipe(backend="te"),
+    "blockwise, fp32 scales": Recipe(backend="te", power_of_two=False),
+    "tensorwise": Recipe(backend="te", scaling="tensorwise"),
+    "tensorwise, e5m2": Recipe(backend="te", scaling="tensorwise", grad_format="e5m2"),
+    "mxfp8": Recipe(backend="te", scaling="mxfp8"),
+    "nvfp4": Recipe(backend="te", scaling="nvfp4", power_of_two=False, stochastic_rounding=False),
+}
+DELAYED = Recipe(backend="te", scaling="tensorwise", amax_history=2)
+BF16, CUDA = torch.bfloat16, "cuda"
+CONFIG = MoEConfig(dim=128, hidden_dim=96, num_experts=8, top_k=3)
+ROUTINGS = ["random", "empty experts", "all to the last", "k equals e", "one row", "no rows"]
+recipes = pytest.mark.parametrize("name", RECIPES)
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
+    for num in (1 << 26, 1 << 20, 1 << 12):  # NaN in freed memory, where unwritten outputs find it
+        torch.full((num,), float("nan"), device=CUDA)
+
+
+def recipe_here(name: str) -> Recipe:
+    """Return a recipe; skip where this GPU has no products for it."""
+    problem = te_names.why_not(RECIPES[name], torch.device(CUDA))
+    if problem is not None:
+        pytest.skip(problem)
+    return RECIPES[name]
+
+
+# ---------------------------------------------------------------------- what `te_names` asks it for
+
+PYTORCH = [
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    *(name for name in te_names.AVAILABLE.values()),
+]
+PRODUCTS = ["general_gemm", "general_grouped_gemm"]
+
+
+@pytest.mark.parametrize("name", [*PYTORCH, *PRODUCTS])
+def test_names_take_what_their_definitions_take(name: str) -> None:
+    found = te_names.names()
+    theirs = getattr(found.products if name in PRODUCTS else found.pytorch, name)
+    ours = list(inspect.signature(getattr(te_definition, name)).parameters)
+    parameters = list(inspect.signature(theirs).parameters)
+    assert set(ours) <= set(parameters) and ours[:2] == parameters[:2]
+
+
+def test_names_without_signatures() -> None:
+    extension = te_names.names().extension
+    for argument in ("tensor", "split_sections", "quantizer_list"):
+        assert argument in extension.split_quantize.__doc__
+    for dtype in te_definition.DType:
+        assert hasattr(extension.DType, dtype.name)
+
+
+def defined(compute: Callable[[str], Any]) -> Any:
+    """Return what the definitions compute on the CPU."""
+    te_names._by_blocks.cache_clear()
+    with te_defined():
+        return compute("cpu")
+
+
+def products(recipe: Recipe | None, device: str) -> dict[str, Tensor]:
+    """The three products of a linear, alone and of experts with 0, 128 and 256 rows."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = lambda *shape: torch.randn(shape, generator=generator).to(BF16)  # noqa: E731
+    x, dy = drawn(384, 256).to(device), drawn(384, 384).to(device)
+    w_eNK = drawn(3, 384, 256).to(device)
+    splits, found = [0, 128, 256], {}
+
+    def one(t: Tensor, operand: Any, over_rows: bool) -> Any:
+        if recipe is None:
+            return t
+        return te_names.quantise(t, recipe, operand, over_rows=over_rows)
+
+    def many(t: Tensor, operand: Any, over_rows: bool) -> Any:
+        parts = [t.shape[1]] * 3 if t.ndim == 3 else splits
+        t = t.reshape(-1, t.shape[-1])
+        if recipe is None:
+            return t.split(parts)
+        return te_names.quantise_experts(t, parts, recipe, operand, over_rows=over_rows)
+
+    w, rows, both = w_eNK[0], False, True
+    found["y"] = te_names.multiply(one(w, "weight", rows), one(x, "activation", rows), "TN", BF16)
+    found["dx"] = te_names.multiply(one(w, "weight", both), one(dy, "gradient", rows), "NN", BF16)
+    for dtype in (BF16, torch.float32):
+        pair = (one(x, "activation", both), one(dy, "gradient", both))
+        found[f"dw {dtype}"] = te_names.multiply(*pair, "NT", dtype)
+    for key, layout, parts, columns in (
+        ("y of experts", "TN", many(x, "activation", rows), 384),
+        ("dx of experts", "NN", many(dy, "gradient", rows), 256),
+    ):
+        found[key] = torch.full((384, columns), torch.nan, dtype=BF16, device=device)
+        matrices = many(w_eNK, "weight", layout == "NN")
+        te_names.multiply_experts(matrices, parts, layout, [found[key]], splits)
+    for dtype in (BF16, torch.float32):
+        for adds in (False, True):
+            out = torch.ones(3, 384, 256, dtype=dtype, device=device)
+            pair = (many(x, "activation", both), many(dy, "gradient", both))
+            te_names.multiply_experts(*pair, "NT", list(out.unbind()), splits, adds=adds)
+            found[f"dw of experts {dtype} {adds}"] = out
+    return found
+
+
+@pytest.mark.parametrize("name", [None, *RECIPES])
+def test_products_are_those_of_the_definition(name: str | None) -> None:
+    recipe = None if name is None else recipe_here(name)
+    found, expected = products(recipe, CUDA), defined(lambda device: products(recipe, device))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        # One rounding to bf16 apart; in FP8 a value here and there lies over a tie.
+        assert relative_error(found[key].cpu(), value.double()) < 2**-8, key
+
+
+def test_a_scale_and_the_largest_magnitude() -> None:
+    recipe, x = recipe_here("tensorwise"), torch.randn(64, 128, device=CUDA, dtype=BF16)
+    w, seen, scale = x.clone(), torch.zeros(1, device=CUDA), torch.full((1,), 64.0, device=CUDA)
+    how: Any = dict(over_rows=False, scale=scale)
+    a = te_names.quantise(w, recipe, "weight", **how)
+    b = te_names.quantise(x, recipe, "activation", **how, seen=seen)
+    assert seen.item() == x.abs().max().item()
+    found = te_names.multiply(a, b, "TN", torch.float32)
+    rounded = (x.float() * 64).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 64
+    # Hopper's FP8 tensor cores add products with 13 bits behind the largest one's first.
+    assert relative_error(found, (rounded.double() @ rounded.double().T)) < 1e-3
+    largest, x[3, 5] = seen.clone(), torch.nan
+    te_names.quantise(x, recipe, "activation", **how, seen=seen)
+    assert torch.equal(seen, largest)
+
+
+@pytest.mark.parametrize("name", [None, "blockwise"])
+def test_products_are_those_of_its_own_grouped_linear(name: str | None) -> None:
+    """Bit for bit: our recipe is Transformer Engine's."""
+    recipe = None if name is None else recipe_here(name)
+    te = te_names.names().pytorch
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    splits = [32, 0, 96]
+    module = te.GroupedLinear(3, 256, 384, bias=False, params_dtype=BF16, device=CUDA)
+    w_eNK = torch.stack([getattr(module, f"weight{i}").detach() for i in range(3)])
+    x = torch.randn(128, 256, device=CUDA, dtype=BF16, requires_grad=True)
+    dy = torch.randn(128, 384, device=CUDA, dtype=BF16)
+    own = None if recipe is None else Float8BlockScaling()
+    with te.autocast(enabled=recipe is not None, recipe=own):
+        y = module(x, splits)
+    y.backward(dy)
+
+    def many(t: Tensor, operand: Any, over_rows: bool) -> Any:
+        parts = [384] * 3 if t.ndim == 3 else splits
+        t = t.detach().reshape(-1, t.shape[-1])
+        if recipe is None:
+            return t.split(parts)
+        return te_names.quantise_experts(t, parts, recipe, operand, over_rows=over_rows)
+
+    found = torch.empty_like(y)
+    matrices, rows = many(w_eNK, "weight", False), many(x, "activation", False)
+    te_names.multiply_experts(matrices, rows, "TN", [found], splits)
+    dx = torch.empty_like(x)
+    matrices, rows = many(w_eNK, "weight", True), many(dy, "gradient", False)
+    te_names.multiply_experts(matrices, rows, "NN", [dx], splits)
+    dw = torch.empty_like(w_eNK)
+    pair = (many(x, "activation", True), many(dy, "gradient", True))
+    te_names.multiply_experts(*pair, "NT", list(dw.unbind()), splits)
+    assert torch.equal(found, y) and x.grad is not None and torch.equal(dx, x.grad)
+    for i in range(3):
+        assert torch.equal(dw[i], getattr(module, f"weight{i}").grad)
+
+
+# ----------------------------------------------------------------------------------------- experts
+
+
+def routing_case(name: str, config: MoEConfig) -> tuple[Tensor, Tensor]:
+    E, K = config.num_experts, config.top_k
+    S = {"one row": 1, "no rows": 0}.get(name, 300)
+    generator = torch.Generator().manual_seed(1)
+    order = torch.rand(S, E, generator=generator).argsort(1)
+    ids = order if name == "k equals e" else order[:, :K]
+    if name == "empty experts":
+        ids = torch.tensor([[0, 5]]).repeat(S, 1)
+    elif name == "all to the last":
+        ids = torch.full((S, 1), E - 1)
+    weights = torch.rand(ids.shape, generator=generator)
+    weights[3:4, 0] = 0.0  # a weight of zero still has a gradient
+    return ids.int(), weights
+
+
+def experts_run(name: str, backend: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """y and every gradient; all that goes in is rounded to bf16 first."""
+    ids, weights = routing_case(name, CONFIG)
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(BF16).to(CUDA, dtype)
+
+    experts = Experts(CONFIG, backend=backend, device=CUDA, dtype=dtype)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(drawn(*parameter.shape) * 0.2)
+    x, dy = drawn(ids.shape[0], CONFIG.dim).requires_grad_(), drawn(ids.shape[0], CONFIG.dim)
+    weights = weights.to(CUDA).requires_grad_()
+    index = build_index(ids.to(CUDA), weights, first=0, num_local=CONFIG.num_experts)
+    y = experts(ExpertInput(Rows(x), index, None))
+    y.backward(dy)
+    leaves = {"x": x, "weights": weights, **dict(experts.named_parameters())}
+    return {"y": y.detach()} | {n: t.grad for n, t in leaves.items() if t.grad is not None}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_bf16_is_at_most_twice_as_far_from_fp32_as_torch(name: str) -> None:
+    truth = experts_run(name, "sequential", torch.float32)
+    plain, ours = experts_run(name, "torch", BF16), experts_run(name, "te", BF16)
+    assert ours.keys() == truth.keys()
+    for key, value in truth.items():
+        assert ours[key].shape == value.shape and ours[key].dtype == plain[key].dtype, key
+        if value.numel():
+            assert_twice_as_good(ours[key], plain[key], value, key)
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+@recipes
+def test_experts_equal_the_oracle(name: str, kind: str) -> None:
+    """As near to fp32 without quantisation as the oracle is, and near to the oracle.
+
+    Sums of 13 bits move roundings of H, dA, A and dH to bf16, and with them values over a tie of
+    FP8, a step of 2^-4 each.
+    """
+    recipe = recipe_here(name)
+    leaves, ids = make(kind, S=300, D=256, F=256, dtype=BF16)
+    on_gpu = {n: t.detach().to(CUDA).requires_grad_() for n, t in leaves.items()}
+    found = run(on_gpu, ids.to(CUDA), options_of(recipe, kind))
+    truth = oracle(leaves, ids, recipe, kind)
+    check({n: t.cpu() for n, t in found.items()}, truth, 2**-6, worst=2**-4)
+    wide = {n: t.detach().float().requires_grad_() for n, t in leaves.items()}
+    exact = run(wide, ids, options_of(None, kind, products="torch"))
+    for key in OUTPUTS:
+        ours, theirs = (
+            (t.cpu().double() - exact[key]).reshape(-1, exact[key].shape[-1]).norm(dim=1)
+            for t in (found[key], getattr(truth, key))
+        )
+        assert ours.norm() <= 1.1 * theirs.norm() and ours.max() <= 1.5 * theirs.max(), key
+    assert {found[n].dtype for n in ("y", "x", "w1", "w2")} == {BF16}
+
+
+@pytest.mark.parametrize("name", [None, "blockwise", "tensorwise"])
+def test_all_ways_of_keeping_and_recomputing_give_the_same_bits(name: str | None) -> None:
+    recipe = None if name is None else recipe_here(name)
+    leaves, ids = make("swiglu", S=300, D=256, F=256, dtype=BF16, device=CUDA)
+    expected = run(leaves, ids, options_of(recipe))
+    for options in (options_of(recipe), options_of(recipe, keep_h=False)):
+        found = run(leaves, ids, options)
+        assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
+    multiple = 1 if recipe is None else recipe.rows
+
+    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        index = build_index(ids, weights, first=0, num_local=5, multiple=multiple)
+        matrices = ExpertWeights(w1_eCD=w1, w2_eDF=w2)
+        return expert_mlp(Rows(x), matrices, index, options_of(recipe))
+
+    y = checkpoint(block, *(leaves[n] for n in NAMES), use_reentrant=False)
+    y.backward(gradient_of(y))
+    assert torch.equal(y, expected["y"])
+    assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]
+
+
+def test_an_infinity_reaches_its_tokens_and_its_expert_alone() -> None:
+    """Source row 0, whose number is that of padding."""
+    recipe = recipe_here("blockwise")
+    leaves, ids = make("swiglu", S=37, D=256, F=256, dtype=BF16, device=CUDA)
+    expected = run(leaves, ids, options_of(recipe))
+    bad = {n: t.detach().clone().requires_grad_() for n, t in leaves.items()}
+    with torch.no_grad():
+        bad["x"][0, 7] = torch.inf
+    found = run(bad, ids, options_of(recipe))
+    assert not found["y"][0].isfinite().any() and found["y"][1:].isfinite().all()
+    spared = [i for i in range(5) if i not in ids[0].tolist()]
+    assert spared and all(torch.equal(found["w1"][i], expected["w1"][i]) for i in spared)
+
+
+@pytest.mark.parametrize("name", [None, "blockwise"])
+def test_one_host_sync(name: str | None) -> None:
+    recipe = None if name is None else recipe_here(name)
+    torch.manual_seed(0)
+    config = MoEConfig(dim=128, hidden_dim=128, num_experts=8, top_k=3)
+    layer = MoELayer(config, device=CUDA, dtype=BF16)
+    layer.part("experts").set_backend("te", recipe=recipe)
+    x = torch.randn(200, 128, device=CUDA, dtype=BF16, requires_grad=True)
+    grad = torch.randn_like(x)
+    layer(x).backward(grad)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            y = layer(x)
+        torch.cuda.set_sync_debug_mode("error")
+        y.backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchronizing" in str(w.message) for w in caught) == 1
+
+
+def test_what_this_gpu_lacks_is_refused_in_one_line() -> None:
+    device = torch.device(CUDA)
+    for recipe in RECIPES.values():
+        problem = te_names.why_not(recipe, device)
+        assert problem is None or ("needs (" in problem and "\n" not in problem)
+    with pytest.raises(ValueError, match=r"dtype of the experts \(torch.float32\) must be"):
+        experts_run("random", "te", torch.float32)
+    message = te_names.why_not(None, torch.device("cpu"))
+    assert message == "device (cpu) must be cuda for Transformer Engine: move the model"
+
+
+# --------------------------------------------------------------------------- linears, whole models
+
+
+@pytest.mark.parametrize("T", [70, 512])
+@pytest.mark.parametrize("name", [*RECIPES, "delayed"])
+def test_linears_are_those_of_the_definition(name: str, T: int) -> None:
+    recipe = DELAYED if name == "delayed" else recipe_here(name)
+    found = [t.detach().to(BF16) for t in operands(T=T, K=256, N=384)]
+
+    def compute(device: str) -> Any:
+        *leaves, dy = (t.to(device) for t in found)
+        products = linear_products(recipe)
+        got = values(products, *(t.requires_grad_() for t in leaves), dy=dy)
+        seen = {} if products.history is None else products.history.seen
+        return [t.detach().cpu() for t in (*got, *seen.values())]
+
+    ours = compute(CUDA)
+    for one, wanted in zip(ours, defined(compute), strict=True):
+        assert one.dtype == wanted.dtype
+        assert relative_error(one, wanted.double()) < 2**-7
+
+
+def test_linears_that_are_no_multiple_of_a_scale_block() -> None:
+    recipe = recipe_here("blockwise")
+    found = [t.detach().to(BF16) for t in operands(T=100, K=144, N=176)]
+
+    def compute(device: str) -> Any:
+        *leaves, dy = (t.to(device) for t in found)
+        got = values(linear_products(recipe), *(t.requires_grad_() for t in leaves), dy=dy)
+        return [t.detach().cpu() for t in got]
+
+    ours = compute(CUDA)
+    for one, wanted in zip(ours, defined(compute), strict=True):
+        assert relative_error(one, wanted.double()) < 2**-7
+
+
+@pytest.mark.parametrize("name", [None, "blockwise", "tensorwise", "delayed"])
+def test_a_model_trains_as_with_moecores_own(name: str | None) -> None:
+    recipe = None
+    if name == "delayed":
+        recipe = DELAYED
+    elif name is not None:
+        recipe = recipe_here(name)
+    losses = []
+    for backend in ("te", "moecore"):
+        how: dict[str, Any] = dict(expert_backend="te" if backend == "te" else "auto")
+        if recipe is not None:
+            roles: Any = ("mlp", "attention") if name == "delayed" else ROLES
+            how = dict(precision=Precision(recipe=replace(recipe, backend=backend), roles=roles))
+        model: nn.Module = decoder().to(BF16)
+        parallelize(model, build_meshes(ParallelConfig(), CUDA), **how)
+        losses.append(train(model, AdamW(model.parameters(), lr=1e-3), 3))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[0][-1] < losses[0][0]

@@ -1,0 +1,118 @@
+"""Files of documents against bytes written by hand: Megatron's indexed datasets, and JSONL."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moecore.packing import JsonLines, MegatronDocuments
+from moecore.packing.corpus.megatron import DTYPES
+
+# Sequences [1 2 3], [258], [] and [7 8] of uint16; documents are sequences 0 .. 1, 2 and 3.
+BIN = bytes.fromhex("0100 0200 0300 0201 0700 0800")
+IDX = bytes.fromhex(
+    "4d4d4944494458 0000"  # MMIDIDX
+    "0100000000000000"  # version
+    "08"  # uint16
+    "0400000000000000 0400000000000000"  # sequences, documents + 1
+    "03000000 01000000 00000000 02000000"
+    "0000000000000000 0600000000000000 0800000000000000 0800000000000000"
+    "0000000000000000 0200000000000000 0300000000000000 0400000000000000"
+)
+
+
+def written(folder: Path, *, idx: bytes = IDX, bin_: bytes = BIN) -> Path:
+    (folder / "a.idx").write_bytes(idx)
+    (folder / "a.bin").write_bytes(bin_)
+    return folder / "a"
+
+
+def indexed(documents: list[list[int]], dtype: int) -> tuple[bytes, bytes]:
+    """An indexed dataset of one sequence per document: .idx and .bin."""
+    sizes = np.array([len(document) for document in documents])
+    starts = (sizes.cumsum() - sizes) * np.dtype(DTYPES[dtype]).itemsize
+    idx = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, dtype, len(sizes), len(sizes) + 1)
+    idx += sizes.astype("<i4").tobytes() + starts.astype("<i8").tobytes()
+    idx += np.arange(len(sizes) + 1).astype("<i8").tobytes()
+    return idx, np.concatenate(documents).astype(DTYPES[dtype]).tobytes()
+
+
+def test_an_indexed_dataset_by_hand(tmp_path: Path) -> None:
+    for documents in (
+        (found := MegatronDocuments(written(tmp_path))),
+        pickle.loads(pickle.dumps(found)),
+    ):
+        assert [document.tolist() for document in documents] == [[1, 2, 3, 258], [], [7, 8]]
+    assert indexed([[1, 2], [3]], 8) == (
+        bytes.fromhex(
+            "4d4d4944494458 0000 0100000000000000 08 0200000000000000 0300000000000000"
+            "02000000 01000000 0000000000000000 0400000000000000"
+            "0000000000000000 0100000000000000 0200000000000000"
+        ),
+        bytes.fromhex("0100 0200 0300"),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_of_ids(dtype: int, tmp_path: Path) -> None:
+    idx, bin_ = indexed([[5], [100, 0, 127]], dtype)
+    documents = MegatronDocuments(written(tmp_path, idx=idx, bin_=bin_))
+    assert [document.tolist() for document in documents] == [[5], [100, 0, 127]]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"idx": b""}, r"a\.idx \(magic b'\\x00.*must be an index of Megatron of version 1"),
+        ({"idx": IDX.replace(b"\x01", b"\x02", 1)}, r"version 2, dtype 8\) must be an index"),
+        ({"idx": IDX[:17] + b"\x07" + IDX[18:]}, r"dtype 7\) must be an index.*of \[1, 2, 3"),
+        ({"idx": IDX[:-1]}, r"a\.idx \(113 bytes\) must have 114 for 4 sequences and 3 documents"),
+        ({"idx": IDX[:-8] + bytes(8)}, r"a\.idx must have documents from sequence 0 to 4"),
+        ({"bin_": BIN[:-2]}, r"a\.bin \(10 bytes\) must have 12, as .*a\.idx has it: copy"),
+    ],
+)
+def test_a_broken_indexed_dataset_is_one_line(
+    files: dict[str, bytes], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        MegatronDocuments(written(tmp_path, **files))
+
+
+def test_a_missing_indexed_dataset_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.idx must be a readable file: No such file"):
+        MegatronDocuments(tmp_path / "none")
+
+
+def test_lines_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moecore.packing.corpus.json_lines.CHUNK", 7)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"text": "one"}\n\n{"text": "zwölf"}\r\n\n\n{"text": "last"}'.encode())
+    for lines in (found := JsonLines(path)), pickle.loads(pickle.dumps(found)):
+        assert [line["text"] for line in lines] == ["one", "zwölf", "last"]
+    path.write_bytes(path.read_bytes() + b"\n")
+    assert len(JsonLines(path)) == 3
+
+
+@pytest.mark.parametrize("line", [b'{"text": ', b"[1]", b"\xff", b"[" * 100_000])
+def test_a_bad_line_has_its_number(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n\n' + line + b"\n{}\n")
+    lines = JsonLines(path)
+    assert lines[2] == {}
+    with pytest.raises(ValueError, match=r"a\.jsonl line 3 must be a JSON object: mend or remove"):
+        lines[1]
+
+
+def test_a_file_without_lines_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n")
+    for path, message in (
+        (tmp_path / "a.jsonl", "must have at least one line"),
+        (tmp_path / "b.jsonl", "must be a readable file: No such"),
+        (tmp_path, "must be a plain file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            JsonLines(path)

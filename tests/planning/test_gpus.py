@@ -1,0 +1,91 @@
+"""GPUs by name and from files, and a plan's page."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from moecore.cli import main
+from moecore.models import preset
+from moecore.planning import SearchRequest
+from moecore.planning.foldings import Folding, run_of, rungs_of
+from moecore.planning.gpus import GPUS, read_gpu
+
+
+def test_a_file_has_what_differs(tmp_path: Path) -> None:
+    file = tmp_path / "half.toml"
+    file.write_text('like = "h100-80"\nmemory = 40_000_000_000\nbf16_flops = 5e14\n')
+    gpu, like = read_gpu(file), GPUS["h100-80"]
+    assert (gpu.memory, gpu.bf16_flops, gpu.nvlink) == (40_000_000_000, 5e14, like.nvlink)
+    assert like.measured and not gpu.measured, "nobody has run on it"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("memory = 1", r"must have bf16_flops, fp8_flops, fp32_flops, memory_bandwidth"),
+        ('like = "h100"', r"like \('h100'\) must be one of a100-80"),
+        ('like = "h100-80"\nflops = 1', r"flops \(1\) must be a field of Gpu"),
+        ('like = "h100-80"\nmemory = -1', r"Gpu.memory \(-1\) must be"),
+        ("memory", "must be TOML"),
+    ],
+)
+def test_a_wrong_file_is_one_line(text: str, error: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=error):
+        read_gpu(file)
+    with pytest.raises(ValueError, match="must be a file"):
+        read_gpu(tmp_path)
+
+
+def test_stores_need_peer_access() -> None:
+    for gpu, has_stores in (("h100-80", True), ("rtx5090-32", False)):
+        request = SearchRequest(model=preset("tiny"), num_gpus=4, gpu=gpu, seq_len=64)
+        run = run_of(request, Folding(ep=4), rungs_of(request)[0])
+        assert (run.nvlink is not None) == has_stores
+
+
+class Bars(HTMLParser):
+    """Widths of bars by picture and row, and lines across them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.pictures: list[dict[str, list[float]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        if tag == "svg":
+            self.pictures.append({})
+        if tag == "rect":
+            self.pictures[-1].setdefault(found["y"], []).append(float(found["width"]))
+        if tag not in ("meta", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag != "path":
+            assert self.open.pop() == tag
+
+
+def test_page_has_what_the_plan_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = tmp_path / "gpu.toml", tmp_path / "plan.html"
+    file.write_text('like = "h100-80"')
+    call = ["plan", "--preset", "tiny", "--gpus", "4", "--seq-len", "64", "--pp", "2"]
+    call += ["--ep", "2", "--micro-batches", "4", "--gpu-spec", str(file), "--html", str(page)]
+    assert main([*call, "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    bars = Bars()
+    bars.feed(page.read_text())
+    assert bars.open == []
+    memory, time, stages = bars.pictures
+    for widths, rank in zip(memory.values(), ranks, strict=True):
+        held = sum(rank["device"].values()) / GPUS["h100-80"].memory
+        assert sum(widths) == pytest.approx(1000 * held, abs=0.005 * len(widths))
+    (widths,) = time.values()
+    assert sum(widths) == pytest.approx(1000, abs=0.1)
+    # Four micro-batches forward and backward on each of two ranks.
+    assert [len(widths) for widths in stages.values()] == [8, 8]

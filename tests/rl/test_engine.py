@@ -1,0 +1,310 @@
+"""The engine in one process: every objective against its formula, whatever the micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moecore import Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.torch_names import local_of
+from moecore.models import Decoder
+from moecore.rl import DPO, GRPO, GSPO, PPO, Engine, OwnObjective, Rollouts, group_advantages
+from moecore.train import AdamW
+from tests.rl.engine_cases import (
+    LENGTHS,
+    OBJECTIVES,
+    by_hand,
+    config,
+    decoder,
+    near,
+    own,
+    responses_of,
+    rollouts_of,
+    worst,
+)
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Meshes:
+    return build_meshes(ParallelConfig(), device_type="cpu")
+
+
+def engine_of(model: nn.Module, meshes: Meshes, *, max_tokens: int = 64, **options: Any) -> Engine:
+    parallelize_moe(model, meshes, **options)
+    return Engine(model, TrainStep(model), max_tokens=max_tokens)
+
+
+@cache
+def plain() -> nn.Module:
+    return decoder()
+
+
+def whole_rollouts() -> Rollouts:
+    """With log-probabilities of one process, and noise."""
+    rollouts = rollouts_of(1)
+    with torch.no_grad():
+        found = responses_of(plain(), rollouts)
+    log_probs_N = torch.zeros(len(rollouts.tokens_N))
+    log_probs_N[rollouts.response_mask_N] = torch.cat([r.log_p for r in found])
+    return near(rollouts, log_probs_N)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    grads = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+    return {name: local_of(grad).clone() for name, grad in grads}
+
+
+def test_log_probs_and_entropies_are_those_of_log_softmax(meshes: Meshes) -> None:
+    rollouts = rollouts_of(1)
+    with torch.no_grad():
+        wanted = responses_of(plain(), rollouts)
+    engine = engine_of(copy.deepcopy(plain()), meshes, max_tokens=20)
+    found = engine.log_probs(rollouts, entropy=True)
+    mask = rollouts.response_mask_N
+    assert found.entropy_N is not None
+    for got, want in (
+        (found.log_probs_N, torch.cat([r.log_p for r in wanted])),
+        (found.entropy_N, torch.cat([r.entropy for r in wanted])),
+    ):
+        assert not got[~mask].any() and got.dtype == torch.float32
+        torch.testing.assert_close(got[mask], want, rtol=1e-6, atol=1e-6)
+    assert engine.log_probs(rollouts).entropy_N is None
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_is_its_formula_whatever_the_micro_batches(
+    name: str, loss: str, meshes: Meshes
+) -> None:
+    rollouts = whole_rollouts()
+    want_loss, want = by_hand(plain(), [rollouts], name)
+    model = copy.deepcopy(plain())
+    parallelize_moe(model, meshes, loss=loss)  # type: ignore[arg-type]
+    step, numbers = TrainStep(model), set()
+    for max_tokens in (20, 64):
+        engine = Engine(model, step, max_tokens=max_tokens)
+        found = engine.forward_backward(rollouts, OBJECTIVES[name][0])
+        numbers.add(found.num_micro_batches)
+        torch.testing.assert_close(found.loss, want_loss, rtol=2e-6, atol=2e-6)
+        assert worst(gradients(model), want) < 1e-5
+        step.finish()
+        model.zero_grad()
+    assert max(numbers) > 1 == min(numbers)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_of_no_sequences_has_a_gradient_of_nothing(name: str) -> None:
+    log_probs = torch.zeros(0, requires_grad=True)
+    found = OBJECTIVES[name][0](log_probs, torch.zeros(0), rollouts_of(0).take([]))
+    found.sum().backward()
+    assert found.shape == (0,) and log_probs.grad is not None
+
+
+def test_the_first_step_on_fresh_rollouts_has_ratio_one(meshes: Meshes) -> None:
+    rollouts = rollouts_of(0).replace(old_log_probs_N=None)
+    engine = engine_of(copy.deepcopy(plain()), meshes)
+    found = engine.forward_backward(rollouts, PPO())
+    weights, mask = rollouts.weights_N, rollouts.response_mask_N
+    assert weights is not None and rollouts.advantages_N is not None
+    want = -(weights * rollouts.advantages_N)[mask].sum() / weights[mask].sum()
+    torch.testing.assert_close(found.loss, want)
+    torch.testing.assert_close(
+        found.scores.log_probs_N, engine.log_probs(rollouts).log_probs_N, rtol=1e-6, atol=1e-6
+    )
+
+
+def test_steps_raise_the_objective(meshes: Meshes) -> None:
+    model = copy.deepcopy(plain())
+    parallelize_moe(model, meshes)
+    step = TrainStep(model, AdamW(model.parameters(), lr=1e-5), max_norm=1.0)
+    engine = Engine(model, step, max_tokens=20)
+    rollouts = rollouts_of(0)
+    old = engine.log_probs(rollouts)
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    rollouts = rollouts.replace(
+        old_log_probs_N=old.log_probs_N,
+        ref_log_probs_N=old.log_probs_N,
+        advantages_N=rollouts.spread(group_advantages(rewards, [0, 0, 1, 1])),
+    )
+    losses = []
+    for _ in range(4):
+        losses.append(float(engine.forward_backward(rollouts, GRPO()).loss))
+        assert not step.finish().skipped
+    assert abs(losses[0]) < 1e-6, "advantages of a group sum to 0"
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_a_step_after_offload_has_the_bits_of_one_without(meshes: Meshes) -> None:
+    rollouts, found = whole_rollouts(), []
+    for away in ([], ["all"], ["optimizer", "weights"]):
+        model = copy.deepcopy(plain())
+        parallelize_moe(model, meshes)
+        step = TrainStep(model, AdamW(model.parameters(), lr=1e-3), max_norm=1.0)
+        reference = parallelize_moe(copy.deepcopy(plain()), meshes)
+        engine = Engine(model, step, max_tokens=20, reference=reference)
+        before = {name: tensor.clone() for name, tensor in engine.weights(bucket_bytes=1 << 20)}
+        for _ in range(2):
+            engine.forward_backward(rollouts, GRPO())
+            step.finish()
+            for part in away:
+                engine.offload(part)
+            if "weights" in away or "all" in away:
+                with pytest.raises(ValueError, match=r"forward must not run while .*weights"):
+                    engine.reference_log_probs(rollouts)
+            for part in away:
+                engine.onload(part)
+        scores = engine.reference_log_probs(rollouts)
+        found.append(dict(model.named_parameters()) | {"reference": scores.log_probs_N})
+    assert all(torch.equal(found[0][n], other[n]) for other in found[1:] for n in found[0])
+    after = dict(engine.weights(bucket_bytes=1 << 20))
+    names = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight")
+    for name in names:
+        assert torch.equal(after[name], local_of(found[0][name]))
+        assert not torch.equal(after[name], before[name])
+    assert after.keys() == before.keys()
+
+
+def test_numbers_outside_of_responses_are_not_read(meshes: Meshes) -> None:
+    rollouts = whole_rollouts()
+    spoiled = {
+        name: getattr(rollouts, name).masked_fill(~rollouts.response_mask_N, float("nan"))
+        for name in ("advantages_N", "old_log_probs_N", "ref_log_probs_N", "weights_N")
+    }
+    engine = engine_of(copy.deepcopy(plain()), meshes)
+    found = []
+    for given in (rollouts, rollouts.replace(**spoiled)):
+        loss = engine.forward_backward(given, OBJECTIVES["grpo"][0]).loss
+        found.append({"loss": loss} | gradients(engine.model))
+        engine.step.finish()
+        engine.model.zero_grad()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+class Widths(TorchDispatchMode):
+    """Notes how many rows matrices of so many columns have."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns = columns
+        self.rows: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[-1] == self.columns:
+                self.rows.add(leaf.shape[:-1].numel())
+        return out
+
+
+def test_logits_of_all_tokens_never_exist(meshes: Meshes) -> None:
+    sizes = replace(config(), vocab_size=131)
+    engine, rollouts = engine_of(Decoder(sizes), meshes), rollouts_of(1)
+    with Widths(131) as seen:
+        engine.log_probs(rollouts, entropy=True)
+        engine.forward_backward(rollouts, PPO(entropy_coef=0.1))
+    assert seen.rows - {sizes.dim} == set(range(1, 8)) & seen.rows, "the head, and chunks of 7"
+    assert max(seen.rows - {sizes.dim}) == sizes.ce_chunk_tokens == 7
+
+
+@pytest.mark.gpu
+def test_on_cuda_numbers_are_those_of_the_cpu(meshes: Meshes) -> None:
+    rollouts = whole_rollouts()
+    found = []
+    for device in ("cpu", "cuda"):
+        model = copy.deepcopy(plain()).to(device)
+        engine = engine_of(model, build_meshes(ParallelConfig(), device_type=device))
+        on_device = {
+            field.name: getattr(rollouts, field.name).to(device)
+            for field in fields(rollouts)
+            if isinstance(getattr(rollouts, field.name), Tensor)
+        }
+        given = rollouts.replace(**on_device)
+        routes = engine.log_probs(given, entropy=True, routes=True).routes_NLK
+        result = engine.forward_backward(given.replace(routes_NLK=routes), GSPO(entropy_coef=0.1))
+        numbers = {"loss": result.loss, "log_probs": result.scores.log_probs_N}
+        found.append({n: x.cpu() for n, x in (numbers | gradients(model)).items()})
+    assert worst(found[1], found[0]) < 1e-4
+
+
+def test_group_advantages() -> None:
+    rewards = torch.tensor([1.0, 2.0, 6.0, 5.0, 3.0, 3.0])
+    found = group_advantages(rewards, [7, 7, 7, 2, 4, 4])
+    first = (rewards[:3] - 3) / (rewards[:3].std() + 1e-6)
+    torch.testing.assert_close(found, torch.cat([first, torch.zeros(3)]))
+    alone = group_advantages(rewards, [7, 7, 7, 2, 4, 4], scaled=False)
+    torch.testing.assert_close(alone, torch.tensor([-2.0, -1, 3, 0, 0, 0]))
+    with pytest.raises(ValueError, match=r"rewards_n \(6,\) must be one finite number[^\n]*$"):
+        group_advantages(rewards.log() * float("nan"), [7, 7, 7, 2, 4, 4])
+
+
+def test_rollouts_are_taken_with_all_that_is_known_of_them() -> None:
+    rollouts = rollouts_of(0)
+    taken = rollouts.take([2, 0])
+    assert taken.lengths == [sum(LENGTHS[2]), sum(LENGTHS[0])]
+    assert taken.sequence_N.tolist() == [0] * 5 + [1] * 8
+    places = [*range(19, 24), *range(8)]
+    for name in ("tokens_N", "response_mask_N", "advantages_N", "weights_N"):
+        assert torch.equal(getattr(taken, name), getattr(rollouts, name)[places])
+    assert rollouts.sum_responses(torch.ones(len(rollouts.tokens_N))).tolist() == [5, 9, 1, 6]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "tokens": (dict(tokens_N=torch.zeros(2, 3)), r"Rollouts.tokens_N .* must be int64 \[N\]"),
+    "borders": (dict(cu_seqlens=torch.tensor([0, 3])), "Rollouts.cu_seqlens .* must be integers"),
+    "mask": (dict(response_mask_N=torch.ones(30)), "Rollouts.response_mask_N .* must be bool"),
+    "first": (dict(response_mask_N=torch.ones(30).bool()), "be False for the first token"),
+    "shape": (dict(advantages_N=torch.ones(4)), r"Rollouts.advantages_N .* must be floating \(30,"),
+    "dtype": (dict(weights_N=torch.ones(30).long()), "Rollouts.weights_N .* must be floating"),
+    "routes": (dict(routes_NLK=torch.zeros(30, 2)), "Rollouts.routes_NLK .* must be integers"),
+    "temperature": (dict(temperature=0.0), r"Rollouts.temperature \(0.0\) must be a finite number"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rollouts_are_one_line(name: str) -> None:
+    changes, message = BAD[name]
+    good = rollouts_of(0)
+    assert len(good.tokens_N) == 31
+    changes = {
+        k: v[:1].expand(31, *v.shape[1:]) if isinstance(v, Tensor) and len(v) == 30 else v
+        for k, v in changes.items()
+    }
+    with pytest.raises(ValueError, match=message.replace("30", "31")) as error:
+        good.replace(**changes)
+    assert "\n" not in str(error.value)
+
+
+def refused(engine: Engine, rollouts: Rollouts, objective: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        engine.forward_backward(rollouts, objective)
+    assert "\n" not in str(error.value)
+
+
+def test_what_does_not_fit_is_one_line(meshes: Meshes) -> None:
+    engine, rollouts = engine_of(decoder(), meshes, max_tokens=16), rollouts_of(0)
+    missing = r"Rollouts.ref_log_probs_N \(None\) must be given for GRPO"
+    refused(engine, rollouts.replace(ref_log_probs_N=None), GRPO(), missing)
+    refused(engine, rollouts.take([0, 1, 2]), DPO(), r"rollouts \(3 sequences\) must be a multiple")
+    refused(engine, rollouts, DPO(), r"max_tokens \(16\) must be >= 19, the tokens of sequence 0")
+    nothing = rollouts.replace(response_mask_N=torch.zeros_like(rollouts.response_mask_N))
+    pairs = nothing.replace(tokens_N=nothing.tokens_N).take([0, 2])
+    refused(engine, pairs, DPO(), r"rollouts \(0 responses with a weight\) must have one in each")
+    refused(engine, nothing, PPO(), r"rollouts \(0 tokens of responses with a weight")
+    negative = rollouts.replace(weights_N=-torch.ones(len(rollouts.tokens_N)))
+    refused(engine, negative, PPO(), "Rollouts.weights_N must be finite and >= 0")
+    mean = OwnObjective(lambda log_probs, *_: log_probs.mean())
+    refused(engine, rollouts, mean, "OwnObjective returned .* must be one loss per token")
+    bare = r"objective \(<function.*\) must be an? .*: pass PPO\(\), GRPO\(\) or OwnObjective"
+    refused(engine, rollouts, own, bare)
+    with pytest.raises(ValueError, match=r"PPO.clip \(1.5\) must be"):
+        PPO(clip=1.5)
+    with pytest.raises(ValueError, match=r"model \(Decoder\) must be parallelized"):
+        Engine(decoder(), engine.step, max_tokens=16)

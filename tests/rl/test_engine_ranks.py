@@ -1,0 +1,230 @@
+"""The engine on six ranks: losses, log-probabilities and gradients are those of one process.
+
+Data ranks have different numbers of sequences and of micro-batches. Old and reference numbers are
+made near those of the policy, so that some ratios are clipped and others are not.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore import (
+    MemoryOptions,
+    ParallelConfig,
+    PipelineConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.families import use_causal_attention
+from moecore.rl import PPO, Engine, Rollouts
+from tests.families.transformers.hf_models import random_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.whole import gather_whole
+from tests.rl.engine_cases import (
+    OBJECTIVES,
+    by_hand,
+    decoder,
+    forced,
+    log_probs_by_hand,
+    near,
+    replayed,
+    responses_of,
+    rollouts_of,
+    routes_by_hand,
+    weighted,
+    worst,
+)
+
+pytestmark = pytest.mark.slow
+
+WORLD = 6
+# name -> degrees, how a loss is reduced, the model's family, objective
+CASES: dict[str, tuple[dict[str, int], str, str, str]] = {
+    "dp3-tp2-ep3": (dict(dp_shard=3, tp=2, ep=3), "mean", "native", "grpo"),
+    "cp3-tp2-ep2": (dict(dp_shard=1, cp=3, tp=2, ep=2), "sum", "native", "gspo"),
+    # Stages take turns in the layers; the first one of three has no MoE layer.
+    "pp2-dp3-ep3": (dict(pp=2, dp_shard=3, ep=3), "sum", "native", "dpo"),
+    "pp3-cp2-ep2": (dict(pp=3, dp_shard=1, cp=2, ep=2), "mean", "native", "gspo"),
+    "hf-dp2-cp3-ep2": (dict(dp_shard=2, cp=3, ep=2), "mean", "transformers", "own"),
+    "hf-pp3-dp2-ep2": (dict(pp=3, dp_shard=2, ep=2), "sum", "transformers", "ppo-k1"),
+    "hf-dp3-tp2-ep2": (dict(dp_shard=3, tp=2, ep=2), "mean", "transformers", "ppo-k1"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pp2-dp3-ep3": dict(pipeline=PipelineConfig(schedule="interleaved", chunks=2)),
+    "pp3-cp2-ep2": dict(pipeline=PipelineConfig(), memory=MemoryOptions(recompute=("moe",))),
+    "hf-pp3-dp2-ep2": dict(pipeline=PipelineConfig()),
+}
+WEIGHTED = ("cp3-tp2-ep2", "pp2-dp3-ep3")  # weights of routes are given too
+
+
+def made(family: str) -> nn.Module:
+    if family == "native":
+        return decoder(num_experts=6)
+    model = random_model("qwen3-moe", num_experts=6, num_hidden_layers=3)
+    use_causal_attention(model)
+    return model
+
+
+class LogitsOf(nn.Module):
+    """A model that returns logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        out = self.model(ids_BT)
+        found: Tensor = getattr(out, "logits", out)
+        return found
+
+
+def all_rollouts(
+    plain: nn.Module, data_ranks: int, vocabulary: int, *, routed: bool
+) -> tuple[list[Rollouts], list[Tensor], list[Tensor]]:
+    """Of each data rank, with log-probabilities and routes of one process; made on rank 0."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        every, log_probs, routes = [], [], []
+        for data_rank in range(data_ranks):
+            rollouts = rollouts_of(data_rank, vocabulary)
+            with torch.no_grad():
+                responses = responses_of(plain, rollouts)
+            log_probs_N = torch.zeros(len(rollouts.tokens_N))
+            log_probs_N[rollouts.response_mask_N] = torch.cat([r.log_p for r in responses])
+            every.append(near(rollouts, log_probs_N))
+            log_probs.append(log_probs_N)
+            if routed:
+                routes.append(routes_by_hand(plain, rollouts))
+        found = [(every, log_probs, routes)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def forced_log_probs(plain: nn.Module, every: list[Rollouts]) -> list[Tensor]:
+    """By given routes; made on rank 0."""
+    is_first = dist.get_rank() == 0
+    found: list[Any] = [[log_probs_by_hand(plain, r) for r in every] if is_first else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def run_case(name: str) -> dict[str, Any]:
+    degrees, loss, family, objective = CASES[name]
+    meshes = build_meshes(ParallelConfig(**degrees), "cpu")
+    plain = LogitsOf(made(family))
+    vocabulary = 128 if family == "native" else 61
+    routed = family == "native"
+    every, log_probs, routes = all_rollouts(plain, meshes.data_ranks, vocabulary, routed=routed)
+    model = copy.deepcopy(plain.model)
+    parallelize_moe(model, meshes, loss=loss, **OPTIONS.get(name, {}))  # type: ignore[arg-type]
+    engine = Engine(model, TrainStep(model), max_tokens=24)
+    own = every[meshes.data_rank]
+    scores = engine.log_probs(own, entropy=True, routes=routed)
+    if routed:
+        assert scores.routes_NLK is not None
+        assert torch.equal(scores.routes_NLK, routes[meshes.data_rank])
+        by_force = [forced(r, 6) for r in routes]
+        every = [r.replace(routes_NLK=f) for r, f in zip(every, by_force, strict=True)]
+        if name in WEIGHTED:
+            every = [weighted(r) for r in every]
+        log_probs = forced_log_probs(plain, every)
+        every = [near(r, x) for r, x in zip(every, log_probs, strict=True)]
+        own = every[meshes.data_rank]
+        scores = engine.log_probs(own)
+    else:
+        given = own.replace(routes_NLK=made_routes(own))
+        by_routes_N = engine.log_probs(given).log_probs_N
+    found = engine.forward_backward(own, OBJECTIVES[objective][0])
+    errors = [
+        float((scores.log_probs_N - log_probs[meshes.data_rank]).abs().max()),
+        float((found.scores.log_probs_N - scores.log_probs_N).abs().max()),
+    ]
+    largest = torch.tensor(errors)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    whole = gather_whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    if dist.get_rank():
+        return {}
+    with replayed(plain, every) if routed else nullcontext():
+        want_loss, want = by_hand(plain, every, objective)
+    return {
+        "log-probs": float(largest[0]),
+        "of the step": float(largest[1]),
+        # of tokens whose losses are about 1, of either sign
+        "loss": float((found.loss - want_loss).abs() / want_loss.abs().clamp(min=1)),
+        "gradient": worst(whole, {n.removeprefix("model."): g for n, g in want.items()}),
+        "micro-batches": found.num_micro_batches,
+        "by routes": None if routed else by_routes_N,
+    }
+
+
+def made_routes(rollouts: Rollouts) -> Tensor:
+    """Experts of a transformers model, in turn."""
+    shape = (len(rollouts.tokens_N), 3, 2)
+    return torch.arange(shape[0] * 6).view(shape) % 6
+
+
+def refusals() -> dict[str, str]:
+    """What this rank raises where another one has wrong rollouts."""
+    meshes = build_meshes(ParallelConfig(dp_shard=3, tp=2, ep=3), "cpu")
+    model = parallelize_moe(decoder(num_experts=6), meshes)
+    engine, good = Engine(model, TrainStep(model), max_tokens=36), rollouts_of(meshes.data_rank)
+    last = dist.get_rank() == WORLD - 1
+    given = {
+        "a field": good.replace(advantages_N=None) if meshes.data_rank == 2 else good,
+        "tp ranks": good.replace(advantages_N=-good.advantages_N) if last else good,  # type: ignore
+        "ids": good.replace(
+            routes_NLK=torch.full((len(good.tokens_N), 2, 2), 6 if meshes.data_rank == 1 else -1)
+        ),
+        "temperature": good.replace(temperature=2.0) if meshes.data_rank == 1 else good,
+    }
+    found = {}
+    for name, rollouts in given.items():
+        try:
+            engine.forward_backward(rollouts, PPO())
+        except ValueError as error:
+            found[name] = str(error)
+    engine.forward_backward(good, PPO())  # nobody waits for anybody
+    return found
+
+
+def worker(rank: int, device: torch.device) -> Any:
+    return {name: run_case(name) for name in CASES}, refusals()
+
+
+@pytest.fixture(scope="module")
+def results() -> Any:
+    return run_ranks(WORLD, worker)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_of_one_process(name: str, results: Any) -> None:
+    errors = results[0][name]
+    assert errors.pop("micro-batches") > 1
+    assert errors["log-probs"] < 5e-6 and errors["of the step"] < 5e-6
+    assert errors["loss"] < 2e-6
+    assert errors["gradient"] < 1e-5
+
+
+def test_routes_over_stages_of_a_transformers_model(results: Any) -> None:
+    """Of the first data rank, on every layout."""
+    first, *others = [
+        results[0][name]["by routes"] for name in CASES if CASES[name][2] == "transformers"
+    ]
+    for found in others:
+        torch.testing.assert_close(found, first, rtol=1e-6, atol=5e-6)
+
+
+def test_wrong_rollouts_of_one_rank_are_an_error_of_all(results: Any) -> None:
+    found = results[1]
+    for name in ("a field", "ids"):
+        assert found[name] == "rollouts of another rank must be right: see its error"
+    assert found["tp ranks"].startswith("rollouts of data rank 2 must be the same on the ranks")
+    assert found["temperature"].startswith("the objective, entropy, PPO.clip")
