@@ -23,7 +23,7 @@ from moecore.kernels.cross_entropy import cross_entropy_, row_statistics, softma
 from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
-from moecore.kernels.grouped.block_scaled import block_scaled_gemm
+from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
 from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
@@ -34,7 +34,6 @@ from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.microscaled import emulated, emulated_matrices
-from moecore.kernels.rows.microscaling import quantise_mxfp8, to_e8m0
 from moecore.kernels.rows.move import copy_used, gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
 from moecore.kernels.rows.pages import PageLayout, copy_rows, take_rows
@@ -156,10 +155,6 @@ def run_quantised(device: str, index: Any) -> None:
     gather_row_blocks(rows, index.row_ids_R, index.slots_SK, index.num_rows)
     tile_tokens(rows, index.row_ids_R, tiles)
     quantise_weights(x_TD.new_zeros(2, 128, 256), **how)
-    a, scales = quantise_mxfp8(x_TD, (1, 32))
-    places = torch.zeros(1, dtype=torch.int32, device=device) + len(x_TD)
-    side = (a, to_e8m0(scales))
-    block_scaled_gemm(*side, *(t[None] for t in side), torch.ones(1, device=device), places)
     copy_used(*torch.zeros(2, R, 64, dtype=torch.uint8, device=device), index.num_rows)
     run_pages(device, index)
     widen_rows(rows, index.num_rows.clamp(max=rows.values.shape[0]))
@@ -176,12 +171,24 @@ def run_quantised(device: str, index: Any) -> None:
             for over_rows in (False, True):
                 emulated(x_TD[:, 32:], recipe, over_rows=over_rows, is_gradient=True, packed=packed)
             emulated_matrices(x_TD[None, :32], recipe, packed=packed)
+    run_block_scaled(x_TD)
     part = torch.randn(2, 24, 144, device=device)
     place = PartOfMatrix.of(torch.Size([2, 80, 144]), 1, 56, 24)
     scales, values = torch.zeros(2, *place.scales_shape, device=device), part.to(torch.uint8)
     block_amax_(part, place, scales[0])
     quantise_blocks_(part, place, scales[0], scales[1], values, **how)
     transpose_values(values[:, :16].contiguous(), 128)
+
+
+def run_block_scaled(x_TD: Tensor) -> None:
+    """Products of one group, in bf16 where a GPU multiplies no scales."""
+    recipe = Recipe(scaling="mxfp8")
+    rows, columns = (emulated(x_TD, recipe, over_rows=i, packed=True) for i in (False, True))
+    matrix = emulated_matrices(x_TD[None, :32], recipe, packed=True).rows
+    assert matrix is not None
+    T, W = (torch.full((1,), n, device=x_TD.device).int() for n in (len(x_TD), 64))
+    block_scaled_gemm(rows, matrix, T, recipe, torch.bfloat16)
+    block_scaled_wgrad(columns, columns, W, recipe)
 
 
 def run_pages(device: str, index: Any) -> None:

@@ -18,6 +18,7 @@ with b per element: M * K * (b + 2), and M * K * b once more for the largest mag
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from moecore.kernels.rows.microscaling import (
     BACKWARD,
     FORWARD,
     PACKED,
+    PACKED_BACKWARD,
     emulated_matrices_ref,
     emulated_ref,
     multiplied_dtype,
@@ -192,7 +194,9 @@ def emulated_matrices(
             first = None if packed else operands[0]
             made = first if first is not None and height == width else None
             made = made or make(recipe, block, amax_e, packed=packed, transposed=bool(i))
-            if not packed:
+            if packed:
+                made = replace(made, kind=(PACKED, PACKED_BACKWARD)[i])
+            else:
                 values = made.values.transpose(1, 2) if i else made.values
                 made = Blocks(values, (first or made).scales, (FORWARD, BACKWARD)[i])
             operands[i] = made

@@ -112,7 +112,7 @@ def finite_amax_kernel(
 
 
 @triton.jit
-def _tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
+def nvfp4_tensor_scale(amax, POWER_OF_TWO: tl.constexpr):  # fp32, finite
     """Return what `microscaling.tensor_scales` returns for "nvfp4"."""
     scale = tl.div_rn(amax, tl.full(amax.shape, 2688.0, tl.float32))  # 6 * 448
     if POWER_OF_TWO:
@@ -185,7 +185,7 @@ def microscale_kernel(
             scale = tl.full((128,), 1.0, tl.float32)
             if E2M1:
                 amax = tl.load(amax_ptr + i, mask=i < NUM_SCALES, other=0.0)
-                scale = _tensor_scale(amax, POWER_OF_TWO)
+                scale = nvfp4_tensor_scale(amax, POWER_OF_TWO)
             tl.store(scales_ptr + i, scale, mask=i < NUM_SCALES)
     first, blocks, columns, x = _load(
         x_ptr, sources_ptr, T, M, stride, K, HADAMARD, ROWS, COLUMNS, G, B
@@ -199,7 +199,7 @@ def microscale_kernel(
     amax = tl.max(largest, 2)
     if E2M1:
         expert = _expert(experts_ptr, first, M, rows_of_expert)
-        scale = _tensor_scale(tl.load(amax_ptr + expert), POWER_OF_TWO)[:, None]
+        scale = nvfp4_tensor_scale(tl.load(amax_ptr + expert), POWER_OF_TWO)[:, None]
         wanted = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
         wanted = tl.div_rn(wanted, tl.broadcast_to(scale, amax.shape))
         scale_code = tl.where(amax < float("inf"), to_e4m3(tl.minimum(wanted, 448.0)), 0x7F)
