@@ -21,8 +21,9 @@ from torch import Tensor
 import moecore.kernels
 from moecore.base.options.precision import Recipe
 from moecore.kernels import adamw, cross_entropy, momentum
+from moecore.kernels.common import BLOCK_SCALED_TRITON
 from moecore.kernels.experts import contract, expert_mlp
-from moecore.kernels.grouped import fp8, wgrad
+from moecore.kernels.grouped import block_scaled, fp8, wgrad
 from moecore.kernels.routing import (
     balance,
     balance_loss,
@@ -35,6 +36,7 @@ from moecore.kernels.routing import (
 )
 from moecore.kernels.rows import (
     activation,
+    e4m3,
     free_list,
     index,
     microscaled,
@@ -52,6 +54,7 @@ from moecore.kernels.rows import scaled_cast as scaled
 
 triton = pytest.importorskip("triton")
 
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 T, D, F, E, K = 64, 2048, 768, 128, 8
 MAX_SPILL_BYTES = 0
 SHARED_MEMORY_BYTES = 232448  # of one program on Hopper; the compiler does not check it
@@ -268,6 +271,26 @@ def run_microscaled(recipe: Recipe, packed: bool = False) -> None:
     microscaled.emulated(x, recipe, over_rows=True)
     for dtype in (torch.bfloat16, torch.float32)[: 2 - packed]:
         microscaled.emulated_matrices(torch.zeros(2, F, D, dtype=dtype), recipe, packed=packed)
+
+
+def run_block_scaled(recipe: Recipe) -> None:
+    def operand(*shape: int, rows: int = 1) -> Any:
+        *lead, M, columns = shape
+        scales = torch.zeros(*lead, M // rows, columns // recipe.multiple, dtype=torch.uint8)
+        if recipe.scaling == "mxfp8":
+            values = torch.zeros(shape, dtype=torch.uint8).view(e4m3.FP8)
+            return scaling.Blocks(values, scales, "packed")
+        values = torch.zeros(*lead, M, columns // 2, dtype=torch.uint8)
+        return scaling.Blocks(values, scales.view(e4m3.FP8), "packed", torch.zeros(E + 1))
+
+    matrices = operand(E, F, D, rows=recipe.weight_block[0] or 1)
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = operand(T * K, D)
+        block_scaled.block_scaled_gemm(rows, matrices, ints(E), recipe, dtype)
+        sides = operand(D, T * K), operand(F, T * K)
+        how: dict[str, Any] = dict(out=torch.zeros(E, D, F, dtype=dtype))
+        for adds in (False, True):
+            block_scaled.block_scaled_wgrad(*sides, ints(E), recipe, adds=adds, **how)
 
 
 def run_shard_blocks() -> None:
@@ -506,6 +529,41 @@ def test_microscaled_operands(
         assert ("div.rn.f32" in ptx) == (scaling == "nvfp4" and "microscale" in name), name
         if not packed and "microscale" in name:
             assert kernel.metadata.shared == 0, name
+
+
+BLOCK_SCALED = {  # instructions, and shared memory of one program
+    100: (
+        {
+            "mxfp8": r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale",
+            "nvfp4": r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale",
+        },
+        232448,
+    ),
+    120: (
+        {
+            "mxfp8": r"mma\.sync\S*kind::mxf8f6f4\.block_scale\S*ue8m0",
+            "nvfp4": r"mma\.sync\S*kind::mxf4nvf4\.block_scale\S*ue4m3",
+        },
+        101376,
+    ),
+}
+
+
+@pytest.mark.skipif(VERSION < BLOCK_SCALED_TRITON, reason="Triton is older than 3.9")
+@pytest.mark.parametrize("scaling", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("compiled", BLOCK_SCALED, indirect=True)
+def test_products_of_blocks(
+    scaling: Any, compiled: dict[str, Any], tmp_path: Any, request: pytest.FixtureRequest
+) -> None:
+    """Blackwell multiplies values and scales in one instruction."""
+    run_block_scaled(Recipe(scaling=scaling))
+    instructions, shared_bytes = BLOCK_SCALED[request.node.callspec.params["compiled"]]
+    assert len(compiled) == 6
+    for name, kernel in compiled.items():
+        assert re.search(instructions[scaling], kernel.asm["ptx"]), name
+        assert "cp.async.c" in kernel.asm["ptx"], f"{name} reads byte by byte"
+        assert kernel.metadata.shared <= shared_bytes, name
+        assert spilled_bytes(kernel, tmp_path) == 0, name
 
 
 def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +11,6 @@ from torch import Tensor
 
 from moecore.base.options.precision import Recipe
 from moecore.kernels.common import BLOCK_SCALED_TRITON, HAS_TRITON, INTERPRET, triton
-from moecore.kernels.grouped import block_scaled
 from moecore.kernels.grouped.block_scaled import (
     block_scaled_gemm,
     block_scaled_gemm_ref,
@@ -186,61 +182,3 @@ def test_gathered_matrices_are_transposed() -> None:
     for ours, theirs in zip(found.tensors(), columns.tensors(), strict=True):
         bits = [t.view(torch.uint8) if t.itemsize == 1 else t for t in (ours, theirs)]
         assert ours.dtype == theirs.dtype and torch.equal(*bits) and ours.is_contiguous()
-
-
-def compiled(name: str, recipe: Recipe, arch: int, **more: Any) -> Any:
-    """Return a kernel as it is launched, for a GPU that is not there."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = getattr(block_scaled, f"block_scaled_grouped_{name}_kernel")
-    is_fp8 = recipe.scaling == "mxfp8"
-    operand = Blocks(
-        torch.empty(0, dtype=torch.float8_e4m3fn if is_fp8 else torch.uint8), *[None] * 2
-    )  # type: ignore[arg-type]
-    constants: dict[str, Any] = block_scaled._constants(operand, recipe) | more
-    warps = constants.pop("num_warps")
-    values, scales = ("*fp8e4nv", "*u8") if is_fp8 else ("*u8", "*fp8e4nv")
-    side = [values, scales, "constexpr" if is_fp8 else "*fp32"]
-    names = kernel.arg_names
-    types = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
-    types |= dict(zip(names, [*side, *side, "*i32", "*bf16"], strict=False))
-    if is_fp8:
-        constants |= {n: None for n in names if n.endswith("_amax_ptr")}
-    if "scale" in types:
-        types["scale"] = "fp32"
-    whole = [i for i, n in enumerate(names) if n in "MNKW" or n.endswith("_ptr")]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in whole if names[i] not in constants}
-    source = ASTSource(kernel, types, constexprs=constants, attrs=attrs)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=warps))
-
-
-INSTRUCTIONS = {
-    (100, "mxfp8"): r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale",
-    (100, "nvfp4"): r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale",
-    (120, "mxfp8"): r"mma\.sync\S*kind::mxf8f6f4\.block_scale\S*ue8m0",
-    (120, "nvfp4"): r"mma\.sync\S*kind::mxf4nvf4\.block_scale\S*ue4m3",
-}
-SHARED_BYTES = {100: 232448, 120: 101376}  # of one program: what each architecture has
-KERNELS: dict[str, dict[str, Any]] = {
-    "gemm": {"B_ROWS": 16, "E_POW2": 8, "GROUP": block_scaled.GROUP_M},
-    "wgrad": {"ADD": True},
-}
-
-
-@needs_new
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("recipe", [RECIPES["mxfp8"], RECIPES["nvfp4"]], ids=["mxfp8", "nvfp4"])
-@pytest.mark.parametrize("arch", [100, 120])
-def test_blackwell_has_the_instruction(arch: int, recipe: Recipe, name: str, tmp_path: Any) -> None:
-    more = KERNELS[name] | ({"B_ROWS": 1} if name == "gemm" and recipe.scaling == "mxfp8" else {})
-    kernel = compiled(name, recipe, arch, **more)
-    assert re.search(INSTRUCTIONS[arch, recipe.scaling], kernel.asm["ptx"])
-    assert "cp.async.c" in kernel.asm["ptx"], "operands are read byte by byte"
-    assert kernel.metadata.shared <= SHARED_BYTES[arch]
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(kernel.asm["cubin"])
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
-    done = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True)
-    spilled = [int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", done.stdout)]
-    assert spilled and max(spilled) == 0
