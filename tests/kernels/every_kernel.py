@@ -31,6 +31,7 @@ from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions, route_weights
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.cast import amax, cast
+from moecore.kernels.rows.e4m3 import FP8
 from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.microscaled import emulated, emulated_matrices
@@ -55,6 +56,7 @@ from moecore.kernels.rows.shard_blocks import (
     quantise_blocks_,
     transpose_values,
 )
+from moecore.kernels.rows.shard_squares import amax_of_squares_, pack_part_
 
 # What one GPU alone can not run: `tests/kernels/exchange` plays the ranks.
 OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"} | {
@@ -178,6 +180,11 @@ def run_quantised(device: str, index: Any) -> None:
     block_amax_(part, place, scales[0])
     quantise_blocks_(part, place, scales[0], scales[1], values, **how)
     transpose_values(values[:, :16].contiguous(), 128)
+    squares, of_matrices = torch.zeros(10, 9, device=device), torch.zeros(2, device=device)
+    amax_of_squares_(part, place, squares)
+    packed = values.view(-1)[: part.numel() // 2]
+    recipe = Recipe(scaling="nvfp4")
+    pack_part_(part, place, squares, of_matrices, squares.to(FP8), packed, recipe)
 
 
 def run_block_scaled(x_TD: Tensor) -> None:

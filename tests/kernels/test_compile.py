@@ -47,6 +47,7 @@ from moecore.kernels.rows import (
     row_tiles,
     scaling,
     shard_blocks,
+    shard_squares,
 )
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
@@ -305,6 +306,19 @@ def run_shard_blocks() -> None:
     shard_blocks.transpose_values(values)
 
 
+def run_shard_squares() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        part = torch.zeros(2, F, D // 8, dtype=dtype)
+        place = shard_blocks.PartOfMatrix.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
+        squares, amax = torch.zeros(2 * F // 16, D // 16), torch.zeros(2)
+        shard_squares.amax_of_squares_(part, place, squares)
+        shard_squares.finite_amax_(part, 0, amax)
+        where = (squares, amax, squares.to(e4m3.FP8), torch.zeros(part.numel() // 2).byte())
+        for power_of_two in (True, False):
+            recipe = Recipe(scaling="nvfp4", power_of_two=power_of_two)
+            shard_squares.pack_part_(part, place, *where, recipe)
+
+
 def run_quantised_activation(kind: str, power_of_two: bool, dtype: torch.dtype) -> None:
     options = activation.ActivationOptions(kind=kind)
     weights = torch.zeros(T * K)
@@ -469,6 +483,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 8),
     "weights of FP8 products": (run_quantised_weights, 12),
     "parts of such weights": (run_shard_blocks, 7),
+    "parts of NVFP4 weights": (run_shard_squares, 8),
     **{
         f"quantised {kind}": (
             lambda kind=kind: run_quantised_activation(kind, kind != "gelu", torch.bfloat16),

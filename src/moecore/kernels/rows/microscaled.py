@@ -43,6 +43,7 @@ from moecore.kernels.rows.microscaling import (
     PACKED_BACKWARD,
     emulated_matrices_ref,
     emulated_ref,
+    finite_magnitude,
     multiplied_dtype,
 )
 from moecore.kernels.rows.scaling import Blocks, Both, padded
@@ -166,6 +167,14 @@ def emulated(
         transposed=over_rows,
         random=is_gradient and is_nvfp4 and recipe.stochastic_rounding,
     )
+
+
+def finite_amax(x_eNK: Tensor) -> Tensor:
+    """Return fp32 [e], the largest finite magnitudes of contiguous matrices."""
+    if not _has_kernel(x_eNK):
+        return finite_magnitude(x_eNK).amax((1, 2))
+    rows = x_eNK.view(-1, x_eNK.shape[2])
+    return _Unrounded(rows, x_eNK.shape, num_scales=x_eNK.shape[0]).amax((1, 16))
 
 
 def emulated_matrices(
