@@ -483,6 +483,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 8),
     "weights of FP8 products": (run_quantised_weights, 12),
     "parts of such weights": (run_shard_blocks, 7),
+    "products of MXFP8": (lambda: run_block_scaled(Recipe(scaling="mxfp8")), 6),
     "parts of NVFP4 weights": (run_shard_squares, 8),
     **{
         f"quantised {kind}": (
