@@ -204,7 +204,7 @@ def emulated_matrices(
             made = first if first is not None and height == width else None
             made = made or make(recipe, block, amax_e, packed=packed, transposed=bool(i))
             if packed:
-                made = replace(made, kind=(PACKED, PACKED_BACKWARD)[i])
+                made, amax_e = replace(made, kind=(PACKED, PACKED_BACKWARD)[i]), made.amax
             else:
                 values = made.values.transpose(1, 2) if i else made.values
                 made = Blocks(values, (first or made).scales, (FORWARD, BACKWARD)[i])
