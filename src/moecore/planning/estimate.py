@@ -276,7 +276,7 @@ class Estimate:
         """Return the bytes that a micro-batch saves for backward: on the device, on the host."""
         small, like = timed_layers(self._node(rung, 1), 1)
         whole = FSDPOptions(param_dtype=rung.fsdp.param_dtype)  # shards save as much
-        found = _kept_of(replace(small, optimizer=OptimizerOptions(), fsdp=whole))
+        found = kept_of(replace(small, optimizer=OptimizerOptions(), fsdp=whole))
         blocks = [found.blocks[i] for i in like["F"]] + [*found.blocks[small.planned.num_layers :]]
         away = sum(sum(block.host.values()) for block in blocks)
         return sum(block.num_bytes for block in (*blocks, found.outside)), away
@@ -289,7 +289,7 @@ class Estimate:
 
 
 @lru_cache(maxsize=256)
-def _kept_of(run: TrainingRun) -> ModelKept:
+def kept_of(run: TrainingRun) -> ModelKept:
     """Return the bytes that a forward of one micro-batch saves, in a tenth of a dry run's time."""
     model = run.planned.build(run.dtype)
     tokens_BT = torch.empty(run.batch_size, run.seq_len, dtype=torch.int64, device="meta")

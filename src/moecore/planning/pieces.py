@@ -30,11 +30,13 @@ Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
 
 def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
     """Return a run of few layers on the ranks of one stage, and which is like each layer."""
-    # Of the last layer's kind there are the first two and the last two, of other kinds the first
-    # and, of those with layers behind the last kind's first, the first behind it. A
-    # layer prefetches for the next but one: so between them a forward is like the second one's and
-    # a backward like the last but one's.
+    # Of the last layer's kind there are the first two and the last two. Of each other kind there is
+    # the first, and the first behind one of the last kind, which stands for the others. A layer
+    # prefetches for the next but one: so between them a forward is like the second one's and a
+    # backward like the last but one's.
     p, kinds = run.resolved, run.planned.layers
+    if not kinds:  # `parallelize_moe` refuses the model
+        return run, {"F": (), "B": ()}
     alike = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
     ends = {kinds.index(kind) for kind in kinds if kind != kinds[-1]}
     others = {kinds[i]: i for i in ends}

@@ -304,10 +304,14 @@ def _shown(record: Any) -> str:
     return f"{type(record).__name__}({', '.join(given)})"
 
 
-def _precision(precision: Precision) -> str:
+def precision_name(precision: Precision) -> str | None:
+    """Return the name that stands for a precision, if one does."""
     names = get_args(PrecisionName)
-    name = next((name for name in names if Precision.of(name) == precision), None)
-    return repr(precision) if name is None else repr(name)
+    return next((name for name in names if Precision.of(name) == precision), None)
+
+
+def _precision(precision: Precision) -> str:
+    return repr(precision_name(precision) or precision)
 
 
 @contextmanager

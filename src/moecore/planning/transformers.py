@@ -10,6 +10,7 @@ is the whole one without its other layers, so each of them is what it is at its 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -123,7 +124,11 @@ class StockModel(PlannedModel):
 
     @override
     def inputs(self, tokens_BT: Tensor) -> Mapping[str, Any]:
-        return {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
+        given = {"input_ids": tokens_BT, "labels": tokens_BT, "use_cache": False}
+        if why_whole(_structure(self.model).model) is not None:
+            # Real ones, in which transformers finds on the host that no row has two sequences.
+            given["position_ids"] = torch.arange(tokens_BT.shape[1])[None]
+        return given
 
     @override
     def sizes(self) -> ModelSizes:
@@ -203,16 +208,22 @@ def _keep(hf: Any, names: Sequence[str], layers: Sequence[int]) -> None:
 
 def _shorten(config: Any, number: int, layers: Sequence[int]) -> None:
     """Let a config have these of so many layers."""
-    for name, value in _lists(config, number):
-        setattr(config, name, [value[i] for i in layers])
+    lists = {name: [value[i] for i in layers] for name, value in _lists(config, number)}
     config.num_hidden_layers = len(layers)
+    kind = type(config)  # which computes some of them from the number of a layer
+    computed = {name: value for name, value in lists.items() if name not in vars(config)}
+    vars(config).update({name: lists[name] for name in lists.keys() & vars(config).keys()})
+    if computed:
+        config.__class__ = type(kind.__name__, (kind,), computed)
 
 
 def _lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield fields of a config that have a value for each of so many layers."""
-    for name, value in list(vars(config).items()):
+    """Yield fields of a config that have a value for each of so many layers, but its number."""
+    names = (n for n, x in inspect.getmembers(type(config)) if isinstance(x, property))
+    for name, value in {**{n: getattr(config, n, None) for n in names}, **vars(config)}.items():
         if isinstance(value, list | tuple) and len(value) == number:
-            yield name, value
+            if list(value) != list(range(number)):
+                yield name, value
 
 
 def _kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable]:
