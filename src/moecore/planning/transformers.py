@@ -221,9 +221,9 @@ def _lists(config: Any, number: int) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield fields of a config that have a value for each of so many layers, but its number."""
     names = (n for n, x in inspect.getmembers(type(config)) if isinstance(x, property))
     for name, value in {**{n: getattr(config, n, None) for n in names}, **vars(config)}.items():
-        if isinstance(value, list | tuple) and len(value) == number:
-            if list(value) != list(range(number)):
-                yield name, value
+        is_listed = isinstance(value, list | tuple) and len(value) == number
+        if is_listed and list(value) != list(range(number)):
+            yield name, value
 
 
 def _kinds(hf: Any, blocks: Sequence[nn.Module]) -> Iterator[Hashable]:
