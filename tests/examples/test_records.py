@@ -13,6 +13,7 @@ import torch
 
 from moecore import NVLinkOptions
 from moecore.cli import _parser, main
+from moecore.models import Decoder, preset
 from moecore.planning.flags import run_of_options
 
 FLAGS = (
@@ -168,3 +169,17 @@ def test_what_a_file_of_options_cannot_have(tmp_path: Path, capsys: Any) -> None
     assert main(command.split()) == 1
     assert "nvlink.row_factor (None) must be a number" in capsys.readouterr().err
     assert not file.exists()
+
+
+def test_options_of_the_planned_optimizer(pretrain: ModuleType) -> None:
+    model = Decoder(preset("tiny"), dtype=torch.bfloat16)
+    args = pretrain.parse_arguments(["--moment-dtype", "bfloat16"])
+    how: dict[str, Any] = {"master_remainder": True, "state_offload": 0.5}
+    (adamw,) = pretrain.make_optimizers(model, args, **how)
+    assert hasattr(adamw, "bring_state_back")  # of a StateOffload
+    state = adamw.state_of(next(model.parameters()))
+    assert {t.dtype for name, t in state.items() if name.startswith("exp")} == {torch.bfloat16}
+    assert len(state) == 4  # the step, two moments and the remainder
+    words = ["--data", __file__, "--master-remainder", "--optimizer", "muon"]
+    with pytest.raises(ValueError, match="--master-remainder must not go with --optimizer"):
+        pretrain.check(pretrain.parse_arguments(words), 1)

@@ -16,6 +16,7 @@ import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -181,6 +182,11 @@ def _structure(model: TransformersModel) -> Structure:
 def _built(model: TransformersModel, dtype: torch.dtype) -> Any:
     """Return a model on meta."""
     values = json.loads(model.values)
+    if find_spec("transformers") is None:
+        raise ValueError(
+            f"config.json model_type ({values.get('model_type')!r}) must have transformers "
+            "installed to be planned: pip install 'moecore[hf]'"
+        )
     hf: Any = reader_of(values, dtype=dtype)
     if hf is None:
         raise ValueError(
