@@ -7,13 +7,14 @@ r"""Reinforcement learning on one GPU: log-probabilities, GRPO, weights and room
 A transformers Qwen3-MoE model of the preset's sizes with random weights, in bf16 (fp32 on CPUs),
 and rollouts of random tokens. All sequences have one length, so that neither side has padding.
 
-    moecore         `Engine`: sequences packed into rows of at most --max-tokens
-    transformers    its own model with the same weights, SDPA without masks (causal, the flash
-                    kernel on GPUs) and grouped_mm experts: log_softmax of fp32 logits and a gather,
-                    rows of [sequences, tokens] in micro-batches of at most --plain-tokens, whose
-                    logits must fit
+    moecore             `Engine`: sequences packed into rows of at most --max-tokens
+    moecore+invariant   the same with batch_invariant=True
+    transformers        its own model with the same weights, SDPA without masks (causal, the flash
+                        kernel on GPUs) and grouped_mm experts: log_softmax of fp32 logits and a
+                        gather, rows of [sequences, tokens] in micro-batches of at most
+                        --plain-tokens, whose logits must fit
 
-Neither is compiled. The two take turns within every round. "rl_log_probs" is a forward without
+None is compiled. They take turns within every round. "rl_log_probs" is a forward without
 gradients, "rl_grpo" forward and backward of GRPO. Log-probabilities and losses of the two must
 agree, else there are no numbers. Then, of moecore alone, after a step of AdamW (bf16 moments):
 
@@ -231,13 +232,16 @@ def beside_transformers(
     args: argparse.Namespace, engine: Engine, plain: Plain, rollouts: Rollouts
 ) -> list[Row]:
     """Return a row per op and variant."""
+    invariant = Engine(engine.model, engine.step, max_tokens=args.max_tokens, batch_invariant=True)
     calls: dict[str, dict[str, Callable[[], Any]]] = {
         "rl_log_probs": {
             "moecore": lambda: engine.log_probs(rollouts),
+            "moecore+invariant": lambda: invariant.log_probs(rollouts),
             "transformers": plain.log_probs,
         },
         "rl_grpo": {
             "moecore": lambda: engine.forward_backward(rollouts, GRPO()),
+            "moecore+invariant": lambda: invariant.forward_backward(rollouts, GRPO()),
             "transformers": plain.grpo,
         },
     }
@@ -356,7 +360,7 @@ def effort_of(device: torch.device) -> harness.Effort:
 
 def line_of(row: Row) -> str:
     """Return a row as it is printed."""
-    start = f"{row['op']:<13} {row['variant']:<13}{row['ms']:>9.1f} ms"
+    start = f"{row['op']:<13} {row['variant']:<18}{row['ms']:>9.1f} ms"
     if "tokens_per_second" in row:
         peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f} GiB"
         spread = f"({row['p20']:.1f}-{row['p80']:.1f})"

@@ -43,7 +43,7 @@ from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment
 from benchmarks.trace import Breakdown, table, trace
 from moecore.models.size import active_params, flops_per_token, num_params
-from moecore.moe.forced import force_even_load
+from moecore.moe.forced import force_even_load, force_load
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -126,6 +126,8 @@ def main() -> int:
             job = train.build_job(args)
             if own.routing == "balanced":
                 force_even_load(job.model)
+            elif own.routing != "learned":
+                force_load(job.model, shares_of(own.routing))
             if not args.plain_host:
                 bind_to_gpu()
         except ARGUMENT_ERRORS as error:
@@ -167,6 +169,17 @@ def check_own(own: argparse.Namespace, args: argparse.Namespace, precision: str 
         raise ValueError("--precision (None) must be set with --against-bf16: use blockwise")
 
 
+def shares_of(routing: str) -> dict[int, float]:
+    """Return expert id -> share of "0:0.05,7:0.02"."""
+    try:
+        pairs = [pair.split(":") for pair in routing.split(",")]
+        return {int(expert): float(share) for expert, share in pairs}
+    except ValueError:
+        raise ValueError(
+            f"--routing ({routing}) must be learned, balanced, or shares by expert: 0:0.05,7:0.02"
+        ) from None
+
+
 def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return this script's arguments and those of examples/train.py."""
     parser = argparse.ArgumentParser(
@@ -175,7 +188,8 @@ def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--routing", default="learned", choices=("learned", "balanced"), help="who gets a token")
+    who = "who gets a token: learned, balanced, or shares of choices by expert, as 0:0.05,7:0.02"
+    add("--routing", default="learned", help=who)
     add("--warm-up", type=int, default=5, help="steps that do not count")
     add("--timed", type=int, default=10, help="steps that do")
     add("--against-bf16", action="store_true", help="of --precision: run without it before")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from chat import Example
 from data import BatchShape, PackedSteps, generator_of
 from torch import Tensor
+
+from moecore.packing import PackedBatchSampler, ScheduledBatch, ScheduledCollator
 
 IGNORED = -100  # label of a token that is not learned
 
@@ -26,6 +28,43 @@ def packed_examples(
     lengths = [len(example.tokens_T) for example in examples]
     where = {"seed": seed, "data_rank": data_rank, "packs": packs}
     return PackedSteps(documents, lengths, shape, **where)
+
+
+class ScheduledExamples:
+    """Reads the next step of this data rank, whose micro-batches have a cp each.
+
+    The rows of a step, their order and the position are those of `packed_examples`.
+
+    Attributes:
+        sampler: its state is the position in the data, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        shape: BatchShape,
+        *,
+        seed: int | None,
+        collator: ScheduledCollator,
+    ) -> None:
+        self._documents = [_document(example) for example in examples]
+        self._collator = collator
+        self.sampler = PackedBatchSampler(
+            [len(example.tokens_T) for example in examples],
+            shape.seq_len,
+            rows=shape.data_ranks * shape.grad_accum * shape.batch_size,
+            seed=seed or 0,
+            shuffle=seed is not None,
+        )
+        self._batches = self._all_batches()
+
+    def next(self) -> ScheduledBatch:
+        """Return the step behind the one before, in the next epoch after the last of one."""
+        return self._collator([self._documents[number] for number in next(self._batches)])
+
+    def _all_batches(self) -> Iterator[list[int]]:
+        while True:
+            yield from self.sampler
 
 
 def _document(example: Example) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,11 +35,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from batches import digest_of, packed_examples, split_examples
+from batches import ScheduledExamples, digest_of, packed_examples, split_examples
 from chat import Example, Examples, read_examples
-from data import BatchShape, PackedSteps, StepBatch, to_device
+from data import PackedSteps, StepBatch, to_device
 from hf_model import (
     build_hf,
+    decoder_of,
     export,
     loss_of,
     num_experts,
@@ -49,11 +50,12 @@ from hf_model import (
     recompute,
 )
 from loop import Job, batch_shape, begins, ranks_of, run, say, start
-from metrics import Metrics
+from metrics import Metrics, usage
 from options import (
     DEGREES,
     MOMENT_DTYPES,
     add_common,
+    check_dynamic_cp,
     check_wandb,
     compute_dtype,
     parallel_config,
@@ -62,8 +64,20 @@ from options import (
 from report import make_run_dir
 from torch import Tensor
 
-from moecore import BalanceConfig, FSDPOptions, Meshes, build_meshes, parallelize_moe
+from moecore import (
+    BalanceConfig,
+    ContextOptions,
+    FSDPOptions,
+    Meshes,
+    NVLinkOptions,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.base.agreement import difference
+from moecore.families.transformers.rows import why_whole
 from moecore.io import load_hf
+from moecore.models import DecoderConfig, document_cost
+from moecore.packing import DocumentCost, ScheduledBatch, ScheduledCollator
 from moecore.train import AdamW
 
 EXPORT = "export"
@@ -78,12 +92,16 @@ class FineTuning(Job):
         examples, held_out: of all ranks.
         data: what the examples came from.
         packs: whether rows may have several documents, which the model keeps apart.
+        decoder: the native config of the model, for FLOPs; None = there is none.
+        read: see `reader_of`.
     """
 
     examples: list[Example]
     held_out: list[Example]
     data: Examples
     packs: bool
+    decoder: DecoderConfig | None
+    read: Callable[..., PackedSteps | ScheduledExamples]
 
     saves_memory = "add --recompute, lower --seq-len"
 
@@ -119,28 +137,45 @@ class FineTuning(Job):
         if not self.held_out:
             return {}
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        one = torch.ones((), dtype=torch.int64, device=self.device)
-        shape = replace(self.shape, grad_accum=1)
-        steps = steps_of(self.held_out, shape, self.packs, self.meshes, None)
+        steps = self.read(self.held_out, replace(self.shape, grad_accum=1), seed=None)
         self.model.eval()
         for _ in range(len(steps.sampler)):
             batch = steps.next()
-            for parts in micro_batches(self, batch):
-                sums[0] += loss_of(self.model, one, *parts)
-            sums[1] += to_device(batch.num_labels, self.device)
+            sums[0] += self.sum_of_losses(batch)
+            sums[1] += to_device(batch.counts()[0], self.device)
         self.model.train()
         dist.all_reduce(sums)
         total, num_tokens = sums.tolist()
         return {"eval_loss": total / num_tokens}
 
+    def sum_of_losses(self, batch: StepBatch) -> Tensor | float:
+        """Return this rank's part of the sum over the answers' tokens of a batch."""
+        one = torch.ones((), dtype=torch.int64, device=self.device)
+        return sum(loss_of(self.model, one, *parts) for parts in micro_batches(self, batch))
+
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        return {"answer_tokens": counts[0]}
+        found = usage(counts, seconds, self.decoder, self.peak_tflops)
+        return {"answer_tokens": counts[0], **found}
 
     def finish(self) -> None:
         target = self.args.run_dir / EXPORT
         if self.start < self.args.steps or not target.exists():
             export(self.model, self.args.model, target)
         say(f"{target} is ready for from_pretrained")
+
+
+@dataclass(kw_only=True)
+class ScheduledTuning(FineTuning):
+    """The same with a cp for each micro-batch: a step is a `ScheduledBatch`."""
+
+    def forward_backward(self, num_labels: Tensor, batch: ScheduledBatch) -> Tensor:
+        self.owner.num_micro_batches = len(batch.cps)
+        inputs = batch.inputs(self.device, transformers=True)
+        return batch.loss_of(self.owner.forward_backward(inputs))
+
+    def sum_of_losses(self, batch: ScheduledBatch) -> Tensor | float:
+        losses = self.owner.losses(batch.inputs(self.device, transformers=True))
+        return batch.loss_of(losses) * batch.num_labels
 
 
 def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
@@ -152,12 +187,19 @@ def micro_batches(job: FineTuning, batch: StepBatch) -> Iterator[list[Tensor]]:
         yield [to_device(part, job.device) for part in parts]
 
 
-def steps_of(
-    examples: list[Example], shape: BatchShape, packs: bool, meshes: Meshes, seed: int | None
-) -> PackedSteps:
-    """Return what this data rank reads, in the order of a seed or that of the examples."""
-    where = {"data_rank": meshes.data_rank, "packs": packs}
-    return packed_examples(examples, shape, seed=seed, **where)
+def reader_of(
+    args: argparse.Namespace, meshes: Meshes, decoder: DecoderConfig | None, *, packs: bool
+) -> Callable[..., PackedSteps | ScheduledExamples]:
+    """Return what makes steps of this data rank, of examples, a shape and a seed of their order."""
+    if args.dynamic_cp is None:
+        return partial(packed_examples, data_rank=meshes.data_rank, packs=packs)
+    collator = ScheduledCollator(
+        max_tokens=args.dynamic_cp,
+        cost=DocumentCost() if decoder is None else document_cost(decoder),
+        data_rank=meshes.data_rank,
+        data_ranks=meshes.data_ranks,
+    )
+    return partial(ScheduledExamples, collator=collator)
 
 
 def build_job(args: argparse.Namespace) -> FineTuning:
@@ -169,7 +211,12 @@ def build_job(args: argparse.Namespace) -> FineTuning:
     meshes = build_meshes(parallel_config(args, world_size, num_experts=num_experts(config)))
     shape = batch_shape(args, meshes)
     model = build_model(args, config, meshes)
-    packed = steps_of(examples, shape, packs(model), meshes, args.seed)
+    what = f"{len(examples)} examples, digest {digest_of(examples)}"
+    if (problem := difference({"--data": what}, meshes.device_type)) is not None:
+        raise ValueError(f"{problem} on every rank: give all hosts the same files")
+    decoder = decoder_of(args.model)
+    read = reader_of(args, meshes, decoder, packs=packs(model))
+    packed = read(examples, shape, seed=args.seed)
     args.steps = args.max_steps or args.epochs * len(packed.sampler)
     optimizer = AdamW(
         model.parameters(),
@@ -177,7 +224,8 @@ def build_job(args: argparse.Namespace) -> FineTuning:
         weight_decay=0.0,
         moment_dtype=MOMENT_DTYPES[args.moment_dtype],
     )
-    return FineTuning(
+    job = FineTuning if args.dynamic_cp is None else ScheduledTuning
+    return job(
         args=args,
         meshes=meshes,
         model=model,
@@ -188,13 +236,15 @@ def build_job(args: argparse.Namespace) -> FineTuning:
             "--seed": args.seed,
             "--model": args.model.resolve().name,
             "rows per step": shape.data_ranks * shape.grad_accum * shape.batch_size,
-            "--data": f"{len(examples)} examples, digest {digest_of(examples)}",
+            "--data": what,
         },
         packed=packed,
         examples=examples,
         held_out=held_out,
         data=data,
         packs=packs(model),
+        decoder=decoder,
+        read=read,
     )
 
 
@@ -226,6 +276,15 @@ def build_model(args: argparse.Namespace, config: object, meshes: Meshes) -> Any
     if args.recompute:
         recompute(model)
     balance = BalanceConfig(micro_batch_coef=args.aux_loss) if args.aux_loss else None
+    dynamic: dict[str, Any] = {}
+    if args.dynamic_cp is not None:
+        if (other := why_whole(model)) is not None:
+            raise ValueError(
+                f"--dynamic-cp ({args.dynamic_cp}) must be left out for {type(model).__name__}, "
+                f"because {other} needs rows of one example each"
+            )
+        nvlink = NVLinkOptions(max_tokens=args.dynamic_cp)  # the first one need not be the longest
+        dynamic = {"context": ContextOptions(dynamic=True), "nvlink": nvlink}
     parallelize_moe(
         model,
         meshes,
@@ -233,6 +292,7 @@ def build_model(args: argparse.Namespace, config: object, meshes: Meshes) -> Any
         balance=balance,
         precision=args.precision,
         fsdp=FSDPOptions(param_dtype=compute_dtype(args, device)),
+        **dynamic,
     )
     model.to_empty(device=device)
     load_hf(args.model, model)
@@ -260,6 +320,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--epochs", type=whole, default=1, help="times that all of --data is read")
     add("--max-steps", type=whole, help="optimizer steps of the whole run (None = of --epochs)")
     add("--recompute", action="store_true", help="activations again in backward: less memory")
+    add("--dynamic-cp", type=whole, metavar="N", help="a cp for each micro-batch, N tokens a rank")
     add_common(parser, SHARDING)
     parser.set_defaults(
         run_dir=Path("runs/tuned"), batch_size=4, seq_len=1024, lr=1e-5, eval_every=50
@@ -281,7 +342,10 @@ def share(text: str) -> float:
 def check(args: argparse.Namespace, world_size: int) -> Any:
     """Return the config of the model; raise ValueError for arguments that do not fit it."""
     config = read_config(args.model)
-    parallel_config(args, world_size, num_experts=num_experts(config)).resolve(world_size)
+    parallel = parallel_config(args, world_size, num_experts=num_experts(config))
+    parallel = parallel.resolve(world_size)
+    if args.dynamic_cp is not None:
+        check_dynamic_cp(args, args.dynamic_cp, parallel)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_len > longest:
         raise ValueError(

@@ -233,6 +233,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     # of the loop, no options here
     parser.set_defaults(dtype=None, grad_accum=1, schedule_steps=None, eval_every=0)
     parser.set_defaults(expert_loads_every=10, plain_host=False, wandb=None)
+    parser.set_defaults(peak_tflops=None, profile=0)
     return parser.parse_args(arguments)
 
 

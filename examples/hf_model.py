@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from moecore.families import use_causal_attention
 from moecore.families.transformers.rows import why_whole
-from moecore.io import export_hf
+from moecore.io import decoder_config_from_hf, export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
+from moecore.models import DecoderConfig
 
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")  # one of these at least
@@ -107,6 +108,14 @@ def build_hf(config: Any, path: Path) -> nn.Module:
 def packs(hf: nn.Module) -> bool:
     """Return whether a model keeps several documents of a row apart."""
     return why_whole(hf) is None
+
+
+def decoder_of(path: Path) -> DecoderConfig | None:
+    """Return the native config of a directory, which FLOPs are known of; None = there is none."""
+    try:
+        return decoder_config_from_hf(path)
+    except (ValueError, NotImplementedError):  # a family, or a field of one, without
+        return None
 
 
 def recompute(hf: Any) -> None:

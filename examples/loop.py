@@ -35,8 +35,9 @@ from errors import (
 )
 from host import bind_to_gpu, collect, collecting_by_hand
 from launch import check_environment, launch, leave
-from metrics import Launched, Metrics, Moment, memory_gib
-from options import DEGREES, loss_scale
+from metrics import Launched, Metrics, Moment, memory_gib, peak_tflops
+from options import DEGREES, compute_dtype, loss_scale
+from profiling import check_profile, traced
 from report import Report, make_run_dir
 from resume import KEPT_CHECKPOINTS, checkpoint_dir, resume
 from schedule import is_due, lr_at
@@ -103,6 +104,8 @@ class Job:
         restored = self.model, self.optimizers, self.facts, self.owner, sampler
         self.start = resume(self.args, *restored, chosen_by=self.chosen_by)
         self.reader = torch.cuda.Stream() if self.device.type == "cuda" else None
+        dtype = compute_dtype(self.args, self.device)
+        self.peak_tflops = self.args.peak_tflops or peak_tflops(self.device, dtype)
 
     def position(self) -> Metrics:
         """Return metrics of the data up to the batch that was last read."""
@@ -148,6 +151,7 @@ def run(args: argparse.Namespace, build_job: Callable[[argparse.Namespace], Job]
     try:
         check_ranks(args)
         job = build_job(args)
+        check_profile(args, job.start)
         if not args.plain_host:
             bind_to_gpu()
     except ARGUMENT_ERRORS as error:
@@ -181,6 +185,7 @@ def train(job: Job) -> None:
             config=job.config,
         ) as saver,
         nullcontext() if args.plain_host else collecting_by_hand(),
+        traced(args) as end_of_step,
     ):
         for step in range(job.start + 1, args.steps + 1):
             try:
@@ -206,6 +211,7 @@ def train(job: Job) -> None:
                     extra["data"] = job.packed.sampler.state_dict()
                 saver.save(step, extra, wait=False)
             collect(step)
+            end_of_step()
         job.owner.check()  # the last step's
 
 
@@ -249,7 +255,7 @@ def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int 
         metrics["data_wait_share"] = done.began.seconds_until(done.fetched) / seconds
         metrics |= job.more_metrics(counts, seconds)
         if report:
-            report.log(done.step, metrics)
+            report.log(done.step, metrics, expert_loads=done.expert_loads)
         job.num_nan = 0 if math.isfinite(metrics["loss"]) else job.num_nan + 1
         if job.num_nan == MOST_NAN:
             raise DivergedError(

@@ -7,14 +7,16 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moecore import StepResult
+from moecore.models import DecoderConfig, flops_per_token
 
 Metrics = dict[str, float]
 # Dense bf16 products, from NVIDIA's data sheets; the first name that fits counts.
@@ -65,7 +67,7 @@ class Launched:
         done: what the step was, on the device.
         counts: of the step's batch over all data ranks, on the device.
         ep: ranks that share a layer's experts.
-        expert_loads: whether the load of each expert is among the metrics.
+        expert_loads: whether the load of each expert is among those that are logged.
         reader: the stream that the host reads on, see `Job`.
         more: metrics that are known already: of the data, and of an evaluation after the step.
     """
@@ -93,13 +95,9 @@ class Launched:
         with self._read():
             found = {"loss": self.loss.item(), **self.done.to_dict()}
         loads = {layer: expert_loads(found, layer) for layer in self.done.metrics.tokens_per_expert}
-        found["rank_load_max_over_mean"] = sum(
-            rank_load(of_E, self.ep) for of_E in loads.values()
-        ) / len(loads)
-        if not self.expert_loads:
-            for layer, of_E in loads.items():
-                for e in range(len(of_E)):
-                    del found[f"expert_load/{layer}/{e}"]
+        if loads:  # else a dense model, or a pipeline stage without MoE layers
+            of_ranks = [rank_load(of_E, self.ep) for of_E in loads.values()]
+            found["rank_load_max_over_mean"] = sum(of_ranks) / len(of_ranks)
         return found | self.more
 
     @contextmanager
@@ -113,6 +111,18 @@ def expert_loads(metrics: Metrics, layer: str) -> list[float]:
     """Return the load of each expert of a layer over the mean; [] = not among the metrics."""
     names = (f"expert_load/{layer}/{e}" for e in itertools.count())
     return [metrics[name] for name in itertools.takewhile(metrics.__contains__, names)]
+
+
+def layer_names(metrics: Mapping[str, object]) -> list[str]:
+    """Return the MoE layers that metrics have the load of."""
+    names = (name.split("/") for name in metrics)
+    return [parts[1] for parts in names if parts[0] == "expert_load" and len(parts) == 2]
+
+
+def without_experts(metrics: Metrics) -> Metrics:
+    """Return metrics without the load of each expert: thousands of numbers in large models."""
+    layers = {f"expert_load/{layer}" for layer in layer_names(metrics)}
+    return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in layers}
 
 
 def rank_load(loads_E: list[float], ep: int) -> float:
@@ -134,6 +144,33 @@ def memory_gib(device: torch.device) -> Metrics:
         }
     unit = 1 if sys.platform == "darwin" else 1024  # of what the system counts
     return {"memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+
+
+def usage(
+    counts: list[int], seconds: float, config: DecoderConfig | None, peak: float | None
+) -> Metrics:
+    """Return the share of padding, and `mfu` where the FLOPs of a model and the peak are known.
+
+    FLOPs are those of forward and backward of documents, over what all devices could do.
+
+    Args:
+        counts: of a step over all data ranks, see `StepBatch.counts`.
+        seconds: of the step.
+        config: of the model; None = its FLOPs are not known.
+        peak: dense TFLOP/s of one device; None = not known.
+    """
+    _, tokens, pairs, held = counts
+    found = {"padding_share": 1 - tokens / held}
+    if config is not None and peak:
+        of_all = dist.get_world_size() * peak * 1e12
+        found["mfu"] = flops_of(config, tokens, pairs) / seconds / of_all
+    return found
+
+
+def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
+    """Return the FLOPs of forward and backward of documents: see `StepBatch.counts`."""
+    linear = flops_per_token(config, 0)
+    return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:

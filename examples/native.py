@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from data import StepBatch, to_device
 from loop import Job
-from metrics import Metrics, peak_tflops
-from options import MOMENT_DTYPES, compute_dtype
+from metrics import Metrics, usage
+from options import MOMENT_DTYPES
 from torch import Tensor
 
 from moecore import MoELayer, TrainStep
-from moecore.models import Decoder, DecoderConfig, flops_per_token
-from moecore.train import AdamW, GraphedForwardBackward, Muon, assign_matrices
+from moecore.models import Decoder
+from moecore.train import AdamW, GraphedForwardBackward, Muon, StateOffload, assign_matrices
 
 ForwardBackward = Callable[..., Tensor]
 
@@ -35,21 +34,14 @@ class DecoderJob(Job):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        args, device = self.args, self.device
-        self.run_micro_batches = make_forward_backward(self.model, self.owner, args)
-        self.peak_tflops = args.peak_tflops or peak_tflops(device, compute_dtype(args, device))
+        self.run_micro_batches = make_forward_backward(self.model, self.owner, self.args)
 
     def forward_backward(self, num_labels: Tensor, batch: StepBatch) -> Tensor:
         tensors = (to_device(tensor, self.device) for tensor in batch.tensors())
         return self.run_micro_batches(num_labels, *tensors)
 
     def more_metrics(self, counts: list[int], seconds: float) -> Metrics:
-        _, tokens, pairs, held = counts
-        found = {"padding_share": 1 - tokens / held}
-        if self.peak_tflops:
-            peak = dist.get_world_size() * self.peak_tflops * 1e12
-            found["mfu"] = flops_of(self.model.config, tokens, pairs) / seconds / peak
-        return found
+        return usage(counts, seconds, self.model.config, self.peak_tflops)
 
 
 def make_forward_backward(
@@ -77,18 +69,21 @@ def inputs_of(num_labels: Tensor, tensors: Iterable[Tensor], seq_len: int) -> li
     return [dict(zip(names, row, strict=True)) | of_all for row in zip(*tensors, strict=True)]
 
 
-def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
-    """Return the FLOPs of forward and backward of documents: see `StepBatch.counts`."""
-    linear = flops_per_token(config, 0)
-    return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
-
-
-def make_optimizers(model: Decoder, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    model: Decoder,
+    args: argparse.Namespace,
+    *,
+    master_remainder: bool = False,
+    state_offload: float | None = None,
+) -> list[torch.optim.Optimizer]:
     """Return AdamW, behind Muon for the matrices with --optimizer muon."""
     assignment = assign_matrices(model) if args.optimizer else None
     params = assignment.others if assignment else list(model.parameters())
     moments = MOMENT_DTYPES[args.moment_dtype]
-    adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, moment_dtype=moments)
+    how: dict[str, Any] = {"moment_dtype": moments, "master_remainder": master_remainder}
+    adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, **how)
+    if state_offload:
+        StateOffload(adamw, model, fraction=state_offload)
     return [Muon(assignment), adamw] if assignment else [adamw]
 
 

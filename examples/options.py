@@ -26,6 +26,8 @@ from moecore.base.options.names import ScheduleName
 from moecore.base.options.precision import PrecisionName
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
+from moecore.packing.scheduled import TILE
+from moecore.packing.split import multiple_of
 from moecore.parallelize import DispatcherName
 
 DEGREES = tuple(field.name for field in fields(ParallelConfig))
@@ -97,11 +99,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add("--prompt", type=some, default="def ", help="what the sample continues")
     add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
-    add(
-        "--peak-tflops",
-        type=positive,
-        help="of one device, for MFU (None = of an H100, H200 or A100 in bfloat16, else no MFU)",
-    )
     add("--layout", help="of pipeline stages, such as 'Et*3|(tt|)*29m|L' (None = even)")
     add("--schedule", default="1f1b", choices=get_args(ScheduleName), help="of pipeline stages")
     add_common(parser, DEGREES)
@@ -129,6 +126,12 @@ def add_common(parser: argparse.ArgumentParser, degrees: Sequence[str]) -> None:
     add("--eval-every", type=count, help="steps between losses on held-out data; 0 = none")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
     add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
+    add("--profile", type=count, default=0, help="steps to trace for `moecore report`; 0 = none")
+    add(
+        "--peak-tflops",
+        type=positive,
+        help="of one device, for MFU (None = of an H100, H200 or A100 in bfloat16, else no MFU)",
+    )
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     add("--plain-host", action="store_true", help="no CPUs beside the GPU, no garbage by hand")
     for degree in degrees:
@@ -244,6 +247,32 @@ def check_rows(args: argparse.Namespace, parallel: ParallelConfig) -> None:
         raise ValueError(
             f"--seq-len ({args.seq_len}) must be a multiple of {multiple} with --cp {cp} and "
             f"--tp {tp}: use {-(-args.seq_len // multiple) * multiple}"
+        )
+
+
+def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: ParallelConfig) -> None:
+    """Raise ValueError for what other options do not fit."""
+    name, p = f"--dynamic-cp ({max_tokens})", parallel
+    if p.cp > 1:
+        raise ValueError(
+            f"{name} must go with --cp ({p.cp}) = 1, because each micro-batch has its own cp: drop "
+            "one of them"
+        )
+    multiple, ranks = math.lcm(2, p.tp), p.dp_replicate * p.dp_shard
+    if TILE % p.tp or max_tokens < 1 or max_tokens % multiple:
+        raise ValueError(
+            f"{name} must be a multiple of {multiple} with --tp ({p.tp}), a power of two: round it"
+        )
+    largest = ranks & -ranks
+    if args.seq_len % multiple_of(largest):
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be a multiple of {multiple_of(largest)}, two chunks "
+            f"of each of {largest} data ranks, with {name}: round it up"
+        )
+    if args.seq_len > largest * max_tokens:
+        raise ValueError(
+            f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
+            f"({args.seq_len}): raise it, or lower --seq-len"
         )
 
 

@@ -13,7 +13,8 @@ it, and what happens to documents that are empty or bad.
 
 The model is that of a config.json (--hf-config), whose weights start at random, or a preset with
 fields of its own (--preset, --num-layers, ...). Every option of moecore's records has a flag, and a
-line in a TOML file (--config); RUN_DIR/config.toml has those of the run.
+line in a TOML file (--config); RUN_DIR/config.toml has those of the run. `moecore plan --write
+FILE` writes such a file of a planned run.
 
 Started again with the same arguments, a run continues from its last whole checkpoint as if it had
 never stopped; on other ranks too it reads the tokens that are left, each once. Its result is
@@ -25,7 +26,6 @@ loop.py has the steps, which train.py and finetune_hf.py share, native.py the mo
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 import sys
@@ -54,6 +54,7 @@ from native import DecoderJob, dispatcher_of, inputs_of, make_optimizers
 from options import (
     DEGREES,
     add_common,
+    check_dynamic_cp,
     check_memory,
     check_rows,
     check_wandb,
@@ -79,7 +80,6 @@ from moecore import (
     Meshes,
     MoEConfig,
     NVLinkOptions,
-    ParallelConfig,
     PipelineConfig,
     StashOptions,
     build_meshes,
@@ -90,7 +90,6 @@ from moecore.io import decoder_config_from_hf, export_hf
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.models import Decoder, DecoderConfig, document_cost, preset
 from moecore.packing import CorpusOptions, ScheduledBatch
-from moecore.packing.corpus.scheduled import TILE
 from moecore.packing.split import multiple_of
 
 EXPORT = "export"
@@ -264,7 +263,9 @@ def build_job(args: argparse.Namespace) -> CorpusTraining:
         args=args,
         meshes=meshes,
         model=model,
-        optimizers=make_optimizers(model, args),
+        optimizers=make_optimizers(
+            model, args, master_remainder=args.master_remainder, state_offload=args.state_offload
+        ),
         shape=shape,
         config=config,
         facts={"--tokenizer": args.tokenizer},
@@ -344,7 +345,10 @@ def build_model(
     args: argparse.Namespace, config: DecoderConfig, meshes: Meshes, records: dict[str, Any]
 ) -> Decoder:
     """Return this rank's shards of the model: the same weights on every layout."""
-    model, sharding = Decoder(config, device="meta"), records["sharding"]
+    dtype, sharding = torch.float32, records["sharding"]
+    if args.master_remainder:
+        dtype = torch.bfloat16
+    model = Decoder(config, device="meta", dtype=dtype)
     names = "nvlink", "memory", "clones", "context", "pipeline", "fsdp"
     parallelize_moe(
         model,
@@ -384,34 +388,13 @@ def check(args: argparse.Namespace, world_size: int) -> tuple[DecoderConfig, Tok
     check_rows(args, parallel.resolve(world_size))
     if (max_tokens := records_of(args)["sharding"].dynamic_cp) is not None:
         check_dynamic_cp(args, max_tokens, parallel.resolve(world_size))
+    if args.master_remainder and args.optimizer:
+        raise ValueError(
+            f"--master-remainder must not go with --optimizer ({args.optimizer}), which needs fp32 "
+            "weights: drop it"
+        )
     check_wandb(args)
     return config, tokenizer
-
-
-def check_dynamic_cp(args: argparse.Namespace, max_tokens: int, parallel: ParallelConfig) -> None:
-    """Raise ValueError for what other options do not fit."""
-    name, p = f"--dynamic-cp ({max_tokens})", parallel
-    if p.cp > 1 or p.pp > 1:
-        raise ValueError(
-            f"{name} must go with --cp ({p.cp}) = 1 and --pp ({p.pp}) = 1, because each "
-            "micro-batch has its own cp: drop them"
-        )
-    multiple, ranks = math.lcm(2, p.tp), p.dp_replicate * p.dp_shard
-    if TILE % p.tp or max_tokens < 1 or max_tokens % multiple:
-        raise ValueError(
-            f"{name} must be a multiple of {multiple} with --tp ({p.tp}), a power of two: round it"
-        )
-    largest = ranks & -ranks
-    if args.seq_len % multiple_of(largest):
-        raise ValueError(
-            f"--seq-len ({args.seq_len}) must be a multiple of {multiple_of(largest)}, two chunks "
-            f"of each of {largest} data ranks, with {name}: round it up"
-        )
-    if args.seq_len > largest * max_tokens:
-        raise ValueError(
-            f"{name} must be >= what each of {largest} data ranks holds of --seq-len "
-            f"({args.seq_len}): raise it, or lower --seq-len"
-        )
 
 
 def model_config(args: argparse.Namespace) -> DecoderConfig:
@@ -458,8 +441,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
     add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
     add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
+    add("--master-remainder", action="store_true", help="bf16 weights, see moecore.train.AdamW")
+    add("--state-offload", type=positive, help="of AdamW's state in host memory (None = nothing)")
     add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
-    add("--peak-tflops", type=positive, help="of one device, for MFU (None = where it is known)")
     add_common(parser, DEGREES)
     add_records(parser, RECORDS, without=TAKEN)
     parser.set_defaults(run_dir=Path("runs/pretrained"), batch_size=8, seq_len=256, lr=3e-3)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from metrics import Metrics, expert_loads
+from alarms import Alarms
+from metrics import Metrics, expert_loads, layer_names, without_experts
 
 METRICS, CURVES, CHECKPOINTS = "metrics.jsonl", "curves.png", "checkpoints"
-DRAWN = ("loss", "expert_load_max_over_mean")
+LOAD = "expert_load_max_over_mean"  # of models, and stages, with MoE layers
 MOST_TICKS = 16  # layers that are named beside the map
 NAMES = {
     "tqdm": "tqdm",
@@ -59,9 +61,19 @@ class Report:
         if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
             tqdm.tqdm.set_lock(threading.RLock())
         self.bar = tqdm.tqdm(total=self.steps, initial=start, unit="step") if tqdm else None
+        self.alarms = Alarms()
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Add one step. Its line is out of this process before a checkpoint of the step begins."""
+    def log(self, step: int, metrics: Metrics, *, expert_loads: bool = True) -> None:
+        """Add one step. Its line is out of this process before a checkpoint of the step begins.
+
+        Args:
+            step: its number.
+            metrics: of the step, with the load of each expert, for alarms.
+            expert_loads: whether these loads are logged.
+        """
+        for line in self.alarms.of(step, metrics):
+            print(line, flush=True) if self.bar is None else self.bar.write(line)
+        metrics = metrics if expert_loads else without_experts(metrics)
         self.file.write(json.dumps({"step": step, **metrics}).encode() + b"\n")
         if self.writer:
             for name, value in metrics.items():
@@ -71,8 +83,9 @@ class Report:
         shown = {
             "loss": f"{metrics['loss']:.3f}",
             "tok/s": f"{metrics['tokens_per_second']:.0f}",
-            "load": f"{metrics['expert_load_max_over_mean']:.2f}",
         }
+        if LOAD in metrics:
+            shown["load"] = f"{metrics[LOAD]:.2f}"
         if "reward" in metrics:
             shown = {"reward": f"{metrics['reward']:.3f}", **shown}
         if "eval_loss" in metrics:
@@ -150,7 +163,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict) or type(found.get("step")) is not int:
         return None
-    return found if all(isinstance(found.get(name), float) for name in DRAWN) else None
+    drawn = found.get("loss"), found.get(LOAD, math.nan)
+    return found if all(isinstance(value, float) for value in drawn) else None
 
 
 def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
@@ -170,7 +184,7 @@ def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
         loss.plot(*points, marker="o", markersize=4, label="held out")
         loss.legend()
     loss.set(ylabel=f"loss (nats per {unit})" if curve == "loss" else "mean reward of a response")
-    load.plot(steps, [line["expert_load_max_over_mean"] for line in lines], linewidth=1)
+    load.plot(steps, [line.get(LOAD, math.nan) for line in lines], linewidth=1)
     load.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
     load.set(ylabel="busiest expert / mean\n(worst layer)", xlabel="step")
     _draw_maps(canvas, layers, experts, lines)
@@ -207,12 +221,6 @@ def _draw_map(
     steps = [line["step"] for line in lines]
     colors = axes.pcolormesh(steps, range(len(rows)), rows, shading="nearest", **how)
     canvas.colorbar(colors, ax=axes, extend="max" if "vmax" in how else "neither")
-
-
-def layer_names(line: dict[str, Any]) -> list[str]:
-    """Return the MoE layers that a line of metrics has the load of."""
-    names = (name.split("/") for name in line)
-    return [parts[1] for parts in names if parts[0] == "expert_load" and len(parts) == 2]
 
 
 def _import(name: str) -> ModuleType | None:

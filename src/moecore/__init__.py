@@ -10,6 +10,7 @@ _NAMES = {
     "base.options.context": "ContextOptions",
     "base.options.dispatch": "CloneOptions DispatcherName NVLinkOptions",
     "base.options.fsdp": "FSDPOptions",
+    "base.options.indexer": "IndexerConfig",
     "base.options.layer": "BalanceConfig CapacityConfig MoEConfig",
     "base.options.memory": "MemoryOptions StashOptions",
     "moe.backends": "ExpertBackend",

@@ -21,6 +21,7 @@ from moecore.base.fields import check_arguments
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.layer import BalanceConfig
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, PrecisionName, Recipe
@@ -68,6 +69,7 @@ def parallelize_moe(
     balance: BalanceConfig | None = None,
     moe: Mapping[str, Any] | None = None,
     context: ContextOptions | None = None,
+    indexer: IndexerConfig | None = None,
     precision: Precision | Recipe | PrecisionName | None = None,
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
@@ -99,6 +101,7 @@ def parallelize_moe(
         moe: fields of `MoEConfig` for every MoE layer, such as a transformers model's: capacity,
             router_dtype, router_jitter.
         context: how attention over cp ranks communicates; None = by its heads.
+        indexer: how the indexers of sparse attention learn; None = they do not.
         precision: which products are in FP8: "auto", a scaling or a recipe for all roles, or a
             record; None = none. Routed experts then need expert_backend "auto" or "triton".
         fsdp: how parameters are sharded; None = the defaults.
@@ -225,6 +228,11 @@ def _quantise(model: nn.Module, found: Attached) -> None:
         apply_precision(model, found.request.precision)
 
 
+def _train_indexers(model: nn.Module, found: Attached) -> None:
+    if found.request.indexer is not None:
+        found.request.family.train_indexers(model, found.request.indexer)
+
+
 def _defer(model: nn.Module, found: Attached) -> None:
     pipeline = found.request.pipeline
     if found.layout is not None and pipeline is not None and pipeline.defers:
@@ -244,6 +252,7 @@ PHASES: tuple[Callable[[nn.Module, Attached], None], ...] = (
     resolve_dispatcher,  # the plan is whole from here on
     _cut,  # what a rank owns of experts and over tp: layers and units read these shapes
     apply_context,  # before balance, which counts over its groups
+    _train_indexers,  # before balance, which sets the factors of their losses
     _quantise,  # before deferring, which looks for linears in FP8
     apply_layers,  # after the cut, whose shapes products are chosen for
     _defer,  # before sharding, which finds the linears whose gradients come later

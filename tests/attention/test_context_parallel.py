@@ -23,6 +23,7 @@ from moecore.base.options.context import ContextOptions
 from moecore.kernels.attention import attention_backward
 from moecore.kernels.zigzag import held_tokens, row_borders
 from tests.attention.linear_cases import linear_errors, linear_half_ratios
+from tests.attention.sparse_cases import KINDS, sparse_errors
 from tests.helpers.ranks import run_ranks
 
 SCALE = 0.4
@@ -166,6 +167,9 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
             for kind in ("delta", "by channel", "no rates"):
                 found = linear_errors(cp, BATCHES[size], packed, kind)
                 results["linear", size, packed, kind] = found
+            for kind in KINDS:
+                found = sparse_errors(cp, BATCHES[size], packed, kind)
+                results["sparse", size, packed, kind] = found
     original = ring.merge, ring.block_of
     for what in ("merge", "block"):
         if what == "merge":
@@ -204,6 +208,12 @@ def test_states_and_tokens_of_linear_attention_go_from_piece_to_piece(
     found = {key: values for key, values in results.items() if key[0] == "linear"}
     assert len(found) == 18
     assert not {key: values for key, values in found.items() if not max(values) <= 1e-6}
+
+
+def test_queries_of_sparse_attention_read_gathered_keys(results: dict[Any, Any]) -> None:
+    found = {key: values for key, values in results.items() if key[0] == "sparse"}
+    assert len(found) == 18
+    assert not {key: values for key, values in found.items() if not max(values) <= 1e-5}
 
 
 @pytest.mark.parametrize("what", ["merge", "block"])

@@ -25,6 +25,7 @@ from moecore import (
 from moecore.base.fields import Bound, Count, OneOf, Rules, check_fields, check_value, shown
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import CloneOptions, NVLinkOptions
+from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.layer import CapacityConfig
 from moecore.base.options.memory import MemoryOptions, StashOptions
 from moecore.base.options.precision import Precision, Recipe
@@ -44,10 +45,19 @@ from moecore.packing import (
     DocumentCost,
     MeasuredCost,
     PackedCollator,
+    ScheduledCollator,
 )
 from moecore.parallel.pipeline.layout import LayoutCosts
 from moecore.parallel.pipeline.simulate import Costs
-from moecore.planning import CostTable, Gpu, OptimizerOptions, SearchRequest, TrainingRun, Work
+from moecore.planning import (
+    CostTable,
+    Gpu,
+    OptimizerOptions,
+    SearchRequest,
+    TrainingRun,
+    TransformersModel,
+    Work,
+)
 from moecore.planning.costs import Point
 from moecore.planning.gpus import GPUS
 from moecore.rl import DPO, PPO, OwnObjective, Rollouts
@@ -158,6 +168,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (MemoryOptions, {}),
     (StashOptions, {}),
     (ContextOptions, {}),
+    (IndexerConfig, {}),
     (PipelineConfig, {}),
     (Cut, {"sizes": (2, 4)}),
     (MatrixLayout, dict(batch=1, rows=6, columns=4, cut=Cut(sizes=(2, 4)))),
@@ -176,6 +187,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (DocumentCost, {}),
     (MeasuredCost, dict(lengths=(2, 4), seconds={1: (1.0, 2.0)})),
     (PackedCollator, {"row_tokens": 4}),
+    (ScheduledCollator, {"max_tokens": 4}),
     (CorpusOptions, {"row_tokens": 4}),
     (CorpusSource, {"name": "a", "documents": [[1]]}),
     (AdamWOptions, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
@@ -184,6 +196,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Costs, dict.fromkeys(("forward", "backward_inputs", "backward_weights"), (1.0, 2.0))),
     (OptimizerOptions, {}),
     (TrainingRun, dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8)),
+    (TransformersModel, {"values": "{}", "source": "DIR"}),
     (Work, WORK),
     (Point, dict(work=Work(**WORK), seconds=1.0)),
     (CostTable, {f.name: getattr(H200, f.name) for f in fields(H200)}),

@@ -29,12 +29,16 @@ def test_it_measures_what_agrees_with_transformers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    both = [(op, v) for op in ("rl_log_probs", "rl_grpo") for v in ("moecore", "transformers")]
+    both = [
+        (op, v)
+        for op in ("rl_log_probs", "rl_grpo")
+        for v in ("moecore", "moecore+invariant", "transformers")
+    ]
     alone = [(op, "moecore") for op in ("rl_weights", "rl_offload", "rl_onload")]
     assert [(row["op"], row["variant"]) for row in rows] == both + alone
     assert done.stdout.count(" ms ") >= len(rows)
     rate = 4 * 16 / rows[0]["ms"] * 1e3
     assert rows[0]["tokens_per_second"] == pytest.approx(rate)
-    weights, away, back = rows[4:]
+    weights, away, back = rows[6:]
     assert away["bytes"] == back["bytes"] > 1.9 * weights["bytes"]  # two moments in bf16
     assert weights["share"] == pytest.approx(weights["gbps"] / weights["copy_gbps"])

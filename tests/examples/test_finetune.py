@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
+from moecore.models import flops_per_token
 from moecore.packing import PackedBatchSampler
 from tests.examples.test_train import metrics, tensors
 from tests.families.transformers.family_models import tiny_model
@@ -55,16 +56,20 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     sys.path.insert(0, str(EXAMPLES))
     script, loop = importlib.import_module("finetune_hf"), importlib.import_module("loop")
-    words = f"{TWO_RANKS} {SAVING}"
+    importlib.import_module("errors").RANK_0_PRINTS_S = 0  # no rank takes another one with it
 
-    def start(run: str) -> str:
+    def start(run: str, words: str = f"{TWO_RANKS} {SAVING}", wanted: int = 0) -> str:
         printed = StringIO()
         with redirect_stdout(printed), redirect_stderr(printed):
             code = script.run_rank(script.parse_arguments(arguments(folder, run, words)))
-        assert code == 0, printed.getvalue()
+        assert code == wanted, printed.getvalue()
         return printed.getvalue()
 
     straight = start("straight")
+    digest_of, script.digest_of = script.digest_of, lambda examples: f"of rank {rank}"
+    other = start("other", wanted=2)
+    script.digest_of = digest_of
+    start("dynamic", f"{TWO_RANKS} --checkpoint-every 0 --dynamic-cp {TOKENS // 2}")
     train_step = loop.train_step
 
     def stops(job: Any, step: int) -> Any:
@@ -78,7 +83,7 @@ def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
     loop.train_step = train_step
     if rank == 0:
         (folder / "stopped" / ".export.draft").mkdir()  # of an export that was stopped, too
-    return [straight, start("stopped"), start("stopped")]
+    return [straight, start("stopped"), start("stopped"), other]
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +201,20 @@ def test_one_rank_computes_the_same_and_routes_no_padding(
         return launched(**fields)
 
     monkeypatch.setattr(loop, "Launched", seen)
-    assert in_this_process(finetune, tmp_path, "one", f"{ONE_RANK} --checkpoint-every 0") == 0
+    words = f"{ONE_RANK} --checkpoint-every 0 --peak-tflops 2"
+    assert in_this_process(finetune, tmp_path, "one", words) == 0
     examples, _ = examples_of(finetune, folder)
     steps = [next(numbers) for numbers in [steps_of(examples)] * STEPS]
     real = [sum(len(examples[number].tokens_T) for number in step) for step in steps]
     assert routed == [2.0 * count for count in real for _ in range(2)]  # top 2, in both layers
     assert max(len(step) for step in steps) > ROWS and min(real) < ROWS * TOKENS - 9
+    logged = (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()
+    lines, config = map(json.loads, logged), finetune.decoder_of(tmp_path / "tiny")
+    for line, step, tokens in zip(lines, steps, real, strict=True):
+        lengths = [len(examples[number].tokens_T) for number in step]
+        flops = sum(n * flops_per_token(config, n) for n in lengths)
+        assert line["mfu"] == pytest.approx(flops / tokens * line["tokens_per_second"] / 2e12)
+        assert line["padding_share"] == pytest.approx(1 - tokens / (ROWS * TOKENS))
     found, wanted = metrics(tmp_path / "one"), metrics(folder / "straight")
     for name in ("loss", "eval_loss", "lr", "answer_tokens"):
         pair = [[line[name] for line in lines if name in line] for lines in (found, wanted)]
@@ -210,8 +223,25 @@ def test_one_rank_computes_the_same_and_routes_no_padding(
     assert made["eos_token_id"] == 2
 
 
+def test_ranks_with_other_data_raise(runs: tuple[Path, list[str]]) -> None:
+    other = runs[1][3]
+    assert "--data ('38 examples, digest of rank 0' on rank 0) must be the same on every" in other
+
+
+def test_a_cp_for_each_micro_batch_computes_the_same(
+    runs: tuple[Path, list[str]], finetune: ModuleType
+) -> None:
+    folder, _ = runs
+    examples, _ = examples_of(finetune, folder)
+    assert max(len(one.tokens_T) for one in examples) > TOKENS // 2  # shared by two ranks
+    found, wanted = metrics(folder / "dynamic"), metrics(folder / "straight")
+    for name in ("loss", "eval_loss", "answer_tokens", "grad_norm"):
+        pair = [[line[name] for line in lines if name in line] for lines in (found, wanted)]
+        assert len(pair[0]) in (2, STEPS) and pair[0] == pytest.approx(pair[1], rel=1e-5), name
+
+
 def test_a_run_that_stopped_goes_on_bit_for_bit(runs: tuple[Path, list[str]]) -> None:
-    folder, (_, resumed, again) = runs
+    folder, (_, resumed, again, _) = runs
     assert "from step 4 to step 6" in resumed and "before the first step" not in resumed
     assert "is finished at step 6" in again
     straight, stopped = folder / "straight", folder / "stopped"
@@ -413,6 +443,12 @@ def with_experts_in_attention(model: Path) -> None:
     transformers.JetMoeConfig(vocab_size=3000, num_hidden_layers=1).save_pretrained(model)
 
 
+def chunked(model: Path) -> None:
+    config = tiny_model("llama4").config
+    config.vocab_size, config.max_position_embeddings = 3000, 256
+    config.save_pretrained(model)
+
+
 def of_no_family(model: Path) -> None:
     edit(model, model_type="unheard")
 
@@ -440,6 +476,12 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "must have a token to learn: none of its 40 example(s)",
     ),
     "held out": (as_it_is, "--eval-data no.txt", "--eval-data (no.txt) must be a readable file"),
+    "not packed": (chunked, "--dynamic-cp 96", "--dynamic-cp (96) must be left out for Llama4For"),
+    "short": (
+        as_it_is,
+        "--dynamic-cp 48",
+        "--dynamic-cp (48) must be >= what each of 1 data ranks",
+    ),
     "too long": (as_it_is, "--seq-len 9999", "--seq-len (9999) must be <= max_position_embeddings"),
 }
 

@@ -57,6 +57,7 @@ def test_documents_are_padded_for_the_ranks_that_share_rows(train: ModuleType) -
 
 def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None:
     """Through what a step runs, against one forward per document."""
+    import metrics
     import native
 
     from moecore.models import Decoder, flops_per_token
@@ -91,4 +92,4 @@ def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None
     assert count == batch.num_labels == sum(lengths) - len(lengths)
     torch.testing.assert_close(float(loss), total / count, rtol=1e-5, atol=0)
     flops = sum(n * flops_per_token(config, n) for n in lengths)
-    torch.testing.assert_close(native.flops_of(config, tokens, pairs), flops, rtol=1e-12, atol=0)
+    torch.testing.assert_close(metrics.flops_of(config, tokens, pairs), flops, rtol=1e-12, atol=0)

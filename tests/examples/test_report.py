@@ -62,6 +62,26 @@ def test_loads_of_layers_and_mfu_reach_every_log(
     assert set(found.Tags()["scalars"]) == lines[1].keys() - {"step"}
 
 
+def test_a_model_without_experts_is_logged_and_drawn(train: ModuleType, tmp_path: Path) -> None:
+    """A dense one, or a pipeline stage whose layers are dense."""
+    pytest.importorskip("matplotlib")
+    import report
+    from metrics import Launched, Moment
+
+    now, cpu = Moment(torch.device("cpu")), torch.tensor(1.5)
+    done = SimpleNamespace(to_dict=dict, metrics=SimpleNamespace(tokens_per_expert={}))
+    launched = Launched(
+        step=1, began=now, fetched=now, ended=now, loss=cpu, done=done, counts=cpu, ep=1,
+        expert_loads=True, reader=None, more={"tokens_per_second": 2.0},
+    )  # fmt: skip
+    args = argparse.Namespace(run_dir=tmp_path, steps=2, wandb=None)
+    with report.Report(args, start=0) as shown:
+        shown.log(1, launched.metrics())
+        shown.log(2, launched.metrics())
+    assert len(report.read_metrics(tmp_path / "metrics.jsonl")[0]) == 2
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
 def test_load_of_ranks_and_of_experts(train: ModuleType) -> None:
     from metrics import expert_loads, rank_load
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
@@ -22,7 +23,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from moecore import ParallelConfig, build_meshes, parallelize_moe
+from moecore import ContextOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families.transformers.guards import ShardedDeviceMap
 from moecore.integrations.transformers import MoETrainer
 from moecore.integrations.transformers.arguments import (
@@ -36,6 +37,7 @@ from moecore.integrations.transformers.run_state import (
     set_host_generators,
 )
 from moecore.io import save
+from moecore.packing import ScheduledCollator
 from tests.families.transformers.hf_models import random_model
 from tests.integrations.trainer_runs import padded, rows
 
@@ -103,6 +105,47 @@ def test_models_that_are_refused(one_process: None, tmp_path: Path) -> None:
         MoETrainer(random_model("qwen3-moe"), args)
     with pytest.raises(ValueError, match=r"loss \('sum'\) of parallelize_moe must be 'mean'"):
         MoETrainer(sharded(loss="sum"), args)
+
+
+class Streamed(IterableDataset[Any]):
+    """Documents without a number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(rows(2))
+
+
+PLANNED = ScheduledCollator(max_tokens=32)
+NO_PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    r"data_collator \(function\) must be a ScheduledCollator": ({}, {"data_collator": padded}),
+    r"ScheduledCollator.data_ranks \(2\) must be 1": (
+        {},
+        {"data_collator": ScheduledCollator(max_tokens=32, data_ranks=2)},
+    ),
+    r"gradient_accumulation_steps \(2\) must be 1": (dict(gradient_accumulation_steps=2), {}),
+    r"label_smoothing_factor \(0.1\) must be 0": (dict(label_smoothing_factor=0.1), {}),
+    r"compute_loss_func \(<built-in function max>\) must be None": ({}, {"compute_loss_func": max}),
+    r"accelerator_config.dispatch_batches \(None\) must be F": ({}, {"train_dataset": Streamed()}),
+    r"compute_metrics must be None with ParallelConfig.cp": ({}, {"compute_metrics": max}),
+}
+
+
+@pytest.mark.parametrize("message", NO_PLANS)
+def test_what_steps_of_a_plan_cannot_follow(
+    message: str, one_process: None, tmp_path: Path
+) -> None:
+    options, given = NO_PLANS[message]
+    model = sharded(loss="sum", context=ContextOptions(dynamic=True))
+    given = {"data_collator": PLANNED, "train_dataset": rows(2)} | given
+    with pytest.raises(ValueError, match=message):
+        MoETrainer(model, arguments(tmp_path, **options), **given)
+
+
+def test_streamed_documents_train_by_plans(one_process: None, tmp_path: Path) -> None:
+    model = sharded(loss="sum", context=ContextOptions(dynamic=True))
+    args = arguments(tmp_path, accelerator_config={"dispatch_batches": False}, save_strategy="no")
+    given = {"data_collator": PLANNED, "train_dataset": Streamed()}
+    trainer = MoETrainer(model, args, **given)
+    assert trainer.train().global_step == 1 and trainer.state.total_flos > 0
 
 
 def test_adapters_of_trl_come_too_late(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from transformers import Trainer
 
 from tests.helpers.ranks import run_ranks
 from tests.integrations.trainer_runs import (
+    DYNAMIC,
     OF_ROWS,
     against_stock,
     best_model,
@@ -27,6 +28,7 @@ from tests.integrations.trainer_runs import (
     in_fp16,
     make_model,
     over_cp,
+    over_dynamic_cp,
     packs,
     padded,
     refused,
@@ -61,6 +63,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     found = parity_and_files(rank, device, folder)
     found["packed"] = packs(f"{folder}/packed")
     found["cp"] = over_cp(f"{folder}/cp")
+    found["dynamic"] = over_dynamic_cp(f"{folder}/dynamic")
     found["resumed"] = resumed(f"{folder}/resumed")
     found["skipped"] = skipped(f"{folder}/skipped")
     found["fp16"] = in_fp16(f"{folder}/fp16")
@@ -118,6 +121,29 @@ def test_cp_ranks_train_on_the_same_rows(
     distance, name = furthest(found, weights)
     assert distance <= 1e-5, name
     assert resumed == ours and furthest(again, found)[0] == 0.0
+
+
+def test_a_cp_for_each_micro_batch_trains_the_same(
+    results: dict[str, Any], no_group_left: None, tmp_path: Path
+) -> None:
+    """Against stock Trainer in one process, each document in a row of its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    stock = trainer_of(Trainer, make_model(), str(tmp_path), **DYNAMIC)
+    stock.train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (wanted, weights), dynamic = rows_of(stock), results["dynamic"]
+    (ours, found), _, (resumed, again) = dynamic["runs"]
+    assert dynamic["cps"] == {1, 2}
+    for one, other in zip(ours, wanted, strict=True):
+        assert len(one) >= 2 and one == pytest.approx(other, rel=1e-5)
+    distance, name = furthest(found, weights)
+    assert distance <= 1e-5, name
+    assert resumed == ours and furthest(again, found)[0] == 0.0
+    assert dynamic["refused"].startswith("documents or plan ('")
+    assert dynamic["refused"].endswith(
+        "must be the same on every rank: give all ranks the same dataset, seed and "
+        "ScheduledCollator but for its data_rank"
+    )
 
 
 def test_evaluation_and_metrics_are_logged(results: dict[str, Any]) -> None:

@@ -23,11 +23,11 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
+from moecore import ContextOptions, FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.families import use_causal_attention
 from moecore.integrations.transformers import MoETrainer
 from moecore.io import load_hf
-from moecore.packing import PackedCollator
+from moecore.packing import PackedCollator, ScheduledCollator
 from tests.families.transformers.hf_models import random_model
 
 COMMON: dict[str, Any] = dict(
@@ -107,12 +107,13 @@ def trainer_of(
 ) -> Trainer:
     """Return a trainer of `data` rows, 7 of 8 rows' micro-batches per epoch and rank."""
     callbacks, collate = options.pop("callbacks", None), options.pop("collate", None)
+    scheduled = options.pop("scheduled", None)
     args = TrainingArguments(folder, **COMMON | options)
     of_pairs = None if collate is None else partial(of_bins, collate)
     return cls(
         model,
         args,
-        data_collator=of_pairs or padded,
+        data_collator=scheduled or of_pairs or padded,
         train_dataset=rows(data) if of_pairs is None else pairs(2 * data),
         eval_dataset=rows(5, seed=4) if of_pairs is None else pairs(6, seed=4),
         callbacks=callbacks,
@@ -230,6 +231,36 @@ def over_cp(folder: str) -> list[Any]:
     with pytest.raises(ValueError, match=r"compute_metrics must be None with ParallelConfig.cp"):
         MoETrainer(trainer.model, trainer.args, eval_dataset=pairs(2), compute_metrics=max)
     return found
+
+
+DYNAMIC = (
+    OF_ROWS
+    | dict(data=21, per_device_train_batch_size=7, per_device_eval_batch_size=5)
+    | dict(gradient_accumulation_steps=1)
+)
+
+
+def over_dynamic_cp(folder: str) -> dict[str, Any]:
+    """Train on plans of 7 documents, at once, to a stop, and from there on."""
+    found: dict[str, Any] = {"runs": [], "cps": set()}
+    sizes = {"max_tokens": 8, "data_ranks": dist.get_world_size()}
+    collator = ScheduledCollator(data_rank=dist.get_rank(), **sizes)
+    dynamic: dict[str, Any] = dict(loss="sum", context=ContextOptions(dynamic=True))
+    for name, stops in (("once", 0), ("twice", 2), ("twice", 0)):
+        model = sharded(make_model(), **dynamic)
+        options = dict(scheduled=collator, callbacks=[StopsAfter(stops)], **DYNAMIC)
+        trainer = trainer_of(MoETrainer, model, f"{folder}/{name}", **options)
+        trainer.train(resume_from_checkpoint=len(found["runs"]) == 2)
+        found["runs"].append(rows_of(trainer))
+    for batch in trainer.get_train_dataloader():
+        found["cps"] |= {*batch.cps}
+    other = ScheduledCollator(
+        data_rank=dist.get_rank(), **sizes | {"max_tokens": 8 + 6 * dist.get_rank()}
+    )
+    trainer = trainer_of(MoETrainer, model, f"{folder}/other", **options | dict(scheduled=other))
+    with pytest.raises(ValueError) as info:
+        trainer.evaluate()
+    return found | {"refused": str(info.value)}
 
 
 class Draws(TrainerCallback):

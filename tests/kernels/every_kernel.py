@@ -24,6 +24,7 @@ from moecore.kernels.exchange.operations import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.grouped.block_scaled import block_scaled_gemm, block_scaled_wgrad
+from moecore.kernels.invariant.product import invariant_product
 from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.clones import physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
@@ -57,6 +58,9 @@ from moecore.kernels.rows.shard_blocks import (
     transpose_values,
 )
 from moecore.kernels.rows.shard_squares import amax_of_squares_, pack_part_
+from moecore.kernels.sparse_attention.contract import IndexerHeads
+from moecore.kernels.sparse_attention.keys import SpanOfKeys
+from moecore.kernels.sparse_attention.span_scores import span_scores
 
 # What one GPU alone can not run: `tests/kernels/exchange` plays the ranks.
 OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"} | {
@@ -114,6 +118,7 @@ def run_pieces(device: str) -> None:
     scaled_cast(x_TD, torch.float32, 0.5)
     angles_Td = torch.randn(T, 4, device=device)
     rotary(x_TD.view(1, T, 9, 8).requires_grad_(), angles_Td, angles_Td).sum().backward()
+    invariant_product(x_TD, x_TD.t(), x_TD[:, 0])
     run_adamw(device)
     flags = torch.ones(2, device=device)
     how = dict(grad_scale=flags[0], found_inf=flags[1])
@@ -122,6 +127,10 @@ def run_pieces(device: str) -> None:
     scores_of = (torch.randn(T, E, device=device), torch.zeros(E, device=device), K, "softmax")
     add_margins_(histogram, *scores_of, torch.arange(T, device=device) < 3)
     even_bias(histogram, scores_of[1], K)
+    own_T = torch.arange(T, device=device)
+    half_Td = x_TD[:, :64].contiguous()
+    indexer = IndexerHeads(half_Td.view(T, 4, 16), half_Td[:, :16], half_Td[:, :4].float())
+    span_scores(indexer, SpanOfKeys(0, T, torch.zeros_like(own_T), own_T))
     index_of = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     views = packed_views(pack_rows(x_TD[:, :64].contiguous()), 64)
     gather_packed_rows(*views, x_TD.dtype, *index_of)

@@ -24,6 +24,7 @@ from moecore.kernels import adamw, cross_entropy, momentum
 from moecore.kernels.common import BLOCK_SCALED_TRITON
 from moecore.kernels.experts import contract, expert_mlp
 from moecore.kernels.grouped import block_scaled, fp8, wgrad
+from moecore.kernels.invariant import product
 from moecore.kernels.routing import (
     balance,
     balance_loss,
@@ -52,6 +53,9 @@ from moecore.kernels.rows import (
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
 from moecore.kernels.rows import scaled_cast as scaled
+from moecore.kernels.sparse_attention import span_scores
+from moecore.kernels.sparse_attention.contract import IndexerHeads
+from moecore.kernels.sparse_attention.keys import SpanOfKeys
 
 triton = pytest.importorskip("triton")
 
@@ -146,6 +150,14 @@ def run_route(function: str, groups: int = 1, group_experts: int = 2) -> None:
     )
     _, weights = route.route(logits, torch.zeros(E), options)
     weights.sum().backward()
+
+
+def run_invariant_products(dtype: torch.dtype) -> None:
+    """A linear with and without a bias, and its gradients."""
+    x, w = torch.zeros(T, D, dtype=dtype), torch.zeros(F, D, dtype=dtype)
+    product.invariant_product(x, w.t(), w[:, 0])
+    product.invariant_product(x, w.t(), dtype=torch.float32)
+    product.invariant_product(x.t(), x)
 
 
 def run_momentum() -> None:
@@ -433,6 +445,12 @@ def run_cross_entropy_of_parts(V: int) -> None:
         cross_entropy.softmax_gradient_(logits, labels, high, total, dtype)
 
 
+def run_index_scores(heads: int, dim: int) -> None:
+    own = torch.arange(T)
+    index_of = IndexerHeads(bf16(T, heads, dim), bf16(4 * T, dim), torch.zeros(T, heads))
+    span_scores.span_scores(index_of, SpanOfKeys(0, 4 * T, own, own))
+
+
 CASES: dict[str, tuple[Callable[[], None], int]] = {
     "route": (lambda: run_route("softmax"), 2),
     "route weights": (run_route_weights, 2),
@@ -446,6 +464,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "balance sigmoid": (lambda: run_balance("sigmoid"), 6),
     "balance sqrtsoftplus, padding": (lambda: run_balance("sqrtsoftplus", True), 6),
     "index": (run_index, 4),
+    "index scores, 64 heads of 128": (lambda: run_index_scores(64, 128), 1),
+    "index scores, 32 heads of 64": (lambda: run_index_scores(32, 64), 1),
     "index of expert choice": (lambda: run_index(1024, 1024), 5),
     "rows": (run_rows, 2),
     "rows of expert choice": (lambda: run_rows(1024), 2),
@@ -456,6 +476,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "gelu": (lambda: run_activation("gelu", False), 2),
     "relu": (lambda: run_activation("relu", False), 2),
     "silu": (lambda: run_activation("silu", False), 2),
+    "limited_swiglu": (lambda: run_activation("limited_swiglu", False), 2),
     "clamped_swiglu interleaved": (lambda: run_activation("clamped_swiglu", True), 2),
     "experts swiglu": (lambda: run_experts("swiglu", None), 8),
     "experts geglu, fp32 main gradients": (lambda: run_experts("geglu", torch.float32), 8),
@@ -464,6 +485,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
         lambda: run_experts("relu2", torch.float32, 24, 40),
         9,
     ),
+    "experts limited_swiglu": (lambda: run_experts("limited_swiglu", None), 8),
     "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
     "experts gelu": (lambda: run_experts("gelu", None), 9),
     "adapted experts": (lambda: run_adapted_experts(16), 16),
@@ -496,6 +518,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "AdamW": (lambda: run_adamw(torch.float32), 1),
     "AdamW, bf16 moments": (lambda: run_adamw(torch.bfloat16), 1),
     "momentum": (run_momentum, 1),
+    "batch-invariant products": (lambda: run_invariant_products(torch.bfloat16), 3),
+    "batch-invariant products of fp32": (lambda: run_invariant_products(torch.float32), 3),
     "AdamW, FP8 moments": (lambda: run_adamw(torch.uint8), 1),
     "AdamW, FP8 moments, remainders": (lambda: run_adamw(torch.uint8, split=True), 1),
     "AdamW, fp32 moments, remainders": (lambda: run_adamw(torch.float32, split=True), 1),

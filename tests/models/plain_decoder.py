@@ -64,6 +64,8 @@ def plain_losses(
         x_BTD = block(below(params, f"model.layers.{i}."), config, x_BTD, i, aux)
     h_BTD = norm(x_BTD, params["model.norm.weight"], config.norm_eps)
     losses = PlainLosses(loss_of(h_BTD, labels_BT), aux=aux)
+    if config.mtp_detached:
+        h_BTD, table_VD, head_VD = h_BTD.detach(), table_VD.detach(), head_VD.detach()
     for k in range(1, config.num_mtp_layers + 1):
         own = below(params, f"mtp.{k - 1}.")
         # Position i of T - k has the token i + k to read and the token i + k + 1 to predict.

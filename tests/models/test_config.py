@@ -18,6 +18,7 @@ from moecore.models import (
     flops_per_token,
     num_params,
     preset,
+    with_latent_experts,
 )
 from moecore.packing import DocumentCost
 
@@ -255,6 +256,26 @@ def test_deepseek_v3_has_the_dimensions_of_transformers():
     assert hf.rope_parameters["rope_theta"] == config.rope_theta
     assert config.max_seq_len == mla.yarn.factor * mla.yarn.original_max_seq_len == 163_840
     assert config.dense_layers == (0, 1, 2) and moe.expert_bias and moe.score_function == "sigmoid"
+
+
+def test_latent_experts_by_hand() -> None:
+    """Four layers, D=64, F=32: an expert has 3 F l numbers, a router E D, projections 2 D l."""
+    config = replace(DecoderConfig(**VALID), num_layers=4)
+    accuracy, efficiency = (
+        with_latent_experts(config.moe, 16, scaling=scaling)  # type: ignore[arg-type]
+        for scaling in ("accuracy", "efficiency")
+    )
+    assert (accuracy.latent_dim, accuracy.num_experts, accuracy.top_k) == (16, 16, 8)
+    assert efficiency == replace(accuracy, top_k=2)
+    added = 4 * ((16 - 4) * 64 + 2 * 64 * 16)  # rows of routers, and projections
+    assert num_params(replace(config, moe=accuracy)) == num_params(config) + added
+    assert active_params(replace(config, moe=accuracy)) == active_params(config) + added
+    less = 4 * 2 * 3 * 32 * (64 - 16)  # two experts of 16 dims, not of 64
+    assert active_params(replace(config, moe=efficiency)) == active_params(config) + added - less
+    with pytest.raises(ValueError, match=r"latent_dim \(24\) must divide moe.dim \(64\)"):
+        with_latent_experts(config.moe, 24)
+    with pytest.raises(ValueError, match=r"go with moe.latent_dim \(16\) = 0"):
+        with_latent_experts(accuracy, 16)
 
 
 def test_flops_of_a_small_decoder_by_hand():

@@ -49,6 +49,7 @@ CONFIGS = {
     for name, config in KINDS.items()
     for depth in (1, 2)
 }
+CONFIGS |= {f"{n}, detached": replace(CONFIGS[n], mtp_detached=True) for n in list(CONFIGS)[1:4:2]}
 
 
 def make(config: DecoderConfig) -> Decoder:

@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ep4 over tp2, sum": dict(parallel=dict(tp=2, ep=4), loss="sum", padded=True),
     "hsdp, etp2": dict(parallel=dict(dp_replicate=2, ep=2, etp=2)),
     "dense last layer": dict(parallel=dict(ep=2), config=DENSE_LAST),
+    "detached": dict(parallel=dict(tp=2, ep=2), recompute=True, config="latent, 2, detached"),
 }
 
 

@@ -92,6 +92,9 @@ OPTIONS = {
         fc2_bias=True,
         shared_hidden_dim=24,
     ),
+    "zero-experts": replace(
+        BASE, zero_experts=5, normalize_weights=False, expert_bias=True, routed_scaling_factor=6.0
+    ),
     "two-shared": replace(BASE, shared_hidden_dim=12, num_shared_experts=2),
     "three-gates": replace(BASE, shared_hidden_dim=12, num_shared_experts=3, shared_gate=True),
     "two-gates-relu2": replace(

@@ -26,6 +26,7 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
         "sinkhorn": {"assignment": "sinkhorn"},
         "expert_choice": {"assignment": "expert_choice"},
     },
+    "zero_experts": {"none": {}, "3": {"zero_experts": 3}},
     "top_k": {"1": {"top_k": 1}, "2": {"top_k": 2}, "8": {"top_k": 8}},
     "scores": {
         "sigmoid": {"score_function": "sigmoid"},
@@ -72,6 +73,7 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
         "swiglu": {},
         "geglu": {"activation": "geglu"},
         "clamped_swiglu": {"activation": "clamped_swiglu", "activation_limit": 1.0},
+        "limited_swiglu": {"activation": "limited_swiglu", "activation_limit": 0.5},
         "gelu": {"activation": "gelu"},
         "relu": {"activation": "relu"},
         "relu2": {"activation": "relu2"},

@@ -11,7 +11,7 @@ dim), F hidden dim, E experts, K experts per token, n shared experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -77,11 +77,14 @@ def moe_reference(
     if padding_mask_BT is not None:
         real_BT = ~padding_mask_BT
     router_x_ND = x_ND if jitter_ND is None or not training else x_ND.float() * jitter_ND
+    # Experts that return their input are experts to the router and to losses.
+    E = config.num_experts + config.zero_experts
+    wide = replace(config, num_experts=E, zero_experts=0)
     routing = route_reference(
         router_x_ND,
         real_BT,
         params,
-        config,
+        wide,
         training=training,
         given_ids_NK=given_ids_NK,
         given_weights_NK=given_weights_NK,
@@ -90,7 +93,7 @@ def moe_reference(
     for i in range(config.num_shared_experts if config.shared_hidden_dim else 0):
         y_ND = y_ND + _shared(x_ND, i, params, config)
     borders = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    losses = _losses(routing, borders, config)
+    losses = _losses(routing, borders, wide)
     counts_E = routing.chosen_NE.sum(0)
     mean_scores_E = routing.real_mean(routing.scores_NE)
     return ReferenceOutput(y_ND.view(B, T, D), losses, counts_E, mean_scores_E, routing)
@@ -101,7 +104,10 @@ def _routed(
 ) -> Tensor:
     """Return the sum over the routed experts, [N, D]."""
     rows_NL = x_ND @ params["latent.w_down"].T if config.latent_dim else x_ND
-    parts_ENL = _experts(rows_NL, routing.weights_NE.T.unsqueeze(-1), params, config)
+    weights_EN1 = routing.weights_NE.T.unsqueeze(-1)
+    parts_ENL = _experts(rows_NL, weights_EN1[: config.num_experts], params, config)
+    own_ENL = rows_NL * weights_EN1[config.num_experts :]
+    parts_ENL = torch.cat([parts_ENL.to(own_ENL.dtype), own_ENL])
     parts_ENL = torch.where(routing.kept_NE.T.unsqueeze(-1), parts_ENL, 0)
     dtype = torch.promote_types(rows_NL.dtype, torch.float32)
     y_NL = parts_ENL.sum(0, dtype=dtype).to(x_ND.dtype)
@@ -159,6 +165,8 @@ def _activation(h: Tensor, config: MoEConfig) -> Tensor:
         return 0.5 * gate * (1 + torch.tanh(inner)) * up
     gate = torch.minimum(gate, torch.tensor(config.activation_limit))
     up = torch.clip(up, -config.activation_limit, config.activation_limit)
+    if config.activation == "limited_swiglu":
+        return gate * torch.sigmoid(gate) * up
     return gate * torch.sigmoid(config.activation_alpha * gate) * (1 + up)
 
 

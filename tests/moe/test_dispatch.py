@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moecore import MoEConfig, MoELayer
+from moecore.kernels.invariant import batch_invariant
 from moecore.kernels.rows import move as rows
 from moecore.moe.dispatch.alltoall import send_order
+from moecore.moe.dispatch.by_choice import ByChoice
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.records import ExpertInput, Routing
 
@@ -110,3 +113,31 @@ def test_order_of_sending(G: int, T: int, seed: int) -> None:
     for m, (g, t) in enumerate(wanted):
         expected[t, g] = m
     assert slots.tolist() == expected.tolist()
+
+
+# --------------------------------------------------------------------------- by choice
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_choices_that_are_dispatched_one_by_one(dtype: torch.dtype) -> None:
+    """The sum has the bits of a rank that owns all experts, and the same gradients."""
+    layer = MoELayer(MoEConfig(dim=16, hidden_dim=24, num_experts=6, top_k=4), dtype=dtype)
+    x_TD = torch.randn(9, 16).to(dtype)
+    padding_mask_T = torch.arange(9) == 4
+
+    def found() -> list[Tensor]:
+        x = x_TD.clone().requires_grad_()
+        y_TD = layer(x, padding_mask=padding_mask_T)
+        grads = torch.autograd.grad(y_TD.float().square().sum(), [x, *layer.parameters()])
+        return [y_TD.detach(), *grads]
+
+    with batch_invariant("cpu"):
+        y_TD, *want = found()
+        layer.dispatcher = ByChoice(layer.dispatcher, 4)
+        y_by_choice_TD, *grads = found()
+    assert torch.equal(y_TD, y_by_choice_TD)
+    for got, wanted in zip(grads, want, strict=True):
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(
+            got, wanted, rtol=0, atol=scale * (1e-6 if dtype == torch.float32 else 2**-7)
+        )

@@ -35,7 +35,7 @@ from tests.moe.moe_cases import (
 )
 from tests.moe.reference import moe_reference
 
-ACTIVATIONS = ["swiglu", "geglu", "relu2", "clamped_swiglu"]
+ACTIVATIONS = ["swiglu", "geglu", "relu2", "clamped_swiglu", "limited_swiglu"]
 LAYOUTS = {
     "own": ExpertLayout(),
     "concatenated": ExpertLayout(gate_up="concatenated"),
@@ -95,8 +95,10 @@ def expert_by_hand(module: Experts, x_D: Tensor, weight: Tensor, e: int) -> Tens
             a = torch.nn.functional.gelu(gate, approximate="tanh") * up
         else:
             limit, alpha = config.activation_limit, config.activation_alpha
-            gate = gate.clamp(max=limit)
-            a = gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            a = gate * torch.sigmoid(alpha * gate) * (up + 1)
+            if config.activation == "limited_swiglu":
+                a = gate * torch.sigmoid(gate) * up
     y = w2 @ (a * weight)
     return y + getattr(module, layout.b2)[e] * weight if config.fc2_bias else y
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,6 +48,27 @@ def test_an_id_that_is_no_expert_adds_nothing(nothing: int) -> None:
     zeroed = weights_TK.masked_fill(ids_TK == nothing, 0)
     torch.testing.assert_close(found, experts(x_TD, ids_TK.where(ids_TK != nothing, 0), zeroed))
     assert torch.equal(found[1], torch.zeros(16))
+
+
+def test_experts_that_return_their_input_are_not_dispatched() -> None:
+    """Against x times their weights; ids 4 to 6 of E=4, Z=3, and 7, which is none."""
+    torch.manual_seed(0)
+    experts = RoutedExperts(replace(CONFIG, zero_experts=3))
+    for param in experts.parameters():
+        torch.nn.init.normal_(param)
+    x_TD, weights_TK = torch.randn(3, 16, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    ids_TK, leaves = torch.tensor([[0, 4], [6, 5], [7, 3]]), [x_TD, weights_TK]
+    with patch.object(experts, "_compute", wraps=experts._compute) as compute:
+        y_TD = experts(x_TD, ids_TK, weights_TK)
+    assert int(compute.call_args.args[0].index.num_rows) == 2
+    grads = torch.autograd.grad(y_TD.sum(), leaves)
+    assert experts.tracker.counts is not None
+    assert experts.tracker.counts.chosen_E.tolist() == [1, 0, 0, 1, 1, 1, 1]
+    plain = experts(x_TD, ids_TK.where(ids_TK < 4, -1), weights_TK)
+    is_zero_TK = (ids_TK > 3) & (ids_TK < 7)
+    plain = plain + x_TD * (weights_TK * is_zero_TK).sum(1, keepdim=True)
+    torch.testing.assert_close(y_TD, plain)
+    torch.testing.assert_close(grads, torch.autograd.grad(plain.sum(), leaves))
 
 
 def test_the_same_expert_twice_in_a_token() -> None:

@@ -19,19 +19,26 @@ from moecore import (
     BalanceConfig,
     ContextOptions,
     ParallelConfig,
+    PipelineConfig,
     TrainStep,
     build_meshes,
     parallelize_moe,
 )
+from moecore.families import use_causal_attention
 from moecore.packing import (
     CorpusError,
     CorpusLoader,
     CorpusOptions,
     CorpusSource,
     PackedBatch,
+    PackedCollator,
     ScheduledBatch,
+    ScheduledCollator,
     ScheduledLoader,
 )
+from moecore.packing.scheduled import DECODER, TRANSFORMERS
+from moecore.parallel.pipeline.stages import loss_of
+from tests.families.transformers.hf_models import random_model
 from tests.helpers.ranks import run_ranks
 from tests.models.test_context_parallel import GROUPED
 from tests.models.test_mtp import make
@@ -117,8 +124,22 @@ def test_ranks_without_documents_get_padding_of_short_documents() -> None:
     batches = [next(loader) for loader in scheduled([[1, 2, 3]], 20, **rows)]
     assert len(of_all(batches)) == ROWS
     for (batch,) in (batch.micro_batches for batch in batches):
-        assert batch["max_seqlen"] == 16 and batch["cu_seqlens"].diff().max() == 16
+        assert batch["max_seqlen"] == 8 and batch["cu_seqlens"].diff().max() == 8
     assert any(batch.micro_batches[0]["padding_mask"].all() for batch in batches)
+
+
+def test_documents_of_a_dataset_keep_their_own_labels() -> None:
+    documents: list[Any] = [{"input_ids": ids} for ids in corpus(90, 12)]
+    documents[1]["labels"] = [-100] * 200 + documents[1]["input_ids"][200:]
+    documents[2]["assistant_masks"] = [i % 3 for i in range(90)]
+    where = {"max_tokens": MAX_TOKENS, "data_ranks": 4}
+    batches = [ScheduledCollator(data_rank=rank, **where)(documents) for rank in range(4)]
+    row = PackedCollator(row_tokens=sum(LENGTHS))(documents)
+    assert of_all(batches) == sorted(pieces_of(row))
+    assert batches[0].num_labels == int(row["num_tokens"]) < batches[0].num_tokens - 200
+    assert batches[0].num_tokens == sum(LENGTHS)
+    other = [*documents[:-1], {**documents[-1], "labels": [-100] * 77}]
+    assert ScheduledCollator(**where)(other).digest != batches[0].digest
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -150,23 +171,39 @@ def test_refusals(max_tokens: int, options: dict[str, Any], message: str) -> Non
     where = {"rows": 1, "max_tokens": max_tokens, "data_ranks": 4}
     with pytest.raises(ValueError) as info:
         ScheduledLoader([source], options_of(**options), **where)
-    assert str(info.value).startswith(message)
+    assert str(info.value).removeprefix("ScheduledCollator.").startswith(message)
+
+
+def test_a_collator_is_of_a_rank_of_the_run() -> None:
+    with pytest.raises(ValueError, match=r"data_rank \(4\) must be < data_ranks \(4\): take both"):
+        ScheduledCollator(max_tokens=192, data_rank=4, data_ranks=4)
 
 
 CONFIG = replace(GROUPED, max_seq_len=2048)
 CONFIG = replace(CONFIG, moe=replace(CONFIG.moe, num_experts=8, balance=BalanceConfig()))
 
 
-def one_process() -> dict[str, list[float]]:
+VOCABULARY = 60  # of both models at least
+
+
+def made(transformers: bool) -> Any:
+    model: Any = make(CONFIG)
+    if transformers:
+        model = random_model("qwen3-moe", max_position_embeddings=2048)
+        use_causal_attention(model)
+    return model
+
+
+def one_process(transformers: bool) -> dict[str, list[float]]:
     """Train on the rows, one forward a step."""
-    model, rows = make(CONFIG), plain(corpus(CONFIG.vocab_size))
+    model, rows = made(transformers), plain(corpus(VOCABULARY))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for _ in range(STEPS):
         batch = next(rows)
-        names = {n: batch[n] for n in ("cu_seqlens", "max_seqlen")}
-        names["padding_mask_BT"] = batch["padding_mask"]
-        loss = model(batch["input_ids"], batch["labels"], num_tokens=batch["num_tokens"], **names)
+        names = TRANSFORMERS if transformers else DECODER
+        inputs: dict[str, Any] = {name: batch[key] for name, key in names.items()}
+        loss = loss_of(model(**inputs, num_tokens=batch["num_tokens"]))
         loss.backward()
         norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
         found["loss"].append(loss.item())
@@ -176,26 +213,40 @@ def one_process() -> dict[str, list[float]]:
     return found
 
 
-def four_ranks(rank: int, device: torch.device) -> dict[str, Any]:
-    meshes = build_meshes(ParallelConfig(ep=4), "cpu")
-    model = make(CONFIG)
-    parallelize_moe(model, meshes, loss="sum", context=ContextOptions(dynamic=True))
+def trained(transformers: bool, parallel: ParallelConfig, **options: Any) -> dict[str, Any]:
+    """Train ranks of these degrees; return what they log and the cps of each step."""
+    meshes = build_meshes(parallel, "cpu")
+    model = made(transformers)
+    parallelize_moe(model, meshes, loss="sum", context=ContextOptions(dynamic=True), **options)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    source = CorpusSource(name="all", documents=corpus(CONFIG.vocab_size))
-    shape = {"rows": ROWS, "max_tokens": MAX_TOKENS, "data_ranks": meshes.data_ranks}
+    source = CorpusSource(name="all", documents=corpus(VOCABULARY))
+    shape = {
+        "rows": ROWS,
+        "max_tokens": ROW_TOKENS // 2 if parallel.pp > 1 else MAX_TOKENS,
+        "data_ranks": meshes.data_ranks,
+    }
     loader = ScheduledLoader([source], options_of(), data_rank=meshes.data_rank, **shape)
     found: dict[str, Any] = {"loss": [], "grad_norm": [], "cps": []}
-    for _ in range(STEPS):
+    for _ in range(STEPS if parallel.pp == 1 else 2):
         batch = next(loader)
         step.num_micro_batches = len(batch.cps)
-        loss = batch.loss_of(step.forward_backward(batch.inputs("cpu")))
+        loss = batch.loss_of(step.forward_backward(batch.inputs("cpu", transformers=transformers)))
         done = step.finish()
         dist.all_reduce(loss)
-        found["loss"].append(loss.item())
+        found["loss"].append(loss.item() / parallel.pp)
         found["grad_norm"].append(done.to_dict()["grad_norm"])
         of_ranks: list[Any] = [None] * 4
         dist.all_gather_object(of_ranks, batch.cps)
         found["cps"].append({cp for cps in of_ranks for cp in cps})
+    return found
+
+
+def four_ranks(rank: int, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {"data ranks": trained(False, ParallelConfig(ep=4))}
+    for transformers in (False, True):
+        stages = trained(transformers, ParallelConfig(pp=2, ep=2), pipeline=PipelineConfig())
+        found["stages of transformers" if transformers else "stages"] = stages
+    shape = {"rows": ROWS, "max_tokens": MAX_TOKENS, "data_ranks": 4}
     source = CorpusSource(name="all", documents=[[1, 2, 3 + (rank == 2)]])
     other = ScheduledLoader([source], options_of(), data_rank=rank, **shape)
     with pytest.raises(CorpusError) as info:
@@ -205,11 +256,14 @@ def four_ranks(rank: int, device: torch.device) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_four_ranks_train_as_one_process() -> None:
-    found, wanted = run_ranks(4, four_ranks), one_process()
-    assert found["cps"] == [{1, 2, 4}] * STEPS
-    for name in ("loss", "grad_norm"):
-        assert found[name] == pytest.approx(wanted[name], rel=1e-5), name
-    assert wanted["loss"][2] < wanted["loss"][0] - 0.01
+    found, cps = run_ranks(4, four_ranks), {"data ranks": [{1, 2, 4}] * STEPS}
+    for how in ("data ranks", "stages", "stages of transformers"):
+        wanted = one_process(transformers="transformers" in how)
+        assert found[how]["cps"] == cps.get(how, [{2}, {1, 2}])
+        for name in ("loss", "grad_norm"):
+            numbers = found[how][name]
+            assert numbers == pytest.approx(wanted[name][: len(numbers)], rel=1e-5), (how, name)
+        assert wanted["loss"][2] < wanted["loss"][0] - 0.01
     error = found["error"]
     assert error.startswith("documents or plan of the step up to row 4 ('")
     assert error.endswith("give all ranks the same files, tokenizer, options and cost")

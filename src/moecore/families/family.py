@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from moecore.base.options.indexer import IndexerConfig
 from moecore.families.adapters import replace_blocks
 from moecore.families.kept_fp32 import set_dtypes
+from moecore.families.transformers.attention import use_causal_attention
 from moecore.families.transformers.blocks import find_hf_adapter, why_refused
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.experts import run_vision_experts
@@ -35,7 +37,8 @@ from moecore.families.transformers.norms import fuse_norms
 from moecore.families.transformers.outputs import refuse_lost_outputs
 from moecore.families.transformers.pipeline import StagedCausal
 from moecore.families.transformers.rows import tell_layers
-from moecore.families.transformers.stock import is_hf, is_pretrained
+from moecore.families.transformers.sparse_attention import sparse_layers, train_indexers
+from moecore.families.transformers.stock import is_hf, is_pretrained, outermost
 from moecore.families.transformers.tensor_parallel import CutTransformer
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
@@ -101,6 +104,14 @@ class Plain(Family):
     @override
     def context(self, model: nn.Module) -> Any:
         return model
+
+    @override
+    def indexers(self, model: nn.Module) -> Sequence[nn.Module]:
+        return ()
+
+    @override
+    def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
+        pass
 
     @override
     def fuse_loss(self, model: nn.Module) -> None:
@@ -170,6 +181,16 @@ class Transformers(Plain):
         needed = ("loss_function", "get_output_embeddings")
         is_causal = all(hasattr(type(model), name) for name in needed)
         return CausalContext(model) if is_causal else model
+
+    @override
+    def indexers(self, model: nn.Module) -> Sequence[nn.Module]:
+        return [layer for layer in sparse_layers(model) if layer.indexer is not None]
+
+    @override
+    def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
+        for outer in outermost(model):
+            use_causal_attention(outer)
+        train_indexers(model, config)
 
     @override
     def fuse_loss(self, model: nn.Module) -> None:

@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore.attention.context_parallel.held import ContextParallel, HeldTokens, check_documents
+from moecore.attention.context_parallel.held import (
+    ContextParallel,
+    HeldTokens,
+    check_documents,
+    ranks_of,
+)
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
@@ -131,15 +136,7 @@ class Backbone(nn.Module):
 
     def ranks_of(self, cp: int | None) -> ContextParallel | None:
         """Return the cp ranks of a forward; None = this rank alone."""
-        size = 1 if self.cp is None else self.cp.size
-        if cp in (None, size):
-            return self.cp
-        if cp not in self.context_groups:
-            raise ValueError(
-                f"cp ({cp}) must be one of {[size, *self.context_groups]}, which have groups of "
-                "ranks: parallelize with ContextOptions(dynamic=True), and plan for its data ranks"
-            )
-        return self.context_groups[cp]
+        return ranks_of(cp, self.cp, self.context_groups)
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
         """Return the embeddings of this rank's tokens."""

@@ -133,6 +133,8 @@ class DecoderConfig:
         num_mtp_layers: modules that predict further tokens in training (multi-token prediction,
             `MTPLayer`); 0 = none. Their MLP or MoE is that of the last layer.
         mtp_loss_coef: weight of the mean of their losses; 0 without them.
+        mtp_detached: their losses train these modules alone: no gradient reaches the layers before
+            them, the embedding or the head (Megatron-Core's mtp_detach_heads).
         attention_bias: learned biases of attention: "qkv" of queries, keys and values (Qwen2,
             GLM-4.5), "all" of the output too (Llama's option), None = off.
         windows: keys that a token sees at most, its own included, 0 = all: of the first layers,
@@ -162,6 +164,7 @@ class DecoderConfig:
     mla: MLAConfig | None = None
     num_mtp_layers: CountOrZero = 0
     mtp_loss_coef: PositiveOrZero = 0.0
+    mtp_detached: bool = False
     attention_bias: AttentionBias | None = None
     windows: tuple[CountOrZero, ...] = ()
     attention_sinks: bool = False
@@ -246,6 +249,8 @@ class DecoderConfig:
                 f"be > 0 with num_mtp_layers ({self.num_mtp_layers}) > 0 and 0 without: "
                 "DeepSeek-V3 uses 0.3, later 0.1",
             )
+        if self.mtp_detached and not self.num_mtp_layers:
+            yield "mtp_detached", "be False with num_mtp_layers (0), which has no losses: drop it"
         if self.num_mtp_layers >= self.max_seq_len:
             yield (
                 "num_mtp_layers",

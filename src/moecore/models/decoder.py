@@ -76,11 +76,13 @@ class Head(nn.Module):
         tied_weight: Tensor | None,  # the embedding table
         sequence: Sequence,
         log_prob_loss: LogProbLoss | None = None,
+        *,
+        is_detached: bool = False,
     ) -> Tensor:
         """Return the loss, or the logits when there are no labels; see `Decoder.forward`."""
         weight = tied_weight if self.weight is None else self.weight
         assert weight is not None, "a tied head is called with the embedding table"
-        weight_VD = local_param(weight)
+        weight_VD = local_param(weight).detach() if is_detached else local_param(weight)
         if self.tp is not None:
             x_BTD = self.tp.gather(x_BTD)
         group = None if self.tp is None else self.tp.group
@@ -271,20 +273,31 @@ class Decoder(nn.Module):
             assert hidden is not None, "checked above"
             states = list(hidden.unbind())
         else:
-            x_BTD = self.model(tokens_BT, sequence, hidden=hidden, stage=stage)
+            states = [self.model(tokens_BT, sequence, hidden=hidden, stage=stage)]
             if not runs_norm(stage, self.config.num_mtp_layers):
-                return x_BTD
-            states = [x_BTD]
+                return states[0]
+        rows = (tokens_BT, labels_BT, num_tokens, padding_mask_BT)
+        return self._of_states(states, stage, *rows, sequence, log_prob_loss)
+
+    def _of_states(
+        self,
+        states: list[Tensor],
+        stage: Stage,
+        tokens_BT: Tensor,
+        labels_BT: Tensor | None,
+        num_tokens: Tensor | int | None,
+        padding_mask_BT: Tensor | None,
+        sequence: Sequence,
+        log_prob_loss: LogProbLoss | None,
+    ) -> Tensor:
+        """Return the loss or logits of normed states; without the head, the next stage's input."""
         if stage.loss:
             args = (states[0], labels_BT, num_tokens, self._tied_weight, sequence)
             out = self.lm_head(*args, log_prob_loss)
         if self._predicts(labels_BT):
             assert labels_BT is not None, "modules run with labels only"
-            if padding_mask_BT is None:
-                padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-            ahead = self._predict(
-                states, stage, tokens_BT, labels_BT, num_tokens, padding_mask_BT, sequence
-            )
+            rows = (tokens_BT, labels_BT, num_tokens, padding_mask_BT)
+            ahead = self._predict(states, stage, *rows, sequence)
             if stage.loss:
                 losses = torch.stack(ahead)
                 self.mtp_losses = losses.detach()
@@ -298,13 +311,15 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         labels_BT: Tensor,
         num_tokens: Tensor | int | None,
-        padding_mask_BT: Tensor,
+        padding_mask_BT: Tensor | None,
         sequence: Sequence,
     ) -> list[Tensor]:
         """Return the loss of each multi-token prediction module, fp32, in a stage with the head."""
         # The states h_0, h_1, .. are normed; those of the stage's modules are added. Tokens, labels
         # and mask are of the whole rows.
-        losses = []
+        if padding_mask_BT is None:
+            padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+        losses, is_detached = [], self.config.mtp_detached
         for ahead, layer in enumerate(self.mtp, start=1):
             if ahead - 1 in stage.mtp:
                 e_BTD = self.model.embed(sequence.shift_left(tokens_BT, ahead, 0), sequence)
@@ -313,11 +328,13 @@ class Decoder(nn.Module):
                 # A view has one gradient: its sum with the head's is the same in any order, so that
                 # stages have the bits of the whole.
                 h_BTD = states[-1].view_as(states[-1])
+                if is_detached:
+                    e_BTD, h_BTD = e_BTD.detach(), h_BTD.detach() if ahead == 1 else h_BTD
                 states.append(layer(h_BTD, e_BTD, replace(sequence, padding_mask_BT=mask_BT)))
             if stage.loss:
                 targets_BT = sequence.shift_left(labels_BT, ahead, IGNORE_INDEX)
                 args = (states[ahead], targets_BT, num_tokens, self._tied_weight, sequence)
-                losses.append(self.lm_head(*args))
+                losses.append(self.lm_head(*args, is_detached=is_detached))
         return losses
 
     def stage_parts(self) -> StageParts:

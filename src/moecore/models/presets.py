@@ -19,12 +19,15 @@ GLM-4.5 (arXiv:2508.06471).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from moecore.base.fields import check_arguments
+from moecore.base.fields import Count, check_arguments
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
+
+LatentScaling = Literal["accuracy", "efficiency"]
 
 
 def preset(name: str) -> DecoderConfig:
@@ -33,6 +36,39 @@ def preset(name: str) -> DecoderConfig:
     if name not in PRESETS:
         raise ValueError(f"preset ({name!r}) must be one of {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def with_latent_experts(
+    moe: Annotated[MoEConfig, "pass the layer of a decoder"],
+    latent_dim: Count,
+    *,
+    scaling: LatentScaling = "accuracy",
+) -> MoEConfig:
+    """Return the layer with experts in a latent dim, dim / latent_dim times as many of them.
+
+    The routed experts keep their number of parameters; the two projections are added.
+
+    Args:
+        moe: a layer without latent experts.
+        latent_dim: l, a divisor of dim.
+        scaling: "accuracy" multiplies top_k likewise, so a token costs as much as before (the
+            paper's l-MoE_acc); "efficiency" keeps top_k, so experts and exchanges of a token cost
+            latent_dim / dim of it (l-MoE_eff).
+
+    Raises:
+        ValueError: for a latent_dim that does not divide dim, and a layer that has one already.
+
+    Source: LatentMoE (arXiv:2601.18089).
+    """
+    check_arguments(with_latent_experts, locals())
+    if moe.dim % latent_dim or moe.latent_dim:
+        raise ValueError(
+            f"latent_dim ({latent_dim}) must divide moe.dim ({moe.dim}) and go with moe.latent_dim "
+            f"({moe.latent_dim}) = 0: choose a divisor, and pass the layer without latent experts"
+        )
+    ratio = moe.dim // latent_dim
+    top_k = moe.top_k * (ratio if scaling == "accuracy" else 1)
+    return replace(moe, latent_dim=latent_dim, num_experts=moe.num_experts * ratio, top_k=top_k)
 
 
 # Sizes are V, D and the number of layers; heads are H, h and the dim of a head.

@@ -89,5 +89,6 @@ def _params(config: DecoderConfig) -> tuple[int, int]:
     for name, param in Decoder(config, device="meta").named_parameters():
         total += param.numel()
         if config.moe is not None and ".experts." in name:
-            idle += (config.moe.num_experts - config.moe.top_k) * param[0].numel()
+            share = config.moe.top_k / config.moe.num_candidates  # with even loads
+            idle += round(config.moe.num_experts * (1 - share) * param[0].numel())
     return total, idle

@@ -22,7 +22,6 @@ tokens have no part in the mean, nor have micro-batches that are known to be pad
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -33,12 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.base.options.layer import MoEConfig
-from moecore.base.torch_names import autocast_dtype, is_recomputing
+from moecore.base.torch_names import is_recomputing
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import add_expert_counts, count_experts_and_tokens
 from moecore.kernels.routing.entropy import add_entropy_
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_
+from moecore.moe.aux_loss import LossFactors
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Routing
 from moecore.moe.router import best_ids
@@ -85,7 +85,7 @@ class LoadCounts:
     @classmethod
     def zeros(cls, config: MoEConfig, device: torch.device) -> LoadCounts:
         """Return what a layer counts, all 0."""
-        E = config.num_experts
+        E = config.num_candidates
         drops = config.capacity is not None and config.assignment != "expert_choice"
         best = config.counts_best_scores and config.balance.global_batch_coef > 0
         quantile = config.balance.bias_update == "quantile"
@@ -104,7 +104,7 @@ class LoadCounts:
         return [t for t in (getattr(self, f.name) for f in fields(self)) if t is not None]
 
 
-class LoadTracker:
+class LoadTracker(LossFactors):
     """One layer's auxiliary losses and counts since the last optimizer step.
 
     `counts` is allocated by the first backward, None before it, and its tensors are changed in
@@ -118,10 +118,9 @@ class LoadTracker:
     """
 
     def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
         self.config = config
         self.groups = BalanceGroups()
-        self.gradient_scale = 1.0  # factor on the auxiliary losses' gradient
-        self.loss_scale: weakref.ref[Tensor] | None = None  # another: `MoEState.set_loss_scale`
         self.counts: LoadCounts | None = None
         self.num_captured = 0  # backwards in captures
         self.has_steps = False  # whether someone has set the backwards of a step, and ends steps
@@ -149,7 +148,7 @@ class LoadTracker:
         # A global-batch loss then counts the forwards that began before, whether their backward has
         # run or not, as of micro-batches that run one after the other.
         if self.config.balance.global_batch_coef:
-            self._seen_E = torch.zeros(self.config.num_experts, dtype=torch.int64)
+            self._seen_E = torch.zeros(self.config.num_candidates, dtype=torch.int64)
 
     def attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
@@ -182,7 +181,7 @@ class LoadTracker:
         seen_E: Tensor | None = None
         logits_TE = routing.logits_TE
         if config.balance.needs_loss:
-            self._check_loss_scale(y)
+            self.check_loss_scale(y)
             prior_E = None if counts is None else counts.chosen_E
             if config.counts_best_scores:
                 assert logits_TE is not None
@@ -225,21 +224,6 @@ class LoadTracker:
         add_expert_counts(self._seen_E[None], ids_TK)
         self._priors.append(prior_E)
         return prior_E
-
-    def losses_gradient(self, losses: Tensor) -> Tensor:
-        """Return the gradient of the auxiliary losses; no host sync."""
-        grad = torch.full_like(losses, self.gradient_scale)
-        scale = None if self.loss_scale is None else self.loss_scale()
-        return grad if scale is None else grad * scale
-
-    def _check_loss_scale(self, y: Tensor) -> None:
-        """Raise for fp16 where a loss scale would reach the main loss alone."""
-        dtype = autocast_dtype(y) or y.dtype
-        if dtype == torch.float16 and (self.loss_scale is None or self.loss_scale() is None):
-            raise ValueError(
-                f"dtype of the layer ({dtype}) must not be fp16 with auxiliary losses, which no "
-                "other loss scale reaches: use TrainStep(loss_scale=DynamicLossScale())"
-            )
 
     def _check_recompute(self) -> None:
         """Count forwards, and refuse one that could not repeat what it did the first time."""
@@ -382,7 +366,7 @@ def balance_losses(
     # host sync. `ids_TK` are the choices, or best scores, that are counted; `prior_counts_E` are
     # this rank's counts of such ids in earlier micro-batches of the step.
     assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
-    balance, E, K = config.balance, config.num_experts, config.top_k
+    balance, E, K = config.balance, config.num_candidates, config.top_k
     # Only "sequence" separates sequences; to the other scopes the tokens are one.
     B, sequences_T = (num_sequences, sequences_T) if balance.sequence_coef else (1, None)
     padding_mask_T = routing.padding_mask_T

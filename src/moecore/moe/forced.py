@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moecore.moe.layer import MoELayer
+
+GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 fill [0, 1) evenly, however many there are
 
 
 def force_even_load(model: nn.Module) -> None:
@@ -20,9 +24,70 @@ def force_even_load(model: nn.Module) -> None:
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.config.assignment != "expert_choice":
-            layer.part("router").forced_ids = even_ids
-            off: Any = dict(bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False)
-            layer.set_balance(replace(layer.config.balance, **off))
+            _force(layer, even_ids)
+
+
+def force_load(model: nn.Module, shares: Mapping[int, float]) -> None:
+    """Give experts shares of the choices in every MoELayer, in place; the others share the rest.
+
+    Else as `force_even_load`: a rank's loads differ from their shares by a few choices.
+
+    Args:
+        model: before or after `parallelize_moe`.
+        shares: expert id -> its share of all choices, at most 1 / top_k, because a token chooses an
+            expert once.
+
+    Raises:
+        ValueError: for an id without an expert, shares that no routing has, or a layer whose
+            experts choose.
+    """
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+    for name, layer in layers.items():
+        config = layer.config
+        E, K, sum_ = config.num_candidates, config.top_k, sum(shares.values())
+        others = (1 - sum_) / max(1, E - len(shares))
+        if not all(0 <= e < E for e in shares):
+            raise ValueError(
+                f"shares ({dict(shares)}) must be of experts 0 to {E - 1} of {name}: correct ids"
+            )
+        if not all(0 <= s <= 1 / K for s in (*shares.values(), others)) or (
+            len(shares) == E and not math.isclose(sum_, 1)
+        ):
+            raise ValueError(
+                f"shares ({dict(shares)}) must lie in [0, 1 / top_k ({K})] and leave each other "
+                f"expert of {name} such a share, not {others:.3g}: choose others"
+            )
+        if config.assignment == "expert_choice":
+            raise ValueError(f"shares must be left out for {name}, whose experts choose evenly")
+    for layer in layers.values():
+        _force(layer, partial(ids_of_shares, shares=dict(shares)))
+
+
+def _force(layer: MoELayer, ids: Callable[[int, int, int, torch.device], Tensor]) -> None:
+    layer.part("router").forced_ids = ids
+    off: Any = dict(bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False)
+    layer.set_balance(replace(layer.config.balance, **off))
+
+
+def ids_of_shares(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    device: torch.device,
+    *,
+    shares: Mapping[int, float],
+) -> Tensor:
+    """Return int32 ids [T, K], distinct in a token, of which experts have these shares."""
+    # Experts lie on [0, K), each as long as K times its share, at most 1; a token has those at u,
+    # u + 1, .. for a u in [0, 1) of its own.
+    others = (1 - sum(shares.values())) / max(1, num_experts - len(shares))
+    wide: Any = dict(dtype=torch.float64, device=device)
+    shares_E = torch.full((num_experts,), others, **wide)
+    for expert, share in shares.items():
+        shares_E[expert] = share
+    points_TK = torch.arange(num_tokens, **wide)[:, None] * GOLDEN % 1 + torch.arange(top_k, **wide)
+    ids_TK = torch.searchsorted((top_k * shares_E).cumsum(0), points_TK, right=True)
+    return ids_TK.clamp(max=num_experts - 1).to(torch.int32)
 
 
 def even_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:

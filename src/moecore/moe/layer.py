@@ -38,7 +38,7 @@ from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
 from moecore.moe.micro_batch import MicroBatch
-from moecore.moe.records import Dispatcher, ExpertInput, Routing
+from moecore.moe.records import Dispatcher, ExpertInput, Routing, without_zero_experts
 from moecore.moe.router import Router
 from moecore.moe.shared import Latent, SharedExpert, SharedRun
 
@@ -118,6 +118,9 @@ class RoutedLayer(nn.Module):
     def _routed(self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False) -> Tensor:
         """Return the weighted sum over the chosen experts of each token, [T, L]."""
         # `rows_TL` have the dtype of the exchange; with `is_kept` another operation saves them.
+        own_T1: Tensor | None = None
+        if self.config.zero_experts:
+            routing, own_T1 = without_zero_experts(routing, self.config.num_experts)
         with mark("moecore::dispatch"):
             expert_input = self._dispatched(rows_TL, routing)
         rows = expert_input.rows
@@ -128,7 +131,8 @@ class RoutedLayer(nn.Module):
         with mark("moecore::experts"):
             y_SL = self._compute(expert_input)
         with mark("moecore::combine"):
-            return self.dispatcher.combine(y_SL, expert_input.plan)
+            y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
+        return y_TL if own_T1 is None else (y_TL + rows_TL * own_T1).to(y_TL.dtype)
 
     def _dispatched(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
         """Return the input of this rank's experts and of its clones of other ranks' experts."""

@@ -27,6 +27,8 @@ class MoEMetrics:
             log(E) undecided. Only layers whose router is moecore's.
         clones_per_rank: layer name -> fp64 scalar, other ranks' experts that a rank computed too,
             the mean over ranks and forwards. Only layers with `CloneOptions`.
+        indexer_losses: attention layer name -> fp32 [1], coefficient applied. Only layers
+            whose indexer learns: `IndexerConfig`.
     """
 
     tokens_per_expert: dict[str, Tensor] = field(default_factory=dict)
@@ -34,6 +36,7 @@ class MoEMetrics:
     aux_losses: dict[str, Tensor] = field(default_factory=dict)
     router_entropy: dict[str, Tensor] = field(default_factory=dict)
     clones_per_rank: dict[str, Tensor] = field(default_factory=dict)
+    indexer_losses: dict[str, Tensor] = field(default_factory=dict)
 
     def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
         """Return name -> number, for any logger. One copy from the device, one host sync.
@@ -46,6 +49,7 @@ class MoEMetrics:
             z_loss, /<layer>            sum over layers
             router_entropy, /<layer>    see the attribute; mean over layers
             clones_per_rank, /<layer>   likewise
+            indexer_loss, /<layer>      sum over attention layers
 
         Args:
             per_expert: with the load of each expert: thousands of numbers in large models.
@@ -58,6 +62,7 @@ class MoEMetrics:
         found = self._on_host()
         if not found["tokens_per_expert"]:
             return {}
+        indexer_losses = {n: value for n, (value,) in found.pop("indexer_losses").items()}
         counted = {layer for layer, of_E in found["tokens_per_expert"].items() if any(of_E)}
         if counted:
             found = {
@@ -77,6 +82,9 @@ class MoEMetrics:
             numbers |= {name: sum(of_layers.values()), **_named(name, of_layers)}
         for name in ("router_entropy", "clones_per_rank"):
             numbers |= _with_mean(name, {layer: value for layer, (value,) in found[name].items()})
+        if indexer_losses:
+            numbers |= {"indexer_loss": sum(indexer_losses.values())}
+            numbers |= _named("indexer_loss", indexer_losses)
         if per_expert:
             for layer, of_E in loads.items():
                 numbers |= {f"expert_load/{layer}/{e}": load for e, load in enumerate(of_E)}

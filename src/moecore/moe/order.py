@@ -90,7 +90,8 @@ def reorder_experts(
             f"({layer.config.num_groups}) for another order, which would mix groups"
         )
     router, experts = layer.part("router"), layer.part("experts")
-    # All of them have one entry per expert in dim 0.
+    # All have one entry per expert in dim 0, routers also for those that return their input.
+    order_E = torch.cat([order_E, torch.arange(E, layer.config.num_candidates).to(order_E)])
     tensors = [t for one in (router, experts) for t in (*one.parameters(), *one.buffers())]
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise ValueError(
@@ -98,4 +99,4 @@ def reorder_experts(
             "reorder_experts before parallelize_moe"
         )
     for tensor in tensors:
-        tensor.copy_(tensor[order_E.to(tensor.device)])
+        tensor.copy_(tensor[order_E[: len(tensor)].to(tensor.device)])

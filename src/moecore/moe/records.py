@@ -68,6 +68,16 @@ class Routing:
         return T if self.capacity is None else min(T, self.capacity)
 
 
+def without_zero_experts(routing: Routing, num_experts: int) -> tuple[Routing, Tensor]:
+    """Return the routing without ids from `num_experts` on, and their weights' sum per token."""
+    # Example, E=2, ids [[1, 2], [3, 2]], weights [[.5, .5], [.6, .4]]: ids [[1, -1], [-1, -1]] and
+    # the sums [[.5], [1.]], fp32 [T, 1].
+    ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
+    is_zero_TK = ids_TK >= num_experts
+    own_T1 = torch.where(is_zero_TK, weights_TK, 0).sum(-1, keepdim=True)
+    return replace(routing, expert_ids_TK=ids_TK.masked_fill(is_zero_TK, -1)), own_T1
+
+
 class ChoiceTape(Protocol):
     """Sees every choice of a router, and may make it; see `moecore.rl.replay`."""
 

@@ -85,14 +85,15 @@ class RoutedExperts(RoutedLayer, Experts):
 
         Args:
             hidden_states: [T, D].
-            top_k_index: integer [T, K]. An id outside of [0, E) is no expert and adds nothing.
+            top_k_index: integer [T, K]. An id from E on is one of the config's `zero_experts`; any
+                other id outside of [0, E) is no expert and adds nothing.
             top_k_weights: float [T, K]; differentiable.
 
         Returns:
             [T, D] in the dtype of `hidden_states`; added in fp32, rounded once.
         """
         x_TD = hidden_states
-        is_expert_TK = (top_k_index >= 0) & (top_k_index < self.config.num_experts)
+        is_expert_TK = (top_k_index >= 0) & (top_k_index < self.config.num_candidates)
         ids_TK = top_k_index.where(is_expert_TK, -1).to(torch.int32)
         routing = Routing(
             expert_ids_TK=ids_TK, weights_TK=top_k_weights.float(), chosen_ids_TK=ids_TK

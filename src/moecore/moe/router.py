@@ -2,8 +2,8 @@
 
     x_TD -> jitter -> logits_TE -> choice -> weights_TK -> padding and capacity -> Routing
 
-Legend: T local tokens, N tokens of the whole micro-batch, D model dim, E experts, K experts per
-token (E if the experts choose).
+Legend: T local tokens, N tokens of the whole micro-batch, D model dim, E experts (those that return
+their input included), K experts per token (E if the experts choose).
 
 Logits, scores and weights are fp32 (or fp64) for any dtype of x: a rounded score may choose another
 expert, and no later precision repairs that. `parallelize_moe` excludes the router's weight from
@@ -55,7 +55,7 @@ class Router(nn.Module):
         self.tape: ChoiceTape | None = None
         # (T, E, K, device) -> int32 ids [T, K] for any scores; see moe/forced.py.
         self.forced_ids: Callable[[int, int, int, torch.device], Tensor] | None = None
-        E, D = config.num_experts, config.dim
+        E, D = config.num_candidates, config.dim
         self.weight = nn.Parameter(torch.empty(E, D, device=device, dtype=dtype))
         bias = torch.empty(E, device=device, dtype=dtype) if config.router_bias else None
         self.bias = None if bias is None else nn.Parameter(bias)
@@ -239,7 +239,7 @@ def bias_of_micro_batch(
     """Return fp32 [E]: the bias that evens out the loads of one micro-batch without its padding."""
     # The margins are counted from the layer's own bias (`kernels/routing/margins.py`). One
     # all-reduce of their histogram where ranks share the micro-batch; no host sync.
-    histogram_EX = logits_TE.new_zeros(config.num_experts, NUM_BINS, dtype=torch.int64)
+    histogram_EX = logits_TE.new_zeros(config.num_candidates, NUM_BINS, dtype=torch.int64)
     how = (config.top_k, config.score_function)
     add_margins_(histogram_EX, logits_TE, bias_E, *how, micro_batch.padding_mask_T)
     if micro_batch.group is not None:

@@ -20,6 +20,7 @@ from moecore.base.fields import Count, check_value
 from moecore.base.torch_names import foreach_add_, is_gloo
 from moecore.kernels.routing.entropy import UNIT
 from moecore.kernels.routing.margins import even_bias
+from moecore.moe.aux_loss import AuxLoss
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.params import clean_name
@@ -31,6 +32,7 @@ NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer st
 class MoEState:
     """The balance record that a parallelized model owns: `moe_state(model)`.
 
+    `others` are losses of layers that are no MoE layers; they change as those of `layers` do.
     `check_parameters` raises if gradients were not reduced over all ranks.
     """
 
@@ -40,12 +42,14 @@ class MoEState:
         groups: BalanceGroups,
         *,
         loss: str = "mean",
+        others: Mapping[str, AuxLoss] | None = None,
         check_parameters: Callable[[], None] | None = None,
     ) -> None:
         self.layers = {clean_name(name): layer for name, layer in layers.items()}
         self.groups = groups
         self.loss = loss
         self._check_parameters = check_parameters
+        self._others = dict(others or {})
         self._loss_scale: weakref.ref[Tensor] | None = None
         self.set_num_micro_batches(1)
         for layer in layers.values():
@@ -63,6 +67,8 @@ class MoEState:
         for layer in self.layers.values():
             layer.tracker.gradient_scale = scale
             layer.tracker.has_steps = True
+        for other in self._others.values():
+            other.gradient_scale = scale
 
     @torch.no_grad()
     def announce(self, have_tokens: Sequence[bool | Tensor]) -> None:
@@ -97,6 +103,8 @@ class MoEState:
         self._loss_scale = None if scale is None else weakref.ref(scale)
         for layer in self.layers.values():
             layer.tracker.loss_scale = self._loss_scale
+        for other in self._others.values():
+            other.loss_scale = self._loss_scale
 
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
         """Reduce the step's counts, move the expert biases, and clear the counts."""
@@ -140,7 +148,8 @@ class MoEState:
                 self._move_biases(alike, counts, metrics.tokens_per_expert, skipped)
         for name, layer in self.layers.items():
             if layer.cloner is not None:
-                layer.cloner.end_step(metrics.tokens_per_expert[name], skipped=skipped)
+                loads_E = metrics.tokens_per_expert[name][: layer.config.num_experts]
+                layer.cloner.end_step(loads_E, skipped=skipped)
         self._reset()
         return metrics
 
@@ -161,9 +170,10 @@ class MoEState:
         device = next(iter(chosen.values())).device
         cloners = {name: la.cloner for name, la in self.layers.items() if la.cloner is not None}
         clones = {name: c.counted(device) for name, c in cloners.items()}
+        indexers = {name: other.sum_on(device) for name, other in self._others.items()}
         parts = [
             torch.cat(list(found.values())).double()
-            for found in (chosen, losses, entropies, kept, clones)
+            for found in (chosen, losses, entropies, kept, clones, indexers)
             if found
         ]
         group, number = self.groups.global_batch, self.num_micro_batches
@@ -197,6 +207,9 @@ class MoEState:
         if clones:
             for name, (copies, forwards) in _split(others[bool(kept)], clones).items():
                 metrics.clones_per_rank[name] = copies / forwards.clamp(min=1)
+        if indexers:
+            of_others = (others[-1 - compares] / shares).float()
+            metrics.indexer_losses.update(_split(of_others, indexers))
         return metrics
 
     def _check_number(self, sums: Sequence[float], group: dist.ProcessGroup) -> None:
@@ -241,6 +254,8 @@ class MoEState:
         foreach_add_(biases, list(move_LE))
 
     def _reset(self) -> None:
+        for other in self._others.values():
+            other.reset()
         for layer in self.layers.values():
             layer.drop_step()
 
@@ -263,5 +278,5 @@ def _alike(layers: Mapping[str, Any]) -> list[list[str]]:
         rate = config.balance.bias_update_rate
         if rate and any(p.requires_grad for p in layer.part("router").parameters()):
             how = (config.balance.bias_update, rate)
-            groups.setdefault((config.num_experts, config.top_k, *how), []).append(name)
+            groups.setdefault((config.num_candidates, config.top_k, *how), []).append(name)
     return list(groups.values())

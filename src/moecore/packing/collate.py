@@ -133,7 +133,7 @@ class PackedCollator:
         """Yield where each document starts in the rows laid end to end, its ids and labels."""
         row, used = 0, 0
         for number, document in enumerate(documents):
-            ids, labels = _read(document, number)
+            ids, labels = read_document(document, number)
             length = self._rounded(len(ids))
             if used + length > self.row_tokens:
                 row, used = row + 1, 0
@@ -160,7 +160,7 @@ class PackedCollator:
         return torch.tensor(borders, dtype=torch.int32)
 
 
-def _read(document: Document, number: int) -> tuple[Tensor, Tensor]:
+def read_document(document: Document, number: int) -> tuple[Tensor, Tensor]:
     """Return the ids of one document and their own labels, int64 [tokens]."""
     name = f"documents[{number}]"
     length = length_of(document, name)

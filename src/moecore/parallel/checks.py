@@ -43,6 +43,7 @@ def check_request(model: nn.Module, request: Request) -> None:
     _check_fresh(model)
     _check_degrees(model, request)
     _check_context(model, request)
+    _check_indexers(model, request)
 
 
 def check_stages(layout: PipelineLayout, rank_of: Sequence[int], request: Request) -> None:
@@ -187,10 +188,6 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
         warnings.warn(
             "pipeline is not used: 'nvlink' has no exchange to compute beside", stacklevel=5
         )
-    if p.pp > 1 and request.is_dynamic:
-        raise ValueError(
-            f"ContextOptions.dynamic (True) must go with ParallelConfig.pp ({p.pp}) = 1: use cp"
-        )
     pipeline = request.pipeline
     for name in ("compile_dense", "graph_dense"):
         if p.pp > 1 and pipeline is not None and pipeline.defers and getattr(request, name):
@@ -263,6 +260,21 @@ def _check_context(model: nn.Module, request: Request) -> None:
             f"apply_context_{needs}, such as moecore.models.Decoder"
         )
     request.context_options(model)
+
+
+def _check_indexers(model: nn.Module, request: Request) -> None:
+    if request.indexer is None:
+        return
+    if not request.family.indexers(model):
+        raise ValueError(
+            f"indexer ({request.indexer}) must be None for {type(model).__name__}, which has no "
+            "indexer of sparse attention that is known: leave it out"
+        )
+    if request.meshes.parallel.tp > 1:
+        raise NotImplementedError(
+            f"indexer ({request.indexer}) must be None with ParallelConfig.tp "
+            f"({request.meshes.parallel.tp}) > 1, whose ranks have some heads each: use cp"
+        )
 
 
 def _check_dense(request: Request) -> None:

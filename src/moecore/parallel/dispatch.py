@@ -15,6 +15,7 @@ from moecore.attention.context_parallel.held import ContextParallel
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import NVLinkOptions
 from moecore.base.options.precision import Recipe
+from moecore.moe.aux_loss import aux_losses
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
@@ -229,7 +230,11 @@ def apply_balance(model: nn.Module, found: Attached) -> None:
         by_cp=found.shared_by,
     )
     found.state = MoEState(
-        found.layers, groups, loss=found.request.loss, check_parameters=partial(refuse_added, model)
+        found.layers,
+        groups,
+        loss=found.request.loss,
+        others=None if found.request.indexer is None else aux_losses(model),
+        check_parameters=partial(refuse_added, model),
     )
     tokens = None if found.exchanges is None else found.exchanges.tokens
     found.capacity = Capacity(found.exchanges, tokens, found.stash, device=meshes.device)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moecore.attention.context_parallel.held import ContextParallel
 from moecore.base.options.context import ContextOptions
+from moecore.base.options.indexer import IndexerConfig
 from moecore.moe.layer import RoutedLayer
 from moecore.packing.collate import PackedBatch
 
@@ -49,6 +50,12 @@ class Family(Protocol):
 
     def context(self, model: nn.Module) -> Any:
         """Return what may be a `ContextParallelModel` or a `DynamicContextModel` for a model."""
+
+    def indexers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the layers whose sparse attention has an indexer that can learn."""
+
+    def train_indexers(self, model: nn.Module, config: IndexerConfig) -> None:
+        """Let the indexers of a model learn, each as the `aux_loss` of its layer."""
 
     def has_tokens(self, inputs: Mapping[str, Any]) -> bool | Tensor:
         """Return whether a forward of these keyword arguments has any token but padding."""

@@ -13,6 +13,7 @@ from moecore.base.agreement import fields_of
 from moecore.base.options.context import ContextOptions
 from moecore.base.options.dispatch import CloneOptions, DispatcherName, NVLinkOptions
 from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.options.indexer import IndexerConfig
 from moecore.base.options.layer import BalanceConfig, MoEConfig
 from moecore.base.options.memory import MemoryOptions
 from moecore.base.options.precision import Precision, Recipe, Role
@@ -48,6 +49,7 @@ class Request:
     balance: BalanceConfig | None
     moe: Mapping[str, Any]
     context: ContextOptions | None
+    indexer: IndexerConfig | None
     precision: Precision | None
     fsdp: FSDPOptions
     loss: LossConvention

@@ -37,7 +37,7 @@ CATEGORIES = {
     r"|plan_clones|physical_ids",
     "loss": r"cross_entropy|_row_statistics|_softmax_gradient",
     "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel",
-    "dense products": r"nvjet|gemm|cutlass|cublas|splitK",
+    "dense products": r"nvjet|gemm|cutlass|cublas|splitK|_invariant_product",
     "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce|scaled_cast|_momentum_kernel",
     "pages": r"_pages_kernel|_take_rows_kernel",
     "fsdp copies": r"split_with_sizes|chunk_cat|Memcpy|Memset|CatArray|_copy_used_kernel",

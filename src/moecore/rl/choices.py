@@ -46,7 +46,7 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
 
 def check_ids(where: str, ids_TK: Tensor, config: MoEConfig) -> None:
     """Raise for ids that a layer cannot follow. Host syncs on a GPU."""
-    K, E = config.choices_per_token, config.num_experts
+    K, E = config.choices_per_token, config.num_candidates
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
             f"{where} {tuple(ids_TK.shape)} must have the shape [tokens, {K}]: K is top_k, or "
@@ -56,7 +56,8 @@ def check_ids(where: str, ids_TK: Tensor, config: MoEConfig) -> None:
         raise ValueError(f"{where} ({ids_TK.dtype}) must be integers: use torch.int32")
     ids_TK = ids_TK.long()
     wrong_TK = (ids_TK < -1) | (ids_TK >= E)
-    rule = f"lie in [0, num_experts ({E})), or be -1"
+    more = " + zero_experts" if config.zero_experts else ""
+    rule = f"lie in [0, num_experts{more} ({E})), or be -1"
     if config.assignment == "expert_choice":
         wrong_TK |= (ids_TK >= 0) & (ids_TK != torch.arange(E, device=ids_TK.device))
         rule = "be e or -1 in column e, where experts choose"

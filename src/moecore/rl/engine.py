@@ -26,6 +26,7 @@ from moecore.base.fields import Count, check_arguments
 from moecore.models.log_probs import LogProbLoss
 from moecore.parallel.attached import attached
 from moecore.rl.agree import Totals, agree, sum_of_data_ranks
+from moecore.rl.invariance import check_invariant, invariant
 from moecore.rl.micro_batches import (
     RolloutRow,
     RowLimits,
@@ -83,9 +84,13 @@ class Engine:
         max_tokens: of the row of a micro-batch, padding included, which cp and tp ranks share.
         reference: the reference model, parallelized on the same meshes; None = the model without
             its adapters.
+        batch_invariant: each token's log-probability has the same bits whatever else is in its
+            row or micro-batch, and with any dp, ep and pp. Slower. Other threads of the process
+            compute so, too, while the engine does.
 
     Raises:
-        ValueError: for a model that is not parallelized, or numbers that do not fit its layout.
+        ValueError: for a model that is not parallelized, numbers that do not fit its layout, or
+            what cannot be batch invariant.
         NotImplementedError: for dynamic context parallelism.
 
     Example:
@@ -108,6 +113,7 @@ class Engine:
         *,
         max_tokens: Count,
         reference: nn.Module | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         check_arguments(Engine.__init__, locals())
         found = attached(model)
@@ -122,6 +128,10 @@ class Engine:
             )
         if found.request.is_dynamic:
             raise NotImplementedError("ContextOptions.dynamic (True) must be False for an Engine")
+        self._is_invariant = batch_invariant
+        for one in (model, reference) if batch_invariant else ():
+            if one is not None and (of := attached(one)) is not None:
+                check_invariant(one, of)
         self.model, self.step = model, step
         self._request, self._pipeline = found.request, found.pipeline
         self._meshes = found.request.meshes
@@ -186,7 +196,7 @@ class Engine:
             ValueError: as `log_probs`, when a field is missing, or no token of any rank counts.
         """
         check_arguments(Engine.forward_backward, locals())
-        with known_to_others("forward_backward() of rollouts"):
+        with known_to_others("forward_backward() of rollouts"), self._computing(self.model):
             rows, totals = self._rows(rollouts, objective, entropy=objective.entropy)
             number = self.step.num_micro_batches = totals.num_micro_batches
             is_mean = self._request.loss == "mean"
@@ -225,7 +235,7 @@ class Engine:
     def _scores(
         self, step: TrainStep, rollouts: Rollouts, *, entropy: bool, routes: bool = False
     ) -> TokenScores:
-        with known_to_others("log_probs() of rollouts"):
+        with known_to_others("log_probs() of rollouts"), self._computing(step.model):
             rows, _ = self._rows(rollouts, None, entropy=entropy, routes=routes)
             scores = self._empty(rollouts, entropy)
             micro_batches = [self._inputs(row, scores, None, None) for row in rows]
@@ -235,6 +245,13 @@ class Engine:
             if routes:
                 scores = replace(scores, routes_NLK=self._layers.recorded(rows, rollouts))
             return self._of_stages(scores)
+
+    def _computing(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a model computes as the engine was asked to."""
+        found = attached(model)
+        if found is None or not self._is_invariant:
+            return nullcontext()
+        return invariant(found.layers, self._meshes.device.type)
 
     def _replaying(
         self, rows: Sequence[RolloutRow], rollouts: Rollouts
@@ -276,6 +293,7 @@ class Engine:
             alike[f"whether {name} is None"] = getattr(rollouts, name) is None
         alike["routes"] = routes
         alike["temperature"] = rollouts.temperature
+        alike["batch_invariant"] = self._is_invariant
         shared = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
         totals = agree(self._meshes, own, problem, alike=alike, shared=shared)
         if objective is not None and not totals.weight:

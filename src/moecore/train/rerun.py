@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.base.streams import wait_on_host
+from moecore.moe.aux_loss import aux_losses
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.pairs import generators, set_generators
 from moecore.moe.records import ChoiceTape
@@ -129,5 +130,7 @@ def drop_step(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RoutedLayer):
             module.drop_step()
+    for loss in aux_losses(model).values():
+        loss.reset()
     for param in model.parameters():
         param.grad = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -144,6 +145,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {"moe_intermediate_size": [16, 8], "rope_parameters": MROPE}
     },
     "deepseek_v3": {"first_k_dense_replace": 1},
+    # Of few heads many scores are 0, and which of equal ones topk takes is open.
+    "deepseek_v32": {"index_n_heads": 16},
+    "glm_moe_dsa": {"index_n_heads": 16, "indexer_types": ["full", "shared"]},
     "flint": {"mlp_only_layers": [0]},
     "gemma4": {"enable_moe_block": True},
     "glm4v_moe": {"text_config": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}}},
@@ -153,8 +157,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4": {"num_experts_per_tok": 1},
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 3},
     "mistral4": {"head_dim": 16},
     "muse_spark": {"audio_config": {"num_hidden_layers": 4, "out_hidden_size": 32}},
+    "nemotron_h": {"moe_latent_size": 24},
     "nllb_moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
     "qwen4_exp": {
         "indexer_n_heads": 2,
@@ -246,6 +252,13 @@ def tiny_model(family: str, *, vocab_size: int = SIZES["vocab_size"]) -> Any:
     return model.train()
 
 
+def freeze_indexers(model: nn.Module) -> None:
+    """Freeze what a model's own loss has no gradient for."""
+    for name, param in model.named_parameters():
+        if ".indexer." in name:
+            param.requires_grad_(False)
+
+
 def fill(model: nn.Module) -> None:
     """Weights large enough that no expert, bias or sink is invisible."""
     generator = torch.Generator().manual_seed(0)
@@ -256,6 +269,11 @@ def fill(model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+            elif name.endswith(
+                "tid2eid"
+            ):  # the experts of each token id, zeros if nothing fills it
+                ids_V1 = torch.arange(len(buffer))[:, None]
+                buffer.copy_((ids_V1 + torch.arange(buffer.shape[1])) % SIZES["num_local_experts"])
 
 
 def batch(model: Any, seed: int) -> dict[str, Tensor]:
@@ -284,3 +302,12 @@ def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     targets = inputs["input_ids"].flatten() % out.logits.shape[-1]
     loss = nn.functional.cross_entropy(out.logits.flatten(0, 1).float(), targets)
     return loss if getattr(out, "aux_loss", None) is None else loss + 0.1 * out.aux_loss
+
+
+def config_values(family: str, sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
+    """Return what a config.json of a family's small model holds."""
+    kind = model_class(family)
+    config = tiny_config(kind.config_class, FAMILIES.get(family, {}), sizes)
+    config.architectures = [kind.__name__]
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values

@@ -36,7 +36,7 @@ from tests.families.transformers.family_models import (
     model_class,
     tiny_model,
 )
-from tests.families.transformers.test_families import taken
+from tests.families.transformers.test_families import taken, without_unused_rows
 from tests.helpers.ranks import run_ranks
 
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
@@ -75,7 +75,7 @@ def run(model: nn.Module, given: dict[str, Tensor]) -> Ran:
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
-    return loss.detach().float(), {n: g.float() for n, g in whole.items()}
+    return loss.detach().float(), without_unused_rows({n: g.float() for n, g in whole.items()})
 
 
 def errors(found: Ran, exact: Ran) -> tuple[float, float]:

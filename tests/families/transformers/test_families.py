@@ -33,6 +33,7 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
+from moecore.families.kept_fp32 import SELECTION_BIASES, kept_fp32
 from moecore.families.transformers.context import CausalContext
 from moecore.families.transformers.rows import why_whole
 from moecore.families.transformers.tensor_parallel import OUTPUTS, find_cuts
@@ -54,7 +55,6 @@ REFUSED = {
     "dbrx": "the matrices of all experts are one of two dims",
     "diffusion_gemma": "parameters of experts must not be shared with another module",
     "jetmoe": "experts in attention",
-    "longcat_flash": "experts that return their input",
     "muse_spark": "a norm of each expert's output is not built yet",
     "nllb_moe": "experts are a dict of modules",
     "switch_transformers": "experts are a dict of modules",
@@ -80,7 +80,8 @@ ON_ALL = {
     "llama4": "in before out, beside a shared expert without one",
     "gpt_oss": "in before out, gate and up interleaved, with biases",
     "nemotron_h": "no gate",
-    "glm5_next": "an activation of its own",
+    "step3p7": "an activation of its own",
+    "longcat_flash": "experts that return their input",
 }
 STEPS, RATE, VOCABULARY = 2, 0.1, 64  # tokens, which tp ranks have parts of
 # The gradient of a factor on outputs that are normed afterwards is a difference of large numbers,
@@ -128,7 +129,18 @@ def reference(family: str) -> tuple[nn.Module, Found]:
                 if param.grad is not None:
                     param -= RATE * param.grad
         model.zero_grad()
-    return model, found | {f"state/{n}": t for n, t in model.state_dict().items()}
+    found |= {f"state/{n}": t for n, t in model.state_dict().items()}
+    return model, without_unused_rows(found)
+
+
+def without_unused_rows(found: Found) -> Found:
+    """Cut rows of FC1 of experts that return their input: no checkpoint has them."""
+    of_fc1 = {name: name.replace("experts.gate_up_proj", "experts.down_proj") for name in found}
+    for name, other in of_fc1.items():
+        unused = found[name][len(found[other]) :] if other != name else ()
+        assert not name.startswith("grad/") or not any(row.any() for row in unused)
+        found[name] = found[name] if other == name else found[name][: len(found[other])]
+    return found
 
 
 def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found, list[str]]:
@@ -175,7 +187,8 @@ def parallel(family: str, meshes: Meshes, folder: Path, to: int) -> tuple[Found,
 def described(model: nn.Module) -> list[str]:
     """Return the class of a model, whose router chooses, what experts compute and tp cuts.
 
-    Last is whether packed documents are kept apart and cp ranks may hold parts of them.
+    Then whether packed documents are kept apart and cp ranks may hold parts of them, and what is
+    fp32 where the rest is bf16, which test_bf16.py compares with stock for every family.
     """
     layers = list(moe_state(model).layers.values())
     routers = {"moecore's" if layer.part("router") else "its own" for layer in layers}
@@ -186,7 +199,10 @@ def described(model: nn.Module) -> list[str]:
     name = type(model).__name__
     other = why_whole(model)
     parts = "yes" if other is None else f"no, {other}"
-    return [name, " ".join(sorted(routers)), " ".join(sorted(experts)), cut_of(model), parts]
+    kept = {n.removesuffix(".weight").split(".")[-1] for n in kept_fp32(model, torch.bfloat16)}
+    kept -= {*SELECTION_BIASES, "inv_freq", "original_inv_freq"}  # which are fp32 in each
+    bf16 = f"yes; fp32: {', '.join(sorted(kept))}" if kept else "yes"
+    return [name, " ".join(sorted(routers)), " ".join(sorted(experts)), cut_of(model), parts, bf16]
 
 
 def cut_of(model: nn.Module) -> str:
@@ -288,6 +304,7 @@ def table(ran: dict[tuple[str, int], Any]) -> list[str]:
     whole = {name: result["row"] for (name, i), result in sorted(ran.items()) if i != TP}
     rows = list(whole.values())
     head = ["family", "class", "router", "activation of experts", "cut over tp", "documents, cp"]
+    head += ["bf16"]
     lines = [head, ["---"] * len(head), *rows]
     lines += [[], ["refused", "why"], ["---", "---"], *map(list, REFUSED.items())]
     return ["| " + " | ".join(cells) + " |" if cells else "" for cells in lines]

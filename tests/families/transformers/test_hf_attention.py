@@ -17,7 +17,7 @@ from moecore.families.family import swap_blocks
 from moecore.families.transformers.attention import _causal_attention
 from moecore.families.transformers.linear_attention import SEQUENCE
 from moecore.packing import PackedCollator
-from tests.families.transformers.family_models import tiny_model
+from tests.families.transformers.family_models import freeze_indexers, tiny_model
 from tests.families.transformers.hf_models import (
     assert_equal_numbers,
     enable_checkpointing,
@@ -84,11 +84,14 @@ def test_masks_and_positions_are_refused() -> None:
         model.base_model(TOKENS, torch.ones_like(TOKENS))
 
 
-def test_keys_of_an_earlier_forward_are_refused() -> None:
-    model = make(causal=True)
-    cache = model(input_ids=TOKENS[:, :8], use_cache=True).past_key_values
+@pytest.mark.parametrize("name", ["full", "sparse"])
+def test_keys_of_an_earlier_forward_are_refused(name: str) -> None:
+    model = make(causal=True) if name == "full" else tiny_model("deepseek_v32")
+    use_causal_attention(model)
+    ids = TOKENS % 61
+    cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"tokens \(8\) must be as many as their keys \(16\) for"):
-        model(input_ids=TOKENS[:, 8:], past_key_values=cache)
+        model(input_ids=ids[:, 8:], past_key_values=cache)
 
 
 def test_what_it_does_not_compute_is_refused() -> None:
@@ -100,6 +103,11 @@ def test_what_it_does_not_compute_is_refused() -> None:
         _causal_attention(model, query, query, query, None, softcap=30.0)
     with pytest.raises(ValueError, match="position_bias"):
         _causal_attention(model, query, query, query, None, sliding_window=2, position_bias=1.0)
+    sparse = tiny_model("deepseek_v32")
+    use_causal_attention(sparse)
+    sparse.base_model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"attention_dropout \(0.1\) must be 0 for use_causal"):
+        sparse(input_ids=TOKENS % 61)
     model.config.layer_types = ["chunked_attention"]
     with pytest.raises(ValueError, match=r"layer_types \('chunked_attention'\) must not be"):
         use_causal_attention(model)
@@ -166,10 +174,16 @@ def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> Non
     assert (found[0][0] - found[3][0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid"])
-def test_documents_of_linear_attention_are_those_of_transformers(family: str) -> None:
+LINEAR = ["qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid"]
+SPARSE = ["deepseek_v32", "glm_moe_dsa"]
+
+
+@pytest.mark.parametrize("family", [*LINEAR, *SPARSE])
+def test_documents_of_other_attention_are_those_of_transformers(family: str) -> None:
     """Against the stock model, each document in a row of its own."""
     stock, model = tiny_model(family), tiny_model(family)
+    for one in (stock, model):
+        freeze_indexers(one)
     use_causal_attention(model)
     cuts, ids = [0, 1, 3, 16, 16, 32], TOKENS % 61
     want = torch.cat(
@@ -184,6 +198,8 @@ def test_documents_of_linear_attention_are_those_of_transformers(family: str) ->
     with torch.no_grad():
         assert (stock(ids.view(1, -1)).logits - want).abs().max() > 0.1
         torch.testing.assert_close(stock(ids).logits, model(ids).logits)
+        if family in SPARSE:
+            return
         with pytest.raises(ValueError, match=r"use_cache \(True\) must be False for linear"):
             model(ids, cu_seq_lens_q=torch.tensor(cuts), use_cache=True)
 

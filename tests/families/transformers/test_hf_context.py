@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from moecore import (
     BalanceConfig,
     ContextOptions,
+    IndexerConfig,
     Meshes,
     ParallelConfig,
     TrainStep,
@@ -31,26 +32,24 @@ from moecore.base.options.memory import MemoryOptions
 from moecore.base.torch_names import HAS_SEPARATE_PIECES
 from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
-from tests.families.transformers.family_models import tiny_model
+from tests.families.transformers.family_models import freeze_indexers, tiny_model
 from tests.families.transformers.hf_models import (
     enable_checkpointing,
     random_model,
     whole_gradients,
     worst,
 )
+from tests.families.transformers.indexer_cases import recorded
 from tests.helpers.grids import asked_for, beside
 from tests.helpers.parts import on_parts
 from tests.helpers.ranks import run_ranks
 
 STEPS, ROWS, TOKENS = 2, 2, 32
 CUTS = [0, 8, 32, 48, 64]
-LINEAR = (
-    "qwen3_next",
-    "qwen3_5_moe",
-    "kimi_linear",
-    "granitemoehybrid",
-    "nemotron_h",
-)  # beside full attention
+TINY = (  # of `tiny_model`: linear or sparse attention, and experts behind a router
+    *("qwen3_next", "qwen3_5_moe", "kimi_linear", "granitemoehybrid", "nemotron_h"),
+    *("minimax_m2", "deepseek_v32", "glm_moe_dsa"),
+)
 CALM = 0.005  # a rate at whose second step stock transformers is near fp64, too
 BALANCED = BalanceConfig(sequence_coef=0.3)
 
@@ -65,11 +64,18 @@ class Case:
     packed: bool = False
     loss: str = "mean"
     balance: BalanceConfig | None = None
+    indexer: IndexerConfig | None = None
     checkpointing: bool = False
     recompute: str = ""
     rate: float = 0.05
     options: dict[str, Any] = field(default_factory=dict)
     tamper: str = ""
+    cps: tuple[int, ...] = ()  # of the groups of a micro-batch, with dynamic context parallelism
+
+    @property
+    def sharing(self) -> list[int]:
+        """The group of each data rank, with `cps`."""
+        return [group for group, cp in enumerate(self.cps) for _ in range(cp)]
 
 
 CASES = {
@@ -131,7 +137,52 @@ CASES = {
     "state space, packed": Case(
         family="granitemoehybrid", parallel=dict(cp=4, ep=2), packed=True, rate=CALM
     ),
+    "sparse, packed": Case(
+        family="deepseek_v32",
+        parallel=dict(cp=2, ep=4),
+        packed=True,
+        indexer=IndexerConfig(loss_coef=0.5),
+        recompute="gemm_last",
+        rate=CALM,
+    ),
+    "sparse, shared indexer, rows": Case(
+        family="glm_moe_dsa",
+        parallel=dict(cp=4, ep=2),
+        loss="sum",
+        indexer=IndexerConfig(stage="warm_up"),
+        checkpointing=True,
+        rate=0.004,  # at CALM a product before relu is 1e-7, so rounding decides its derivative
+    ),
+    "sparse, shared indexer, tp, packed": Case(
+        family="glm_moe_dsa", parallel=dict(cp=2, tp=2, ep=4), packed=True, loss="sum", rate=CALM
+    ),
     "gated delta, tp, rows": Case(family="qwen3_next", parallel=dict(cp=2, tp=2, ep=4), rate=CALM),
+    "qwen3, a cp for each group": Case(
+        family="qwen3-moe",
+        parallel=dict(ep=4),
+        packed=True,
+        balance=BALANCED,
+        loss="sum",
+        checkpointing=True,
+        cps=(2, 1, 1),
+    ),
+    "gpt-oss, a cp for each group": Case(
+        family="gpt-oss", parallel=dict(ep=2), packed=True, loss="sum", cps=(1, 1, 2)
+    ),
+    "gated delta, a cp for each group": Case(
+        family="qwen3_next", parallel=dict(ep=4), packed=True, loss="sum", rate=CALM, cps=(2, 1, 1)
+    ),
+    "sparse, a cp for each group": Case(
+        family="deepseek_v32",
+        parallel=dict(ep=4),
+        packed=True,
+        loss="sum",
+        rate=CALM,
+        cps=(2, 1, 1),
+    ),
+    "own routers, a cp for each group": Case(
+        family="minimax_m2", parallel=dict(ep=4), packed=True, loss="sum", rate=CALM, cps=(2, 1, 1)
+    ),
 }
 TAMPERED = {
     f"tampered {name}": Case(
@@ -156,8 +207,10 @@ def count(batches: list[dict[str, Any]]) -> int:
 
 
 def make(case: Case) -> nn.Module:
-    if case.family in LINEAR:
+    if case.family in TINY:
         model: nn.Module = tiny_model(case.family)
+        if case.indexer is None:
+            freeze_indexers(model)
     else:
         model = random_model(case.family, **case.options)
     if case.checkpointing:
@@ -183,25 +236,38 @@ def loss_of_documents(model: nn.Module, batch: dict[str, Any], num_items: int | 
     return torch.stack(losses).sum()
 
 
-def expected(case: Case, data_ranks: int) -> dict[str, Tensor]:
+def expected(case: Case, batches_of_step: int) -> dict[str, Tensor]:
     """Return what one process gives: of stock models, or with moecore's layers to be balanced."""
-    model, found = make(case), {}
+    # Hooks that record divergences save more in a first forward than in its second run.
+    model, found = make(case if case.indexer is None else replace(case, checkpointing=False)), {}
     layers = swap_blocks(model, {}) if case.balance else {}
+    if case.indexer is not None and case.indexer.stage == "warm_up":
+        for module in model.modules():
+            if hasattr(module, "index_topk"):
+                module.index_topk = TOKENS
     if case.balance:
         use_causal_attention(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.rate)
     for step in range(STEPS):
-        batches = [batch_of(case, rank, step) for rank in range(data_ranks)]
+        batches = [batch_of(case, rank, step) for rank in range(batches_of_step)]
         num_items = count(batches) if case.loss == "sum" else None
+        weights = [cp / sum(case.cps) for cp in case.cps] or [1 / len(batches)] * len(batches)
         for rank, batch in enumerate(batches):
             for layer in layers.values():
                 layer.set_balance(case.balance)
-                layer.tracker.gradient_scale = 1 / data_ranks
+                layer.tracker.gradient_scale = weights[rank]
             if case.balance:
-                loss = model(**batch, use_cache=False).loss
+                given = {} if num_items is None else {"num_items_in_batch": num_items}
+                loss = model(**batch, use_cache=False, **given).loss
             else:
-                loss = loss_of_documents(model, batch, num_items)
-            (loss / (data_ranks if case.loss == "mean" else 1)).backward()
+                with recorded(model) if case.indexer else nullcontext({}) as divergences:
+                    loss = loss_of_documents(model, batch, num_items)
+            total = loss / (len(batches) if case.loss == "mean" else 1)
+            for name, parts in divergences.items() if case.indexer else ():
+                kl = case.indexer.loss_coef * sum(x.sum() for x in parts) / (ROWS * TOKENS)
+                name, total = f"{step}: indexer loss of {name}", total + kl / len(batches)
+                found[name] = found.get(name, 0) + kl.detach() / len(batches)
+            total.backward()
             found[f"{step}: loss of {rank}"] = loss.detach()
         found |= {f"{step}: {n}": g.clone() for n, g in whole_gradients(model).items()}
         optimizer.step()
@@ -214,24 +280,30 @@ def found_on(case: Case, meshes: Meshes) -> dict[str, Tensor]:
     parallelize_moe(
         model,
         meshes,
-        context=ContextOptions(way=case.way),  # type: ignore[arg-type]
+        context=ContextOptions(way=case.way, dynamic=bool(case.cps)),  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]
         balance=case.balance,
+        indexer=case.indexer,
         memory=MemoryOptions(recompute=case.recompute) if case.recompute else None,
     )
     optimizer, found = on_parts(torch.optim.SGD)(model.parameters(), lr=case.rate), {}
     owner = TrainStep(model, optimizer, max_norm=math.inf)
+    sharing = case.sharing or range(meshes.data_ranks)
+    own = sharing[meshes.data_rank]
     for step in range(STEPS):
-        batches = [batch_of(case, rank, step) for rank in range(meshes.data_ranks)]
-        batch = tampered(case, batches[meshes.data_rank])
+        batches = [batch_of(case, rank, step) for rank in range(max(sharing) + 1)]
+        batch = tampered(case, batches[own])
+        if case.cps:
+            batch["cp"] = case.cps[own]
         if case.loss == "sum":
             batch["num_items_in_batch"] = count(batches)
         with owner.micro_batch(), TAMPERS.get(case.tamper, nullcontext)():
             loss = model(**batch, use_cache=False).loss
             loss.backward()
-        found[f"{step}: loss of {meshes.data_rank}"] = loss.detach()
+        found[f"{step}: loss of {own}"] = loss.detach()
         found |= {f"{step}: {n}": g.clone() for n, g in whole_gradients(model).items()}
-        owner.finish()
+        learned = owner.finish().metrics.indexer_losses
+        found |= {f"{step}: indexer loss of {n}": x[0] for n, x in learned.items()}
     return found
 
 
@@ -272,6 +344,9 @@ def refuse() -> None:
     refused("jamba", NotImplementedError, mixes)
     ring = {"context": ContextOptions(way="p2p")}
     refused("gpt-oss", ValueError, r"way \('p2p'\) must be 'a2a' or 'allgather'", options=ring)
+    refused("deepseek_v32", ValueError, r"way \('p2p'\) must be 'allgather' or", options=ring)
+    learns = {"indexer": IndexerConfig()}
+    refused("qwen3-moe", ValueError, r"must be None for Qwen3MoeForCausalLM", options=learns)
     heads = {"context": ContextOptions(way="a2a")}
     refused("qwen3-moe", ValueError, r"key/value heads .* divide by cp \(4\)", options=heads)
     refused("qwen3-moe", ValueError, "output_router_logits", output_router_logits=True)
@@ -299,7 +374,7 @@ def worker(rank: int, device: torch.device, names: list[str]) -> dict[str, float
         case = (CASES | TAMPERED)[name]
         meshes = build_meshes(ParallelConfig(**case.parallel), "cpu")
         got = found_on(case, meshes)
-        want = expected(case, meshes.data_ranks)
+        want = expected(case, len(case.cps) or meshes.data_ranks)
         kept = {n: want[n] for n in got}
         error = torch.tensor(worst(got, kept)[0])
         torch.distributed.all_reduce(error, op=torch.distributed.ReduceOp.MAX)

@@ -15,7 +15,7 @@ from moecore.families import use_causal_attention
 from moecore.families.family import swap_blocks
 from moecore.io import init_hf
 from moecore.parallel.pipeline.stages import take_stages
-from tests.families.transformers.family_models import tiny_model
+from tests.families.transformers.family_models import freeze_indexers, tiny_model
 from tests.families.transformers.hf_models import batch, learned, padding_mask, random_model
 from tests.parallel.pipeline.emulated import assert_same, run_stages, staged, stages_of
 
@@ -45,6 +45,12 @@ def with_layers(name: str) -> nn.Module:
     return model
 
 
+def sparse() -> nn.Module:
+    model = tiny_model("deepseek_v32")
+    freeze_indexers(model)
+    return model
+
+
 FAMILIES = {
     "qwen3-moe": lambda: random_model("qwen3-moe", num_hidden_layers=2),
     "mixtral": lambda: random_model("mixtral", num_hidden_layers=2),
@@ -55,6 +61,7 @@ FAMILIES = {
     "llama, tied": lambda: llama(tie_word_embeddings=True),
     "nemotron, kinds of layers": lambda: tiny_model("nemotron_h"),
     "gated delta": lambda: tiny_model("qwen3_next"),
+    "sparse": sparse,
 }
 
 
@@ -87,6 +94,7 @@ def test_stages_equal_the_whole_model(family, layout, num_ranks):
     [
         *product(("qwen3-moe", "gpt-oss", "llama"), ("mask", "positions", "documents")),
         ("gated delta", "documents"),
+        ("sparse", "documents"),
     ],
 )
 def test_masks_and_documents_reach_every_stage(family, kind):

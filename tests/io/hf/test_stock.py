@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.families.kept_fp32 import is_selection_bias, set_dtypes
 from moecore.io import export_hf, load_hf
 from moecore.io.hf.files import HFFiles
@@ -20,7 +23,7 @@ from moecore.io.hf.quant import TensorSource, ViewedSource
 from moecore.io.hf.stock import Shapes, published_shapes, shapes_of, stock_plan
 from tests.families.transformers.family_models import model_class, tiny_model
 from tests.families.transformers.hf_models import qwen3_moe
-from tests.families.transformers.test_families import taken
+from tests.families.transformers.test_families import taken, without_unused_rows
 from tests.io.hf.dirs import write_directory
 
 
@@ -65,6 +68,29 @@ def test_files_of_stock(family: str, tmp_path: Path) -> None:
     load_hf(tmp_path / "stock", half, cast=True)
     want = model_class(family).from_pretrained(tmp_path / "stock", dtype=torch.bfloat16)
     assert_equal(half.state_dict(), want.state_dict())
+
+
+def test_experts_that_return_their_input_have_no_rows(tmp_path: Path) -> None:
+    """Files of stock LongCat-Flash, which have rows, and published ones, which have none."""
+    model = tiny_model("longcat_flash")
+    model.save_pretrained(tmp_path / "stock")
+    want = without_unused_rows(model.state_dict())
+    own, meshes = not dist.is_initialized(), build_meshes(ParallelConfig(), "cpu")
+    for path in (tmp_path / "stock", tmp_path / "published"):
+        loaded = parallelize_moe(emptied(model, torch.float32), meshes)
+        load_hf(path, loaded)
+        found = loaded.state_dict().items()
+        assert_equal({n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found}, want)
+        if path.name == "stock":
+            export_hf(loaded, tmp_path / "published")
+    if own:
+        dist.destroy_process_group()
+    files = stored(tmp_path / "published")
+    kept = {n: t for n, t in stored(tmp_path / "stock").items() if n in files}
+    assert_equal(files, kept)
+    assert sorted(n for n in files if ".layers.1.mlp.experts.3." in n) and not any(
+        ".mlp.experts.4." in n for n in files
+    )
 
 
 def plan_of(family: str) -> tuple[nn.Module, Shapes]:

@@ -35,8 +35,17 @@ RULES: dict[str, dict[str, Any]] = {
     "sinkhorn": dict(assignment="sinkhorn"),
     "sinkhorn-raw": dict(assignment="sinkhorn", normalize_weights=False),
 }
-ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "gelu", "relu", "relu2", "silu")
-GATED = ACTIVATIONS[:3]
+ACTIVATIONS = (
+    "swiglu",
+    "geglu",
+    "clamped_swiglu",
+    "limited_swiglu",
+    "gelu",
+    "relu",
+    "relu2",
+    "silu",
+)
+GATED = ACTIVATIONS[:4]
 
 
 def randn(*shape: int, seed: int, std: float = 1.0) -> Tensor:
@@ -59,6 +68,8 @@ def dense_mlp(x_TD: Tensor, dense: dict[str, Tensor], activation: str = "swiglu"
         if activation == "clamped_swiglu":
             gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
             h = gate * torch.sigmoid(1.702 * gate) * (1 + up)
+        elif activation == "limited_swiglu":
+            h = F.silu(gate.clamp(max=7.0)) * up.clamp(-7.0, 7.0)
         else:
             h = (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
     else:

@@ -21,6 +21,7 @@ from moecore.kernels.attention import (
 )
 from moecore.kernels.attention import attention as rule
 from moecore.kernels.attention.contract import AttentionBlock, AttentionKernel
+from moecore.kernels.invariant import batch_invariant
 
 SCALE = 0.3
 DOCUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_length_q", "max_length_k")
@@ -312,6 +313,32 @@ def test_torch_has_the_operators(case: str) -> None:
     assert o.shape == do.shape and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     grads = backward_of(kernel, do, q, k, v, o, lse, mask, SCALE)
     assert [g.shape for g in grads] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        *(
+            pytest.param("cuda", dtype, marks=pytest.mark.gpu)
+            for dtype in (torch.bfloat16, torch.float32)
+        ),
+    ],
+)
+@pytest.mark.parametrize("window", [None, 9])
+def test_batch_invariance(window: int | None, place: str, dtype: torch.dtype) -> None:
+    """A document has the same bits alone and between others."""
+    lengths = [1, 20, 7, 33, 12] if place == "cpu" else [1, 20, 200, 133, 700]
+    total = sum(lengths)
+    q, k, v, _ = block((1, total, total, 8, 2, 64, 64), dtype, place)
+    with batch_invariant(place):
+        o, lse = attention_forward(q, k, v, packed(lengths, lengths, place, window=window), SCALE)
+        for i, length in enumerate(lengths):
+            at = slice(sum(lengths[:i]), sum(lengths[:i]) + length)
+            mask = packed([length], [length], place, window=window)
+            alone, lse_alone = attention_forward(q[:, at], k[:, at], v[:, at], mask, SCALE)
+            assert torch.equal(alone, o[:, at]) and torch.equal(lse_alone, lse[..., at])
 
 
 @pytest.mark.gpu

@@ -88,7 +88,7 @@ def test_grouped_gemm(
     assert torch.equal(out[used:], old[used:])
 
 
-@grid(name=COUNTS, sizes=SIZES, kind=["swiglu", "geglu", "clamped_swiglu"])
+@grid(name=COUNTS, sizes=SIZES, kind=["swiglu", "geglu", "clamped_swiglu", "limited_swiglu"])
 def test_grouped_gemm_activation(name: str, sizes: tuple[int, int], kind: str, device: str) -> None:
     D, F = sizes
     torch.manual_seed(1)

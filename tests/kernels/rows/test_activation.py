@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.rows.activation import (
+    GATED_KINDS,
     KINDS,
     PLAIN_KINDS,
     ActivationOptions,
@@ -65,6 +66,8 @@ def count(n: int, device: str = "cpu") -> Tensor:
         ("silu", 0.0, -2.0, -2 / (1 + math.exp(2))),
         ("clamped_swiglu", 10.0, -9.0, -6 * 7 / (1 + math.exp(-1.702 * 7))),
         ("clamped_swiglu", -10.0, 9.0, 8 * -10 / (1 + math.exp(1.702 * 10))),
+        ("limited_swiglu", 10.0, -9.0, 7 / (1 + math.exp(-7)) * -7),
+        ("limited_swiglu", -10.0, 9.0, -10 / (1 + math.exp(10)) * 7),
     ],
 )
 def test_known_values(kind: str, gate: float, up: float, expected: float) -> None:
@@ -84,7 +87,7 @@ def test_unknown_kind_is_refused() -> None:
         ActivationOptions(kind="tanh")
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "geglu", "clamped_swiglu"])
+@pytest.mark.parametrize("kind", GATED_KINDS)
 def test_interleaved_is_a_permutation_of_columns(kind: str) -> None:
     h, w, _ = inputs(4, 5, ActivationOptions(kind=kind))
     alternating = torch.stack(h.chunk(2, -1), -1).flatten(-2)
@@ -235,6 +238,8 @@ def plain_pytorch(h: Tensor, w: Tensor, options: ActivationOptions) -> Tensor:
     if options.kind == "geglu":
         return F.gelu(gate, approximate="tanh") * up * w[:, None]
     gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+    if options.kind == "limited_swiglu":
+        return F.silu(gate) * up * w[:, None]
     return (up + 1) * (gate * torch.sigmoid(options.alpha * gate)) * w[:, None]
 
 

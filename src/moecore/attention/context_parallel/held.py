@@ -12,6 +12,7 @@ Legend: B rows, T tokens of a row, G cp ranks, t = T / G tokens of a row of this
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,21 @@ class ContextParallel:
     def gathers(self) -> bool:
         """Whether the way is "allgather"."""
         return self.a2a is None and self.ring is None
+
+
+def ranks_of(
+    cp: int | None, ranks: ContextParallel | None, groups: Mapping[int, ContextParallel]
+) -> ContextParallel | None:
+    """Return the cp ranks of a forward: `ranks`, or the group of another cp; None = no others."""
+    size = 1 if ranks is None else ranks.size
+    if cp in (None, size):
+        return ranks
+    if cp not in groups:
+        raise ValueError(
+            f"cp ({cp}) must be one of {[size, *groups]}, which have groups of ranks: parallelize "
+            "with ContextOptions(dynamic=True), and plan for its data ranks"
+        )
+    return groups[cp]
 
 
 class HeldTokens:

@@ -7,7 +7,7 @@ Runtime handles (meshes, groups, dispatchers) are arguments elsewhere, never fie
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from moecore.base.fields import (
     Bound,
@@ -21,7 +21,8 @@ from moecore.base.fields import (
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 ScoreOrder = Literal["pre", "post"]
-Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu", "relu2", "silu"]
+GatedActivation = Literal["swiglu", "geglu", "clamped_swiglu", "limited_swiglu"]
+Activation = Literal[GatedActivation, "gelu", "relu", "relu2", "silu"]
 RouterDtype = Literal["float32", "float64"]
 Assignment = Literal["learned", "sinkhorn", "expert_choice"]
 BiasUpdate = Literal["sign", "quantile"]
@@ -31,7 +32,7 @@ DropOrder = Literal["probability", "position"]
 CapacityFactor = Annotated[float, Bound(">", 0), Bound("<=", 1e6), "use 1.0 for no slack"]
 Jitter = Annotated[float, Bound(">=", 0), Bound("<", 1), "use about 0.01, or 0.0 for none"]
 
-GATED_ACTIVATIONS: tuple[Activation, ...] = ("swiglu", "geglu", "clamped_swiglu")
+GATED_ACTIVATIONS: tuple[Activation, ...] = get_args(GatedActivation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +142,9 @@ class MoEConfig:
         dim: model dim D of input and output.
         hidden_dim: hidden dim F of one expert.
         num_experts: number of routed experts E.
+        zero_experts: number Z of further experts that return their input (LongCat-Flash). A token
+            chooses among E + Z; ids from E on are these, and are neither dispatched nor multiplied.
+            Balancing counts them as experts, so even loads leave E / (E + Z) of the choices to E.
         top_k: experts per token K.
         score_function: how logits become scores; "sqrtsoftplus" is sqrt(log(1 + exp(logit))).
         score_order: "pre" scores all experts and keeps the scores of the chosen; "post" applies
@@ -173,8 +177,10 @@ class MoEConfig:
         latent_dim: experts work in this smaller dim: a shared down-projection before dispatch, an
             up-projection after combine (LatentMoE). Router and shared experts keep `dim`. 0 = off.
         activation: activation between the two expert matrices. Gated ones read 2F columns; "gelu"
-            is the exact one, "geglu" has the tanh form.
-        activation_limit: clamp of "clamped_swiglu" (gpt-oss: 7.0).
+            is the exact one, "geglu" has the tanh form. "limited_swiglu" is silu(gate) * up with
+            gate clamped from above and up on both sides (DeepSeek-V4).
+        activation_limit: clamp of "clamped_swiglu" (gpt-oss: 7.0) and "limited_swiglu"
+            (DeepSeek-V4: 10.0).
         activation_alpha: sigmoid slope of "clamped_swiglu" (gpt-oss: 1.702).
         fc1_bias: per-expert bias before the activation.
         fc2_bias: per-expert bias on the output; it is multiplied by the routing weight too.
@@ -188,6 +194,7 @@ class MoEConfig:
     hidden_dim: Count
     num_experts: Count
     top_k: Count
+    zero_experts: CountOrZero = 0
     score_function: ScoreFunction = "softmax"
     score_order: ScoreOrder = "pre"
     normalize_weights: bool | None = None
@@ -222,6 +229,8 @@ class MoEConfig:
         yield from self._group_rules()
         yield from self._score_rules()
         yield from self._expert_rules()
+        if self.zero_experts:
+            yield from self._zero_rules()
         if self.assignment != "learned":
             yield from self._assignment_rules()
         if self.balance.bias_update_rate:
@@ -318,6 +327,19 @@ class MoEConfig:
             if used and not self.shared_hidden_dim:
                 yield name, "go with shared_hidden_dim (0) > 0: set shared_hidden_dim or drop it"
 
+    def _zero_rules(self) -> Rules:
+        for name, value, wanted, reason in (
+            ("assignment", self.assignment, "learned", "tokens choose"),
+            ("capacity", self.capacity and self.capacity.drop, None, "nothing is dropped"),
+            ("num_groups", self.num_groups, 1, "experts have no groups"),
+        ):
+            if value != wanted:
+                yield (
+                    "zero_experts",
+                    f"be 0 with {name} ({value!r}), because {reason} where experts return their "
+                    "input: drop one",
+                )
+
     def _bias_rules(self) -> Rules:
         if not self.expert_bias:
             yield (
@@ -336,7 +358,7 @@ class MoEConfig:
                     f"go with {name} ({value!r}) = {wanted!r}, because it compares every token's "
                     'best K + 1 scores in [0, 1]: use bias_update="sign"',
                 )
-        if self.top_k == self.num_experts:
+        if self.top_k == self.num_candidates:
             yield (
                 "balance.bias_update",
                 f"go with top_k ({self.top_k}) < num_experts ({self.num_experts}): drop it",
@@ -351,6 +373,11 @@ class MoEConfig:
     def fc1_dim(self) -> int:
         """Columns of FC1: 2F for gated activations, else F."""
         return self.hidden_dim * (2 if self.gated else 1)
+
+    @property
+    def num_candidates(self) -> int:
+        """Experts among which a token chooses: E + Z."""
+        return self.num_experts + self.zero_experts
 
     @property
     def expert_dim(self) -> int:

@@ -22,6 +22,7 @@ from moecore.attention.sequence import Sequence
 from moecore.base.fields import check_arguments
 from moecore.families.transformers.linear_attention import SEQUENCE, take_sequences
 from moecore.families.transformers.rows import READER, RowReader
+from moecore.families.transformers.sparse_attention import attend_sparsely
 
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
 UNKNOWN = ("position_bias", "dropout")  # what `attend` does not compute
@@ -64,6 +65,7 @@ def use_causal_attention(model: nn.Module) -> None:
     AttentionInterface.register(CAUSAL, _causal_attention)
     hf.set_attn_implementation(CAUSAL)
     take_sequences(hf)
+    attend_sparsely(hf)
     if not hasattr(hf, READER):
         setattr(hf, READER, RowReader(hf))
 

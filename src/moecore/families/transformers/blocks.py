@@ -51,7 +51,6 @@ REFUSED = {
     "DbrxFFN": "the matrices of all experts are one of two dims",
     "JetMoeAttention": "experts are parts of attention",
     "JetMoeMoE": "its model has experts in attention, too",
-    "LongcatFlashMoE": "experts that return their input have rows of gate_up_proj, but no others",
     "NllbMoeSparseMLP": "experts are a dict of modules",
     "SwitchTransformersSparseMLP": "experts are a dict of modules",
 }

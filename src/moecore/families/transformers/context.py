@@ -2,11 +2,13 @@
 
 Every cp rank passes the same whole rows. Labels are shifted in whole rows, then cut, and the model
 computes the loss of this rank's tokens with them; tokens are cut before its base model
-(`rows.py`), and attention communicates (`attention.py`). The losses of the ranks are added.
+(`rows.py`), and attention communicates (`attention.py`). The losses of the ranks are added. With
+`ContextOptions.dynamic` the argument `cp` of a forward chooses the ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +26,7 @@ from moecore.families.transformers.rows import (
     tokens_of,
     why_whole,
 )
+from moecore.families.transformers.sparse_attention import sparse_layers
 from moecore.families.transformers.stock import has_stock_loss
 from moecore.models.loss import count_labels
 from moecore.models.tensor_parallel import sum_value
@@ -32,7 +35,7 @@ KEYS_TRAVEL = ("p2p", "a2a+p2p")  # ways without windows
 
 
 class CausalContext:
-    """What `ContextParallelModel` asks of a model, for one of transformers."""
+    """What `ContextParallelModel` and `DynamicContextModel` ask of a model of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -45,7 +48,8 @@ class CausalContext:
             problem = "its forward has no loss of transformers' loss_function"
         if problem is not None:
             raise NotImplementedError(
-                f"ParallelConfig.cp ({cp}) must be 1 for {name}, because {problem}"
+                f"cp ({cp}) must be 1 for {name}, because {problem}: leave out "
+                "ParallelConfig.cp and ContextOptions.dynamic"
             )
         config = self.model.config.get_text_config()
         _refuse_router_logits(getattr(config, "output_router_logits", False))
@@ -53,8 +57,13 @@ class CausalContext:
         kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         if getattr(config, "kv_lora_rank", None):  # keys of all heads are made before attention
             kv_heads = num_heads
-        own = num_heads // tp, max(kv_heads // tp, 1)
-        found = options.resolve(cp, *own, has_latents=False)
+        own, is_sparse = (num_heads // tp, max(kv_heads // tp, 1)), bool(sparse_layers(self.model))
+        found = options.resolve(cp, *own, has_latents=is_sparse)
+        if is_sparse and found.way != "allgather":
+            raise ValueError(
+                f"ContextOptions.way ({options.way!r}) must be 'allgather' or 'auto' for {name}, "
+                "whose queries read keys of any rank"
+            )
         if found.way in KEYS_TRAVEL and _has_windows(self.model):
             if options.way != "auto":
                 raise ValueError(
@@ -66,11 +75,18 @@ class CausalContext:
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Take whole rows, and work on the tokens that this rank holds, from now on."""
+        self._take_rows().cp = cp
+
+    def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
+        """Let each forward choose its cp from now on."""
+        self._take_rows().groups = groups
+
+    def _take_rows(self) -> RowReader:
         use_causal_attention(self.model)
-        reader: RowReader = getattr(self.model, READER)
-        reader.cp = cp
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.model.register_forward_hook(self._leave, with_kwargs=True)
+        reader: RowReader = getattr(self.model, READER)
+        return reader
 
     def _enter(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -86,7 +102,7 @@ class CausalContext:
                 )
         reader: RowReader = getattr(self.model, READER)
         sequence = kwargs.get(SEQUENCE) or reader.sequence_of(tokens_of(args, kwargs), kwargs)
-        kwargs = kwargs | {SEQUENCE: sequence}
+        kwargs = {n: value for n, value in kwargs.items() if n != "cp"} | {SEQUENCE: sequence}
         if kwargs.get("labels") is None:
             return args, kwargs
         shifted_BT = shifted_labels(kwargs)
@@ -100,8 +116,7 @@ class CausalContext:
     ) -> Any:
         """Add the losses of the ranks."""
         sequence: Sequence = kwargs[SEQUENCE]
-        assert sequence.held is not None, "the pre-hook has made it"
-        if kwargs.get("labels") is None:
+        if sequence.held is None or kwargs.get("labels") is None:
             return output
         group = sequence.held.cp.group
         if isinstance(output, tuple):

@@ -33,7 +33,8 @@ from moecore.moe.layer import RoutedLayer
 from moecore.moe.routed import RoutedExperts
 
 FLAGS = ("is_transposed", "has_bias")  # attributes that the interface sets on every module
-UNFLAGGED = ("Step3p7Experts",)  # classes with the interface, but without its decorator
+# Classes with the interface, but without its decorator.
+UNFLAGGED = ("LongcatFlashExperts", "Step3p7Experts")
 ACTIVATION = "act_fn"
 SLOPES, LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 
@@ -55,7 +56,7 @@ def find_experts_adapter(module: nn.Module) -> Callable[[Any, nn.Module], Routed
 
 def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
     """Return moecore's routed experts with the parameters of a transformers experts module."""
-    refuse_customised_experts(experts, children=(ACTIVATION,))
+    refuse_customised_experts(experts, children=(ACTIVATION, "identity_expert"))
     gated = getattr(experts, "has_gate", True)
     concatenated = getattr(experts, "is_concatenated", True)
     w1 = "gate_up_proj" if gated else "up_proj"
@@ -69,13 +70,23 @@ def route_experts(experts: Any, model: nn.Module) -> RoutedExperts:
     )
     read = read_experts(experts, layout)
     config = MoEConfig(**read.fields, top_k=1)  # not used: the model's router chooses
+    return adopt_experts(config, layout, used_tensors(experts), own_activation=read.own_activation)
+
+
+def used_tensors(experts: Any) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of an experts module, without rows that nothing reads."""
+    # LongCat-Flash's FC1 has rows for experts that return their input, but its checkpoints do not.
     tensors = dict(experts.named_parameters(recurse=False))
-    return adopt_experts(config, layout, tensors, own_activation=read.own_activation)
+    if getattr(experts, "zero_expert_num", 0):
+        for name, tensor in tensors.items():
+            used = tensor.detach()[: experts.num_routed_experts].clone()
+            tensors[name] = nn.Parameter(used, requires_grad=tensor.requires_grad)
+    return tensors
 
 
 def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
     """Return sizes, activation and biases of an experts module; see `route_experts`."""
-    num_experts, *sizes = getattr(experts, layout.w1).shape
+    num_experts, sizes = len(getattr(experts, layout.w2)), getattr(experts, layout.w1).shape[1:]
     fc1_dim, dim = reversed(sizes) if layout.transposed else sizes
     gated = getattr(experts, "has_gate", True)
     interleaved = layout.gate_up == "interleaved"
@@ -94,6 +105,7 @@ def read_experts(experts: Any, layout: ExpertLayout) -> ReadExperts:
         "dim": dim,
         "hidden_dim": fc1_dim // 2 if gated else fc1_dim,
         "num_experts": num_experts,
+        "zero_experts": getattr(experts, "zero_expert_num", 0) or 0,
         "activation": options.kind,
         "activation_limit": options.limit,
         "activation_alpha": options.alpha,

@@ -20,7 +20,7 @@ NATIVE = {
     "labels_BT": "labels",
     "padding_mask_BT": "attention_mask, or as padding_mask (True = padding)",
     "hidden": "inputs_embeds",
-    "cp": "ParallelConfig.cp",
+    "cp": "ParallelConfig.cp, or parallelize with ContextOptions(dynamic=True)",
     "stage": "parallelize_moe(pipeline=...)",
 }
 

@@ -77,7 +77,7 @@ class StagedCausal:
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of what enters a stage, [B, T / cp, D]."""
         B, T = inputs["input_ids"].shape
-        cp = None if self._reader is None else self._reader.cp
+        cp = None if self._reader is None else self._reader.ranks_of(inputs.get("cp"))
         hidden_size: int = self.model.config.get_text_config().hidden_size
         return B, T // (1 if cp is None else cp.size), hidden_size
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,12 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.attention.context_parallel.held import ContextParallel, HeldTokens, check_documents
+from moecore.attention.context_parallel.held import (
+    ContextParallel,
+    HeldTokens,
+    check_documents,
+    ranks_of,
+)
 from moecore.attention.sequence import Sequence, packed_sequence, shift_left
 from moecore.base.torch_names import call_after_backward
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.experts import has_vision_experts, kinds_of
 from moecore.families.transformers.linear_attention import SEQUENCE, linear_layers
+from moecore.families.transformers.sparse_attention import sparse_layers
 from moecore.families.transformers.stock import (
     has_stock_loss,
     named,
@@ -51,7 +57,7 @@ CAUSAL_LOSS = "ForCausalLMLoss"  # transformers' function of that loss
 NOT_COMPUTED = ("attention_dropout", "attn_logit_softcapping")
 # Layers that mix tokens by attention alone, or not at all.
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe")
-LINEAR = "linear_attention"
+LINEAR, SPARSE = "linear_attention", "indexed_attention"
 MASKED = ("eager", "sdpa")  # attention whose mask says all
 Kwargs = dict[str, Any]
 Choose = Callable[[Tensor], Tensor]  # [B, T] of rows to [N], of the tokens that a layer gets
@@ -62,6 +68,7 @@ class RowReader:
 
     def __init__(self, model: nn.Module) -> None:
         self.cp: ContextParallel | None = None  # ranks that hold parts of rows; None = this one all
+        self.groups: Mapping[int, ContextParallel] = {}  # by the cp of a forward
         self._other = why_whole(model)
         base: Any = model.base_model
         model.register_forward_pre_hook(_tell_loss, with_kwargs=True)
@@ -86,6 +93,7 @@ class RowReader:
         shape, device = (tokens.shape[0], tokens.shape[1]), tokens.device
         cu_seqlens, longest = _of(given, DOCUMENTS), _of(given, LONGEST)
         sequence, mask_BT = Sequence(), given.get("padding_mask")
+        ranks = self.ranks_of(given.get("cp"))
         if cu_seqlens is not None:
             if self._other is not None:
                 raise ValueError(
@@ -101,14 +109,18 @@ class RowReader:
                 "because documents are not looked for in them: pass both, or rows of one sequence "
                 "each"
             )
-        if self.cp is not None:
+        if ranks is not None:
             if cu_seqlens is not None:
-                check_documents(cu_seqlens, self.cp.size)
-            held = HeldTokens(self.cp, shape, sequence.cu_seqlens, sequence.max_seqlen)
+                check_documents(cu_seqlens, ranks.size)
+            held = HeldTokens(ranks, shape, sequence.cu_seqlens, sequence.max_seqlen)
             sequence = replace(sequence, held=held)
         if mask_BT is not None:
             mask_BT = sequence.own(mask_BT.to(device))
         return replace(sequence, padding_mask_BT=mask_BT)
+
+    def ranks_of(self, cp: int | None) -> ContextParallel | None:
+        """Return the cp ranks of a forward; None = this rank alone."""
+        return ranks_of(cp, self.cp, self.groups)
 
     def _enter(
         self, base: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
@@ -353,12 +365,13 @@ def tokens_of(args: tuple[Any, ...], kwargs: Kwargs) -> Tensor:
 def why_whole(model: nn.Module, *, is_told: bool = True) -> str | None:
     """Return what of a model needs rows of one sequence each, whole on a rank; None = nothing.
 
-    `is_told`: after `use_causal_attention`, which tells linear attention layers of documents.
+    `is_told`: after `use_causal_attention`, which tells linear and sparse attention of documents.
     """
     config: Any = model.config
     text = config.get_text_config()
     linear = linear_layers(model) if is_told else []
-    if (other := _other_kind(text, len(linear))) is not None:
+    told = {LINEAR: len(linear), SPARSE: len(sparse_layers(model)) if is_told else 0}
+    if (other := _other_kind(text, told)) is not None:
         return other
     for owner, field in [(config, "is_encoder_decoder"), *((text, name) for name in NOT_COMPUTED)]:
         if getattr(owner, field, None):
@@ -371,13 +384,14 @@ def why_whole(model: nn.Module, *, is_told: bool = True) -> str | None:
     return None
 
 
-def _other_kind(text: Any, num_linear: int = 0) -> str | None:
+def _other_kind(text: Any, told: Mapping[str, int] | None = None) -> str | None:
     """Return the first layer of a config that mixes tokens by other means than attention.
 
-    If all linear attention layers of the config are known, they are none.
+    A kind of which all layers of the config are `told` is none.
     """
     kinds = getattr(text, "layer_types", None) or ()
-    known = (*KINDS, LINEAR) if num_linear == kinds.count(LINEAR) else KINDS
+    of_told = (kind for kind, number in (told or {}).items() if number == kinds.count(kind))
+    known = (*KINDS, *of_told)
     return next((f"layer_types[{i}] ({k!r})" for i, k in enumerate(kinds) if k not in known), None)
 
 
@@ -419,8 +433,10 @@ def _told(
 ) -> tuple[Any, Kwargs] | None:
     mask_BT = sequence.padding_mask_BT
     if isinstance(layer, MoELayer):
-        padding = {} if mask_BT is None else {"padding_mask": mask_BT}
-        return args, {"cu_seqlens": sequence.cu_seqlens} | padding | kwargs
+        told: Kwargs = {"cu_seqlens": sequence.cu_seqlens}
+        told |= {} if mask_BT is None else {"padding_mask": mask_BT}
+        told |= {} if sequence.held is None else {"cp": sequence.held.cp.size}
+        return args, told | kwargs
     if mask_BT is None:
         return None
     x_TD, ids_TK, *rest = args

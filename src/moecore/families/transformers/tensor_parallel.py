@@ -86,13 +86,7 @@ class CutTransformer:
         tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
         if tp.size == 1:
             return
-        _check(self.model, tp.size)
-        cuts, whole = find_cuts(self.model, tp.size)
-        if not cuts:
-            raise NotImplementedError(
-                f"ParallelConfig.tp ({tp.size}) must be 1 for {type(self.model).__name__}, of "
-                f"which no module can be cut: {'; '.join(whole) or 'no attention is known'}"
-            )
+        cuts, whole = self.cuts(tp.size)
         for reason in whole:
             logger.info("tp leaves whole %s", reason)
         dims = dict[tuple[nn.Module, str], int]()
@@ -105,6 +99,17 @@ class CutTransformer:
                 OwnTokens(tp, layer)
         _shard(self.model, tp_mesh, dims)
         EqualLosses(tp, self.model)
+
+    def cuts(self, tp: int) -> tuple[dict[nn.Module, ModuleCut], list[str]]:
+        """Return `find_cuts`; raise as `apply_tensor_parallel` for a model that tp cannot cut."""
+        _check(self.model, tp)
+        cuts, whole = find_cuts(self.model, tp)
+        if not cuts:
+            raise NotImplementedError(
+                f"ParallelConfig.tp ({tp}) must be 1 for {type(self.model).__name__}, of "
+                f"which no module can be cut: {'; '.join(whole) or 'no attention is known'}"
+            )
+        return cuts, whole
 
 
 def _check(model: nn.Module, tp: int) -> None:

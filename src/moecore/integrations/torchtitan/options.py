@@ -43,6 +43,7 @@ from moecore.train import AdamW, Muon
 ELSEWHERE = {
     "adapters": "`accelerated(spec)`, for models that moecore knows",
     "compile_dense": "`compile.enable` with component `model`",
+    "indexer": "no: indexers of sparse attention do not learn in its jobs",
     "loss": "torchtitan's: a sum over the global number of tokens",
     "fsdp.param_dtype": "`training.mixed_precision_param`",
     "fsdp.reduce_dtype": "`training.mixed_precision_reduce`",

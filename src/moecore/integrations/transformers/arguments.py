@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainingArguments
 
+from moecore.integrations.transformers.scheduled import is_dynamic
 from moecore.parallel.attached import moe_state
 
 _PRECISION = "give parallelize_moe fsdp=FSDPOptions(param_dtype=torch.bfloat16)"
@@ -73,7 +74,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 def check_model(model: nn.Module, args: TrainingArguments) -> None:
     """Raise ValueError for a model that `MoETrainer` does not train as Trainer would."""
     state = moe_state(model)
-    if state.loss != "mean":
+    if state.loss != "mean" and not is_dynamic(model):
         raise ValueError(
             f"loss ({state.loss!r}) of parallelize_moe must be 'mean' for MoETrainer: leave it "
             "out, Trainer divides by the tokens of all ranks itself"

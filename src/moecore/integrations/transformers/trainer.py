@@ -26,6 +26,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -53,10 +54,12 @@ from moecore.integrations.transformers.run_state import (
     set_host_generators,
     state_text,
 )
+from moecore.integrations.transformers.scheduled import ScheduledSteps, is_dynamic
 from moecore.io import Saver, export_hf, load, save_adapters
 from moecore.io.checkpoint.directory import directory_of
 from moecore.io.checkpoint.ranks import on_first_rank
 from moecore.io.hf.lora import unmerged
+from moecore.packing import ScheduledBatch
 from moecore.parallel.attached import moe_state
 from moecore.parallel.shard.late_parameters import refuse_earlier
 from moecore.train.loss_scale import DynamicLossScale, is_fp16
@@ -72,15 +75,15 @@ class MoETrainer(Trainer):
     Checkpoints lie in `output_dir/checkpoints`, are written in the background and load on any
     layout. `save_model` writes a Hugging Face directory. Training logs have the load of each MoE
     layer. A model that computes in fp16 (`FSDPOptions.param_dtype`) trains with a
-    `DynamicLossScale`.
+    `DynamicLossScale`. With `ContextOptions.dynamic` a batch is a step, of a `ScheduledCollator`.
 
     Attributes:
         result: of the last optimizer step; None before the first.
 
     Raises:
-        ValueError: for a model that is not parallelized or whose loss convention is "sum", for an
-            optimizer that was made before, and for arguments or settings of accelerate that wrap,
-            cast or save the model otherwise.
+        ValueError: for a model that is not parallelized or whose loss convention is "sum" without
+            `ContextOptions.dynamic`, for an optimizer that was made before, and for arguments or
+            settings of accelerate that wrap, cast or save the model otherwise.
     """
 
     result: StepResult | None = None
@@ -93,10 +96,12 @@ class MoETrainer(Trainer):
             )
         super().__init__(*args, **kwargs)
         refuse_earlier(self.model, self.optimizer)
-        if self.accelerator.cp > 1 and self.compute_metrics is not None:
+        self._steps = ScheduledSteps(self) if is_dynamic(self.model) else None
+        if (self.accelerator.cp > 1 or self._steps) and self.compute_metrics is not None:
             raise ValueError(
-                f"compute_metrics must be None with ParallelConfig.cp ({self.accelerator.cp}) > 1, "
-                "where a rank has the logits of its own tokens: evaluate the loss alone"
+                f"compute_metrics must be None with ParallelConfig.cp ({self.accelerator.cp}) > 1 "
+                "or ContextOptions.dynamic, where a rank has the logits of its own tokens: "
+                "evaluate the loss alone"
             )
         self._root = Path(self.args.output_dir) / "checkpoints"
         self._saver: Saver | None = None
@@ -109,7 +114,8 @@ class MoETrainer(Trainer):
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
         self.accelerator.__class__ = ShardedAccelerator  # Trainer makes its own and takes none
-        self.accelerator.cp = moe_state(self.model).groups.cp
+        groups = moe_state(self.model).groups
+        self.accelerator.cp = groups.data_ranks if is_dynamic(self.model) else groups.cp
 
     def train(
         self,
@@ -139,6 +145,8 @@ class MoETrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
         """Return a step's batches, fewer at the end of an epoch, and the tokens of all ranks."""
+        if self._steps is not None:
+            return list(islice(epoch_iterator, num_batches)), None
         found = super().get_batch_samples(epoch_iterator, num_batches, device)
         if found[0]:
             self.accelerator.owner.num_micro_batches = len(found[0])
@@ -150,10 +158,22 @@ class MoETrainer(Trainer):
         """Return the samples of a step, which cp ranks share."""
         return super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.cp
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run forward and backward of one micro-batch and return its loss."""
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run forward and backward of one micro-batch, or of a plan's, and return its loss."""
+        if self._steps is not None:
+            return self._steps.train(inputs, self.accelerator.owner)
         with self.accelerator.owner.micro_batch():
-            return super().training_step(*args, **kwargs)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return loss, logits and labels of a batch; of a plan the loss alone."""
+        if self._steps is not None:
+            return self._steps.evaluate(inputs, model), None, None
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the FLOPs that Trainer counts for a batch."""
+        return int(super().floating_point_ops(_counted(inputs)))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; what the MoE layers routed in the last step goes with the training loss."""
@@ -207,9 +227,7 @@ class MoETrainer(Trainer):
             self._saver.check()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if isinstance(inputs, Mapping) and "padding_mask" in inputs:  # of a `PackedBatch`
-            inputs = {**inputs, "attention_mask": ~inputs["padding_mask"]}
-        super()._track_num_input_tokens(inputs)
+        super()._track_num_input_tokens(_counted(inputs))
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # so Trainer clips by the Accelerator, which knows both meshes
@@ -237,6 +255,16 @@ class MoETrainer(Trainer):
         assert self._saver is not None
         self._saver.close()  # the best one may be under way
         load(self.state.best_model_checkpoint, self.model)
+
+
+def _counted(inputs: Any) -> Any:
+    """Return a batch with what Trainer counts tokens by."""
+    if isinstance(inputs, ScheduledBatch):
+        tokens_N = torch.ones(inputs.num_tokens, dtype=torch.bool)
+        return {"input_ids": tokens_N, "attention_mask": tokens_N}
+    if isinstance(inputs, Mapping) and "padding_mask" in inputs:  # of a `PackedBatch`
+        return {**inputs, "attention_mask": ~inputs["padding_mask"]}
+    return inputs
 
 
 def _states(callbacks: list[Any]) -> dict[str, Any]:

@@ -8,10 +8,12 @@ into its shards, so it never holds more than `CHUNK_BYTES` or one expert's matri
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 from typing import cast as as_type
@@ -42,10 +44,12 @@ from moecore.io.hf.upcycled import upcycled_config
 from moecore.io.hf.verify import LAYER, copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name, global_indices, init_normal_
+from moecore.moe.routed import RoutedExperts
 from moecore.parallel.across import find_stages
 from moecore.train.rerun import drop_step
 
 CHUNK_BYTES = 64 << 20
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +208,7 @@ def _make_plan(
         raise ValueError(
             f"path ({files.path}) must be visible to every rank: use a shared file system"
         )
+    sources = _used(model, sources)
     targets = without_adapters(model, model_tensors(model))
     copies = model_copies(model)
     recipes = _recipes(model, {name: tuple(t.shape) for name, t in targets.items()}, sources)
@@ -224,6 +229,15 @@ def _make_plan(
     if not plan.problems:
         plan.problems += copy_problems(files, sources, copies)
     return plan
+
+
+def _used(model: nn.Module, sources: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
+    """Leave out what stock LongCat-Flash writes for experts that return their input."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, RoutedExperts)}
+    E = {clean_name(n): m.config.num_experts for n, m in layers.items() if m.config.zero_experts}
+    found = {name: EXPERT.fullmatch(name) for name in sources if E}
+    unused = {n for n, m in found.items() if m and int(m[2]) >= E.get(m[1], inf)}
+    return {name: source for name, source in sources.items() if name not in unused}
 
 
 def _recipes(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.attention.contract import AttentionBlock, AttentionMask, refuse_half
+from moecore.kernels.invariant import is_batch_invariant
 
 PACKAGE = "flash-attn-4"
 TAKEN = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal"}
@@ -35,6 +36,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
     reason = refuse_half(q, k, v, (9, 0))
     if reason is None and q.is_meta:
         reason = f"device ({q.device.type}) must be cuda for {PACKAGE}: it has no shapes alone"
+    if reason is None and is_batch_invariant():
+        reason = f"batch invariance must be off for {PACKAGE}, whose tiles follow from lengths"
     return reason or _why_not()
 
 

@@ -2,18 +2,22 @@
 
 fp32 inside (fp64 for fp64), with all B * H * T * S scores at once. Documents that are packed into
 rows on the CPU, none across the end of a row, take row after row, else (B * T)^2 scores per head.
-Letters as in `contract.py`, and g = H / h.
+Under batch invariance documents take document after document, with a host sync on a GPU. Letters as
+in `contract.py`, and g = H / h.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moecore.kernels.attention.contract import AttentionBlock, AttentionMask
+from moecore.kernels.invariant import is_batch_invariant
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
@@ -45,20 +49,38 @@ def visible(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tensor
     return seen_TS
 
 
-def _rows(mask: AttentionMask, q: Tensor, k: Tensor) -> list[AttentionMask] | None:
-    """Return the mask of each row of packed documents; None = not on the CPU, or rows share one."""
+def _parts(mask: AttentionMask, q: Tensor, k: Tensor) -> list[tuple[int, AttentionMask]] | None:
+    """Return tokens and mask of what is computed by itself; None = all is computed together."""
     (B, T), cu_q, cu_k = q.shape[:2], mask.cu_seqlens_q, mask.cu_seqlens_k
-    if cu_q is None or cu_k is None or B == 1 or q.device.type != "cpu" or k.shape[1] != T:
+    if cu_q is None or cu_k is None or k.shape[1] != T or not B * T:
         return None
-    if not cu_q.equal(cu_k) or not torch.isin(torch.arange(0, B * T + 1, T), cu_q).all():
+    is_apart = is_batch_invariant()
+    if not is_apart and (B == 1 or q.device.type != "cpu"):
+        return None
+    if not cu_q.equal(cu_k):
+        return None
+    if is_apart:
+        alone = AttentionMask(causal=mask.causal, window=mask.window)
+        return [(length, alone) for length in cu_q.diff().tolist()]
+    if not torch.isin(torch.arange(0, B * T + 1, T), cu_q).all():
         return None
     cu_of_rows = [(cu_q - row * T).clamp(0, T) for row in range(B)]
-    return [replace(mask, cu_seqlens_q=cu, cu_seqlens_k=cu) for cu in cu_of_rows]
+    return [(T, replace(mask, cu_seqlens_q=cu, cu_seqlens_k=cu)) for cu in cu_of_rows]
 
 
-def _row(block: AttentionBlock, i: int, mask: AttentionMask) -> AttentionBlock:
-    q, k, v = (x[i : i + 1] for x in block[:3])
-    return AttentionBlock(q, k, v, mask, block.scale)
+def _apart(
+    block: AttentionBlock, parts: list[tuple[int, AttentionMask]], *others: Tensor
+) -> Iterator[Any]:
+    """Yield the block of each part, one row, and its part of other tensors of tokens."""
+    lengths, masks = zip(*parts, strict=True)
+    tokens = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in (*block[:3], *others)]
+    for mask, q, k, v, *rest in zip(masks, *tokens, strict=True):
+        yield AttentionBlock(q, k, v, mask, block.scale), *rest
+
+
+def _joined(parts: Iterable[Tensor], like: Tensor) -> Tensor:
+    """Return tokens of parts in the rows of a batch."""
+    return torch.cat(list(parts), dim=1).unflatten(1, like.shape[:2])[0]
 
 
 def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
@@ -78,11 +100,11 @@ def _grouped(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
 def forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
     q, k, v, mask, scale = block
-    rows = _rows(mask, q, k)
-    if rows is not None:
-        outputs = [forward(_row(block, i, row)) for i, row in enumerate(rows)]
-        o, lse = (torch.cat(x) for x in zip(*outputs, strict=True))
-        return o, lse
+    parts = _parts(mask, q, k)
+    if parts is not None:
+        outputs = [forward(part) for (part,) in _apart(block, parts)]
+        os, lses = zip(*outputs, strict=True)
+        return _joined(os, q), _joined((x.transpose(1, 2) for x in lses), q).transpose(1, 2)
     B, T, H, _ = q.shape
     h = k.shape[2]
     qs, ks, vs = _grouped(q, h, mask), _grouped(k, h, mask)[..., 0, :], _grouped(v, h, mask)
@@ -99,13 +121,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv: see `attention.attention_backward`."""
     q, k, v, mask, scale = block
-    rows = _rows(mask, q, k)
-    if rows is not None:
-        grads = []
-        for i, row in enumerate(rows):
-            here = slice(i, i + 1)
-            grads.append(backward(_row(block, i, row), do[here], o[here], lse[here]))
-        dq, dk, dv = (torch.cat(x) for x in zip(*grads, strict=True))
+    parts = _parts(mask, q, k)
+    if parts is not None:
+        apart = _apart(block, parts, do, o, lse.transpose(1, 2))
+        grads = [backward(one, do_1, o_1, l_1.transpose(1, 2)) for one, do_1, o_1, l_1 in apart]
+        dq, dk, dv = (_joined(x, q) for x in zip(*grads, strict=True))
         return dq, dk, dv
     h = k.shape[2]
     qs, ks, vs = _grouped(q, h, mask), _grouped(k, h, mask)[..., 0, :], _grouped(v, h, mask)

@@ -32,7 +32,7 @@ from moecore.kernels.rows.activation_kernel import (
     weighted_activation_fwd_kernel,
 )
 
-GATED_KINDS = ("swiglu", "geglu", "clamped_swiglu")
+GATED_KINDS = ("swiglu", "geglu", "clamped_swiglu", "limited_swiglu")
 PLAIN_KINDS = ("gelu", "relu", "relu2", "silu")
 KINDS = GATED_KINDS + PLAIN_KINDS
 
@@ -43,10 +43,11 @@ class ActivationOptions:
 
     # "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
     # (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above and up on both sides
-    # (Source: gpt-oss); without a gate "gelu" h * Phi(h), the exact form by erf, "relu", "relu2"
+    # (Source: gpt-oss); "limited_swiglu" silu(gate) * up, clamped alike (Source: DeepSeek-V4);
+    # without a gate "gelu" h * Phi(h), the exact form by erf, "relu", "relu2"
     # relu(h)^2 and "silu" h * sigmoid(h)
     kind: Annotated[str, OneOf(KINDS)]
-    limit: Positive = 7.0  # clamp of "clamped_swiglu"
+    limit: Positive = 7.0  # clamp of "clamped_swiglu" and "limited_swiglu"
     alpha: Positive = 1.702  # sigmoid slope of "clamped_swiglu"
     interleaved: bool = False  # gate and up columns alternate; else all of gate comes first
     # fp32 [..., C] -> [..., F], in place of `kind`, which then tells whether there is a gate; known
@@ -80,6 +81,8 @@ def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     if options.kind == "geglu":
         return F.gelu(gate, approximate="tanh") * up
     gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+    if options.kind == "limited_swiglu":
+        return F.silu(gate) * up
     return (up + 1) * gate * torch.sigmoid(options.alpha * gate)
 
 
@@ -124,8 +127,9 @@ def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
         )
     else:
         low, near = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
-        s = torch.sigmoid(options.alpha * low)
-        slope = (near + 1) * s * (1 + options.alpha * low * (1 - s))
+        alpha, near = (1.0, near) if options.kind == "limited_swiglu" else (options.alpha, near + 1)
+        s = torch.sigmoid(alpha * low)
+        slope = near * s * (1 + alpha * low * (1 - s))
         parts = slope * (gate <= options.limit), low * s * (up.abs() <= options.limit)
     out_RC = torch.empty_like(h_RC)
     for half, part in zip(halves(out_RC, options), parts, strict=True):

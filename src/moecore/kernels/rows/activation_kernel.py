@@ -61,6 +61,10 @@ def activate(
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         a = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
+    elif KIND == "limited_swiglu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        a = gate * tl.sigmoid(gate) * up
     elif KIND == "gelu":
         a, _ = _gelu_erf(gate)
     elif KIND == "silu":
@@ -98,6 +102,13 @@ def activate_with_gradients(
         a = (near + 1.0) * low * s
         slope = (near + 1.0) * s * (1.0 + ALPHA * low * (1.0 - s))
         da_dgate = tl.where(gate > LIMIT, 0.0, slope)
+        da_dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, low * s)
+    elif KIND == "limited_swiglu":
+        low = tl.where(gate > LIMIT, LIMIT, gate)
+        near = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        s = tl.sigmoid(low)
+        a = low * s * near
+        da_dgate = tl.where(gate > LIMIT, 0.0, near * s * (1.0 + low * (1.0 - s)))
         da_dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, low * s)
     elif KIND == "gelu":
         a, da_dgate = _gelu_erf(gate)

@@ -188,10 +188,10 @@ def batch_of(
     padding_BT, borders = np.ones((B, T), bool), [0]
     for b, pieces in enumerate(rows):
         start = 0
-        for ids, next_id in pieces:
+        for ids, next_id, labels in pieces:
             stop = start + len(ids)
             ids_BT[b, start:stop] = ids
-            labels_BT[b, start : stop - 1] = ids[1:]
+            labels_BT[b, start : stop - 1] = (ids if labels is None else labels)[1:]
             labels_BT[b, stop - 1] = next_id
             padding_BT[b, start:stop] = False
             start += -(-len(ids) // multiple) * multiple

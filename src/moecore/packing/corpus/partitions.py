@@ -34,6 +34,15 @@ class Piece(NamedTuple):
 
     ids: Integers
     next_id: int
+    labels: Integers | None = None  # of the tokens themselves, -100 = not learned; None = ids
+
+    @property
+    def num_labels(self) -> int:
+        """Labels that count."""
+        own = len(self.ids) - 1
+        if self.labels is not None:
+            own = int((self.labels[1:] != IGNORE_INDEX).sum())
+        return own + (self.next_id != IGNORE_INDEX)
 
 
 class Cursor(NamedTuple):

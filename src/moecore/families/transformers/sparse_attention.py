@@ -1,0 +1,187 @@
+"""Sparse attention layers of transformers whose indexer selects keys: DeepSeek-V3.2 and GLM-5.
+
+Their forwards make scores and masks of all pairs of tokens. What stands in the place of a layer's
+forward calls the layer's own projections, norms, rotations and indexer's parts in their order, and
+`attention/sparse.py` for the rest.
+
+Legend: B rows, T tokens of a row, H heads, n and r dims of a head without and with positions, L
+dims of a latent, v dims of a value, h heads of the indexer, i dims of one, K selected keys.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moecore.attention.sequence import Sequence
+from moecore.attention.sparse import KeyChoice, attend_sparse
+from moecore.base.options.indexer import IndexerConfig
+from moecore.families.transformers.linear_attention import SEQUENCE
+from moecore.families.transformers.stock import is_hf
+from moecore.kernels.sparse_attention import IndexerHeads, LatentHeads
+from moecore.models.tensor_parallel import sum_value
+from moecore.moe.aux_loss import AuxLoss
+
+# Classes with the forward that is written here. Others with an indexer have gates, sinks, pools.
+CLASSES = ("DeepseekV32Attention", "GlmMoeDsaAttention")
+CONFIG = "_moecore_indexer"  # attribute of layers whose indexers learn
+BY_PAIRS, BY_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
+
+
+def sparse_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the attention modules of a model whose indexers are known here."""
+    return [m for m in model.modules() if is_hf(m) and type(m).__name__ in CLASSES]
+
+
+def attend_sparsely(model: nn.Module) -> None:
+    """Let the sparse attention layers of a model read the `Sequence` that they are given."""
+    for module in sparse_layers(model):
+        module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+def train_indexers(model: nn.Module, config: IndexerConfig) -> None:
+    """Let the indexers of a model learn; its layers attend as `config.stage` says."""
+    layers: list[Any] = sparse_layers(model)
+    for layer in layers:
+        setattr(layer, CONFIG, config)
+        if layer.indexer is not None:
+            layer.aux_loss = AuxLoss()
+
+
+def _forward(
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    position_ids: Tensor | None = None,
+    prev_topk_indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Any, ...]:
+    """Stand before the forward of a layer of `CLASSES`."""
+    if layer.training and layer.attention_dropout:
+        raise ValueError(
+            f"attention_dropout ({layer.attention_dropout}) must be 0 for use_causal_attention, "
+            "which does not compute it in sparse attention: leave the model's own attention"
+        )
+    x_BTD, n, r = hidden_states, layer.qk_nope_head_dim, layer.qk_rope_head_dim
+    q_a_BTA = layer.q_a_layernorm(layer.q_a_proj(x_BTD))
+    q_BTHd = layer.q_b_proj(q_a_BTA).unflatten(-1, (-1, n + r))
+    latent_BTL, turned_BTr = layer.kv_a_proj_with_mqa(x_BTD).split((layer.kv_lora_rank, r), dim=-1)
+    latent_BTL = layer.kv_a_layernorm(latent_BTL)
+    q_turned, turned_BT1r = _function(layer, BY_PAIRS)(
+        q_BTHd[..., n:], turned_BTr.unsqueeze(2), *position_embeddings, unsqueeze_dim=2
+    )
+    sequence, choice = kwargs.get(SEQUENCE) or Sequence(), _choice(layer, prev_topk_indices)
+    index = None
+    if layer.indexer is not None:
+        with torch.set_grad_enabled(choice.diverges):  # a choice is a constant
+            of_tokens = x_BTD.detach(), q_a_BTA.detach()
+            index = _index(layer.indexer, *of_tokens, position_embeddings)
+    if past_key_values is not None:
+        latent_BTL, turned_BT1r, index = _cached(
+            layer, past_key_values, latent_BTL, turned_BT1r, index
+        )
+    up_HnL, down_HLv = _by_head(layer)
+    out = attend_sparse(
+        LatentHeads(
+            torch.cat((q_BTHd[..., :n], q_turned), dim=-1),
+            torch.cat((latent_BTL, turned_BT1r.squeeze(2)), dim=-1),
+            up_HnL,
+            down_HLv,
+        ),
+        index,
+        sequence,
+        choice,
+        scale=layer.scaling,
+    )
+    o_BTHv = out.o_tHv
+    if out.divergence_t is not None:
+        loss = getattr(layer, CONFIG).loss_coef * _mean(out.divergence_t, sequence)
+        o_BTHv = layer.aux_loss.ride(o_BTHv, loss)
+    selected = prev_topk_indices if out.selected_tK is None else out.selected_tK
+    y_BTD = layer.o_proj(o_BTHv.flatten(2))
+    return (y_BTD, None, selected) if hasattr(layer, "skip_topk") else (y_BTD, None)
+
+
+def _choice(layer: Any, selected_BTK: Tensor | None) -> KeyChoice:
+    """Return which keys a layer reads: its indexer's, those of the layer before, or all."""
+    config: IndexerConfig | None = getattr(layer, CONFIG, None)
+    learns = config is not None and layer.training and torch.is_grad_enabled()
+    diverges = learns and layer.indexer is not None
+    if config is not None and config.stage == "warm_up":
+        return KeyChoice(diverges=diverges)
+    if layer.indexer is not None:
+        return KeyChoice(top_k=layer.indexer.index_topk, diverges=diverges)
+    if selected_BTK is None:
+        raise ValueError(
+            f"indexer_types[{layer.layer_idx}] ('shared') must stand behind a layer with an "
+            "indexer: begin with 'full'"
+        )
+    return KeyChoice(selected_BTK=selected_BTK)
+
+
+def _mean(divergence_BT: Tensor, sequence: Sequence) -> Tensor:
+    """Return this rank's part of the mean over tokens, of all ranks' and without padding."""
+    mask_BT, held = sequence.padding_mask_BT, sequence.held
+    if mask_BT is None:
+        return divergence_BT.sum() / (divergence_BT.numel() * (1 if held is None else held.cp.size))
+    number = (~mask_BT).sum()
+    if held is not None:
+        number = sum_value(number, held.cp.group)
+    return divergence_BT.masked_fill(mask_BT, 0).sum() / number.clamp(min=1)
+
+
+def _index(
+    indexer: Any, x_BTD: Tensor, q_a_BTA: Tensor, turns: tuple[Tensor, Tensor]
+) -> IndexerHeads:
+    """Return what an indexer scores pairs by, as the stock class makes it."""
+    names = inspect.unwrap(type(indexer).forward).__code__.co_names
+    turn = _function(indexer, BY_PAIRS if BY_PAIRS in names else BY_HALVES)
+    r = indexer.qk_rope_head_dim
+    q_BThi = indexer.wq_b(q_a_BTA).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    k_BT1i = indexer.k_norm(indexer.wk(x_BTD)).unsqueeze(2)
+    q_turned, k_turned = turn(q_BThi[..., :r], k_BT1i[..., :r], *turns, unsqueeze_dim=2)
+    w_BTh = indexer.weights_proj(x_BTD.to(indexer.weights_proj.weight.dtype)).float()
+    return IndexerHeads(
+        torch.cat((q_turned, q_BThi[..., r:]), dim=-1),
+        torch.cat((k_turned, k_BT1i[..., r:]), dim=-1).squeeze(2),
+        w_BTh * (indexer.n_heads**-0.5 * indexer.softmax_scale),
+    )
+
+
+def _by_head(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return up_HnL and down_HLv of `kv_b_proj`."""
+    # By a product with the identity: adapters, FP8 and tp have their part in it.
+    linear, L = layer.kv_b_proj, layer.kv_lora_rank
+    dtype = layer.kv_a_layernorm.weight.dtype
+    ones_LL = torch.eye(L, dtype=dtype, device=layer.kv_a_layernorm.weight.device)
+    of_heads = linear(ones_LL).unflatten(-1, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
+    up_LHn, down_LHv = of_heads.split((layer.qk_nope_head_dim, layer.v_head_dim), dim=-1)
+    return up_LHn.permute(1, 2, 0), down_LHv.transpose(0, 1)
+
+
+def _cached(
+    layer: Any, cache: Any, latent_BTL: Tensor, turned_BT1r: Tensor, index: IndexerHeads | None
+) -> tuple[Tensor, Tensor, IndexerHeads | None]:
+    """Return keys with those that a cache had, which must be none."""
+    T, number = latent_BTL.shape[1], layer.layer_idx
+    latents, turned = cache.update(latent_BTL.unsqueeze(1), turned_BT1r.transpose(1, 2), number)
+    if latents.shape[2] != T:
+        raise ValueError(
+            f"tokens ({T}) must be as many as their keys ({latents.shape[2]}) for "
+            "use_causal_attention, which has no mask for those of earlier forwards: pass no "
+            "past_key_values"
+        )
+    if index is not None:
+        index = index._replace(k_Ni=cache.update_indexer(index.k_Ni, number))
+    return latents.squeeze(1), turned.transpose(1, 2), index
+
+
+def _function(module: Any, name: str) -> Any:
+    """Return a function of the file of a module's class."""
+    return inspect.unwrap(type(module).forward).__globals__[name]

@@ -1,0 +1,111 @@
+"""Steps of a MoETrainer whose micro-batches have a cp each: a batch of its DataLoader is a step.
+
+Trainer                    with `ContextOptions.dynamic`
+data_collator              a `ScheduledCollator`; every rank reads the same documents
+get_batch_samples          one batch, which ranks compare
+training_step              forward and backward of all micro-batches of the plan
+prediction_step            their forwards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from moecore.base.agreement import difference
+from moecore.families.family import Transformers
+from moecore.packing import ScheduledBatch, ScheduledCollator
+from moecore.parallel.attached import request_of
+from moecore.parallel.pipeline.stages import loss_of
+from moecore.train.step import TrainStep
+
+
+def is_dynamic(model: nn.Module) -> bool:
+    """Return whether forwards of a parallelized model have a cp each."""
+    request = request_of(model)
+    return request is not None and request.is_dynamic
+
+
+class ScheduledSteps:
+    """What a trainer does with a `ScheduledBatch`. Made on every rank at once.
+
+    Raises:
+        ValueError: for arguments of the trainer that a step of a plan cannot follow.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        request = request_of(trainer.model)
+        assert request is not None, "the trainer has looked"
+        _check(trainer, request.meshes.data_rank, request.meshes.data_ranks)
+        self._device = request.meshes.device
+        self._is_hf = isinstance(request.family, Transformers)
+        self._group: dist.ProcessGroup | None = None
+        if request.meshes.data_ranks > 1:
+            self._group = dist.new_group(backend="gloo")  # hosts compare, and no GPU is waited for
+
+    def train(self, batch: ScheduledBatch, owner: TrainStep) -> Tensor:
+        """Run forward and backward of a step; return the mean loss over its labels."""
+        owner.model.train()
+        self._compare(batch)
+        owner.num_micro_batches = len(batch.cps)
+        return self._loss(batch, owner.forward_backward)
+
+    @torch.no_grad()
+    def evaluate(self, batch: ScheduledBatch, model: nn.Module) -> Tensor:
+        """Return the mean loss over the labels of a step, without gradients."""
+        self._compare(batch)
+        return self._loss(
+            batch, lambda given: torch.stack([loss_of(model(**one)).float() for one in given])
+        )
+
+    def _loss(self, batch: ScheduledBatch, run: Callable[[list[dict[str, Any]]], Tensor]) -> Tensor:
+        loss = batch.loss_of(run(batch.inputs(self._device, transformers=self._is_hf)))
+        dist.all_reduce(loss)
+        return loss
+
+    def _compare(self, batch: ScheduledBatch) -> None:
+        if self._group is None:
+            return
+        problem = difference({"documents or plan": batch.digest}, "cpu", group=self._group)
+        if problem is not None:
+            raise ValueError(
+                f"{problem} on every rank: give all ranks the same dataset, seed and "
+                "ScheduledCollator but for its data_rank"
+            )
+
+
+def _check(trainer: Trainer, data_rank: int, data_ranks: int) -> None:
+    args, collator = trainer.args, trainer.data_collator
+    if not isinstance(collator, ScheduledCollator):
+        raise ValueError(
+            f"data_collator ({type(collator).__name__}) must be a ScheduledCollator with "
+            "ContextOptions.dynamic: it plans the micro-batches of a step"
+        )
+    meshes, leave = "take it from the meshes", "leave it out"
+    wanted = [
+        ("ScheduledCollator.data_rank", collator.data_rank, data_rank, meshes),
+        ("ScheduledCollator.data_ranks", collator.data_ranks, data_ranks, meshes),
+        (
+            "gradient_accumulation_steps",
+            args.gradient_accumulation_steps,
+            1,
+            "raise the batch size",
+        ),
+        ("label_smoothing_factor", args.label_smoothing_factor, 0, leave),
+        ("compute_loss_func", trainer.compute_loss_func, None, leave),
+    ]
+    if isinstance(trainer.train_dataset, IterableDataset):  # else rank 0 reads for all
+        dispatch = args.accelerator_config.dispatch_batches
+        wanted.append(("accelerator_config.dispatch_batches", dispatch, False, "set it"))
+    for name, value, needed, fix in wanted:
+        if value != needed:
+            raise ValueError(
+                f"{name} ({value}) must be {needed} with ContextOptions.dynamic, where a batch is "
+                f"a step that every rank reads: {fix}"
+            )

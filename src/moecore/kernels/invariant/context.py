@@ -1,0 +1,184 @@
+"""A context in which what torch computes of a row is the same bits whatever other rows there are.
+
+Within, kernels of torch's operations on one device type are replaced below autograd, in all threads
+of the process: products and sums of a row's elements by `invariant_product`, and on a CPU functions
+of one element by themselves on whole vectors, because torch computes the last elements of an array
+in another way. Fused norms and softmax compute each row alike already. Backwards within the context
+use the same products; a recomputed forward has the bits of the first one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.base.torch_names import grouped_mm_overload
+from moecore.kernels.common import KERNEL_DTYPES, has_hopper_kernels, rows_of_experts
+from moecore.kernels.grouped.gemm import grouped_gemm
+from moecore.kernels.invariant.product import invariant_product
+
+Kernel = Callable[..., Any]  # of torch, with the set of dispatch keys as its first argument
+
+VECTORS = 128  # elements: a multiple of what any CPU computes at once
+SERIAL = 128 * VECTORS  # elements: fewer than torch cuts into parts for threads
+
+_active: set[str] = set()  # device types
+
+
+def is_batch_invariant() -> bool:
+    """Return whether a context is entered."""
+    return bool(_active)
+
+
+@contextmanager
+def batch_invariant(device_type: str) -> Iterator[None]:
+    """Within, rows of products on a device type do not depend on other rows.
+
+    A context within it changes nothing. Other threads of the process compute so too. Modules that
+    were compiled by torch.compile or captured in CUDA graphs keep their own products.
+    """
+    if device_type in _active:
+        yield
+        return
+    key = {"cpu": "CPU", "cuda": "CUDA"}[device_type]
+    library = torch.library.Library("aten", "IMPL")
+    mm = torch.library.get_kernel("aten::mm", key).call_boxed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once that kernels are replaced
+        for name, function in OPERATIONS[key].items():
+            before = _Before(torch.library.get_kernel(f"aten::{name}", key).call_boxed, mm)
+            library.impl(name, partial(_replaced, function, before), key, with_keyset=True)
+    _active.add(device_type)
+    try:
+        yield
+    finally:
+        _active.remove(device_type)
+        del library  # torch's own kernels are back
+
+
+class _Before(NamedTuple):
+    """Kernels that are replaced; they take a set of dispatch keys first."""
+
+    own: Kernel  # of the operation
+    mm: Kernel
+
+    def product(self, keys: Any, *args: Any, **how: Any) -> Tensor:
+        """Return `invariant_product`, on a CPU of rows by torch's own kernel."""
+        return invariant_product(*args, **how, multiply=partial(self.mm, keys))
+
+
+def _replaced(
+    function: Kernel, before: _Before, keys: Any, x: Tensor, *args: Any, **how: Any
+) -> Any:
+    """Compute in the other way; integers, whose sums are exact, as torch does."""
+    if not x.is_floating_point():
+        return before.own(keys, x, *args, **how)
+    return function(before, keys, x, *args, **how)
+
+
+def _mm(before: _Before, keys: Any, a: Tensor, b: Tensor) -> Tensor:
+    return before.product(keys, a, b)
+
+
+def _mm_dtype(before: _Before, keys: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return before.product(keys, a, b, dtype=dtype)
+
+
+def _mm_out(before: _Before, keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    return out.copy_(before.product(keys, a, b))
+
+
+def _addmm(
+    before: _Before, keys: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    return before.product(keys, a, b, c, beta=beta, alpha=alpha)
+
+
+def _mv(before: _Before, keys: Any, a: Tensor, v: Tensor) -> Tensor:
+    return before.product(keys, a, v[:, None])[:, 0]
+
+
+def _grouped_mm(
+    before: _Before,
+    keys: Any,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Rows by experts; a product whose sums are over rows stays as it is."""
+    if a.ndim == 3 or b.ndim == 2 or offs is None:
+        return before.own(keys, a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
+    if has_hopper_kernels(a.device) and a.dtype != torch.float32:
+        return grouped_gemm(a.contiguous(), b, offs, dtype=out_dtype)  # its tiles are fixed
+    out = a.new_empty(a.shape[0], b.shape[2], dtype=out_dtype or a.dtype)
+    for matrix, rows in zip(b, rows_of_experts(offs), strict=True):  # a host sync
+        out[rows] = before.product(keys, a[rows], matrix, dtype=out_dtype)
+    return out
+
+
+def _sum(
+    before: _Before,
+    keys: Any,
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    share: float = 1.0,
+) -> Tensor:
+    """Add the elements of each row by a product with ones; other sums stay, those in fp64 too."""
+    is_of_rows = x.ndim > 1 and dim is not None and list(dim) in ([-1], [x.ndim - 1])
+    is_wide = x.dtype not in KERNEL_DTYPES or dtype not in (None, *KERNEL_DTYPES)
+    if not is_of_rows or not x.numel() or is_wide:
+        return before.own(keys, x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+    ones = x.new_ones(x.shape[-1], 1, dtype=torch.float32)
+    rows = x.reshape(-1, x.shape[-1]).float()
+    total = before.product(keys, rows, ones, alpha=share, dtype=dtype or x.dtype)
+    return total.view(*x.shape[:-1], 1) if keepdim else total.view(x.shape[:-1])
+
+
+def _mean(before: _Before, keys: Any, x: Tensor, *args: Any, **how: Any) -> Tensor:
+    return _sum(before, keys, x, *args, **how, share=1 / max(1, x.shape[-1] if x.ndim else 1))
+
+
+def _by_vectors(before: _Before, keys: Any, x: Tensor, *args: Any, **how: Any) -> Tensor:
+    """Compute a function of elements, all of them on whole vectors."""
+    n = x.numel()
+    whole = F.pad(x.flatten(), (0, -n % VECTORS), value=1.0)
+    parts = [before.own(keys, part, *args, **how) for part in whole.split(SERIAL)]
+    return torch.cat(parts)[:n].view(x.shape)
+
+
+def _by_vectors_(before: _Before, keys: Any, x: Tensor, *args: Any, **how: Any) -> Tensor:
+    """The same in place."""
+    return x.copy_(_by_vectors(before, keys, x, *args, **how))
+
+
+# What forwards of models multiply and add with. Weight gradients may also do so by other names.
+ROWS: dict[str, Callable[..., Tensor]] = {
+    "mm": _mm,
+    "mm.out": _mm_out,
+    "addmm": _addmm,
+    "bmm": _mm,
+    "baddbmm": _addmm,
+    "mv": _mv,
+    "sum.dim_IntList": _sum,
+    "mean.dim": _mean,
+    grouped_mm_overload.name().removeprefix("aten::"): _grouped_mm,
+}
+OPERATIONS: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "CUDA": ROWS | {"mm.dtype": _mm_dtype},
+    # Of torch's functions of one element these compute an array's last elements in another way.
+    "CPU": ROWS
+    | dict.fromkeys(("rsqrt", "sigmoid", "silu", "softplus"), _by_vectors)
+    | dict.fromkeys(("rsqrt_", "sigmoid_", "silu_"), _by_vectors_),
+}

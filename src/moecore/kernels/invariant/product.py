@@ -1,0 +1,205 @@
+"""a @ b whose rows are the same bits whatever other rows there are.
+
+Letters: B products, M rows, K terms of a sum, N columns.
+
+Libraries choose tiles, and whether several programs share a sum, by the number of rows. Here tiles
+follow from the dtype and N alone, and one program adds all of K in order. A row of a tile is
+computed from that row of a and from b, so neither its place nor its neighbours are in its bits.
+
+Bytes moved at least: B * (MK + KN + MN) elements; 2 * B * M * N * K floating-point operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import (
+    INTERPRET,
+    KERNEL_DTYPES,
+    cdiv,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+    use_kernel,
+)
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+def invariant_product_ref(
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None = None,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    dtype: torch.dtype | None = None,
+    multiply: Multiply = torch.mm,
+) -> Tensor:
+    """Return what `invariant_product` does, row by row: all calls of `multiply` are of one row."""
+    if a.ndim == 3:
+        addends = [None] * len(a) if addend is None else addend.expand(len(a), -1, -1)
+        how: Any = dict(beta=beta, alpha=alpha, dtype=dtype, multiply=multiply)
+        parts = [
+            invariant_product_ref(*matrices, **how) for matrices in zip(a, b, addends, strict=True)
+        ]
+        return torch.stack(parts) if parts else a.new_empty(0, a.shape[1], b.shape[2], dtype=dtype)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    b_wide = b.to(wide, copy=True, memory_format=torch.contiguous_format)  # aligned, as rows are
+    rows = [
+        multiply(row.to(wide, copy=True, memory_format=torch.contiguous_format), b_wide)
+        for row in a.split(1)
+    ]
+    out = torch.cat(rows) if len(a) else a.new_empty(0, b.shape[1], dtype=wide)
+    # One rounding each: fused additions would be those of vectors, and not of what is left behind.
+    out = out if alpha == 1 else out * alpha
+    if addend is not None and beta != 0:
+        out = out + (addend.to(wide) if beta == 1 else addend.to(wide) * beta)
+    return out.to(dtype or a.dtype)
+
+
+@triton.jit
+def _dot(a, b, total, WIDEN: tl.constexpr):
+    """Add a @ b to total; the interpreter cannot multiply bf16, and fp32 is not cut to TF32."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["M", "a_batch", "b_batch", "c_batch", "c_row", "alpha", "beta"])
+def _invariant_product_kernel(
+    a_ptr,  # [B, M, K]
+    b_ptr,  # [B, K, N]
+    c_ptr,  # [B, M, N], what is added, or None
+    out_ptr,  # out, [B, M, N], contiguous
+    M,
+    N,
+    K,
+    # strides
+    a_batch,
+    a_row,
+    a_column,
+    b_batch,
+    b_row,
+    b_column,
+    c_batch,
+    c_row,
+    c_column,
+    alpha,
+    beta,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,  # row tiles that share columns of b in L2
+    WIDEN: tl.constexpr,
+):
+    """Write one [BM, BN] tile."""
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    width = GROUP_M * tiles_n
+    first = tl.program_id(0) // width * GROUP_M
+    size = tl.minimum(tiles_m - first, GROUP_M)
+    inside = tl.program_id(0) % width
+    batch = tl.program_id(1).to(tl.int64)
+    m0 = (first + inside % size).to(tl.int64) * BM
+    n0 = (inside // size).to(tl.int64) * BN
+    m, n, k = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :], tl.arange(0, BK)
+    m_ok, n_ok = m < M - m0, n < N - n0
+    # Addresses of a tile are one wide number and offsets of 32 bits, which take fewer registers.
+    a_tile = a_ptr + batch * a_batch + m0 * a_row
+    b_tile = b_ptr + batch * b_batch + n0 * b_column
+    a_at, b_at = m * a_row + k[None, :] * a_column, k[:, None] * b_row + n * b_column
+    total = tl.zeros([BM, BN], dtype=tl.float32)
+    for start in range(0, K, BK):
+        k_ok = k < K - start
+        a = tl.load(a_tile + a_at, mask=m_ok & k_ok[None, :], other=0.0)
+        b = tl.load(b_tile + b_at, mask=n_ok & k_ok[:, None], other=0.0)
+        total = _dot(a, b, total, WIDEN)
+        a_tile += BK * a_column
+        b_tile += BK * b_row
+    total *= alpha
+    if c_ptr is not None:
+        c_tile = c_ptr + batch * c_batch + m0 * c_row + n0 * c_column
+        c = tl.load(c_tile + m * c_row + n * c_column, mask=m_ok & n_ok, other=0.0)
+        total += c.to(tl.float32) * beta
+    out_tile = out_ptr + (batch * M + m0) * N + n0
+    tl.store(out_tile + m * N + n, total.to(out_ptr.dtype.element_ty), mask=m_ok & n_ok)
+
+
+@cache
+def _tile(N: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What a kernel is compiled for: nothing here may depend on M."""
+    if INTERPRET:
+        return dict(BM=16, BN=32, BK=32, GROUP_M=2, WIDEN=dtype == torch.bfloat16)
+    wide = dtype == torch.float32  # plain multiplications, of which a program holds fewer
+    BN = min(64 if wide else 128, max(16, next_power_of_2(N)))
+    how = dict(BM=64, BK=32, num_warps=4) if wide else dict(BM=128, BK=64, num_warps=8)
+    return dict(BN=BN, GROUP_M=8, WIDEN=False, num_stages=3, **how)
+
+
+def invariant_product(
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None = None,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    dtype: torch.dtype | None = None,
+    multiply: Multiply = torch.mm,
+) -> Tensor:
+    """Return alpha * a @ b + beta * addend, whose rows do not depend on the number of rows of a.
+
+    Without autograd and host sync. Summed in fp32, in one order, and rounded once.
+
+    Args:
+        a: [M, K] or [B, M, K]; on a GPU bf16, fp16 or fp32, on a CPU any float dtype.
+        b: [K, N] or [B, K, N], the dtype of a.
+        addend: what broadcasts to the result; None, or beta 0, = nothing.
+        dtype: of the result; None = that of a.
+        multiply: on a CPU, the product of one row of a and of b.
+
+    Returns:
+        [M, N] or [B, M, N], contiguous.
+
+    Raises:
+        NotImplementedError: on a GPU, for another dtype.
+    """
+    how: Any = dict(beta=beta, alpha=alpha, dtype=dtype)
+    if not use_kernel(a, b):
+        return invariant_product_ref(a, b, addend, **how, multiply=multiply)
+    if a.dtype not in KERNEL_DTYPES:
+        raise NotImplementedError(
+            f"dtype of a product ({a.dtype}) must be bfloat16, float16 or float32 for batch "
+            "invariance on a GPU: convert the model"
+        )
+    if a.ndim == 2:
+        c = None if addend is None else addend.expand(a.shape[0], b.shape[1])[None]
+        return invariant_product(a[None], b[None], c, **how)[0]
+    (B, M, K), N = a.shape, b.shape[2]
+    out = a.new_empty(B, M, N, dtype=dtype or a.dtype)
+    c = None if addend is None or beta == 0 else addend.expand(B, M, N)
+    a, b, tile = _as_read(a), _as_read(b), _tile(N, a.dtype)
+    c_strides = (0, 0, 0) if c is None else c.stride()
+    strides = (*a.stride(), *b.stride(), *c_strides, float(alpha), float(beta))
+    grid = (cdiv(M, tile["BM"]) * cdiv(N, tile["BN"]), B)
+    launch(_invariant_product_kernel, grid, a, b, c, out, M, N, K, *strides, **tile)
+    return out
+
+
+def _as_read(x: Tensor) -> Tensor:
+    """Return matrices by rows or by columns at an address of 16 bytes: what a kernel is made for.
+
+    Strides of one row would say less than those of several.
+    """
+    by_rows, by_columns = x.stride(2) == 1, x.stride(1) == 1 and x.shape[1] > 1
+    if x.data_ptr() % 16 or not (by_rows or by_columns):
+        x = x.clone(memory_format=torch.contiguous_format)
+    if x.shape[1] == 1 or x.shape[2] == 1:  # any stride is right, this is that of more rows
+        x = x.contiguous().as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1))
+    return x

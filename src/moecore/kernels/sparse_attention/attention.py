@@ -1,0 +1,221 @@
+"""Sparse attention in chunks of queries: no tensor has an element for every pair of tokens.
+
+Legend: t queries, N keys, C queries of a chunk, K keys that a query reads, H heads, d = n + r dims
+of a query, l = L + r dims of a key, v dims of a value.
+
+A chunk's queries are multiplied by `up_HnL`, so that scores and sums are of latents: a gathered key
+is l numbers for all heads. The indexer scores the chunk's queries against all keys that they may
+see, in fp32, and nothing of that is kept but which keys it selected. Backward computes the scores
+of attention once more from the saved log-sum-exp, and those of the indexer for the keys read.
+
+Bytes of a chunk are bounded by `CHUNK_NUMBERS`, whatever t and N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.sparse_attention.contract import (
+    IndexerHeads,
+    KeySpans,
+    LatentHeads,
+    SparseOutput,
+)
+from moecore.kernels.sparse_attention.index import (
+    divergence,
+    divergence_gradient,
+    index_scores,
+    select,
+)
+from moecore.kernels.sparse_attention.keys import Keys, SelectedKeys, SpanOfKeys, product
+from moecore.kernels.sparse_attention.span_scores import numbers_per_pair, span_scores
+
+# Of the largest tensor of a chunk: 128 queries of 2048 keys of 576, which are 576 MiB in fp32.
+CHUNK_NUMBERS = 128 * 2048 * 576
+
+
+def sparse_attention(
+    heads: LatentHeads,
+    spans: KeySpans,
+    *,
+    scale: float,
+    index: IndexerHeads | None = None,
+    top_k: int | None = None,
+    selected_tK: Tensor | None = None,
+    diverges: bool = False,
+) -> SparseOutput:
+    """Return o_tHv of queries that read `top_k` keys each; no host sync.
+
+    Args:
+        heads: of attention.
+        spans: which keys each query sees, at least one.
+        scale: factor on the scores of attention.
+        index: of the indexer, for `top_k` and `diverges`.
+        top_k: how many keys `index` selects; None = those of `selected_tK`, or all.
+        selected_tK: keys that were selected before, such as in another layer.
+        diverges: give divergences too, whose gradients go to `index` alone.
+    """
+    places = index or _no_indexer(heads.q_tHd)
+    width = None if top_k is None else min(top_k, spans.longest)
+    how = _SparseOptions(scale, width, diverges)
+    o, selected, kl = _SparseAttention.apply(*heads, *places, selected_tK, spans, how)
+    return SparseOutput(o, selected, kl)
+
+
+def _no_indexer(q_tHd: Tensor) -> IndexerHeads:
+    """Return what stands for an indexer without heads."""
+    return IndexerHeads(*[q_tHd.new_empty(len(q_tHd), 0)] * 3)
+
+
+class _SparseOptions(NamedTuple):
+    scale: float
+    width: int | None  # keys to select; None = none
+    diverges: bool
+
+
+class _Chunk(NamedTuple):
+    """Queries [begin, end), of which every tensor is a slice."""
+
+    begin: int
+    end: int
+    heads: LatentHeads
+    indexer: IndexerHeads
+    span: SpanOfKeys  # all keys that they may see
+
+    def own(self, x_tX: Tensor) -> Tensor:
+        return x_tX[self.begin : self.end]
+
+
+def _chunks(
+    heads: LatentHeads, index: IndexerHeads, spans: KeySpans, width: int | None, selects: bool
+) -> Iterator[_Chunk]:
+    """Yield the chunks; `width`: keys read by a query, None = all."""
+    (t, H, _), (N, key_dim) = heads.q_tHd.shape, heads.keys_Nl.shape
+    reach = min(N, spans.longest if spans.stride == 1 else 3 * spans.longest // 2)
+    num_heads = max(H, index.q_thi.shape[1])
+    of_query = [reach * num_heads if width is None else width * max(key_dim, num_heads)]
+    if selects:
+        of_query.append(reach * numbers_per_pair(index))
+    size = max(1, CHUNK_NUMBERS // max(of_query))
+    for begin in range(0, t, size):
+        end = min(t, begin + size)
+        own = slice(begin, end)
+        first, last = spans.bounds(begin, end, N)
+        span = SpanOfKeys(first, last, spans.first_t[own], spans.last_t[own])
+        of_index = index._replace(q_thi=index.q_thi[own], w_th=index.w_th[own])
+        of_heads = heads._replace(q_tHd=heads.q_tHd[own])
+        yield _Chunk(begin, end, of_heads, of_index, span)
+
+
+def _latent_queries(heads: LatentHeads) -> Tensor:
+    """Return q_CHl, which keys are multiplied by."""
+    n = heads.up_HnL.shape[1]
+    q_HCL = heads.q_tHd[..., :n].transpose(0, 1) @ heads.up_HnL
+    return torch.cat((q_HCL.transpose(0, 1), heads.q_tHd[..., n:]), dim=-1)
+
+
+def _scores(q_CHl: Tensor, rows: Tensor, keys: Keys, scale: float) -> Tensor:
+    scores_CHK = keys.dot(q_CHl, rows).mul_(scale)
+    return scores_CHK.masked_fill_(~keys.seen_CK[:, None], -torch.inf)
+
+
+class _SparseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        keys_Nl: Tensor,
+        up: Tensor,
+        down: Tensor,
+        q_thi: Tensor,
+        k_Ni: Tensor,
+        w_th: Tensor,
+        selected: Tensor | None,
+        spans: KeySpans,
+        how: _SparseOptions,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        heads, index = LatentHeads(q, keys_Nl, up, down), IndexerHeads(q_thi, k_Ni, w_th)
+        (t, H, _), (_, L, v), new_width = q.shape, down.shape, how.width
+        wide = torch.promote_types(q.dtype, torch.float32)
+        o, lse = q.new_empty(t, H, v), q.new_empty(t, H, dtype=wide)
+        kl = q.new_empty(t, dtype=wide) if how.diverges else None
+        if new_width is not None:
+            selected = q.new_empty(t, new_width, dtype=torch.int32)
+        width = None if selected is None else selected.shape[1]
+        for chunk in _chunks(heads, index, spans, width, new_width is not None):
+            keys: Keys = chunk.span
+            if selected is not None and new_width is not None:
+                scores_CS = span_scores(chunk.indexer, chunk.span)
+                chunk.own(selected).copy_(select(scores_CS, chunk.span.first, new_width))
+                del scores_CS
+            if selected is not None:
+                keys = SelectedKeys(chunk.own(selected))
+            rows = keys.of(keys_Nl)
+            p = _scores(_latent_queries(chunk.heads), rows, keys, how.scale)
+            lse_CH = p.logsumexp(-1)
+            p = p.sub_(lse_CH[..., None]).exp_()
+            o_CHL = keys.weigh(p.to(q.dtype), rows[..., :L]).to(q.dtype)
+            chunk.own(o).copy_((o_CHL.transpose(0, 1) @ down).transpose(0, 1))
+            chunk.own(lse).copy_(lse_CH)
+            if kl is not None:
+                chunk.own(kl).copy_(divergence(p.mean(1), index_scores(chunk.indexer, keys)))
+        ctx.spans, ctx.how = spans, how
+        of_index = index if how.diverges else _no_indexer(q)  # a choice needs none of it again
+        ctx.save_for_backward(*heads, *of_index, selected, o, lse)
+        ctx.set_materialize_grads(False)
+        if new_width is None:
+            return o, None, kl
+        ctx.mark_non_differentiable(selected)
+        return o, selected, kl
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        do, _, dkl = grads
+        *tensors, selected, o, lse = ctx.saved_tensors
+        heads, index = LatentHeads(*tensors[:4]), IndexerHeads(*tensors[4:])
+        how, wide = ctx.how, lse.dtype
+        if do is None:
+            do = torch.zeros_like(o)
+        (_, L, _), n = heads.down_HLv.shape, heads.up_HnL.shape[1]
+        dq = torch.empty_like(heads.q_tHd)
+        dkeys, dup, ddown = (torch.zeros_like(x, dtype=wide) for x in heads[1:])
+        dindex = None
+        if dkl is not None:
+            dk_Ni = torch.zeros_like(index.k_Ni, dtype=wide)
+            dindex = torch.empty_like(index.q_thi), dk_Ni, torch.empty_like(index.w_th)
+        width = None if selected is None else selected.shape[1]
+        for chunk in _chunks(heads, index, ctx.spans, width, False):
+            keys = chunk.span if selected is None else SelectedKeys(chunk.own(selected))
+            rows, q_CHl = keys.of(heads.keys_Nl), _latent_queries(chunk.heads)
+            p = _scores(q_CHl, rows, keys, how.scale).sub_(chunk.own(lse)[..., None]).exp_()
+            do_CHv, q_CHd = chunk.own(do), chunk.heads.q_tHd
+            if dkl is not None and dindex is not None:
+                parts = divergence_gradient(
+                    chunk.own(dkl), p.mean(1), chunk.indexer, keys, dindex[1]
+                )
+                for total, part in zip((dindex[0], dindex[2]), parts, strict=True):
+                    chunk.own(total).copy_(part)
+            do_HCv = do_CHv.transpose(0, 1)
+            do_CHL = (do_HCv @ heads.down_HLv.mT).transpose(0, 1).contiguous()
+            dp = keys.dot(do_CHL, rows[..., :L])
+            delta_CH = (do_CHv.to(wide) * chunk.own(o)).sum(-1)
+            ds = dp.sub_(delta_CH[..., None]).mul_(p).mul_(how.scale).to(q_CHd.dtype)
+            p = p.to(q_CHd.dtype)
+            dq_CHl = keys.weigh(ds, rows).to(q_CHd.dtype)
+            dq_HCL = dq_CHl[..., :L].transpose(0, 1)
+            chunk.own(dq)[..., :n].copy_((dq_HCL @ heads.up_HnL.mT).transpose(0, 1))
+            chunk.own(dq)[..., n:].copy_(dq_CHl[..., L:])
+            dup += product(q_CHd[..., :n].permute(1, 2, 0), dq_HCL)
+            o_CHL = keys.weigh(p, rows[..., :L]).to(q_CHd.dtype)
+            ddown += product(o_CHL.permute(1, 2, 0), do_HCv)
+            keys.add(dkeys, (ds, q_CHl), (p, do_CHL))
+        sums = zip((dkeys, dup, ddown), heads[1:], strict=True)
+        of_heads = (dq, *(d.to(x.dtype) for d, x in sums))
+        of_index: Any = (None, None, None)
+        if dindex is not None:
+            of_index = (d.to(x.dtype) for d, x in zip(dindex, index, strict=True))
+        return *of_heads, *of_index, None, None, None

@@ -1,0 +1,65 @@
+"""Records of sparse attention: queries and latent keys, an indexer's, and which keys are seen.
+
+Legend: t queries, N keys, K selected keys of a query, H heads, n and r dims of a head without and
+with positions, L dims of a latent, v dims of a value, h heads of the indexer, i dims of one.
+
+A latent of L numbers and a turned key of r numbers stand for the keys and values of all heads:
+
+    key of a head = (up_HnL latent, turned key)      value of a head = latent down_HLv
+
+    score I of a query and a key     sum over h of w_th * relu(q_thi . k_Ni), in fp32
+    selected                         the K keys of the largest I among those that the query sees; of
+                                     equal scores the earlier keys
+    divergence of a query            sum over its keys of p * (log p - log softmax(I)), p the mean
+                                     over heads of the attention's probabilities, a constant
+
+Source: DeepSeek-V3.2-Exp (arXiv:2512.02556, section 2.1).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LatentHeads(NamedTuple):
+    """What attention reads; all of one dtype."""
+
+    q_tHd: Tensor  # d = n + r, the last r dims turned
+    keys_Nl: Tensor  # l = L + r: latents, then turned keys
+    up_HnL: Tensor
+    down_HLv: Tensor
+
+
+class IndexerHeads(NamedTuple):
+    """What the indexer scores pairs by; gradients come from divergences alone."""
+
+    q_thi: Tensor
+    k_Ni: Tensor
+    w_th: Tensor  # fp32, with all constant factors
+
+
+class KeySpans(NamedTuple):
+    """Which keys queries see: those from `first_t` to `last_t`, both included."""
+
+    first_t: Tensor  # int64, the first key of the query's document
+    last_t: Tensor  # int64, the query's own key
+    stride: int  # keys per query: ranks that hold parts of every document
+    longest: int  # keys of the longest document, or more
+
+    def bounds(self, begin: int, end: int, num_keys: int) -> tuple[int, int]:
+        """Return the keys that queries [begin, end) may see, known without a host sync."""
+        # Key `stride * i` is of the document of query i, and its own where the stride is 1. Ranks
+        # hold two chunks of 2 * stride, so their own key is less than half a document further.
+        first = self.stride * (begin + 1) - self.longest
+        last = end if self.stride == 1 else self.stride * (end - 1) + self.longest // 2
+        return max(0, first), min(num_keys, last)
+
+
+class SparseOutput(NamedTuple):
+    """What attention gives."""
+
+    o_tHv: Tensor
+    selected_tK: Tensor | None  # int32, ascending, -1 behind the last; None = all keys were read
+    divergence_t: Tensor | None  # fp32; None = not asked for

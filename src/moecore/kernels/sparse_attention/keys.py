@@ -1,0 +1,113 @@
+"""The keys that a chunk of queries reads: some of each query's own, or the same for all of them.
+
+Both do the same three products, and their gradients, on rows of any tensor of all keys.
+
+Legend: C queries of a chunk, N keys, K keys that a query reads, x heads, D dims.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Keys(Protocol):
+    """The keys of a chunk."""
+
+    @property
+    def seen_CK(self) -> Tensor:
+        """Whether the query sees a key."""
+
+    def of(self, x_ND: Tensor) -> Tensor:
+        """Return the rows of the keys, for the products below."""
+
+    def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
+        """Return the products of queries and rows, [C, x, K], at least fp32."""
+
+    def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
+        """Return sums of rows, [C, x, D], at least fp32."""
+
+    def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+        """Add p_CxK^T q_CxD of each pair to the first dims of the keys' rows of `total`."""
+
+
+class SelectedKeys:
+    """K keys of each query."""
+
+    def __init__(self, selected_CK: Tensor) -> None:
+        self._selected_CK = selected_CK
+        self._places = selected_CK.clamp(min=0).flatten()
+
+    @cached_property
+    def seen_CK(self) -> Tensor:
+        """Those that are keys, and not -1."""
+        return self._selected_CK >= 0
+
+    def of(self, x_ND: Tensor) -> Tensor:
+        """Gather [C, K, D]."""
+        return x_ND.index_select(0, self._places).view(*self._selected_CK.shape, -1)
+
+    def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
+        """One product a query."""
+        return product(q_CxD, rows.transpose(1, 2))
+
+    def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
+        """One product a query."""
+        return product(p_CxK, rows)
+
+    def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+        """Add [C, K, D] by atomics on GPUs, so in no fixed order there."""
+        rows = None
+        for p_CxK, q_CxD in pairs:
+            part = product(p_CxK.transpose(1, 2), q_CxD)
+            if rows is None:
+                rows = part
+            else:
+                rows[..., : part.shape[-1]] += part
+        assert rows is not None, "no pairs"
+        total_ND.index_add_(0, self._places, rows.flatten(0, 1).to(total_ND.dtype))
+
+
+class SpanOfKeys:
+    """Keys [first, last) for all queries of a chunk."""
+
+    def __init__(self, first: int, last: int, first_C: Tensor, last_C: Tensor) -> None:
+        self.first, self.first_C, self.last_C = first, first_C, last_C
+        self._span = slice(first, last)
+
+    @cached_property
+    def seen_CK(self) -> Tensor:
+        """Those of the query's document up to its own."""
+        keys = torch.arange(self._span.start, self._span.stop, device=self.first_C.device)
+        return (keys >= self.first_C[:, None]) & (keys <= self.last_C[:, None])
+
+    def of(self, x_ND: Tensor) -> Tensor:
+        """Return a view [K, D]."""
+        return x_ND[self._span]
+
+    def dot(self, q_CxD: Tensor, rows: Tensor) -> Tensor:
+        """One product."""
+        return product(q_CxD.flatten(0, 1), rows.T).unflatten(0, q_CxD.shape[:2])
+
+    def weigh(self, p_CxK: Tensor, rows: Tensor) -> Tensor:
+        """One product."""
+        return product(p_CxK.flatten(0, 1), rows).unflatten(0, p_CxK.shape[:2])
+
+    def add(self, total_ND: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+        """Add the sum over queries."""
+        for p_CxK, q_CxD in pairs:
+            rows = product(p_CxK.flatten(0, 1).T, q_CxD.flatten(0, 1))
+            total_ND[self._span, : rows.shape[-1]] += rows
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b of two or three dims, summed and left in fp32 for 16 bits."""
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return a @ b
+    if not a.is_cuda:
+        return a.float() @ b.float()
+    multiply = torch.mm if a.ndim == 2 else torch.bmm
+    return multiply(a, b, out_dtype=torch.float32)  # type: ignore[call-overload,no-any-return]

@@ -1,0 +1,90 @@
+"""Auxiliary losses: they ride on a layer's output, and their gradient has factors of its own.
+
+Identity in forward; backward gives a loss its gradient and counts it. So a recomputed forward, eval
+mode and no_grad count nothing, and no loop has to add anything to its loss.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moecore.base.torch_names import autocast_dtype
+from moecore.moe.params import clean_name
+
+
+class LossFactors:
+    """Factors on the gradient of a layer's auxiliary losses, which `MoEState` sets."""
+
+    def __init__(self) -> None:
+        self.gradient_scale = 1.0
+        self.loss_scale: weakref.ref[Tensor] | None = None  # another: `MoEState.set_loss_scale`
+
+    def losses_gradient(self, losses: Tensor) -> Tensor:
+        """Return the gradient of the auxiliary losses; no host sync."""
+        grad = torch.full_like(losses, self.gradient_scale)
+        scale = None if self.loss_scale is None else self.loss_scale()
+        return grad if scale is None else grad * scale
+
+    def check_loss_scale(self, y: Tensor) -> None:
+        """Raise for fp16 where a loss scale would reach the main loss alone."""
+        dtype = autocast_dtype(y) or y.dtype
+        if dtype == torch.float16 and (self.loss_scale is None or self.loss_scale() is None):
+            raise ValueError(
+                f"dtype of the layer ({dtype}) must not be fp16 with auxiliary losses, which no "
+                "other loss scale reaches: use TrainStep(loss_scale=DynamicLossScale())"
+            )
+
+
+class AuxLoss(LossFactors):
+    """The auxiliary loss of a layer that is no MoE layer, summed over the backwards of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Tensor | None = None  # fp32 scalar, changed in place; made by a backward
+
+    @torch.compiler.disable  # its backward counts on the host
+    def ride(self, y: Tensor, loss: Tensor) -> Tensor:
+        """Return y; its backward gives a scalar loss, of this rank's tokens, its gradient."""
+        self.check_loss_scale(y)
+        return _Ride.apply(y, loss, self)  # type: ignore[no-any-return]
+
+    def add(self, loss: Tensor) -> None:
+        """Count the loss of a micro-batch."""
+        if self.total is None or self.total.device != loss.device:
+            self.total = torch.zeros_like(loss, dtype=torch.float32)
+        self.total += loss
+
+    def sum_on(self, device: torch.device) -> Tensor:
+        """Return the sum of the step, fp32 [1]; 0 where nothing was counted."""
+        if self.total is None:
+            return torch.zeros(1, device=device)
+        return self.total[None]
+
+    def reset(self) -> None:
+        """Forget the losses of this step."""
+        if self.total is not None:
+            self.total.zero_()
+
+
+class _Ride(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor, owner: AuxLoss) -> Tensor:
+        ctx.owner = owner
+        ctx.save_for_backward(loss)
+        return y.detach()  # not a view, as balance's
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (loss,) = ctx.saved_tensors
+        ctx.owner.add(loss)
+        return grads[0], ctx.owner.losses_gradient(loss), None
+
+
+def aux_losses(model: nn.Module) -> dict[str, AuxLoss]:
+    """Return the auxiliary losses of a model's modules that have one as `aux_loss`, by name."""
+    found = ((clean_name(n), getattr(m, "aux_loss", None)) for n, m in model.named_modules())
+    return {name: loss for name, loss in found if isinstance(loss, AuxLoss)}

@@ -1,0 +1,207 @@
+"""The documents of a step -> what one data rank computes of them: a cp for each micro-batch.
+
+Every rank is given the same documents and makes the plan of `schedule_documents` by itself. So
+nothing travels, and workers of a rank do it ahead. It then collates what its own groups share.
+
+    round 0             ranks 0 .. 3: d3
+    round 1             ranks 0, 1: d0 d4     rank 2: d1 d5     rank 3: d2 d6
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.base.fields import Count, CountOrZero, Rules, check_arguments, check_fields
+from moecore.kernels.cross_entropy import IGNORE_INDEX
+from moecore.packing.collate import PackedBatch, read_document
+from moecore.packing.corpus.batches import batch_of
+from moecore.packing.corpus.partitions import Piece
+from moecore.packing.cost import DocumentCost, MeasuredCost
+from moecore.packing.documents import Document
+from moecore.packing.schedule import DEFAULT_COST, DocumentGroup, schedule_documents
+from moecore.packing.split import multiple_of
+
+TILE = 128  # tokens of a rank's micro-batch are a multiple of it: few shapes, whole tiles of FP8
+DECODER = {  # argument of a forward -> field of a `PackedBatch`
+    "tokens_BT": "input_ids",
+    "labels_BT": "labels",
+    "padding_mask_BT": "padding_mask",
+    "cu_seqlens": "cu_seqlens",
+    "max_seqlen": "max_seqlen",
+}
+TRANSFORMERS = {
+    "input_ids": "input_ids",
+    "labels": "labels",  # without them there is no loss
+    "shift_labels": "labels",
+    "padding_mask": "padding_mask",
+    "cu_seqlens": "cu_seqlens",
+    "max_seqlen": "max_seqlen",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledBatch:
+    """A step of one data rank: a micro-batch for each round of the plan, on the CPU.
+
+    Attributes:
+        micro_batches: each has one row, the whole row of this rank's group; [1, cp * tokens].
+        cps: ranks of the group, by micro-batch.
+        is_first: whether this rank is the first of its group, by micro-batch.
+        num_labels: of the step, over all ranks.
+        num_tokens: of the documents of the step, over all ranks, without padding.
+        digest: of the documents and the plan of all ranks.
+    """
+
+    micro_batches: tuple[PackedBatch, ...]
+    cps: tuple[int, ...]
+    is_first: tuple[bool, ...]
+    num_labels: int
+    num_tokens: int
+    digest: str
+
+    def counts(self) -> Tensor:
+        """Return labels that count, tokens without padding, pairs, tokens with padding: int64 [4].
+
+        Sums over data ranks are those of the step: the first rank of a group counts its documents,
+        and each rank its own tokens with padding. Pairs are squared lengths of documents.
+        """
+        found = torch.zeros(4, dtype=torch.int64)
+        for batch, cp, is_first in zip(self.micro_batches, self.cps, self.is_first, strict=True):
+            found[3] += batch["padding_mask"].numel() // cp
+            if is_first:
+                tokens_N = F.pad((~batch["padding_mask"]).flatten().cumsum(0), (1, 0))
+                lengths = tokens_N[batch["cu_seqlens"].long()].diff()
+                found[:3] += torch.stack([batch["num_tokens"], lengths.sum(), lengths @ lengths])
+        return found
+
+    def inputs(
+        self, device: torch.device | str, *, transformers: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return the arguments of a forward for each micro-batch, copied without a host sync.
+
+        They are those of `Decoder`, or of a causal language model of transformers.
+        """
+        names = TRANSFORMERS if transformers else DECODER
+        of_all = {"num_tokens": max(1, self.num_labels)}
+        of_all |= {"use_cache": False} if transformers else {}
+        return [
+            {name: _copied(batch[field], device) for name, field in names.items()}  # type: ignore[literal-required]
+            | of_all
+            | {"cp": cp}
+            for batch, cp in zip(self.micro_batches, self.cps, strict=True)
+        ]
+
+    def loss_of(self, losses: Tensor) -> Tensor:
+        """Return this rank's part of the mean loss; its sum over data ranks is that of the step.
+
+        Args:
+            losses: of the micro-batches, as `TrainStep.forward_backward` returns them.
+        """
+        return (losses / torch.tensor(self.cps, device=losses.device)).sum()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledCollator:
+    """The `collate_fn` of a DataLoader: makes a `ScheduledBatch` of the documents of a step.
+
+        collator = ScheduledCollator(max_tokens=8192, data_rank=..., data_ranks=...)
+        for batch in DataLoader(documents, batch_size=64, collate_fn=collator):
+            step.num_micro_batches = len(batch.cps)
+            loss = batch.loss_of(step.forward_backward(batch.inputs("cuda")))
+            done = step.finish()
+
+    The model is parallelized with `ContextOptions(dynamic=True)` and loss="sum". Every data rank
+    gets the same documents in the same order.
+
+    Attributes:
+        max_tokens: of one rank's micro-batch; even where ranks share documents, and a multiple of
+            tp.
+        cost: of a document, by its length and cp.
+        data_rank: this one; tp and pp ranks share it.
+        data_ranks: ranks with different data. Groups have up to the largest power of two that
+            divides it, and a document is padded to at most a multiple of twice that.
+    """
+
+    max_tokens: Count
+    cost: DocumentCost | MeasuredCost = DEFAULT_COST
+    data_rank: CountOrZero = 0
+    data_ranks: Count = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.data_rank >= self.data_ranks:
+            yield "data_rank", f"be < data_ranks ({self.data_ranks}): take both from the meshes"
+        if self.largest > 1 and self.max_tokens % 2:
+            yield "max_tokens", "be even: cp ranks hold two chunks"
+
+    @property
+    def largest(self) -> int:
+        """The most ranks of a group."""
+        return min(self.data_ranks & -self.data_ranks, self.cost.most_cp or self.data_ranks)
+
+    def __call__(self, documents: Sequence[Document]) -> ScheduledBatch:
+        """Return what this rank computes of a step.
+
+        Args:
+            documents: as `PackedCollator` takes them.
+
+        Raises:
+            ValueError: for a document that `PackedCollator` refuses, or that the largest group
+                cannot hold.
+        """
+        check_arguments(ScheduledCollator.__call__, locals())
+        read = (read_document(document, number) for number, document in enumerate(documents))
+        return self.of_pieces([Piece(i.numpy(), IGNORE_INDEX, own.numpy()) for i, own in read])
+
+    def of_pieces(self, pieces: Sequence[Piece]) -> ScheduledBatch:
+        """Return what this rank computes of a step of a corpus."""
+        lengths = [len(piece.ids) for piece in pieces]
+        plan = schedule_documents(
+            lengths,
+            ranks=self.data_ranks,
+            max_tokens=self.max_tokens,
+            cost=self.cost,
+            num_labels=[piece.num_labels for piece in pieces],
+        )
+        groups = plan.of_rank(self.data_rank)
+        shares = [(g.first_rank, g.cp, g.documents) for groups in plan.rounds for g in groups]
+        digest = hashlib.sha256(repr(shares).encode())
+        for piece in pieces:
+            digest.update(piece.ids.tobytes())
+            digest.update(b"" if piece.labels is None else piece.labels.tobytes())
+        multiple = multiple_of(self.largest)
+        longest = -(-max(lengths) // multiple) * multiple
+        return ScheduledBatch(
+            micro_batches=tuple(self._batch(group, pieces, longest) for group in groups),
+            cps=tuple(group.cp for group in groups),
+            is_first=tuple(group.first_rank == self.data_rank for group in groups),
+            num_labels=plan.num_labels,
+            num_tokens=sum(lengths),
+            digest=digest.hexdigest(),
+        )
+
+    def _batch(self, group: DocumentGroup, pieces: Sequence[Piece], longest: int) -> PackedBatch:
+        tokens = min(self.max_tokens, max(1, -(-group.tokens // TILE)) * TILE)
+        return batch_of(
+            [[pieces[i] for i in group.documents]],
+            row_tokens=tokens * group.cp,
+            multiple=multiple_of(group.cp),
+            longest=longest,  # padding is in no document that the model has no positions for
+        )
+
+
+def _copied(x: Any, device: torch.device | str) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if torch.device(device).type == "cuda":
+        x = x.pin_memory()  # from other memory the host would wait
+    return x.to(device, non_blocking=True)

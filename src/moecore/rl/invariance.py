@@ -1,0 +1,83 @@
+"""Batch invariance of a parallelized model: what computes it so, and which models cannot be.
+
+A token's log-probability then has the same bits whatever sequences share its row, wherever its
+sequence stands, and however dp, ep and pp are folded. `kernels/invariant` does so for products;
+experts' outputs are added in the order of a token's choices (`moe/dispatch/by_choice.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from moecore.kernels.invariant import batch_invariant
+from moecore.moe.dispatch.by_choice import ByChoice
+from moecore.moe.dispatch.local import LocalDispatcher
+from moecore.moe.layer import RoutedLayer
+from moecore.parallel.attached import Attached
+
+SAME_ORDER = 2  # choices: their sum is the same in either order
+
+
+@contextmanager
+def invariant(layers: Mapping[str, RoutedLayer], device_type: str) -> Iterator[None]:
+    """Within, forwards of MoE layers and of what surrounds them do not depend on other tokens."""
+    with ExitStack() as undo:
+        undo.enter_context(batch_invariant(device_type))
+        for layer in layers.values():
+            inner, num_choices = layer.dispatcher, layer.config.choices_per_token
+            if num_choices > SAME_ORDER and not isinstance(inner, LocalDispatcher):
+                undo.callback(setattr, layer, "dispatcher", inner)
+                layer.dispatcher = ByChoice(inner, num_choices)
+        yield
+
+
+def check_invariant(model: nn.Module, found: Attached) -> None:
+    """Raise a ValueError for a model whose sums depend on other tokens or on where they are.
+
+    The same on every rank; no collective.
+    """
+    for name, value, fix in _obstacles(model, found):
+        raise ValueError(f"{name} ({value}) must {fix} for an Engine with batch_invariant=True")
+
+
+def _obstacles(model: nn.Module, found: Attached) -> Iterator[tuple[str, Any, str]]:
+    """Yield what keeps a model from it: a name, its value, and what must be."""
+    request, degrees = found.request, found.request.meshes.parallel
+    for axis in ("tp", "cp", "etp"):
+        if getattr(degrees, axis) > 1:
+            yield axis, getattr(degrees, axis), "be 1, because its ranks each add a part of a sum,"
+    if request.precision is not None:
+        yield "precision", request.precision, "be None, because scales may be of many tokens,"
+    if request.fp8_dispatch:
+        yield "fp8_dispatch", True, "be False, because ep would change what is rounded,"
+    if request.expert_backend in ("te", "sequential"):
+        yield "expert_backend", repr(request.expert_backend), "be 'auto', 'triton' or 'torch'"
+    for name in ("compile_dense", "graph_dense"):
+        if getattr(request, name):
+            yield name, True, "be False, because what was compiled keeps its own products,"
+    if found.compiled:
+        yield "modules that are compiled", len(found.compiled), "be none"
+    if request.meshes.parallel.ep > 1 and found.plan.dispatcher == "nvlink":
+        yield "dispatcher", "'nvlink'", "be another one, because it adds experts where they are,"
+    for name, layer in found.layers.items():
+        yield from _obstacles_of(name, layer)
+    config = getattr(model, "config", None)
+    types = getattr(config, "layer_types", None) or ()
+    if "linear_attention" in types:
+        yield "layer_types", "'linear_attention'", "have attention alone"
+
+
+def _obstacles_of(name: str, layer: RoutedLayer) -> Iterator[tuple[str, Any, str]]:
+    config = layer.config
+    if config.capacity is not None:
+        yield f"capacity of layer {name!r}", config.capacity, "be None, because it compares tokens,"
+    if config.assignment != "learned":
+        yield f"assignment of layer {name!r}", repr(config.assignment), "be 'learned'"
+    if config.balance.bias_per_micro_batch:
+        yield f"bias_per_micro_batch of layer {name!r}", True, "be False"
+    if config.router_jitter:
+        yield f"router_jitter of layer {name!r}", config.router_jitter, "be 0"

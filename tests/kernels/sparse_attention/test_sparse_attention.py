@@ -1,0 +1,174 @@
+"""Sparse attention in chunks against its definition, and how large its tensors are."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moecore.kernels.sparse_attention import (
+    IndexerHeads,
+    KeySpans,
+    LatentHeads,
+    attention,
+    sparse_attention,
+)
+from moecore.kernels.sparse_attention.index import select
+from moecore.kernels.zigzag import documents_of, held_tokens
+from tests.kernels.sparse_attention.oracle import sparse_attention_ref
+
+H, n, r, L, v, h, i = 3, 5, 4, 6, 7, 2, 8
+SCALE = 0.7
+DOCUMENTS = [0, 1, 12, 12, 30]
+LEAVES = ("q", "keys", "up", "down", "index q", "index k", "index w")
+
+
+def spans_of(documents: list[int]) -> KeySpans:
+    first = [a for a, b in pairwise(documents) for _ in range(a, b)]
+    longest = max(b - a for a, b in pairwise(documents))
+    return KeySpans(torch.tensor(first), torch.arange(documents[-1]), 1, longest)
+
+
+def leaves_of(num_tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    t = num_tokens
+    shapes = [(t, H, n + r), (t, L + r), (H, n, L), (H, L, v), (t, h, i), (t, i), (t, h)]
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def found_by(
+    function: Any, documents: list[int], leaves: list[Tensor], **how: Any
+) -> dict[str, Any]:
+    """Return outputs and gradients of all leaves."""
+    own = [x.detach().clone().requires_grad_() for x in leaves]
+    if "selected_tK" not in how:
+        how["index"] = IndexerHeads(*own[4:])
+    out = function(LatentHeads(*own[:4]), spans_of(documents), scale=SCALE, **how)
+    g = torch.Generator().manual_seed(1)
+    loss = (out.o_tHv * torch.randn(out.o_tHv.shape, generator=g).to(out.o_tHv)).sum()
+    if out.divergence_t is not None:
+        weights = torch.rand(len(out.divergence_t), generator=g).to(out.divergence_t)
+        loss = loss + (out.divergence_t * weights).sum()
+    grads = torch.autograd.grad(loss, own, allow_unused=True)
+    return {**dict(zip(LEAVES, grads, strict=True)), **out._asdict()}
+
+
+def assert_close(got: dict[str, Any], want: dict[str, Any], bound: float) -> None:
+    for name, expected in want.items():
+        if expected is None or not expected.is_floating_point():
+            same = expected is None or torch.equal(got[name], expected)
+            assert (got[name] is None) == (expected is None) and same, name
+        else:
+            error = (got[name] - expected).abs().max()
+            assert error <= bound * expected.abs().max(), (name, float(error))
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "selected": dict(top_k=4),
+    "selected, divergences": dict(top_k=4, diverges=True),
+    "more than there are": dict(top_k=64, diverges=True),
+    "all, divergences": dict(diverges=True),
+    "of another layer": dict(selected_tK=True),
+}
+
+
+@pytest.mark.parametrize("numbers", [1, 400, 2**27])  # one query, some, and all in a chunk
+@pytest.mark.parametrize("name", HOW)
+def test_equals_the_definition(name: str, numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "CHUNK_NUMBERS", numbers)
+    how, leaves = dict(HOW[name]), leaves_of(DOCUMENTS[-1])
+    if how.get("selected_tK"):
+        heads, index = LatentHeads(*leaves[:4]), IndexerHeads(*leaves[4:])
+        before = sparse_attention_ref(heads, spans_of(DOCUMENTS), scale=SCALE, index=index, top_k=3)
+        how["selected_tK"] = before.selected_tK
+    want = found_by(sparse_attention_ref, DOCUMENTS, leaves, **how)
+    got = found_by(sparse_attention, DOCUMENTS, leaves, **how)
+    assert_close(got, want, 1e-12)
+    has_gradient = how.get("diverges", False)
+    assert all((got[leaf] is not None) == has_gradient for leaf in LEAVES[4:])
+
+
+def test_documents_are_as_apart() -> None:
+    leaves, how = leaves_of(DOCUMENTS[-1]), dict(top_k=4, diverges=True)
+    whole = found_by(sparse_attention, DOCUMENTS, leaves, **how)
+    for a, b in pairwise(DOCUMENTS):
+        if a == b:
+            continue
+        own = [x[a:b] if len(x) == DOCUMENTS[-1] else x for x in leaves]
+        alone = found_by(sparse_attention, [0, b - a], own, **how)
+        torch.testing.assert_close(alone["o_tHv"], whole["o_tHv"][a:b])
+        width = alone["selected_tK"].shape[1]
+        shifted = whole["selected_tK"][a:b, :width] - a
+        assert torch.equal(alone["selected_tK"], shifted.clamp(min=-1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_bounds_have_all_keys_of_the_queries_of_a_rank(size: int) -> None:
+    cu_seqlens = torch.tensor([0, 12, 12, 36, 48])
+    first, slack = cu_seqlens[documents_of(cu_seqlens, 48)], []
+    for own in held_tokens(cu_seqlens, 48, size) if size > 1 else [torch.arange(48)]:
+        spans = KeySpans(first[own], own, size, 24)
+        for begin, end in combinations(range(len(own) + 1), 2):
+            low, high = spans.bounds(begin, end, 48)
+            slack.append(
+                [spans.first_t[begin:end].min() - low, high - spans.last_t[begin:end].max()]
+            )
+            assert low >= 0 and high <= 48
+    assert torch.tensor(slack).amin(0).tolist() == [0, 1]  # all, and none is asked for in vain
+    assert KeySpans(first, first, 1, 24).bounds(30, 33, 48) == (7, 33)
+
+
+def test_of_equal_scores_the_earlier_keys_are_selected() -> None:
+    inf = float("inf")
+    scores = torch.tensor([[2.0, 0, 0, 3, 0], [-inf, -0.0, 0, -1, -inf], [5, 5, 5, 5, 5]])
+    assert select(scores, 10, 3).tolist() == [[10, 11, 13], [11, 12, 13], [10, 11, 12]]
+    assert select(scores[1:2], 10, 4).tolist() == [[11, 12, 13, -1]]
+    assert select(scores[:, :2], 0, 3).tolist() == [[0, 1, -1], [1, -1, -1], [0, 1, -1]]
+
+
+@pytest.mark.parametrize("name", ["selected, divergences", "all, divergences"])
+def test_bf16_is_at_most_twice_as_wrong_as_plain_pytorch(name: str) -> None:
+    # The keys that bf16 selects are read by all, and products of the indexer are exact in fp32.
+    leaves = [x.bfloat16() for x in leaves_of(DOCUMENTS[-1])]
+    how = dict(HOW[name])
+    got = found_by(sparse_attention, DOCUMENTS, leaves, **how)
+    exact = found_by(sparse_attention_ref, DOCUMENTS, [x.double() for x in leaves], **how)
+    plain = found_by(sparse_attention_ref, DOCUMENTS, leaves, **how)
+    if how.pop("top_k", None):
+        assert torch.equal(got["selected_tK"], exact["selected_tK"])
+    for leaf in ("o_tHv", *LEAVES):
+        of_plain = (plain[leaf].double() - exact[leaf]).norm()
+        error = (got[leaf].double() - exact[leaf]).norm()
+        assert error <= 2 * of_plain + 2**-9 * exact[leaf].norm(), leaf
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.numel = max([self.numel, *(size // 4 for size in made)])
+        return out
+
+
+@pytest.mark.parametrize("name", ["selected, divergences", "all, divergences"])
+def test_no_tensor_has_an_element_of_every_pair(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, budget = 600, 2**14
+    monkeypatch.setattr(attention, "CHUNK_NUMBERS", budget)
+    leaves = leaves_of(tokens, torch.float32)
+    with Largest() as largest:
+        found_by(sparse_attention, [0, tokens], leaves, **HOW[name])
+    inputs = max(x.numel() for x in leaves)
+    assert largest.numel <= max(2 * budget, inputs) < tokens**2 / 8

@@ -1,0 +1,156 @@
+"""Sparse attention on a GPU: against CPUs and dense attention with a mask, its waits and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.sparse_attention import (
+    IndexerHeads,
+    KeySpans,
+    LatentHeads,
+    attention,
+    sparse_attention,
+)
+from tests.kernels.sparse_attention.oracle import sparse_attention_ref
+from tests.kernels.sparse_attention.test_sparse_attention import (
+    DOCUMENTS,
+    HOW,
+    LEAVES,
+    found_by,
+    leaves_of,
+)
+
+pytestmark = pytest.mark.gpu
+H, n, r, L, v, h, i = 16, 128, 64, 512, 128, 16, 128  # dims of DeepSeek-V3.2, fewer heads
+SCALE = (n + r) ** -0.5
+
+
+def large_leaves(tokens: int, device: str = "cuda") -> list[Tensor]:
+    g = torch.Generator(device).manual_seed(0)
+    shapes = [(tokens, H, n + r), (tokens, L + r), (H, n, L), (H, L, v)]
+    shapes += [(tokens, h, i), (tokens, i), (tokens, h)]
+    leaves = [torch.randn(s, generator=g, device=device) for s in shapes]
+    leaves[2] *= n**-0.5
+    leaves[3] *= L**-0.5
+    return [x.bfloat16() for x in leaves[:6]] + leaves[6:]
+
+
+def spans_of(tokens: int, device: str = "cuda") -> KeySpans:
+    own = torch.arange(tokens, device=device)
+    return KeySpans(torch.zeros_like(own), own, 1, tokens)
+
+
+def step(leaves: list[Tensor], **how: Any) -> dict[str, Any]:
+    """Return outputs and gradients of one document."""
+    own = [x.detach().clone().requires_grad_() for x in leaves]
+    spans = spans_of(len(own[0]), own[0].device.type)
+    out = sparse_attention(
+        LatentHeads(*own[:4]), spans, scale=SCALE, index=IndexerHeads(*own[4:]), **how
+    )
+    g = torch.Generator(own[0].device).manual_seed(1)
+    do = torch.randn(out.o_tHv.shape, generator=g, device=own[0].device).to(out.o_tHv.dtype)
+    loss = (out.o_tHv * do).sum()
+    if out.divergence_t is not None:
+        loss = loss + out.divergence_t.sum()
+    grads = torch.autograd.grad(loss, own, allow_unused=True)
+    return {**dict(zip(LEAVES, grads, strict=True)), **out._asdict()}
+
+
+def dense(leaves: list[Tensor], selected_tK: Tensor) -> dict[str, Tensor]:
+    """Return the same of plain PyTorch with scores and a mask of all pairs."""
+    own = [x.detach().clone().requires_grad_() for x in leaves[:4]]
+    q, keys, up, down = own
+    latents, turned = keys[:, :L], keys[:, L:]
+    k_HTd = torch.cat((latents @ up.mT, turned.expand(H, -1, -1)), dim=-1)
+    mask = torch.full((len(q), len(q) + 1), -torch.inf, device=q.device)
+    mask.scatter_(1, selected_tK.long().where(selected_tK >= 0, len(q)), 0.0)
+    scores = SCALE * (q.transpose(0, 1) @ k_HTd.mT) + mask[:, :-1]
+    p_HTT = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    o_tHv = (p_HTT @ (latents @ down)).transpose(0, 1)
+    g = torch.Generator(q.device).manual_seed(1)
+    do = torch.randn(o_tHv.shape, generator=g, device=q.device).to(q.dtype)
+    grads = torch.autograd.grad((o_tHv * do).sum(), own)
+    return {**dict(zip(LEAVES, grads, strict=False)), "o_tHv": o_tHv}
+
+
+@pytest.mark.parametrize("name", ["selected, divergences", "all, divergences"])
+def test_fp32_is_that_of_the_definition(name: str) -> None:
+    leaves, how = leaves_of(DOCUMENTS[-1], torch.float32), HOW[name]
+    want = found_by(sparse_attention_ref, DOCUMENTS, [x.double() for x in leaves], **how)
+    got = found_by(_on_gpu, DOCUMENTS, [x.cuda() for x in leaves], **how)
+    for name, expected in want.items():
+        if expected is None or not expected.is_floating_point():
+            assert expected is None or torch.equal(got[name].cpu(), expected), name
+        else:
+            error = (got[name].detach().cpu() - expected.detach()).abs().max()
+            assert error <= 1e-5 * expected.abs().max(), name
+
+
+def _on_gpu(heads: LatentHeads, spans: KeySpans, **how: Any) -> Any:
+    device = heads.q_tHd.device
+    spans = spans._replace(first_t=spans.first_t.to(device), last_t=spans.last_t.to(device))
+    return sparse_attention(heads, spans, **how)
+
+
+def check_half(tokens: int, top_k: int, device: str) -> None:
+    leaves = large_leaves(tokens, device)
+    got = step(leaves, top_k=top_k)
+    plain = dense(leaves, got["selected_tK"])
+    exact = dense([x.float() for x in leaves], got["selected_tK"])
+    for name, want in exact.items():
+        error = (got[name].float() - want).norm()
+        of_plain = (plain[name].float() - want).norm()
+        assert error <= 2 * of_plain + 2**-9 * want.norm(), name
+
+
+def test_bf16_is_at_most_twice_as_wrong_as_dense_attention() -> None:
+    check_half(2048, 256, "cuda")
+
+
+def test_selects_the_keys_of_exact_scores() -> None:
+    tokens, top_k = 2048, 256
+    leaves = large_leaves(tokens)
+    selected_tK = step(leaves, top_k=top_k)["selected_tK"]
+    q, k, w = (x.double() for x in leaves[4:])
+    scores = torch.einsum("thi,si->ths", q, k).relu_()
+    scores = torch.einsum("ths,th->ts", scores, w)
+    scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    chosen = torch.zeros(tokens, tokens + 1, dtype=torch.bool, device="cuda")
+    chosen.scatter_(1, selected_tK.long().where(selected_tK >= 0, tokens), True)
+    chosen = chosen[:, :-1]
+    number = (torch.arange(tokens, device="cuda") + 1).clamp(max=top_k)
+    assert torch.equal(chosen.sum(1), number)
+    least = scores.masked_fill(~chosen, torch.inf).amin(1)
+    most = scores.masked_fill(chosen, -torch.inf).amax(1)
+    assert ((most - least) <= 1e-4 * scores[chosen].abs().max()).all()  # fp32 sums
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_waits_for_nothing_and_no_tensor_is_of_all_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "CHUNK_NUMBERS", 2**24)
+    tokens = 16384
+    leaves = large_leaves(tokens)
+    step(leaves, top_k=256, diverges=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with no_waits():
+        found = step(leaves, top_k=256, diverges=True)
+    kept = sum(x.nbytes for x in found.values() if x is not None) + sum(x.nbytes for x in leaves)
+    assert torch.cuda.max_memory_allocated() - before - kept < 4 * tokens**2

@@ -1,0 +1,224 @@
+"""Batch invariance: a token's log-probability has the same bits whatever else is computed.
+
+Each model is one whose bits differ without the option.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore import (
+    MemoryOptions,
+    MoEConfig,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.base.options.layer import CapacityConfig
+from moecore.base.options.precision import Precision, Recipe
+from moecore.base.torch_names import local_of
+from moecore.families import use_causal_attention
+from moecore.models import Decoder, DecoderConfig
+from moecore.rl import PPO, Engine, OwnObjective, Rollouts
+from tests.families.transformers.hf_models import random_model
+from tests.rl.engine_cases import (
+    OBJECTIVES,
+    VOCABULARY,
+    by_hand,
+    config,
+    decoder,
+    near,
+    rollouts_of,
+    worst,
+)
+from tests.rl.replay_cases import randomize
+
+VOCABULARIES = {"native": VOCABULARY, "transformers": 61}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@cache
+def made(family: str) -> nn.Module:
+    if family == "native":
+        return decoder()
+    model = random_model("qwen3-moe", num_hidden_layers=3)
+    use_causal_attention(model)
+    return model
+
+
+def many(vocabulary: int, longest: int = 33) -> Rollouts:
+    """Twelve sequences of 4 tokens or more."""
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, longest + 1, (12,), generator=g).tolist()
+    ids = [torch.randint(0, vocabulary, (n,), generator=g) for n in lengths]
+    rollouts = Rollouts.of([x[:2] for x in ids], [x[2:] for x in ids])
+    advantages_N = torch.randn(sum(lengths), generator=g)
+    return rollouts.replace(advantages_N=advantages_N)
+
+
+def engines_of(
+    model: nn.Module, dtype: torch.dtype, device: str = "cpu", **options: Any
+) -> Callable[..., Engine]:
+    """Return what makes engines of a copy of a model."""
+    model = copy.deepcopy(model).to(dtype)
+    parallelize_moe(model, build_meshes(ParallelConfig(), device_type=device), **options)
+    step = TrainStep(model)
+    return lambda max_tokens, **how: Engine(model, step, max_tokens=max_tokens, **how)
+
+
+def in_all_ways(
+    engine_of: Callable[[int], Engine],
+    rollouts: Rollouts,
+    max_tokens: Sequence[int] = (40, 64, 512),
+) -> list[Tensor]:
+    """Return log-probabilities and entropies of sequences alone, in batches, in another order, and
+    of a training forward."""
+    few, some, all_tokens = max_tokens
+    order = list(range(rollouts.num_sequences))
+    alone = [both(engine_of(few), rollouts.take([i])) for i in order]
+    turned = both(engine_of(all_tokens), rollouts.take(order[::-1]))
+    engine = engine_of(some)
+    trained = engine.forward_backward(rollouts, PPO(entropy_coef=0.1)).scores
+    engine.step.drop()
+    assert trained.entropy_N is not None
+    return [
+        torch.cat(alone, dim=1),
+        both(engine_of(few), rollouts),
+        torch.cat(turned.split(rollouts.lengths[::-1], dim=1)[::-1], dim=1),
+        torch.stack([trained.log_probs_N, trained.entropy_N]),
+    ]
+
+
+def both(engine: Engine, rollouts: Rollouts) -> Tensor:
+    """Return log-probabilities and entropies, [2, N]."""
+    scores = engine.log_probs(rollouts, entropy=True)
+    assert scores.entropy_N is not None
+    return torch.stack([scores.log_probs_N, scores.entropy_N])
+
+
+def are_equal(tensors: list[Tensor]) -> bool:
+    return all(torch.equal(tensors[0], other) for other in tensors[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", VOCABULARIES)
+def test_bits_do_not_depend_on_the_batch(family: str, dtype: torch.dtype) -> None:
+    rollouts, engine_of = many(VOCABULARIES[family]), engines_of(made(family), dtype)
+    found = in_all_ways(partial(engine_of, batch_invariant=True), rollouts)
+    assert are_equal(found)
+    plain = in_all_ways(engine_of, rollouts)
+    if dtype == torch.float32:  # in 16 bits some CPUs multiply small matrices in one way
+        assert not are_equal(plain)
+    torch.testing.assert_close(
+        found[0], plain[0], rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05
+    )
+
+
+def larger(family: str) -> nn.Module:
+    """Of sizes for which libraries have several kernels."""
+    if family == "transformers":
+        sizes = dict(vocab_size=4096, hidden_size=512, moe_intermediate_size=256, head_dim=64)
+        model = random_model("qwen3-moe", num_experts_per_tok=4, **sizes)
+        use_causal_attention(model)
+        return model
+    moe = MoEConfig(dim=512, hidden_dim=256, num_experts=16, top_k=4, shared_hidden_dim=256)
+    sizes = dict(vocab_size=4096, dim=512, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=64)
+    model = Decoder(DecoderConfig(**sizes, moe=moe, qk_norm="head", windows=(0, 100)))
+    randomize(model, 0)
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("family", "dtype", "expert_backend"),
+    [
+        ("native", torch.bfloat16, "auto"),
+        ("native", torch.bfloat16, "torch"),
+        ("native", torch.float32, "torch"),
+        ("transformers", torch.bfloat16, "auto"),
+    ],
+)
+def test_bits_on_cuda(family: str, dtype: torch.dtype, expert_backend: str) -> None:
+    rollouts = many(4096, 400)
+    on_device = {
+        field.name: value.cuda()
+        for field in fields(rollouts)
+        if isinstance(value := getattr(rollouts, field.name), Tensor)
+    }
+    rollouts = rollouts.replace(**on_device)
+    engine_of = engines_of(larger(family), dtype, "cuda", expert_backend=expert_backend)
+    how: Any = dict(max_tokens=(400, 640, 4096))
+    found = in_all_ways(partial(engine_of, batch_invariant=True), rollouts, **how)
+    assert are_equal(found)
+    plain = in_all_ways(engine_of, rollouts, **how)
+    assert not are_equal(plain)
+    wide = both(engines_of(larger(family), torch.float32, "cuda")(4096), rollouts)
+    error, allowed = (float((x[0] - wide).abs().mean()) for x in (found, plain))
+    assert error <= 2 * allowed + 1e-4
+
+
+def test_a_first_step_has_ratios_of_one() -> None:
+    """Exactly, in other rows than those in which old log-probabilities were computed."""
+    rollouts, engine_of = many(VOCABULARY), engines_of(made("native"), torch.float32)
+    old_N = engine_of(40, batch_invariant=True).log_probs(rollouts).log_probs_N
+    seen: list[Tensor] = []
+
+    def ratios(log_probs_N: Tensor, _: Tensor | None, rollouts: Rollouts) -> Tensor:
+        assert rollouts.old_log_probs_N is not None
+        seen.append((log_probs_N - rollouts.old_log_probs_N).exp())
+        return -log_probs_N
+
+    engine = engine_of(512, batch_invariant=True)
+    engine.forward_backward(rollouts.replace(old_log_probs_N=old_N), OwnObjective(ratios))
+    assert torch.equal(torch.cat(seen), torch.ones(len(old_N)))
+
+
+@pytest.mark.parametrize("recompute", [(), ("moe",)])
+def test_gradients(recompute: tuple[Any, ...]) -> None:
+    """In fp32 those of the formula; in bf16 as near to them as others are."""
+    rollouts = near(rollouts_of(1), torch.full((len(rollouts_of(1).tokens_N),), -5.0))
+    _, want = by_hand(made("native"), [rollouts], "grpo")
+    memory = MemoryOptions(recompute=recompute)
+
+    def error(dtype: torch.dtype, is_invariant: bool) -> float:
+        engine_of = engines_of(made("native"), dtype, memory=memory)
+        engine = engine_of(24, batch_invariant=is_invariant)
+        engine.forward_backward(rollouts, OBJECTIVES["grpo"][0])
+        grads = ((n, p.grad) for n, p in engine.model.named_parameters() if p.grad is not None)
+        return worst({name: local_of(grad).float() for name, grad in grads}, want)
+
+    assert error(torch.float32, True) < 1e-5
+    assert error(torch.bfloat16, True) < 2 * error(torch.bfloat16, False)
+
+
+@pytest.mark.parametrize(
+    ("moe", "options", "message"),
+    [
+        (dict(capacity=CapacityConfig(factor=1.0)), {}, "capacity of layer 'model.layers.1.mlp'"),
+        (
+            dict(router_jitter=0.1),
+            {},
+            r"router_jitter of layer 'model.layers.1.mlp' \(0.1\) must be 0",
+        ),
+        ({}, dict(expert_backend="sequential"), r"expert_backend \('sequential'\) must be 'auto'"),
+        ({}, dict(precision=Precision(recipe=Recipe(), roles=("mlp",))), "precision"),
+    ],
+)
+def test_what_compares_tokens_is_refused(moe: Any, options: Any, message: str) -> None:
+    tiny = config()
+    assert tiny.moe is not None
+    engine_of = engines_of(
+        Decoder(replace(tiny, moe=replace(tiny.moe, **moe))), torch.float32, **options
+    )
+    with pytest.raises(ValueError, match=message):
+        engine_of(64, batch_invariant=True)
+    engine_of(64)
