@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
-from moecore.base.torch_names import StridedShard
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.torch_names import StridedShard, local_of
 from moecore.families import use_causal_attention
 from moecore.families.transformers.tensor_parallel import _placements, find_cuts
 from moecore.io import Saver, load
@@ -26,6 +27,7 @@ from tests.families.transformers.family_models import loss_of, tiny_model
 from tests.families.transformers.hf_models import batch, random_model, whole_gradients, worst
 from tests.families.transformers.test_log_probs import scored, stock
 from tests.helpers.ranks import run_ranks
+from tests.train.memory.blocks import counting_bytes
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -283,12 +285,27 @@ def frozen(meshes: Meshes) -> bool:
     return worst(ours, expected)[0] <= 1e-5
 
 
+def vocabulary_bytes(meshes: Meshes) -> int:
+    """What 4,096 more ids take at the peak of a step: embedding, head, gradients, no logits."""
+    peaks, (ids, labels) = [], batch()
+    for size in (4096, 8192):
+        model = random_model("qwen3-moe", vocab_size=size)
+        how = FSDPOptions(dense_strategy="no_shard", embedding_strategy="no_shard")
+        parallelize_moe(model, meshes, fsdp=how)
+        with counting_bytes() as made:
+            model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+        peaks.append(made.peak + sum(local_of(p).nbytes for p in model.parameters()))
+    return peaks[1] - peaks[0]
+
+
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
     meshes = {tp: build_meshes(ParallelConfig(tp=tp), "cpu") for tp in (2, 4)}
     cut = build_meshes(ParallelConfig(pp=2, tp=2, ep=2), "cpu")
     refused(meshes)
     only_whole(meshes[2])
+    alone = vocabulary_bytes(build_meshes(ParallelConfig(), "cpu"))
     own = {
+        "memory": abs(2 * vocabulary_bytes(meshes[2]) / alone - 1) <= 0.05,
         "checkpoints": checkpoints(Path(folder)),
         "fused": fused(Path(folder)),
         "heads in one linear": with_gradients("minimax")[1],
@@ -320,6 +337,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
         "scores",
         "stages",
         "deferred",
+        "memory",
     ],
 )
 def test_over_tp(name: str, found: dict[str, bool]) -> None:
