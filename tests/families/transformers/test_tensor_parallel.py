@@ -19,7 +19,7 @@ from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_mes
 from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.torch_names import StridedShard, local_of
 from moecore.families import use_causal_attention
-from moecore.families.transformers.tensor_parallel import _placements, find_cuts
+from moecore.families.transformers.cuts import cut_placements, find_cuts
 from moecore.io import Saver, load
 from moecore.planning import fake_world
 from tests.families.transformers.family_models import batch as family_batch
@@ -132,7 +132,7 @@ def test_adapters_are_cut_as_their_linears() -> None:
     assert not whole
     attention, mlp, *_ = cuts
     for module, column, row in (attention, "q_proj", "o_proj"), (mlp, "gate_proj", "down_proj"):
-        places = dict(_placements(module, cuts[module]))
+        places = dict(cut_placements(module, cuts[module]))
         outer, inner = module.get_submodule(column), module.get_submodule(row)
         found = {
             (name, kind): places.get((linear.get_submodule(kind), "weight"))
