@@ -6,6 +6,8 @@ test_pipeline.py on four.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,17 @@ from moecore.base.options.fsdp import FSDPOptions
 from moecore.base.torch_names import StridedShard, local_of
 from moecore.families import use_causal_attention
 from moecore.families.transformers.cuts import cut_placements, find_cuts
-from moecore.io import Saver, load
+from moecore.io import Saver, load, stream_weights
 from moecore.planning import fake_world
 from tests.families.transformers.family_models import batch as family_batch
-from tests.families.transformers.family_models import loss_of, tiny_model
-from tests.families.transformers.hf_models import batch, random_model, whole_gradients, worst
+from tests.families.transformers.family_models import fill, loss_of, tiny_model
+from tests.families.transformers.hf_models import (
+    batch,
+    random_model,
+    transformers,
+    whole_gradients,
+    worst,
+)
 from tests.families.transformers.test_log_probs import scored, stock
 from tests.helpers.ranks import run_ranks
 from tests.train.memory.blocks import counting_bytes
@@ -106,7 +114,7 @@ def refused(meshes: dict[int, Meshes]) -> None:
     three = tiny_model("minimax", vocab_size=64)
     lightning = next(m for m in three.modules() if type(m).__name__ == "MiniMaxLightningAttention")
     lightning.num_attention_heads = 3
-    with pytest.raises(ValueError, match=r"heads \(3\) must be a multiple of ParallelConfig.tp"):
+    with pytest.raises(ValueError, match=r"heads \(3\) and .* must be multiples of Para"):
         find_cuts(three, 2)
     with pytest.raises(NotImplementedError, match=r"no module can be cut: .*qkv_proj .* all heads"):
         parallelize_moe(tiny_model("zaya"), meshes[2])
@@ -180,20 +188,42 @@ def only_whole(meshes: Meshes) -> None:
         )
 
 
-def with_gradients(family: str) -> tuple[nn.Module, bool]:
-    """A tiny model on two tp ranks of two data ranks, and whether it has the stock gradients."""
-    plain, model = (tiny_model(family, vocab_size=64) for _ in range(2))
-    meshes = build_meshes(ParallelConfig(tp=2, ep=2), "cpu")
+def granite() -> nn.Module:
+    return tiny_model("granitemoeshared", vocab_size=64)
+
+
+def minimax() -> nn.Module:
+    return tiny_model("minimax", vocab_size=64)
+
+
+def phi3(num_key_value_heads: int) -> nn.Module:
+    """Queries, keys and values of a dense model are one linear."""
+    sizes: dict[str, Any] = dict(hidden_size=32, intermediate_size=16, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=num_key_value_heads)
+    config = transformers.Phi3Config(vocab_size=64, pad_token_id=None, **sizes, **heads)
+    config._attn_implementation = "eager"
+    model = transformers.Phi3ForCausalLM(config)
+    fill(model)
+    return model.train()
+
+
+def with_gradients(make: Callable[[], nn.Module], **degrees: int) -> tuple[nn.Module, bool]:
+    """A tiny model over ranks, and whether it has the stock gradients and streams its weights."""
+    plain, model = make(), make()
+    meshes = build_meshes(ParallelConfig(**degrees), "cpu")
     parallelize_moe(model, meshes)
-    for rank in range(2):
-        (loss_of(plain, family_batch(plain, rank)) / 2).backward()
+    for rank in range(meshes.data_ranks):
+        (loss_of(plain, family_batch(plain, rank)) / meshes.data_ranks).backward()
     loss_of(model, family_batch(model, meshes.data_rank)).backward()
-    return model, worst(whole_gradients(model), whole_gradients(plain))[0] <= 1e-5
+    near = worst(whole_gradients(model), whole_gradients(plain))[0] <= 1e-5
+    stock = getattr(plain, "merge_and_unload", lambda: plain)().state_dict()
+    dense = [torch.equal(t, stock[n]) for n, t in stream_weights(model) if n in stock]
+    return model, near and all(dense) and len(dense) > 4
 
 
 def fused(folder: Path) -> bool:
     """An MLP with gate and up in one matrix, and its files on other tp sizes."""
-    model, near = with_gradients("granitemoeshared")
+    model, near = with_gradients(granite, tp=2, ep=2)
     optimizer = optimizer_of(model)
     optimizer.step()
     (weight,) = {p.placements for n, p in model.named_parameters() if "input_linear" in n}
@@ -202,7 +232,7 @@ def fused(folder: Path) -> bool:
         saved = saver.save(1, wait=True)
     before, equal = tensors(model, optimizer), []
     for parallel in (dict(tp=4, ep=2), dict(ep=4)):
-        other = tiny_model("granitemoeshared", vocab_size=64)
+        other = granite()
         parallelize_moe(other, build_meshes(ParallelConfig(**parallel), "cpu"))
         again = optimizer_of(other)
         load(saved, other, again)
@@ -308,7 +338,9 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
         "memory": abs(2 * vocabulary_bytes(meshes[2]) / alone - 1) <= 0.05,
         "checkpoints": checkpoints(Path(folder)),
         "fused": fused(Path(folder)),
-        "heads in one linear": with_gradients("minimax")[1],
+        "heads in one linear": with_gradients(minimax, tp=2, ep=2)[1],
+        "kinds in one linear": with_gradients(partial(phi3, 2), tp=2)[1],
+        "fewer key heads in one linear": with_gradients(partial(phi3, 2), tp=4)[1],
         "frozen": frozen(meshes[4]),
         "padded": padded(meshes[4]),
         "scores": scores(meshes[2]),
@@ -332,6 +364,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
         "checkpoints",
         "fused",
         "heads in one linear",
+        "kinds in one linear",
+        "fewer key heads in one linear",
         "frozen",
         "padded",
         "scores",

@@ -44,12 +44,18 @@ class ModuleCut:
     # Linears of so few key or value heads that ranks share them -> elements of a head. Whole; a
     # rank takes the one head that its query heads read.
     shared: Mapping[str, int] | None = None
+    num_shared: int = 0  # key and value heads, where they are fewer than ranks
+    # Linears with rows of queries above those of keys and of values -> number of heads and elements
+    # of a head of each. Whole; a rank multiplies with the rows of its heads.
+    stacks: Mapping[str, tuple[tuple[int, int], ...]] | None = None
     counts: tuple[str, ...] = ()  # attributes with the number of heads
     # Whole buffers, of which a rank reads its heads' part -> the dim of heads.
     buffers: Mapping[str, int] | None = None
 
 
-# Attention with queries, keys and values in one linear: those whose rows are head after head.
+# Attention with queries, keys and values in one linear, in rows of queries, of keys, of values.
+STACKED = ("Phi3Attention", "Phi4MultimodalAttention")
+# The same, head after head.
 FUSED_BY_HEAD = {
     "MiniMaxLightningAttention": ModuleCut(
         columns=("qkv_proj", "output_gate"),
@@ -89,7 +95,9 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
         ValueError: for heads that ranks cannot share.
     """
     if type(module).__name__ in FUSED_BY_HEAD:
-        return _cut_fused(name, module, tp)
+        return _cut_heads(name, module, tp)
+    if type(module).__name__ in STACKED:
+        return _cut_stack(name, module, tp)
     linears = _linears(module)
     value_dim = getattr(module, "v_head_dim", None) or getattr(module, "head_dim", None)
     key_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
@@ -122,34 +130,52 @@ def cut_attention(name: str, module: Any, tp: int) -> ModuleCut | str:
         problem = "norm compares all key heads, of which there are fewer than ranks"
     if problem is not None:
         return problem
-    if H % tp or (kv_heads % tp and tp % kv_heads):
-        raise ValueError(
-            f"{name}: heads ({H}) and key/value heads ({kv_heads}) must be multiples of "
-            f"ParallelConfig.tp ({tp}), or the latter a divisor of it: lower tp"
-        )
+    _check_heads(name, H, kv_heads, tp)
     shared = {} if kv_heads % tp == 0 else {"k_proj": key_dim, "v_proj": value_dim}
     columns = tuple(n for n in (*BY_HEAD, *BY_KV_HEAD) if n in linears and n not in shared)
     own = tuple(module._parameters)
     shared = {n: d for n, d in shared.items() if n in linears}
-    return ModuleCut(columns, row, own=own, norms=norms, shared=shared)
+    num_shared = kv_heads if shared else 0
+    return ModuleCut(columns, row, own=own, norms=norms, shared=shared, num_shared=num_shared)
 
 
-def _cut_fused(name: str, module: Any, tp: int) -> ModuleCut | str:
+def _check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        raise ValueError(
+            f"{name}: heads ({heads}) and key/value heads ({kv_heads}) must be multiples of "
+            f"ParallelConfig.tp ({tp}), or the latter a divisor of it: lower tp"
+        )
+
+
+def _cut_heads(name: str, module: Any, tp: int) -> ModuleCut | str:
     cut = FUSED_BY_HEAD[type(module).__name__]
     if not {*cut.columns, cut.row} <= _linears(module).keys():
         return "linears are not plain"
-    H = module.num_attention_heads
-    if H % tp:
-        raise ValueError(
-            f"{name}: heads ({H}) must be a multiple of ParallelConfig.tp ({tp}): lower tp"
-        )
+    _check_heads(name, module.num_attention_heads, module.num_attention_heads, tp)
     return cut
+
+
+def _cut_stack(name: str, module: Any, tp: int) -> ModuleCut | str:
+    linears, d, kv_heads = _linears(module), module.head_dim, module.num_key_value_heads
+    if linears.keys() != {"qkv_proj", "o_proj"}:
+        return "linears are not plain"
+    H = linears["o_proj"].in_features // d
+    _check_heads(name, H, kv_heads, tp)
+    stacks = {"qkv_proj": ((H, d), (kv_heads, d), (kv_heads, d))}
+    how: Any = dict(stacks=stacks, num_shared=kv_heads if kv_heads % tp else 0)
+    return ModuleCut((), "o_proj", counts=("num_key_value_heads",), **how)
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the linears of a module by name, those in peft's LoRA too."""
     parts = {n: lora_base(m) or m for n, m in module.named_children()}
     return {n: m for n, m in parts.items() if type(m) is nn.Linear}
+
+
+def linears_of(module: nn.Module) -> list[Any]:
+    """Return a linear, or what makes its outputs in peft's LoRA: the base and all B."""
+    base = lora_base(module)
+    return [module] if base is None else [base, *(b for _, b in lora_pairs(module))]
 
 
 def _adapted(module: nn.Module) -> dict[str, list[tuple[nn.Linear, nn.Linear]]]:

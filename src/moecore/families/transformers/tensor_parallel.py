@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from moecore.base.torch_names import tree_map_only
-from moecore.families.transformers.cuts import ModuleCut, cut_placements, find_cuts
+from moecore.families.transformers.cuts import ModuleCut, cut_placements, find_cuts, linears_of
 from moecore.families.transformers.stock import named, outermost
 from moecore.families.transformers.vocabulary import cut_vocabulary
 from moecore.models.tensor_parallel import TensorParallel
@@ -110,11 +110,14 @@ def _hook(tp: TensorParallel, module: Any, cut: ModuleCut) -> None:
         linear = module.get_submodule(name)
         head = tp.rank * (linear.out_features // head_dim) // tp.size
         linear.register_forward_hook(partial(_own_head, head, head_dim))
-    if cut.shared and hasattr(module, "num_key_value_groups"):
-        kv_heads = module.k_proj.out_features // cut.shared["k_proj"]
-        module.num_key_value_groups = module.num_key_value_groups * kv_heads // tp.size
+    for name, stack in (cut.stacks or {}).items():
+        for linear in linears_of(module.get_submodule(name)):
+            linear.__class__, linear.rows = RowsOfWhole, list(_own_rows(tp, stack))
+        module.config = OwnHeads(module.config, stack[0][0] // tp.size)
+    if cut.num_shared and hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups = module.num_key_value_groups * cut.num_shared // tp.size
     for name in cut.counts:
-        setattr(module, name, getattr(module, name) // tp.size)
+        setattr(module, name, max(1, getattr(module, name) // tp.size))
     if cut.buffers:
         whole: type = type(module)
         own = {n: property(partial(_own_part, tp, n, dim)) for n, dim in cut.buffers.items()}
@@ -125,6 +128,39 @@ def _own_part(tp: TensorParallel, name: str, dim: int, module: nn.Module) -> Ten
     buffer = module._buffers[name]
     assert buffer is not None, "it has a number per head"
     return buffer.chunk(tp.size, dim)[tp.rank]
+
+
+def _own_rows(tp: TensorParallel, stack: Sequence[tuple[int, int]]) -> Iterator[slice]:
+    """Yield the rows of a rank's heads."""
+    # Example: 4 heads of 8 rows above 1 of 8. Rank 1 of 2 has rows 16:32 and 32:40.
+    start = 0
+    for heads, size in stack:
+        own, first = max(1, heads // tp.size), tp.rank * heads // tp.size
+        yield slice(start + first * size, start + (first + own) * size)
+        start += heads * size
+
+
+class RowsOfWhole(nn.Linear):
+    """A linear with a whole weight that multiplies with some of its rows."""
+
+    rows: list[slice]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., n] of n rows."""
+        bias = None if self.bias is None else torch.cat([self.bias[part] for part in self.rows])
+        return F.linear(input, torch.cat([self.weight[part] for part in self.rows]), bias)
+
+
+class OwnHeads:
+    """A config with a rank's number of heads; all else is the config's, also what changes later."""
+
+    def __init__(self, config: Any, num_attention_heads: int) -> None:
+        self._config, self.num_attention_heads = config, num_attention_heads
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what a copy of it asks for
+            raise AttributeError(name)
+        return getattr(self._config, name)
 
 
 class BiasedRow(nn.Linear):
