@@ -23,7 +23,9 @@ from moecore.base.torch_names import StridedShard, local_of
 from moecore.families import use_causal_attention
 from moecore.families.transformers.cuts import cut_placements, find_cuts
 from moecore.io import Saver, load, stream_weights
+from moecore.moe.params import shard_parameter
 from moecore.planning import fake_world
+from moecore.precision.linear import why_not
 from tests.families.transformers.family_models import batch as family_batch
 from tests.families.transformers.family_models import fill, loss_of, tiny_model
 from tests.families.transformers.hf_models import (
@@ -133,6 +135,16 @@ def test_ranks_that_shard_gate_above_up_divide_its_inputs() -> None:
         model, meshes = tiny_model("granitemoeshared"), build_meshes(ParallelConfig(tp=2), "cpu")
         with pytest.raises(ValueError, match=r"dim 1 must be a multiple of 1 times the .* \(3\)"):
             parallelize_moe(model, meshes)
+
+
+def test_parts_of_gate_above_up_that_fp8_cannot_multiply_stay_in_their_dtype() -> None:
+    with fake_world(2), torch.device("meta"):
+        mesh = build_meshes(ParallelConfig(tp=2), "cpu").dense["tp"]
+        linears = [nn.Linear(32, rows) for rows in (48, 64)]
+        for linear in linears:
+            shard_parameter(linear, "weight", mesh, (StridedShard(0, split_factor=2),))
+        assert why_not(linears[0].weight) == "its weight [24, 32] is no matrix of multiples of 16"
+        assert why_not(linears[1].weight) is None
 
 
 def test_adapters_are_cut_as_their_linears() -> None:
