@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, CapacityConfig, MoEConfig
+from moecore.attention.sequence import Sequence
 from moecore.base.torch_names import local_of
 from moecore.models import Decoder, DecoderConfig, MLAConfig, YarnConfig, preset
 from moecore.models.tensor_parallel import check_tensor_parallel
@@ -30,6 +31,7 @@ from moecore.moe.layer import MoELayer
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sliced import sliced
 from tests.helpers.whole import gather_whole
+from tests.train.memory.blocks import counting_bytes
 
 SHAPE = dict(vocab_size=96, dim=32, num_heads=8, num_kv_heads=4, head_dim=8, ce_chunk_tokens=5)
 MOE = MoEConfig(
@@ -268,6 +270,17 @@ def check_refusals(mesh: DeviceMesh) -> list[str]:
     return messages
 
 
+def head_bytes(mesh: DeviceMesh) -> int:
+    """The most bytes of a head, its loss and its gradients at once, on this rank."""
+    config = DecoderConfig(**SHAPE | dict(vocab_size=6144), num_layers=1, mlp_hidden_dim=40)
+    model = Decoder(config).apply_tensor_parallel(mesh["tp"])
+    x_BtD = torch.randn(B, T // mesh["tp"].size(), config.dim, requires_grad=True)
+    labels_BT = torch.arange(B * T).view(B, T)
+    with counting_bytes() as made:
+        model.lm_head(x_BtD, labels_BT, None, None, Sequence()).backward()
+    return made.peak + local_of(model.lm_head.weight).nbytes
+
+
 def worst_over_ranks(errors: dict[str, float]) -> dict[str, float]:
     values = torch.tensor(list(errors.values()), dtype=torch.float64)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
@@ -284,10 +297,12 @@ def worker(rank: int, device: torch.device) -> dict:
             assert tp == 2 or (counts is not None and counts["gather"] and counts["send"])
             results[name, tp] = errors | check_meta_init(config, mesh)
         results["refusals", tp] = check_refusals(mesh)
+        results["head bytes", tp] = head_bytes(mesh)
         if tp == 2:
             results["fsdp"] = worst_over_ranks(check_fsdp(CONFIGS["dense only"], mesh))
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     model = Decoder(CONFIGS["dense only"]).apply_tensor_parallel(alone["tp"])
+    results["head bytes", 1] = head_bytes(alone)
     results["alone"] = any(isinstance(p, DTensor) for p in model.parameters())
     return results
 
@@ -319,6 +334,14 @@ def test_refusals_are_one_line(results, tp):
     assert heads == (f"DecoderConfig.num_kv_heads (1) must be a multiple of tp ({tp}): lower tp")
     assert length == f"sequence length (7) must be a multiple of tp ({tp}): pad the sequences"
     assert not any("\n" in m for m in (again, heads, length))
+
+
+@pytest.mark.parametrize("tp", TP_SIZES)
+def test_memory_of_head_and_loss_is_divided(results, tp):
+    """Weight, gradient and logits of a chunk; tokens of all ranks are whole, but few."""
+    alone = results["head bytes", 1]
+    assert alone > 3 * 6144 * SHAPE["dim"] * 4  # the weight, its gradient while it is made, after
+    assert abs(tp * results["head bytes", tp] / alone - 1) <= 0.05
 
 
 def test_one_rank_changes_nothing(results):

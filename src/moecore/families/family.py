@@ -120,6 +120,7 @@ class Plain(Family):
     @override
     def attached(self, model: nn.Module, *, wrapper: nn.Module, drops_cache: bool) -> None:
         refuse_accelerate(model)
+        refuse_peft_methods(wrapper)
 
 
 class Transformers(Plain):
@@ -204,7 +205,6 @@ class Transformers(Plain):
         refuse_native_names(model)
         if drops_cache:
             warn_about_cache(model)
-        refuse_peft_methods(wrapper)
 
 
 def family_of(model: nn.Module) -> Family:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from moecore.base.peft_layers import is_tuner_layer, lora_base, lora_pairs
 from moecore.base.regions import once
 from moecore.base.torch_names import is_gloo, is_silent
 from moecore.models.config import DecoderConfig
@@ -112,21 +113,22 @@ def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:
     """Cut the dense parameters of a decoder over tp, in place. No communication."""
     # A module that names its cut (`tp_shard_dim`) has its weight sharded on that dim, and a bias
-    # with the weight's rows; every other parameter becomes a replicated DTensor, except those of
-    # routed experts, which live on the expert mesh. Modules with a `tp` attribute get the record
-    # that they exchange through.
+    # with the weight's rows, and factors of peft's LoRA as their linear; every other parameter
+    # becomes a replicated DTensor, except those of routed experts, which live on the expert mesh.
+    # Modules with a `tp` attribute get the record that they exchange through.
     check_tensor_parallel(config, tp_mesh.size())
     if tp_mesh.size() == 1:
         return
     tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     routed = {m for layer in layers for m in layer.part("experts").modules()}
+    factors = _factors(model, tp.size)
     for path, module in model.named_modules():
         if module in routed:
             continue
         if hasattr(module, "tp"):
             module.tp = tp
-        dim: int | None = getattr(module, "tp_shard_dim", None)
+        dim: int | None = factors.get(module, getattr(module, "tp_shard_dim", None))
         for name, param in list(module.named_parameters(recurse=False)):
             if isinstance(param, DTensor):
                 raise ValueError(
@@ -134,7 +136,37 @@ def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: Devi
                     "parallelism: call apply_tensor_parallel before fully_shard, and once"
                 )
             placement = Replicate() if dim is None or dim >= param.ndim else Shard(dim)
-            shard_parameter(module, name, tp_mesh, (placement,))
+            shard_parameter(module, name, tp_mesh, (placement,), reads_plain=module in factors)
+
+
+def _factors(model: nn.Module, tp: int) -> dict[nn.Module, int | None]:
+    """Return A and B of peft's LoRA -> the dim that is cut.
+
+    Raises:
+        NotImplementedError: for adapters that read all of a weight.
+        ValueError: for dropout, which each rank would draw anew for equal tokens.
+    """
+    found = dict[nn.Module, int | None]()
+    for path, module in model.named_modules():
+        if not is_tuner_layer(module):
+            continue
+        base = lora_base(module)
+        if base is None:
+            raise NotImplementedError(
+                f"adapters of {path} ({type(module).__name__}) must be LoRA of linears without "
+                f"DoRA and biases under ParallelConfig.tp ({tp}): change LoraConfig, or lower tp"
+            )
+        for part in module.modules():
+            if isinstance(part, nn.Dropout) and part.p > 0:
+                raise ValueError(
+                    f"LoraConfig.lora_dropout ({part.p}) must be 0 under ParallelConfig.tp ({tp}), "
+                    "whose ranks compute equal tokens: set it to 0"
+                )
+        # Outputs are of rows of W and B, inputs of columns of W and A.
+        dim: int | None = getattr(base, "tp_shard_dim", None)
+        for a, b in lora_pairs(module):
+            found |= {a: 1 if dim == 1 else None, b: 0 if dim == 0 else None}
+    return found
 
 
 def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:

@@ -7,6 +7,7 @@ tp, replicated over tp) follows from its DTensor placements alone.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -275,6 +276,13 @@ def _chunk(index: Tensor, size: int, rank: int) -> Tensor:
 
 def _interleaved(index: Tensor, parts: int, size: int, rank: int) -> Tensor:
     return index.view(parts, size, -1)[:, rank].reshape(-1)
+
+
+def runs_of(index: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield start and length of each run of neighbours in an ordered index."""
+    if index.numel():
+        edges = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), index.numel()]
+        yield from ((int(index[a]), b - a) for a, b in itertools.pairwise(edges))
 
 
 def seed_of(seed: int, key: str, block: int = 0) -> int:

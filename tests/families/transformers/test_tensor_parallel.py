@@ -6,6 +6,8 @@ test_pipeline.py on four.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from moecore import Meshes, ParallelConfig, PipelineConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.base.options.fsdp import FSDPOptions
+from moecore.base.torch_names import StridedShard, local_of
 from moecore.families import use_causal_attention
-from moecore.families.transformers.tensor_parallel import _dims, find_cuts
-from moecore.io import Saver, load
-from tests.families.transformers.family_models import tiny_model
-from tests.families.transformers.hf_models import batch, random_model, whole_gradients, worst
+from moecore.families.transformers.cuts import cut_placements, find_cuts
+from moecore.io import Saver, load, stream_weights
+from moecore.moe.params import shard_parameter
+from moecore.planning import fake_world
+from moecore.precision.linear import why_not
+from tests.families.transformers.family_models import batch as family_batch
+from tests.families.transformers.family_models import fill, loss_of, tiny_model
+from tests.families.transformers.hf_models import (
+    batch,
+    random_model,
+    transformers,
+    whole_gradients,
+    worst,
+)
 from tests.families.transformers.test_log_probs import scored, stock
 from tests.helpers.ranks import run_ranks
+from tests.train.memory.blocks import counting_bytes
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -98,14 +113,38 @@ def refused(meshes: dict[int, Meshes]) -> None:
     for options, tp, message in REFUSED.values():
         with pytest.raises(ValueError, match=message):
             parallelize_moe(random_model("qwen3-moe", **options), meshes[tp])
+    three = tiny_model("minimax", vocab_size=64)
+    lightning = next(m for m in three.modules() if type(m).__name__ == "MiniMaxLightningAttention")
+    lightning.num_attention_heads = 3
+    with pytest.raises(ValueError, match=r"heads \(3\) and .* must be multiples of Para"):
+        find_cuts(three, 2)
     with pytest.raises(NotImplementedError, match=r"no module can be cut: .*qkv_proj .* all heads"):
         parallelize_moe(tiny_model("zaya"), meshes[2])
 
 
-def cuts_with_adapters(model: nn.Module, **options: Any) -> tuple[dict[nn.Module, Any], list[str]]:
+def cuts_with_adapters(
+    model: nn.Module, target: str = r".*\.(q|o|gate|down)_proj", **options: Any
+) -> tuple[dict[nn.Module, Any], list[str]]:
     peft = pytest.importorskip("peft", reason="adapters are its own")
-    config = peft.LoraConfig(target_modules=r".*\.(q|o|gate|down)_proj", **options)
+    config = peft.LoraConfig(target_modules=target, **options)
     return find_cuts(peft.get_peft_model(model, config), 2)
+
+
+def test_ranks_that_shard_gate_above_up_divide_its_inputs() -> None:
+    with fake_world(6), torch.device("meta"):
+        model, meshes = tiny_model("granitemoeshared"), build_meshes(ParallelConfig(tp=2), "cpu")
+        with pytest.raises(ValueError, match=r"dim 1 must be a multiple of 1 times the .* \(3\)"):
+            parallelize_moe(model, meshes)
+
+
+def test_parts_of_gate_above_up_that_fp8_cannot_multiply_stay_in_their_dtype() -> None:
+    with fake_world(2), torch.device("meta"):
+        mesh = build_meshes(ParallelConfig(tp=2), "cpu").dense["tp"]
+        linears = [nn.Linear(32, rows) for rows in (48, 64)]
+        for linear in linears:
+            shard_parameter(linear, "weight", mesh, (StridedShard(0, split_factor=2),))
+        assert why_not(linears[0].weight) == "its weight [24, 32] is no matrix of multiples of 16"
+        assert why_not(linears[1].weight) is None
 
 
 def test_adapters_are_cut_as_their_linears() -> None:
@@ -113,19 +152,19 @@ def test_adapters_are_cut_as_their_linears() -> None:
     assert not whole
     attention, mlp, *_ = cuts
     for module, column, row in (attention, "q_proj", "o_proj"), (mlp, "gate_proj", "down_proj"):
-        dims = dict(_dims(module, cuts[module]))
+        places = dict(cut_placements(module, cuts[module]))
         outer, inner = module.get_submodule(column), module.get_submodule(row)
         found = {
-            (name, kind): dims.get((linear.get_submodule(kind), "weight"))
+            (name, kind): places.get((linear.get_submodule(kind), "weight"))
             for name, linear in (("column", outer), ("row", inner))
             for kind in ("base_layer", "lora_A.default", "lora_B.default")
         }
         assert found == {
-            ("column", "base_layer"): 0,
+            ("column", "base_layer"): Shard(0),
             ("column", "lora_A.default"): None,
-            ("column", "lora_B.default"): 0,
-            ("row", "base_layer"): 1,
-            ("row", "lora_A.default"): 1,
+            ("column", "lora_B.default"): Shard(0),
+            ("row", "base_layer"): Shard(1),
+            ("row", "lora_A.default"): Shard(1),
             ("row", "lora_B.default"): None,
         }
 
@@ -137,6 +176,10 @@ def test_adapters_that_read_all_of_a_weight_leave_it_whole() -> None:
     cuts, (reason,) = cuts_with_adapters(random_model("gpt-oss"))
     assert not cuts
     assert reason.endswith("(GptOssAttention), whose o_proj has a bias and adapters")
+    model = tiny_model("granitemoeshared")
+    assert any(cut.halves for cut in find_cuts(model, 2)[0].values())
+    cuts, _ = cuts_with_adapters(model, target=r".*\.input_linear")
+    assert cuts and not any(cut.halves for cut in cuts.values())
 
 
 def only_whole(meshes: Meshes) -> None:
@@ -155,6 +198,70 @@ def only_whole(meshes: Meshes) -> None:
             cu_seqlens=torch.tensor([0, 11, 22]),
             max_seqlen=11,
         )
+
+
+def granite() -> nn.Module:
+    return tiny_model("granitemoeshared", vocab_size=64)
+
+
+def minimax() -> nn.Module:
+    return tiny_model("minimax", vocab_size=64)
+
+
+def phi3(num_key_value_heads: int) -> nn.Module:
+    """Queries, keys and values of a dense model are one linear."""
+    sizes: dict[str, Any] = dict(hidden_size=32, intermediate_size=16, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=num_key_value_heads)
+    config = transformers.Phi3Config(vocab_size=64, pad_token_id=None, **sizes, **heads)
+    config._attn_implementation = "eager"
+    model = transformers.Phi3ForCausalLM(config)
+    fill(model)
+    return model.train()
+
+
+def with_gradients(make: Callable[[], nn.Module], **degrees: int) -> tuple[nn.Module, bool]:
+    """A tiny model over ranks, and whether it has the stock gradients and streams its weights."""
+    plain, model = make(), make()
+    meshes = build_meshes(ParallelConfig(**degrees), "cpu")
+    parallelize_moe(model, meshes)
+    for rank in range(meshes.data_ranks):
+        (loss_of(plain, family_batch(plain, rank)) / meshes.data_ranks).backward()
+    loss_of(model, family_batch(model, meshes.data_rank)).backward()
+    near = worst(whole_gradients(model), whole_gradients(plain))[0] <= 1e-5
+    stock = getattr(plain, "merge_and_unload", lambda: plain)().state_dict()
+    dense = [torch.equal(t, stock[n]) for n, t in stream_weights(model) if n in stock]
+    return model, near and all(dense) and len(dense) > 4
+
+
+def fused(folder: Path) -> bool:
+    """An MLP with gate and up in one matrix, and its files on other tp sizes."""
+    model, near = with_gradients(granite, tp=2, ep=2)
+    optimizer = optimizer_of(model)
+    optimizer.step()
+    (weight,) = {p.placements for n, p in model.named_parameters() if "input_linear" in n}
+    assert weight == (Shard(1), StridedShard(0, split_factor=2))
+    with Saver(folder / "fused", model, optimizer) as saver:
+        saved = saver.save(1, wait=True)
+    before, equal = tensors(model, optimizer), []
+    for parallel in (dict(tp=4, ep=2), dict(ep=4)):
+        other = granite()
+        parallelize_moe(other, build_meshes(ParallelConfig(**parallel), "cpu"))
+        again = optimizer_of(other)
+        load(saved, other, again)
+        with Saver(folder / f"fused{parallel}", other, again) as saver:
+            back = saver.save(1, wait=True)
+        optimizer.step()
+        load(back, model, optimizer)
+        found = tensors(other, again), tensors(model, optimizer)
+        equal += [torch.equal(a, b) for one in found for a, b in zip(one, before, strict=True)]
+    return near and all(equal)
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return whole parameters and their moments."""
+    found = [p.detach() for p in model.parameters()]
+    found += [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
 
 
 def padded(meshes: Meshes) -> bool:
@@ -220,13 +327,32 @@ def frozen(meshes: Meshes) -> bool:
     return worst(ours, expected)[0] <= 1e-5
 
 
+def vocabulary_bytes(meshes: Meshes) -> int:
+    """What 4,096 more ids take at the peak of a step: embedding, head, gradients, no logits."""
+    peaks, (ids, labels) = [], batch()
+    for size in (4096, 8192):
+        model = random_model("qwen3-moe", vocab_size=size)
+        how = FSDPOptions(dense_strategy="no_shard", embedding_strategy="no_shard")
+        parallelize_moe(model, meshes, fsdp=how)
+        with counting_bytes() as made:
+            model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+        peaks.append(made.peak + sum(local_of(p).nbytes for p in model.parameters()))
+    return peaks[1] - peaks[0]
+
+
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, bool]:
     meshes = {tp: build_meshes(ParallelConfig(tp=tp), "cpu") for tp in (2, 4)}
     cut = build_meshes(ParallelConfig(pp=2, tp=2, ep=2), "cpu")
     refused(meshes)
     only_whole(meshes[2])
+    alone = vocabulary_bytes(build_meshes(ParallelConfig(), "cpu"))
     own = {
+        "memory": abs(2 * vocabulary_bytes(meshes[2]) / alone - 1) <= 0.05,
         "checkpoints": checkpoints(Path(folder)),
+        "fused": fused(Path(folder)),
+        "heads in one linear": with_gradients(minimax, tp=2, ep=2)[1],
+        "kinds in one linear": with_gradients(partial(phi3, 2), tp=2)[1],
+        "fewer key heads in one linear": with_gradients(partial(phi3, 2), tp=4)[1],
         "frozen": frozen(meshes[4]),
         "padded": padded(meshes[4]),
         "scores": scores(meshes[2]),
@@ -245,7 +371,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoints", "frozen", "padded", "scores", "stages", "deferred"]
+    "name",
+    [
+        "checkpoints",
+        "fused",
+        "heads in one linear",
+        "kinds in one linear",
+        "fewer key heads in one linear",
+        "frozen",
+        "padded",
+        "scores",
+        "stages",
+        "deferred",
+        "memory",
+    ],
 )
 def test_over_tp(name: str, found: dict[str, bool]) -> None:
     assert found[name]

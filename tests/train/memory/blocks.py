@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moecore.base.torch_names import local_of
 from moecore.models import Decoder
 from moecore.models.block import Block
 from moecore.models.layers import MLP, Attention, RMSNorm
@@ -135,7 +136,8 @@ class _Storages(TorchDispatchMode):
 def _storage(leaf: Any) -> torch.UntypedStorage | None:
     if isinstance(leaf, torch.UntypedStorage):
         return leaf
-    return leaf.untyped_storage() if isinstance(leaf, Tensor) else None
+    local = local_of(leaf) if isinstance(leaf, Tensor) else None
+    return local.untyped_storage() if type(local) in (Tensor, nn.Parameter) else None
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moecore.base.peft_layers import is_tuner_layer
 from moecore.families.adapters import CONVOLUTIONS
 from moecore.families.transformers.stock import is_pretrained
 from moecore.moe.layer import RoutedLayer
@@ -131,35 +132,6 @@ def _refuse_late(module: nn.Module, args: Any) -> None:
             f"adapters of {type(module).__name__} must be attached before parallelize_moe, or "
             "every rank would train its own: get_peft_model first, then parallelize_moe"
         )
-
-
-def is_tuner_layer(module: nn.Module) -> bool:
-    """Whether a module is one of peft's that hold A and B."""
-    if "peft" not in sys.modules:
-        return False
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return isinstance(module, BaseTunerLayer)
-
-
-def lora_base(module: Any) -> nn.Module | None:
-    """Return the linear that a module of peft adds s * B A to, and nothing else; else None."""
-    if not is_tuner_layer(module):
-        return None
-    from peft.tuners.lora import Linear
-
-    has_more = any(getattr(module, "lora_variant", {}).values()) or any(
-        getattr(module, "lora_bias", {}).values()
-    )
-    if type(module) is not Linear or has_more or module.fan_in_fan_out:
-        return None
-    found: nn.Module = module.get_base_layer()
-    return found
-
-
-def lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
-    """Return A and B of each adapter of such a module."""
-    return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]
 
 
 def adapted(model: nn.Module) -> nn.Module:

@@ -1,16 +1,18 @@
 """What torch.distributed.checkpoint writes to and reads from: shard files and a manifest.
 
 DCP's default planners decide which rank writes which block (replicas once) and which blocks a rank
-needs (resharding). Here is only where the bytes go. No pickle is written or read.
+needs (resharding). Here is where the bytes go, and what DCP lacks: a rank's part of a tensor may be
+several blocks. No pickle is written or read.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,9 +35,12 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
     WriteItem,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from moecore.base.torch_names import local_of
 from moecore.io.checkpoint.directory import publish
 from moecore.io.checkpoint.manifest import (
     Manifest,
@@ -47,6 +52,7 @@ from moecore.io.checkpoint.manifest import (
 )
 from moecore.io.checkpoint.meter import Meter
 from moecore.io.checkpoint.shard_file import CHUNK_BYTES, ShardReader, ShardWriter, layout_of
+from moecore.moe.params import global_indices, runs_of
 
 Plan = TypeVar("Plan")
 
@@ -115,7 +121,7 @@ class Writer(_DCPStorage, StorageWriter):
         """Make the manifest and publish; the coordinator comes here when every rank has written."""
         chunks: dict[str, list[ManifestChunk]] = {}
         files: dict[str, StoredFile] = {}
-        for result in chain.from_iterable(results):
+        for result in itertools.chain.from_iterable(results):
             chunk, file = result.storage_data
             files[chunk.file] = file
             chunks.setdefault(result.index.fqn, []).append(chunk)
@@ -145,16 +151,94 @@ def _by_key(items: list[WriteItem]) -> dict[str, WriteItem]:
     return found
 
 
+Blocks = dict[torch.Size, tuple[slice, ...]]  # offset in the tensor -> place in a rank's part
+
+
+def _blocks_of(tensor: Any) -> Blocks:
+    """Return the blocks of a rank's part of a tensor, where that is several; else {}."""
+    # Gate and up in one dim: DCP takes the part for one block. Example: [8] over tp=2, placed
+    # _StridedShard(0, split_factor=2): rank 1 has rows 2 3 6 7, {2: [0:2], 6: [2:4]}.
+    if not isinstance(tensor, DTensor):
+        return {}
+    dims = []
+    for index in global_indices(tensor):
+        runs = list(runs_of(index))
+        ends = itertools.accumulate(length for _, length in runs)
+        dims.append([(at, slice(end - n, end)) for (at, n), end in zip(runs, ends, strict=True)])
+    if math.prod(map(len, dims)) < 2:
+        return {}
+    return {
+        torch.Size(at for at, _ in block): tuple(place for _, place in block)
+        for block in itertools.product(*dims)
+    }
+
+
+def _sizes_of(place: tuple[slice, ...]) -> torch.Size:
+    return torch.Size(part.stop - part.start for part in place)
+
+
 class SavePlannerOfLocals(dcp.DefaultSavePlanner):
     """The default planner over live tensors' layouts, with data from elsewhere (by name)."""
 
     def __init__(self, locals_: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._locals = locals_
+        self._blocks: dict[str, Blocks] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """Return what this rank has, block by block."""
+        plan = super().create_local_plan()
+        self._blocks = {name: _blocks_of(tensor) for name, tensor in self.state_dict.items()}
+        items = [one for item in plan.items for one in self._items(item)]
+        self.plan: SavePlan = replace(plan, items=items)
+        return self.plan
+
+    def _items(self, item: WriteItem) -> Iterator[WriteItem]:
+        blocks, data = self._blocks[item.index.fqn], item.tensor_data
+        if not blocks or data is None:
+            yield item
+            return
+        for offsets, place in blocks.items():
+            chunk = ChunkStorageMetadata(offsets, _sizes_of(place))
+            index = MetadataIndex(item.index.fqn, offsets)
+            yield replace(item, index=index, tensor_data=replace(data, chunk=chunk))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the data of a block."""
-        return self._locals[index.fqn]
+        local, blocks = self._locals[index.fqn], self._blocks[index.fqn]
+        return local[blocks[_offset_of(index)]] if blocks else local
+
+
+class LoadPlannerOfBlocks(dcp.DefaultLoadPlanner):
+    """The default planner, for tensors of which a rank may have several blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._blocks: dict[str, Blocks] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what this rank needs, block by block."""
+        plan = super().create_local_plan()
+        found = {name: _blocks_of(tensor) for name, tensor in self.state_dict.items()}
+        self._blocks = {name: blocks for name, blocks in found.items() if blocks}
+        items = [item for item in plan.items if item.dest_index.fqn not in self._blocks]
+        for name, blocks in self._blocks.items():
+            assert self.metadata is not None, "what `super` has read"
+            wanted = [ChunkStorageMetadata(at, _sizes_of(place)) for at, place in blocks.items()]
+            entry: Any = self.metadata.state_dict_metadata[name]
+            items += create_read_items_for_chunk_list(name, entry, wanted)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the memory of a block."""
+        if index.fqn not in self._blocks:
+            return super().lookup_tensor(index)
+        return local_of(self.state_dict[index.fqn])[self._blocks[index.fqn][_offset_of(index)]]
+
+
+def _offset_of(index: MetadataIndex) -> torch.Size:
+    assert index.offset is not None, "blocks have one"
+    return index.offset
 
 
 class Reader(_DCPStorage, StorageReader):

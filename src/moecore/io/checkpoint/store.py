@@ -56,7 +56,13 @@ from moecore.io.checkpoint.state import (
     restore_optimizer_state,
     restore_rng,
 )
-from moecore.io.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
+from moecore.io.checkpoint.storage import (
+    LoadPlannerOfBlocks,
+    Reader,
+    SavePlannerOfLocals,
+    Writer,
+    checked_io,
+)
 from moecore.moe.layer import RoutedLayer
 from moecore.parallel.across import find_stages
 from moecore.train.rerun import drop_step
@@ -263,7 +269,7 @@ def _read(
     states, optimizer_tensors = optimizer_target(fit, view)
     rng = rng_target(manifest) if fit.optimizers else {}
     target |= optimizer_tensors | rng
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = LoadPlannerOfBlocks()
     reader = Reader(path, manifest, meter)
     checked_io("read", path, lambda: dcp.load(target, storage_reader=reader, planner=planner))
     target.clear()  # so that moments which an optimizer keeps in another form are freed

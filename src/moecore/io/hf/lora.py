@@ -26,11 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.base.fields import check_arguments
-from moecore.families.transformers.lora import (
-    adapted,
-    is_tuner_layer,
-    refuse_unmerging,
-)
+from moecore.base.peft_layers import is_tuner_layer
+from moecore.families.transformers.lora import adapted, refuse_unmerging
 from moecore.io.checkpoint.ranks import gather, is_first_rank, on_every_rank, on_first_rank
 from moecore.io.checkpoint.stages import is_first_of_stage
 from moecore.io.hf.names import FileView, TensorPiece

@@ -19,7 +19,7 @@ from moecore.base.torch_names import local_of
 from moecore.io.hf.config import MTP_TYPES
 from moecore.io.hf.names import EMBEDDING, HEAD, TensorPiece, hf_copies
 from moecore.models.decoder import Decoder
-from moecore.moe.params import clean_name
+from moecore.moe.params import clean_name, runs_of
 
 Runs = tuple[tuple[int, int], ...]  # of neighbouring indices: (first, length)
 Holding = tuple[Runs, ...]  # what a shard holds, per dim
@@ -76,7 +76,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def holding_of(indices: Sequence[Tensor]) -> Holding:
     """Return the runs of the global indices that a shard holds per dim."""
-    return tuple(tuple(_runs(index)) for index in indices)
+    return tuple(tuple(runs_of(index)) for index in indices)
 
 
 def overlaps(
@@ -141,12 +141,6 @@ def _common_runs(runs: Runs, part: slice) -> Iterator[tuple[int, int, int]]:
         if start < stop:
             yield start - part.start, at + start - first, stop - start
         at += length
-
-
-def _runs(index: Tensor) -> Iterator[tuple[int, int]]:
-    if index.numel():
-        edges = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), index.numel()]
-        yield from ((int(index[a]), b - a) for a, b in itertools.pairwise(edges))
 
 
 def _split(runs: list[tuple[int, int, int]], most: int) -> list[tuple[int, int, int]]:

@@ -187,14 +187,29 @@ class _Maker:
         if experts is not None and is_whole(self.meshes):
             return tuple(inner)
         mesh: Any = self.meshes.dense_fsdp
-        dim = 0
+        # DTensor cannot gather a dim that is cut in pieces and then again.
+        has_pieces = any(p.dim == 0 and p.pieces > 1 for p in inner)
+        dim = int(has_pieces)
         if experts is not None:
             mesh, dim = self.meshes.expert_fsdp, expert_dim(experts, param, self.meshes)
         *replicates, (axis, size) = _axes(mesh)
+        if has_pieces and experts is None:
+            self._check_inputs(param, size)
         if self.strategy_of(self.role_of[param]) == "no_shard":
             dim = None
         outer = [AxisPlacement(axis=name, size=n, dim=None) for name, n in replicates]
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
+
+    def _check_inputs(self, param: nn.Parameter, ranks: int) -> None:
+        """Raise ValueError where dim 1 has no equal parts of whole bytes."""
+        name = self.name_of[param]
+        recipe = self.recipes.get(name)
+        packed = 2 if recipe is not None and recipe.scaling == "nvfp4" else 1
+        if param.shape[1] % (ranks * packed):
+            raise ValueError(
+                f"{name} {tuple(param.shape)} has gate above up, so its dim 1 must be a multiple "
+                f"of {packed} times the ranks that shard it ({ranks}): choose another dp_shard, cp"
+            )
 
     def units(self) -> list[UnitPlan]:
         """Return the units, in the order of their first use in forward."""

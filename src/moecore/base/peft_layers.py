@@ -1,0 +1,40 @@
+"""What the modules by which peft adapts linears hold: y = W x + s B A x.
+
+Legend: W base linear, A and B factors of an adapter, s its scale.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def is_tuner_layer(module: nn.Module) -> bool:
+    """Whether a module is one of peft's that hold A and B."""
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)
+
+
+def lora_base(module: Any) -> nn.Module | None:
+    """Return the linear that a module of peft adds s * B A to, and nothing else; else None."""
+    if not is_tuner_layer(module):
+        return None
+    from peft.tuners.lora import Linear
+
+    has_more = any(getattr(module, "lora_variant", {}).values()) or any(
+        getattr(module, "lora_bias", {}).values()
+    )
+    if type(module) is not Linear or has_more or module.fan_in_fan_out:
+        return None
+    found: nn.Module = module.get_base_layer()
+    return found
+
+
+def lora_pairs(module: Any) -> list[tuple[nn.Linear, nn.Linear]]:
+    """Return A and B of each adapter of such a module."""
+    return [(module.lora_A[name], module.lora_B[name]) for name in module.lora_A]
